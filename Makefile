@@ -1,0 +1,47 @@
+# Two commands matter: `make quickstart` and `make test`. Everything happens in .venv; nothing else is touched.
+
+PYTHON ?= python3
+# A pinned torch: the range in setup.py would let pip change a torch you chose. Override with e.g. TORCH=torch==2.11.0.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN := runs/quickstart
+# DeepSpeed must not compile its CUDA ops while it is installed; nothing here uses them.
+export DS_BUILD_OPS := 0
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help install quickstart test lint report clean
+
+help:
+	@echo "make quickstart   install, prepare text, train a small GPT with FP8 moments and activations"
+	@echo "make test         install and run the tests"
+	@echo "make lint         ruff and mypy"
+	@echo "make report       versions, GPUs, active FP8 paths"
+	@echo "make clean        remove .venv and runs/"
+
+install: $(STAMP)
+
+$(STAMP): setup.py Makefile
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 12), "Python: got %d.%d, accepted: 3.11 or 3.12 (make PYTHON=...)" % sys.version_info[:2]'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(STAMP)
+
+report: $(STAMP)
+	$(BIN)/python -m coat_dist.report
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check --config .ci/ruff.toml .
+	$(BIN)/ruff format --check --config .ci/ruff.toml .
+	$(BIN)/mypy --config-file .ci/mypy.ini coat_dist megatron_patches launch
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,138 @@
+"""Optimizer step on one flat tensor, as ZeRO hands it over: time against copy bandwidth and against other optimizers.
+
+    python -m benchmarks.optimizer [--sizes 1e6 1e8 1e9] [--bytes-size 1.3e9] [--output DIR]
+
+Prints, for each size, milliseconds, the fraction of this run's copy bandwidth that the bytes of a step amount to, and
+the ratio to torch's fused fp32 AdamW. Optimizers that are not installed are left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.common import median, write_result
+from coat_dist import CoatAdamW
+
+# fp32 parameter read and written, fp32 gradient read, and the two moments read and written.
+BYTES = {
+    "torch fused AdamW": 28.0,
+    "CoatAdamW": 12 + 2 * (2 + 6 / 128),
+    "torchao AdamW8bit": 16.1,
+    "torchao AdamWFp8": 16.1,
+}
+
+
+def timed(call: Callable[[], Any], repeat: int = 30) -> float:
+    """Median milliseconds of one call, by device events, after three warm-ups."""
+    for _ in range(3):
+        call()
+    pairs = []
+    for _ in range(repeat):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return median([a.elapsed_time(b) for a, b in pairs])
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device-to-device copy, read plus written."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (timed(lambda: target.copy_(source)) * 1e-3)
+
+
+def flat_parameter(n: int) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.randn(n, device="cuda") * 0.02)
+    # Gradients whose size varies over the tensor, so that moments span several orders of magnitude as in a model.
+    parameter.grad = torch.randn(n, device="cuda") * torch.exp2(torch.randn(n, device="cuda") * 2 - 12)
+    return parameter
+
+
+def candidates() -> dict[str, Callable[[list], torch.optim.Optimizer]]:
+    options = {"lr": 1e-4, "weight_decay": 0.1}
+    found: dict[str, Callable] = {
+        "torch fused AdamW": lambda p: torch.optim.AdamW(p, fused=True, **options),
+        "CoatAdamW": lambda p: CoatAdamW(p, **options),
+    }
+    try:
+        from torchao.optim import AdamW8bit, AdamWFp8
+
+        found["torchao AdamW8bit"] = lambda p: AdamW8bit(p, **options)
+        found["torchao AdamWFp8"] = lambda p: AdamWFp8(p, **options)
+    except ImportError:
+        print("torchao: not installed, left out")
+    try:
+        from bitsandbytes.optim import AdamW8bit as BnbAdamW8bit
+
+        found["bitsandbytes AdamW8bit"] = lambda p: BnbAdamW8bit(p, **options)
+    except ImportError:
+        print("bitsandbytes: not installed, left out")
+    return found
+
+
+def measure(n: int, bandwidth: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, build in candidates().items():
+        parameter = flat_parameter(n)
+        try:
+            optimizer = build([parameter])
+            milliseconds = timed(optimizer.step, repeat=30 if n < 5e8 else 10)
+        except Exception as error:
+            print(f"{name} at {n:.0e}: {type(error).__name__}: {error}")
+            continue
+        row = {"optimizer": name, "parameters": n, "ms": milliseconds}
+        if name in BYTES:
+            row["fraction_of_copy_bandwidth"] = BYTES[name] * n / (milliseconds * 1e-3) / bandwidth
+        row["ratio_to_torch_fused"] = milliseconds / rows[0]["ms"] if rows else 1.0
+        rows.append(row)
+        print(
+            f"{n:>14,} {name:<24} {milliseconds:9.3f} ms  {row.get('fraction_of_copy_bandwidth', 0):6.1%} of copy  "
+            f"{row['ratio_to_torch_fused']:.3f} x torch fused",
+            flush=True,
+        )
+        del optimizer, parameter
+        torch.cuda.empty_cache()
+    return rows
+
+
+def state_bytes(n: int) -> float:
+    """Bytes per parameter that CoatAdamW's state takes, measured by the allocator."""
+    parameter = torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device="cuda"))
+    optimizer = CoatAdamW([parameter], lr=1e-4)
+    parameter.grad = torch.full_like(parameter, 1e-3)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    return (torch.cuda.memory_allocated() - before) / n
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1e6, 1e8, 1e9])
+    parser.add_argument("--bytes-size", type=float, default=1.3e9, help="shard over which state bytes are measured")
+    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no GPU: this benchmark measures device time only")
+    bandwidth = copy_bandwidth()
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    rows = [row for n in arguments.sizes for row in measure(int(n), bandwidth)]
+    per_parameter = state_bytes(int(arguments.bytes_size))
+    print(f"CoatAdamW state: {per_parameter:.4f} bytes per parameter over {arguments.bytes_size:.2g} parameters")
+    write_result(
+        "optimizer",
+        {"copy_bytes_per_second": bandwidth, "state_bytes_per_parameter": per_parameter, "steps": rows},
+        arguments.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""FP8 formats and the one quantized-tensor type of the project.
+
+A quantized tensor is codes plus scales: ``value = code * scale``. What the scale covers is its *layout*:
+
+==========  =====================================================  ==============================
+layout      one scale per                                          used for
+==========  =====================================================  ==============================
+"tensor"    whole tensor                                           GEMM operands
+"row"       row of the last dimension                              GEMM operands, row-wise option
+"group"     ``group_size`` consecutive elements of the last dim    tensors saved for backward
+==========  =====================================================  ==============================
+
+Optimizer moments are not of this type: their decoding is not linear (see ``reference/moments.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["E4M3", "E5M2", "FP8Format", "QuantizedTensor", "fp8_format"]
+
+
+@dataclass(frozen=True)
+class FP8Format:
+    """One 8-bit floating-point format.
+
+    ``max`` is the largest finite value F; ``mantissa_bits`` the explicit mantissa bits; ``smallest`` the smallest
+    positive (subnormal) value. Source: OCP 8-bit Floating Point Specification 1.0.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    mantissa_bits: int
+    smallest: float
+
+
+E4M3 = FP8Format("e4m3", torch.float8_e4m3fn, 448.0, 3, 2.0**-9)
+E5M2 = FP8Format("e5m2", torch.float8_e5m2, 57344.0, 2, 2.0**-16)
+_FORMATS = {f.name: f for f in (E4M3, E5M2)}
+
+
+def fp8_format(name: str | FP8Format) -> FP8Format:
+    """The format called ``name`` ("e4m3" or "e5m2"); a format is returned as it is.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    if isinstance(name, FP8Format):
+        return name
+    try:
+        return _FORMATS[name]
+    except KeyError:
+        raise ValueError(f"FP8 format: got {name!r}, accepted: {', '.join(map(repr, _FORMATS))}") from None
+
+
+@dataclass
+class QuantizedTensor:
+    """Codes and scales of one tensor.
+
+    Attributes:
+        codes: float8 tensor of the original shape.
+        scales: "tensor": fp32 scalar; "row": fp32 ``[..., 1]``; "group": ``[..., ceil(n / group_size)]``, either
+            bfloat16 or uint8 holding E8M0 exponents (value ``2**(scales - 127)``, 255 = NaN).
+        layout: "tensor", "row" or "group".
+        group_size: elements a scale covers along the last dimension; 0 unless ``layout == "group"``.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    layout: str
+    group_size: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes

@@ -1,0 +1,121 @@
+"""``python -m coat_dist.report``: versions, GPUs, which FP8 paths are active, and what is wrong with the installation.
+
+Exit status 0, or 1 where a problem (not a mere warning) was found.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+__all__ = ["FP8_GEMM_CAPABILITY", "SUPPORTED", "check", "main", "versions"]
+
+# The ranges of setup.py that matter at run time.
+SUPPORTED = {
+    "torch": ">=2.11,<2.14",
+    "deepspeed": ">=0.19.7,<0.20",
+    "megatron-core": ">=0.14,<0.17",
+    "triton": ">=3.6,<3.9",
+}
+FP8_GEMM_CAPABILITY = (8, 9)  # Ada is the first with FP8 matrix instructions
+
+
+def versions() -> dict[str, str | None]:
+    """Installed version of each package that matters; None where it is missing."""
+    found: dict[str, str | None] = {}
+    for name in (*SUPPORTED, "pydantic", "transformer-engine", "apex"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def is_nvidia_apex() -> bool | None:
+    """Whether the importable ``apex`` is NVIDIA's; None where there is none. Looks at files only: importing a foreign
+    package of that name would run its code."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return None
+    folders = [Path(p) for p in spec.submodule_search_locations or []]
+    return any((f / "optimizers" / "fused_adam.py").exists() for f in folders)
+
+
+def check(installed: dict[str, str | None] | None = None) -> Iterator[tuple[str, str]]:
+    """Yield ``("problem" | "warning", text)`` for whatever will fail, or fall back to something slower."""
+    installed = versions() if installed is None else installed
+    for name, accepted in SUPPORTED.items():
+        got = installed.get(name)
+        if got is None:
+            level = "warning" if name in ("triton", "megatron-core") else "problem"
+            lost = {
+                "triton": "; the plain torch definitions are used",
+                "megatron-core": "; only the optimizer and coat_dist.flow are usable",
+            }.get(name, "")
+            yield level, f"{name}: not installed, accepted: {accepted}{lost}"
+        elif not SpecifierSet(accepted).contains(got.split("+")[0], prereleases=True):
+            yield "problem", f"{name}: got {got}, accepted: {accepted}"
+    if is_nvidia_apex() is False:
+        yield (
+            "problem",
+            (
+                "apex: the installed package is not NVIDIA Apex (the index's `apex` is an unrelated project): "
+                "`pip uninstall apex`, and build NVIDIA's from source if you want it"
+            ),
+        )
+    if not any(shutil.which(c) for c in (os.environ.get("CC") or "cc", "gcc", "clang")):
+        yield "warning", "C compiler: none of cc, gcc, clang found; Triton cannot build its launchers on a GPU machine"
+    if os.environ.get("COAT_REFERENCE") == "1":
+        yield "warning", "COAT_REFERENCE=1: the plain torch definitions are used everywhere, kernels are off"
+
+
+def paths() -> dict[str, str]:
+    """What runs each part on this machine: {"moments": ..., "quantization": ..., "GEMM": ...}."""
+    import torch
+
+    from coat_dist.ops.dispatch import use_kernels
+
+    if not torch.cuda.is_available():
+        return {part: "definition in plain torch (no GPU)" for part in ("optimizer step", "quantization", "FP8 GEMM")}
+    fast = torch.cuda.get_device_capability() >= FP8_GEMM_CAPABILITY
+    kernels = use_kernels(torch.empty(0, device="cuda"))
+    return {
+        "optimizer step": "Triton kernel" if kernels else "definition in plain torch",
+        "quantization": "plain torch, unfused",
+        "FP8 GEMM": "torch._scaled_mm"
+        if fast
+        else f"definition: compute capability below {FP8_GEMM_CAPABILITY} has no FP8",
+    }
+
+
+def main() -> int:
+    """Print the report; the exit status."""
+    import torch
+
+    print(f"python          {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name, version in versions().items():
+        print(f"{name:<15} {version or '-'}")
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(i)
+            print(f"GPU {i:<11} {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}")
+    else:
+        print("GPU             none")
+    for part, path in paths().items():
+        print(f"{part:<15} {path}")
+    findings = list(check())
+    for level, text in findings:
+        print(f"{level.upper()}: {text}")
+    return 1 if any(level == "problem" for level, _ in findings) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Packaging. `pip install .` installs coat_dist, megatron_patches and the launch programs."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# One tested minor range each; docs/support.md lists the pairs that were run.
+REQUIRES = [
+    "torch>=2.11,<2.14",
+    "deepspeed>=0.19.7,<0.20",
+    "megatron-core>=0.14,<0.17",
+    "triton>=3.6,<3.9; platform_system == 'Linux'",
+    "pydantic>=2.10,<3",
+    "numpy>=1.26,<3",
+    "tqdm>=4.66,<5",
+    "tokenizers>=0.20,<1",
+    "sentencepiece>=0.2,<0.3",
+    "pyarrow>=17",
+    "matplotlib>=3.9,<4",
+    "tensorboard>=2.17,<3",
+]
+EXTRAS = {
+    "dev": ["pytest>=8,<10", "hypothesis>=6.100,<7", "ruff>=0.6,<1", "mypy>=1.11,<3"],
+    "hf": ["transformers>=4.45,<6", "safetensors>=0.4"],
+    # NVIDIA Apex is not on the package index: the package called `apex` there is something else and must never be
+    # installed. Build it from NVIDIA's source if you want its fused weight-gradient accumulation; README says how.
+    "apex": [],
+}
+
+setup(
+    name="coat-dist",
+    version="0.1.0",
+    description="FP8 optimizer states and activations for DeepSpeed and Megatron-core training",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["coat_dist*", "megatron_patches*", "launch*"]),
+    install_requires=REQUIRES,
+    extras_require=EXTRAS,
+)

@@ -1,0 +1,169 @@
+"""Every wrong key of the block, and every DeepSpeed feature that is refused, gives one line that says what to write."""
+
+import base64
+import copy
+import json
+
+import pytest
+
+from coat_dist.config import CoatConfig, CoatConfigError, check_deepspeed, load_json
+
+BASE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-4}},
+    "coat": {
+        "optimizer": {"first_moment": "e4m3", "second_moment": "e4m3", "expand": True, "group_size": 128},
+        "activation": {
+            "enabled": True,
+            "forward": "exact",
+            "format": "e4m3",
+            "grad_format": "e4m3",
+            "group_size": 32,
+            "scale": "e8m0",
+            "fp8_gather": True,
+            "tp_invariant": False,
+            "attention": "bf16",
+            "bf16_layers": [0, -1],
+        },
+    },
+}
+
+
+def config(**changes):
+    made = copy.deepcopy(BASE)
+    for key, value in changes.items():
+        block = made
+        *path, last = key.split("__")
+        for part in path:
+            block = block.setdefault(part, {})
+        block[last] = value
+    return made
+
+
+def test_the_documented_block_is_accepted():
+    coat = CoatConfig.from_deepspeed(BASE)
+    assert coat.optimizer.first_moment == "e4m3" and coat.activation.bf16_layers == (0, -1)
+    check_deepspeed(BASE, tp=2, mpu=True)
+
+
+def test_defaults_are_those_of_the_documented_block():
+    assert CoatConfig.parse({}) == CoatConfig.parse(
+        {**BASE["coat"], "activation": {**BASE["coat"]["activation"], "bf16_layers": []}}
+    )
+
+
+def test_no_block_is_none_and_unchecked():
+    plain = {k: v for k, v in config(zero_optimization__stage=0).items() if k != "coat"}
+    plain["optimizer"] = {"type": "AdamW"}
+    assert CoatConfig.from_deepspeed(plain) is None
+    check_deepspeed(plain)
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (3, ["coat: got 3", "optimizer, activation"]),
+        (None, None),
+        ({"optimiser": {}}, ["coat.optimiser: unknown key", "did you mean 'optimizer'"]),
+        ({"optimizer": {"expend": True}}, ["coat.optimizer.expend", "did you mean 'expand'", "second_moment"]),
+        ({"optimizer": 3}, ["coat.optimizer: got 3", "an object with keys first_moment"]),
+        ({"optimizer": {"group_size": 100}}, ["coat.optimizer.group_size: got 100", "64, 128 or 256"]),
+        ({"optimizer": {"expand": "yes"}}, ['coat.optimizer.expand: got "yes"', "true or false"]),
+        ({"optimizer": {"expand": 1}}, ["coat.optimizer.expand: got 1", "true or false"]),
+        ({"optimizer": {"second_moment": "fp8"}}, ['coat.optimizer.second_moment: got "fp8"', "'e4m3' or 'e5m2'"]),
+        ({"activation": {"forward": "fast"}}, ['coat.activation.forward: got "fast"', "'exact' or 'quantized'"]),
+        ({"activation": {"attention": "fp8"}}, ['coat.activation.attention: got "fp8"', "'bf16'"]),
+        ({"activation": {"bf16_layers": ["first"]}}, ["coat.activation.bf16_layers.0", "an integer"]),
+        ({"activation": {"bf16_layers": [0, 0]}}, ["coat.activation.bf16_layers", "distinct"]),
+        (
+            {"activation": {"tp_invariant": True, "fp8_gather": False}},
+            ["coat.activation.tp_invariant", "fp8_gather true"],
+        ),
+    ],
+)
+def test_wrong_block(block, words):
+    if words is None:
+        assert CoatConfig.from_deepspeed({"coat": None}) is None
+        return
+    with pytest.raises(CoatConfigError) as error:
+        CoatConfig.parse(block)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_all_problems_are_listed_at_once():
+    with pytest.raises(CoatConfigError) as error:
+        CoatConfig.parse({"optimizer": {"group_size": 1}, "activation": {"format": "int8", "x": 1}})
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "context", "words"),
+    [
+        ({"zero_optimization__elastic_checkpoint": True}, {}, ["zero_optimization.elastic_checkpoint: got true"]),
+        (
+            {"zero_optimization__offload_optimizer": {"device": "cpu"}},
+            {},
+            ['offload_optimizer.device: got "cpu"', '"none"'],
+        ),
+        ({"zero_optimization__offload_optimizer": {"device": "nvme"}}, {}, ['offload_optimizer.device: got "nvme"']),
+        ({"zero_optimization__offload_optimizer": {"super_offload": True}}, {}, ["super_offload: got true"]),
+        ({"zero_optimization__cpu_offload": True}, {}, ["zero_optimization.cpu_offload: got true"]),
+        ({"zero_optimization__zenflow": {}}, {}, ["zero_optimization.zenflow: got {}"]),
+        ({"zero_optimization__stage": 0}, {}, ["zero_optimization.stage: got 0", "1, 2 or 3"]),
+        ({"tensor_parallel__autotp_size": 2}, {"tp": 2}, ["tensor_parallel.autotp_size: got 2"]),
+        (
+            {"checkpoint__load_universal": True, "zero_optimization__stage": 3},
+            {"tp": 2},
+            ["checkpoint.load_universal: got true"],
+        ),
+        ({"fp16__enabled": True, "bf16__enabled": False}, {}, ["fp16.enabled: got true"]),
+        ({"optimizer__type": "AdamW"}, {}, ['optimizer.type: got "AdamW"', '"CoatAdamW"']),
+        ({}, {"cp": 2}, ["context_parallel_size: got 2"]),
+        ({}, {"pipeline": True, "mpu": True}, ["mpu: got an mpu with a PipelineModule"]),
+    ],
+)
+def test_refused_deepspeed_features(changes, context, words):
+    with pytest.raises(CoatConfigError) as error:
+        check_deepspeed(config(**changes), **context)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_offload_is_refused_for_the_bare_type_too():
+    bare = config(zero_optimization__offload_optimizer={"device": "cpu"})
+    del bare["coat"]
+    with pytest.raises(CoatConfigError, match="offload_optimizer"):
+        check_deepspeed(bare)
+
+
+def test_deepcompile_offload_warns():
+    with pytest.warns(UserWarning, match="offload_opt_states"):
+        check_deepspeed(config(compile={"deepcompile": True, "offload_opt_states": True}))
+
+
+def test_config_sources(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(BASE))
+    encoded = base64.urlsafe_b64encode(json.dumps(BASE).encode()).decode()
+    assert load_json(path) == load_json(str(path)) == load_json(BASE) == load_json(encoded)
+    copied = load_json(BASE)
+    copied["coat"]["optimizer"]["expand"] = False
+    assert BASE["coat"]["optimizer"]["expand"] is True
+
+
+@pytest.mark.parametrize(("text", "word"), [("{", "not JSON"), ("[]", "list"), ('{"a": 1, "a": 2}', "twice")])
+def test_broken_files(tmp_path, text, word):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(CoatConfigError, match=word):
+        load_json(path)
+
+
+def test_missing_file():
+    with pytest.raises(CoatConfigError, match="cannot read 'nowhere.json'"):
+        load_json("nowhere.json")
+    with pytest.raises(CoatConfigError, match="got int"):
+        load_json(3)

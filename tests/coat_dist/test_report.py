@@ -1,0 +1,60 @@
+"""The installation report finds what it claims to find."""
+
+import subprocess
+import sys
+
+import pytest
+
+from coat_dist import report
+
+GOOD = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "megatron-core": "0.16.1", "triton": "3.6.0"}
+
+
+def problems(**changes):
+    installed = {**GOOD, **{k.replace("_", "-"): v for k, v in changes.items()}}
+    return list(report.check(installed))
+
+
+def test_supported_versions_raise_nothing():
+    assert not [text for _, text in problems() if any(text.startswith(name) for name in GOOD)]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "level"),
+    [
+        ("megatron_core", "0.13.1", "problem"),
+        ("megatron_core", None, "warning"),
+        ("deepspeed", "0.14.0", "problem"),
+        ("deepspeed", None, "problem"),
+        ("torch", "2.4.0+cu121", "problem"),
+        ("triton", None, "warning"),
+    ],
+)
+def test_versions_out_of_range(name, version, level):
+    found = [(lev, text) for lev, text in problems(**{name: version}) if text.startswith(name.replace("_", "-"))]
+    assert len(found) == 1 and found[0][0] == level
+    assert "accepted" in found[0][1] and (version is None or version in found[0][1])
+
+
+def test_impostor_apex_is_named_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert report.is_nvidia_apex() is False
+    assert any(level == "problem" and "not NVIDIA Apex" in text for level, text in report.check(GOOD))
+    (tmp_path / "apex" / "optimizers").mkdir()
+    (tmp_path / "apex" / "optimizers" / "fused_adam.py").write_text("")
+    assert report.is_nvidia_apex() is True
+
+
+def test_missing_compiler_warns(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert any("C compiler" in text for _, text in report.check(GOOD))
+
+
+def test_report_program():
+    done = subprocess.run([sys.executable, "-m", "coat_dist.report"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("python", "torch", "deepspeed", "megatron-core", "GPU", "optimizer step", "FP8 GEMM"):
+        assert word in done.stdout

@@ -1,0 +1,87 @@
+"""Run a function on several ranks of one machine.
+
+Ranks are forked from a server process that has already imported the heavy packages, so a test pays for
+process start and rendezvous only (well under a second), not for imports.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+
+import torch
+import torch.distributed as dist
+
+_PRELOAD = ["torch", "torch.distributed", "deepspeed", "megatron.core", "coat_dist", "megatron_patches"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _rank_main(rank: int, world: int, port: int, out: str, backend: str, fn, args) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        torch.set_num_threads(1)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, rank=rank, world_size=world)
+        result = (True, fn(rank, world, *args))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        result = (False, traceback.format_exc())
+    torch.save(result, f"{out}/{rank}.pt")
+    os._exit(0 if result[0] else 1)  # skip interpreter teardown: some libraries hang in it after a failed collective
+
+
+def run_ranks(world: int, fn, *args, timeout: float = 240.0, backend: str = "gloo") -> list:
+    """Call ``fn(rank, world, *args)`` on ``world`` ranks and return the results in rank order.
+
+    ``fn`` must be importable (a module-level function) and its result must survive ``torch.save``.
+
+    Raises:
+        AssertionError: a rank failed or did not finish in ``timeout`` seconds; holds the rank's traceback.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if backend == "gloo" else "cuda")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    port = free_port()
+    with tempfile.TemporaryDirectory() as out:
+        ranks = [
+            context.Process(target=_rank_main, args=(r, world, port, out, backend, fn, args), daemon=True)
+            for r in range(world)
+        ]
+        for p in ranks:
+            p.start()
+        failed = None
+        for r, p in enumerate(ranks):
+            p.join(timeout if failed is None else 10)
+            if p.exitcode != 0 and failed is None:
+                failed = r
+        for p in ranks:
+            if p.is_alive():
+                p.kill()
+        results = []
+        for r in range(world):
+            path = f"{out}/{r}.pt"
+            results.append(
+                torch.load(path, weights_only=False) if os.path.exists(path) else (False, "no result: hung or killed")
+            )
+    errors = [f"rank {r}:\n{value}" for r, (ok, value) in enumerate(results) if not ok]
+    assert not errors, "\n".join(errors)
+    return [value for _, value in results]
