@@ -1,0 +1,280 @@
+"""Training data: Megatron's GPTDataset over what ``prepare_data.py`` wrote, and the order in which samples are used.
+
+The sample at position ``p`` depends on the data, the sequence length and the seed alone. It does not depend on how many
+samples a run asks for, nor on the number of ranks: a run that stops after any number of samples and continues from
+``consumed_samples``, with another data-parallel size or a later end, sees exactly the samples that were to come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType
+from torch.utils.data import Dataset
+
+from launch.gpt_dataset import EndlessConfig, EndlessGPTDataset, Identity
+from launch.prep import DataError
+from launch.sampler import PretrainSampler, batches
+
+__all__ = [
+    "DataError",
+    "DataInfo",
+    "PretrainSampler",
+    "batches",
+    "build_datasets",
+    "padded_vocab_size",
+    "parse_blend",
+    "parse_split",
+    "read_info",
+]
+
+SPLITS = ("train", "valid", "test")
+_INDEX_HEAD = struct.Struct("<9sQBQQ")  # magic, version, type of tokens, sequences, document boundaries
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What training needs to know of a prepared data set."""
+
+    vocab_size: int
+    """Ids are below this."""
+    eod: int
+    """End-of-document id."""
+    tokenizer_digest: str | None
+    """Fingerprint of the tokenizer; None where it is not known (ready token files)."""
+
+
+def read_info(prefix: str) -> DataInfo:
+    """Read ``PREFIX.json``.
+
+    Raises:
+        DataError: the data set is missing or incomplete. For data that Megatron's own tools made, a ``PREFIX.json``
+            with the two keys ``vocab_size`` and ``eod`` is enough.
+    """
+    for suffix in (".bin", ".idx"):
+        if not Path(prefix + suffix).is_file():
+            raise DataError(
+                f"data: {prefix}{suffix} does not exist, accepted: the PREFIX of files written by prepare_data.py"
+            )
+    try:
+        content = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        info = DataInfo(int(content["vocab_size"]), int(content["eod"]), content.get("tokenizer_digest"))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
+        raise DataError(
+            f"data: {prefix}.json cannot be used ({problem!r}), accepted: a finished prepare_data.py output, or an "
+            "object with the keys vocab_size and eod"
+        ) from None
+    if not 0 <= info.eod < info.vocab_size:
+        raise DataError(
+            f"data: {prefix}.json has eod {info.eod} and vocab_size {info.vocab_size}, accepted: eod below vocab_size"
+        )
+    return info
+
+
+def padded_vocab_size(vocab: int, divisor: int = 128, tp: int = 1) -> int:
+    """Rows of the embedding: the next multiple of ``divisor · tp``, so that every TP rank holds as many.
+
+    Raises:
+        DataError: an argument below 1.
+    """
+    for name, value in (("vocab", vocab), ("divisor", divisor), ("tp", tp)):
+        if value < 1:
+            raise DataError(f"{name}: got {value}, accepted: 1 or more")
+    return -(-vocab // (divisor * tp)) * divisor * tp
+
+
+def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Prefixes and weights of ``["a", "b"]``, ``["0.3 a", "0.7 b"]`` or Megatron's ``["0.3", "a", "0.7", "b"]``.
+
+    Raises:
+        DataError: nothing given, weights on some only, or a weight that is not a positive number.
+    """
+    entries: list[tuple[str, float | None]] = []
+    pending: float | None = None
+    for path in paths:
+        head, _, rest = path.strip().partition(" ")
+        weight = None if Path(f"{path}.idx").exists() else _number(head)
+        if weight is not None and not rest.strip() and pending is None:
+            pending = weight
+        elif weight is not None and rest.strip() and pending is None:
+            entries.append((rest.strip(), weight))
+        else:
+            entries.append((path, pending))
+            pending = None
+    if pending is not None or not entries:
+        raise DataError(f"data: got {list(paths)}, accepted: PREFIX ... or 'WEIGHT PREFIX' ...")
+    weights = [w for _, w in entries if w is not None]
+    if weights and len(weights) < len(entries):
+        raise DataError(f"data: got {list(paths)}, accepted: a weight for every prefix or for none")
+    if any(not (w > 0 and math.isfinite(w)) for w in weights):
+        raise DataError(f"data: got the weights {weights}, accepted: positive numbers")
+    prefixes = [p for p, _ in entries]
+    if len(set(prefixes)) < len(prefixes):
+        raise DataError(f"data: got {list(paths)}, accepted: every prefix once")
+    return prefixes, weights or None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def parse_split(split: str) -> list[float]:
+    """Shares of train, valid and test, summing to 1, of a text like ``"969,30,1"``; missing ones are 0.
+
+    Raises:
+        DataError: not up to three numbers of which one is positive.
+    """
+    shares = [_number(part) for part in split.split(",")]
+    given = [s for s in shares if s is not None and s >= 0 and math.isfinite(s)]
+    if len(given) < len(shares) or len(given) > 3 or not sum(given):
+        raise DataError(
+            f"split: got {split!r}, accepted: up to three numbers from 0 for train,valid,test, such as 969,30,1"
+        )
+    return [s / sum(given) for s in given] + [0.0] * (3 - len(given))
+
+
+def _lengths(prefix: str) -> np.ndarray:
+    """Document lengths of a data set, int32 ``[documents]``; checks that both files are whole and one set."""
+    with open(f"{prefix}.idx", "rb") as file:
+        head = file.read(_INDEX_HEAD.size)
+        try:
+            magic, version, code, sequences, documents = _INDEX_HEAD.unpack(head)
+            item = DType.size(code)
+        except (struct.error, ValueError):
+            magic = b""
+        size = os.path.getsize(f"{prefix}.idx")
+        if magic != b"MMIDIDX\0\0" or version != 1 or size != len(head) + 12 * sequences + 8 * documents:
+            raise DataError(f"data: {prefix}.idx ({size} bytes) is damaged or no Megatron index; prepare it again")
+        lengths = np.fromfile(file, np.int32, sequences)
+    needed, found = int(lengths.sum(dtype=np.int64)) * item, os.path.getsize(f"{prefix}.bin")
+    if needed != found:
+        raise DataError(f"data: {prefix}.bin has {found} bytes, accepted: the {needed} of its index; prepare it again")
+    return lengths
+
+
+def _cache_folder(prefixes: Sequence[str], cache_dir: str | None) -> str:
+    """A folder for sample indices that can be written: the one asked for, else beside the data, else the user's."""
+    key = hashlib.sha256("\n".join(os.path.abspath(p) for p in prefixes).encode()).hexdigest()[:16]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    beside = Path(f"{prefixes[0]}.cache")
+    for folder in [Path(cache_dir)] if cache_dir else [beside, home / "coat_dist" / key]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return str(folder)
+        except OSError as problem:
+            failed = f"{folder} ({problem.strerror})"
+    raise DataError(f"cache_dir: cannot write to {failed}, accepted: a folder that can be written")
+
+
+def build_datasets(
+    paths: Sequence[str],
+    split: str,
+    seq_length: int,
+    train_samples: int,
+    valid_samples: int,
+    test_samples: int,
+    seed: int,
+    cache_dir: str | None = None,
+    eod_mask_loss: bool = False,
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """Train, valid and test sets of one or several prepared data sets. With torch.distributed, call it on all ranks.
+
+    Args:
+        paths: see :func:`parse_blend`; without weights a data set counts by its number of tokens.
+        split: shares of the documents, e.g. ``"969,30,1"``.
+        seq_length: tokens of a sample.
+        train_samples, valid_samples, test_samples: samples that will be read, 0 = leave this set out (None).
+            More than the data holds repeat it, in a new order.
+        seed: of the shuffles.
+        cache_dir: where sample indices are kept; None = ``PREFIX.cache``, or the user's cache
+            folder if that is not writable.
+        eod_mask_loss: take the loss of predicting what follows an end of document out.
+
+    Returns:
+        Datasets whose items are dicts of ``tokens``, ``labels``, ``position_ids`` (int64 ``[seq_length]``) and
+        ``loss_mask`` (fp32 ``[seq_length]``).
+
+    Raises:
+        DataError: names the argument or file, what was given and what is accepted.
+    """
+    prefixes, weights = parse_blend(paths)
+    shares = parse_split(split)
+    sizes = (train_samples, valid_samples, test_samples)
+    amounts = {f"{name}_samples": (size, 0) for name, size in zip(SPLITS, sizes, strict=True)}
+    for name, (value, low) in {"seq_length": (seq_length, 1), **amounts}.items():
+        if value < low:
+            raise DataError(f"{name}: got {value}, accepted: {low} or more")
+    infos = [read_info(prefix) for prefix in prefixes]
+    for prefix, info in zip(prefixes, infos, strict=True):
+        digests = {info.tokenizer_digest, infos[0].tokenizer_digest} - {None}
+        if (info.vocab_size, info.eod) != (infos[0].vocab_size, infos[0].eod) or len(digests) > 1:
+            raise DataError(
+                f"data: {prefix} was made with another tokenizer than {prefixes[0]} ({info} and {infos[0]}), accepted: "
+                "one tokenizer for all"
+            )
+    try:
+        from megatron.core.datasets import helpers  # noqa: F401
+    except ImportError as problem:
+        raise DataError(
+            f"megatron-core: its compiled dataset helpers are missing ({problem}), accepted: a wheel for this "
+            "Python (pip install --force-reinstall megatron-core), or run make in its folder megatron/core/datasets"
+        ) from None
+    lengths = [_lengths(prefix) for prefix in prefixes]
+    if len(prefixes) == 1:
+        weights = None
+    elif weights is None:
+        weights = [float(x.sum(dtype=np.int64)) for x in lengths]
+    config = EndlessConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        blend=(prefixes, weights),
+        split=",".join(f"{s:.12f}" for s in shares),
+        tokenizer=Identity(
+            infos[0].vocab_size, infos[0].eod, [hashlib.sha256(x.tobytes()).hexdigest() for x in lengths]
+        ),  # type: ignore[arg-type]
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=eod_mask_loss,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=0.1,  # nothing is built for it, see EndlessGPTDataset.__len__
+        index_cache=_cache_folder(prefixes, cache_dir),
+    )
+    assert config.split_matrix is not None
+    _check_amounts(prefixes, lengths, config.split_matrix, sizes, seq_length)
+    config.split_matrix = [m if n else None for m, n in zip(config.split_matrix, sizes, strict=True)]  # type: ignore[misc]
+    return tuple(BlendedMegatronDatasetBuilder(EndlessGPTDataset, list(sizes), lambda: True, config).build())  # type: ignore
+
+
+def _check_amounts(
+    prefixes: Sequence[str],
+    lengths: Sequence[np.ndarray],
+    matrix: Sequence[tuple[float, float] | None],
+    sizes: Sequence[int],
+    seq_length: int,
+) -> None:
+    """Refuse a split that has not one sample."""
+    for name, bounds, size in zip(SPLITS, matrix, sizes, strict=True):
+        for prefix, length in zip(prefixes, lengths, strict=True):
+            # Rounded as Megatron's builder does.
+            begin, end = (int(round(b * float(len(length)))) for b in bounds or (0.0, 0.0))
+            tokens = int(length[begin:end].sum(dtype=np.int64))
+            if size and tokens <= seq_length:
+                raise DataError(
+                    f"split: {name} gets {end - begin} of the {len(length)} documents of {prefix}, {tokens} tokens, "
+                    f"accepted: at least {seq_length + 1} for one sample; prepare more data, change the shares or ask "
+                    f"for 0 {name} samples"
+                )

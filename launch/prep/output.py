@@ -1,0 +1,97 @@
+"""The files of one output: who may write them, whether they are complete, what a killed run left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.prep import DataError
+from launch.prep.shards import read_json, write_json
+
+__all__ = ["finished", "locked", "open_parts"]
+
+
+def _compare(then: Any, now: dict[str, Any], what: str) -> None:
+    """Refuse to continue or keep what other settings made."""
+    then = then if isinstance(then, dict) else {}
+    changed = [
+        f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
+        for key in sorted({*then, *now})
+        if then.get(key) != now.get(key)
+    ]
+    if changed:
+        raise DataError(
+            f"--output: {what} was made with other settings ({'; '.join(changed)}), accepted: the same settings, "
+            "another --output, or --overwrite"
+        )
+
+
+@contextlib.contextmanager
+def locked(prefix: str, parts: Path) -> Iterator[None]:
+    """Make the output folder and hold a lock on it; the system drops the lock of a process that dies."""
+    if not Path(prefix).name or Path(prefix).is_dir():
+        raise DataError(
+            f"--output: got {prefix!r}, which is a folder, accepted: a folder and the beginning of a file name"
+        )
+    try:
+        parts.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(f"{prefix}.lock", "a")  # noqa: SIM115  (held for the whole run)
+    except OSError as problem:
+        raise DataError(f"--output: cannot write {prefix}.*: {problem.strerror}") from None
+    with lock:
+        try:
+            # A file system without locks raises another OSError, which main reports.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"--output: another process is writing {prefix}, accepted: wait for it or another --output"
+            ) from None
+        try:
+            yield
+        finally:
+            Path(f"{prefix}.lock").unlink(missing_ok=True)
+
+
+def finished(prefix: str, settings: dict[str, Any], overwrite: bool) -> bool:
+    """Whether the output is complete and of these settings; refuses to touch any other."""
+    if overwrite:
+        return False
+    summary = read_json(f"{prefix}.json")
+    if summary is None or "settings" not in summary:
+        for kind in ("json", "bin", "idx"):
+            if Path(f"{prefix}.{kind}").exists() and not Path(f"{prefix}.parts").exists():
+                raise DataError(
+                    f"--output: {prefix}.{kind} exists and was not made by this program, accepted: another --output, "
+                    "or --overwrite"
+                )
+        return False
+    _compare(summary["settings"], settings, f"{prefix}.bin")
+    size = summary["tokens"] * np.dtype(summary["dtype"]).itemsize
+    return (
+        Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").exists() and os.path.getsize(f"{prefix}.bin") == size
+    )
+
+
+def open_parts(prefix: str, parts: Path, settings: dict[str, Any], overwrite: bool) -> None:
+    """Continue the folder of finished shards if it is of these settings, or start it."""
+    manifest = read_json(parts / "manifest.json")
+    if manifest is not None and manifest != settings:
+        if not overwrite:
+            _compare(manifest, settings, str(parts))
+        manifest = None
+    if manifest is None:
+        shutil.rmtree(parts, ignore_errors=True)
+        parts.mkdir()
+        write_json(parts / "manifest.json", settings)
+    ours = [f"{Path(prefix).name}.{kind}" for kind in ("bin", "idx", "json")]
+    for file in [*parts.iterdir(), *parts.parent.iterdir()]:  # what a killed run left half written
+        stem, mark, _ = file.name.partition(".tmp")
+        if mark and (file.parent == parts or stem in ours):
+            file.unlink(missing_ok=True)

@@ -1,0 +1,85 @@
+"""Which samples a data-parallel rank reads, in which order, and micro-batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from launch.prep import DataError
+
+__all__ = ["PretrainSampler", "batches"]
+
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class PretrainSampler:
+    """Positions of the samples of one data-parallel rank, micro-batch by micro-batch, without end.
+
+    Global position p is read by rank ``p // micro_batch_size % dp_size``. A global batch is therefore the same set of
+    samples for any data-parallel and micro-batch size. After ``total_samples`` the order begins again.
+
+    Args:
+        total_samples: samples in the dataset.
+        consumed_samples: samples that all ranks together have used before.
+        micro_batch_size: samples a rank reads at a time.
+        dp_rank, dp_size: data-parallel rank and size.
+
+    Raises:
+        DataError: an argument out of range.
+    """
+
+    def __init__(
+        self, total_samples: int, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
+    ) -> None:
+        for name, value, low in (
+            ("total_samples", total_samples, 1),
+            ("consumed_samples", consumed_samples, 0),
+            ("micro_batch_size", micro_batch_size, 1),
+            ("dp_size", dp_size, 1),
+            ("dp_rank", dp_rank, 0),
+        ):
+            if value < low:
+                raise DataError(f"{name}: got {value}, accepted: {low} or more")
+        if dp_rank >= dp_size:
+            raise DataError(f"dp_rank: got {dp_rank}, accepted: below dp_size {dp_size}")
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        position = self.consumed_samples + self.dp_rank * self.micro_batch_size
+        while True:
+            yield [(position + i) % self.total_samples for i in range(self.micro_batch_size)]
+            position += self.micro_batch_size * self.dp_size
+
+
+def _collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: torch.stack([item[key] for item in items]) for key in _KEYS}
+
+
+def batches(dataset: Dataset, sampler: PretrainSampler, num_workers: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    """An endless iterator of micro-batches, from ``sampler.consumed_samples`` on; each call begins there again.
+
+    Args:
+        dataset: from :func:`build_datasets`.
+        sampler: of this rank.
+        num_workers: processes that read ahead; 0 = read when asked.
+
+    Yields:
+        ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, each ``[micro_batch, seq_length]``, on
+        the CPU (pinned where there is a GPU).
+    """
+    # Its own generator: DataLoader draws a seed from torch's global one otherwise, and a resumed run would differ in
+    # every random number that follows.
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_collate,  # type: ignore[arg-type]
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),
+    )
+    return iter(loader)

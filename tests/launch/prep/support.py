@@ -1,0 +1,48 @@
+"""Run data preparation in this process and read back what it wrote."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from launch.prep.arguments import parser
+from launch.prepare_data import prepare
+from launch.tokenizer import for_data
+
+
+def run(*arguments, tokenizer="bytes", workers="1"):
+    words = [str(a) for a in arguments]
+    return prepare(parser().parse_args([*words, "--tokenizer", tokenizer, "--workers", workers, "--quiet"]))
+
+
+def documents(prefix):
+    data = IndexedDataset(str(prefix), mmap=False)
+    return [data[i].tolist() for i in range(len(data))]
+
+
+def decoded(prefix):
+    tokenizer = for_data(prefix)
+    found = documents(prefix)
+    assert all(d[-1] == tokenizer.eod and tokenizer.eod not in d[:-1] for d in found)
+    return [tokenizer.decode(d) for d in found]
+
+
+def some_texts(n, seed):
+    rng = random.Random(seed)
+    alphabet = 'abc \n\t"\\{}é東🙂'
+    return ["".join(rng.choices(alphabet, k=rng.randint(1, 300))) for _ in range(n)]
+
+
+def files_of(prefix):
+    return {p.suffixes[-1]: p.read_bytes() for p in Path(prefix).parent.glob(f"{Path(prefix).name}.*") if p.is_file()}
+
+
+def write_jsonl(path, texts, key="text"):
+    lines = "".join(json.dumps({key: t, "id": i}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(texts))
+    opener = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "wb") as file:
+        file.write(lines.encode())

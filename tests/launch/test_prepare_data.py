@@ -1,0 +1,282 @@
+"""Data preparation: restarts and workers do not matter, nothing of others is replaced, bad input is named."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from launch.prep import DataError
+from launch.prep.arguments import parser
+from launch.prepare_data import main, prepare
+from launch.tokenizer import for_data
+from tests.launch.prep.support import decoded, documents, files_of, run, some_texts, write_jsonl
+from tests.launch.test_tokenizer import sentencepiece_file  # noqa: F401  (a fixture)
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_sentencepiece_and_hf_files_travel_with_the_data(tmp_path, sentencepiece_file):  # noqa: F811
+    write_jsonl(tmp_path / "in.jsonl", ["one two", "ten nine eight"])
+    run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "a", tokenizer=f"sentencepiece:{sentencepiece_file}")
+    assert decoded(tmp_path / "a") == ["one two", "ten nine eight"]
+    assert (tmp_path / "a.tokenizer.model").read_bytes() == sentencepiece_file.read_bytes()
+    run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "b", tokenizer="bpe:300")
+    source = f"hf:{tmp_path / 'b.tokenizer.json'}"
+    run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "c", "--eod", "<|endoftext|>", tokenizer=source)
+    assert documents(tmp_path / "b") == documents(tmp_path / "c")
+    assert for_data(tmp_path / "c").fingerprint() == for_data(tmp_path / "b").fingerprint()
+
+
+def test_append_eod_can_be_left_out(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", ["ab", "c"])
+    run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--no-append-eod")
+    assert documents(tmp_path / "out") == [[97, 98], [99]]
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_result_does_not_depend_on_workers(tmp_path, workers):
+    write_jsonl(tmp_path / "in.jsonl", some_texts(300, 5))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "n").mkdir()
+    run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "1/x", "--shard-bytes", "2k", tokenizer="bpe:300")
+    run(
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "n/x",
+        "--shard-bytes",
+        "2k",
+        tokenizer="bpe:300",
+        workers=workers,
+    )
+    first, second = files_of(tmp_path / "1/x"), files_of(tmp_path / "n/x")
+    assert first == second and set(first) == {".bin", ".idx", ".json"}
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def stop_in_the_middle(command, parts, number):
+    """Run a command, send it a signal once a few shards are there; its exit status and error output."""
+    enough = len(list(parts.glob("0*.json"))) + 5
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 60
+    while len(list(parts.glob("0*.json"))) < enough and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.001)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(number)
+    process.wait(30)
+    until = time.monotonic() + 20
+    while any(alive(pid) for pid in children) and time.monotonic() < until:
+        time.sleep(0.01)
+    orphans = [int(pid) for pid in children if alive(pid)]
+    for pid in orphans:
+        os.kill(pid, signal.SIGKILL)
+    assert len(children) >= 2 and not orphans  # nobody is left waiting for a dead parent
+    assert len(list(parts.glob("0*.json"))) >= enough
+    return process.returncode, process.communicate()[1]
+
+
+def test_killed_run_continues_to_the_same_bytes(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", some_texts(6000, 7))
+    (tmp_path / "straight").mkdir()
+    common = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bpe:300", "--shard-bytes", "4k"]
+    prepare(parser().parse_args([*common, "--output", str(tmp_path / "straight/x"), "--workers", "1", "--quiet"]))
+
+    command = [sys.executable, "launch/prepare_data.py", *common, "--output", str(tmp_path / "out/x"), "--workers", "2"]
+    parts = tmp_path / "out/x.parts"
+    assert stop_in_the_middle(command, parts, signal.SIGKILL)[0] == -signal.SIGKILL
+    status, errors = stop_in_the_middle(command, parts, signal.SIGINT)
+    assert status == 130 and errors.endswith("prepare_data: interrupted; the same command continues\n")
+    assert "Traceback" not in errors and not (tmp_path / "out/x.json").exists()
+    (parts / "000001.bin.tmp12345").write_bytes(b"half written")
+
+    again = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180)
+    assert again.returncode == 0, again.stderr
+    assert "continuing: " in again.stdout and "6,000 documents" in again.stdout
+    assert files_of(tmp_path / "out/x") == files_of(tmp_path / "straight/x") and not parts.exists()
+
+    finished = (tmp_path / "out/x.bin").stat().st_mtime_ns
+    assert main([*common, "--output", str(tmp_path / "out/x"), "--quiet"]) == 0
+    assert (tmp_path / "out/x.bin").stat().st_mtime_ns == finished
+
+
+def test_killed_merge_is_repeated(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "in.jsonl", some_texts(50, 8))
+    arguments = ["--input", tmp_path / "in.jsonl", "--shard-bytes", "2k"]
+    (tmp_path / "a").mkdir()
+    run(*arguments, "--output", tmp_path / "a/x")
+    for victim in ("x.bin", "x.idx", "x.json"):  # the process dies just before this file gets its name
+        folder = tmp_path / f"killed-{victim}"
+        real = os.replace
+
+        def die(source, target, victim=victim, folder=folder, real=real):
+            if str(target) == str(folder / victim):
+                raise KeyboardInterrupt
+            real(source, target)
+
+        monkeypatch.setattr(os, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(*arguments, "--output", folder / "x")
+        monkeypatch.setattr(os, "replace", real)
+        assert not (folder / "x.json").exists()
+        run(*arguments, "--output", folder / "x")
+        assert files_of(folder / "x") == files_of(tmp_path / "a/x")
+        monkeypatch.setattr(os, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(*arguments, "--output", folder / "x", "--overwrite", "--no-append-eod")
+        monkeypatch.setattr(os, "replace", real)
+        assert not (folder / "x.json").exists()  # the old summary does not vouch for half new files
+
+
+@pytest.mark.parametrize("victim", ["000002.bin", "000002.npy"])
+def test_damaged_shard_is_made_again(tmp_path, monkeypatch, victim):
+    write_jsonl(tmp_path / "in.jsonl", some_texts(50, 8))
+    arguments = ["--input", tmp_path / "in.jsonl", "--shard-bytes", "2k"]
+    run(*arguments, "--output", tmp_path / "whole")
+    monkeypatch.setattr("launch.prepare_data.merge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(*arguments, "--output", tmp_path / "x")
+    monkeypatch.undo()
+    os.truncate(tmp_path / "x.parts" / victim, 0)  # what a power cut may leave of a file that was renamed before
+    with pytest.raises(DataError, match="000002.bin is damaged"):
+        run(*arguments, "--output", tmp_path / "x")
+    run(*arguments, "--output", tmp_path / "x")
+    assert files_of(tmp_path / "x") == files_of(tmp_path / "whole")
+
+
+def test_other_settings_are_refused_unless_overwritten(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", ["ab"], key="body")
+    (tmp_path / "in.txt").write_text("xyz")
+    out = tmp_path / "out"
+    run("--input", tmp_path / "in.jsonl", "--output", out, "--text-key", "body")
+    with pytest.raises(DataError, match=r"--output: .*text_key: 'body' then, 'text' now.*--overwrite"):
+        run("--input", tmp_path / "in.txt", "--output", out)
+    assert decoded(out) == ["ab"]
+    run("--input", tmp_path / "in.txt", "--output", out, "--overwrite")
+    assert decoded(out) == ["xyz"]
+    os.utime(tmp_path / "in.txt", ns=(1, 1))
+    with pytest.raises(DataError, match="files_digest"):  # the input was written anew
+        run("--input", tmp_path / "in.txt", "--output", out)
+    (tmp_path / "in.txt").write_text("changed")
+    half = tmp_path / "half.parts"
+    half.mkdir()
+    (half / "manifest.json").write_text('{"format": 0}')
+    with pytest.raises(DataError, match="half.parts was made with other settings"):
+        run("--input", tmp_path / "in.txt", "--output", tmp_path / "half")
+
+
+@pytest.mark.parametrize("name", ["x.bin", "x.idx", "x.json"])
+def test_files_of_others_are_not_replaced(tmp_path, name):
+    (tmp_path / "in.txt").write_text("xyz")
+    (tmp_path / name).write_text('{"mine": 1}')
+    with pytest.raises(DataError, match=f"--output: .*{name} exists and was not made by this program"):
+        run("--input", tmp_path / "in.txt", "--output", tmp_path / "x")
+    assert (tmp_path / name).read_text() == '{"mine": 1}'
+
+
+def test_two_processes_do_not_write_one_output(tmp_path):
+    import fcntl
+
+    (tmp_path / "in.txt").write_text("xyz")
+    with open(tmp_path / "x.lock", "a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        with pytest.raises(DataError, match="another process is writing"):
+            run("--input", tmp_path / "in.txt", "--output", tmp_path / "x")
+    assert not (tmp_path / "x.bin").exists()
+
+
+def bad_inputs(folder):
+    (folder / "t.txt").write_text("abc")
+    (folder / "empty.txt").write_text("")
+    (folder / "x.png").write_text("abc")
+    (folder / "none").mkdir()
+    (folder / "p.parquet").write_bytes(b"PAR1 no")
+    pq.write_table(pa.table({"body": ["a"]}), folder / "q.parquet")
+    (folder / "g.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:-9])
+    np.asarray([1, 2, 9, 0], np.uint16).tofile(folder / "t.bin")
+    np.save(folder / "f.npy", np.zeros(4))
+    np.save(folder / "n.npy", np.asarray([1, -1, 0], np.int32))
+    (folder / "odd.bin").write_bytes(b"abc")
+    tokens = ["--vocab-size", "9", "--eod", "0"]
+    return [
+        (["missing"], "--input: .*missing does not exist"),
+        (["x.png"], "--input: got .*x.png, accepted: .*jsonl"),
+        (["none"], "--input: folder .*none holds no file ending"),
+        (["t.txt", "t.txt"], "--input: .*t.txt is given twice"),
+        (["empty.txt"], "--input: no document .*'empty': 1"),
+        (["p.parquet"], "p.parquet is not a readable Parquet file"),
+        (["q.parquet"], "--text-key: got 'text', accepted: .*body"),
+        (["g.jsonl.gz"], "cannot read .*g.jsonl.gz"),
+        (["t.txt", "--max-bytes", "2"], "--max-bytes: got 2"),
+        (["t.txt", "--separator", ""], "--separator: got an empty"),
+        (["t.txt", "--vocab-size", "9"], "--vocab-size: got 9, accepted: only with --tokenizer none"),
+        (["t.txt", "--tokenizer", "bpe:9"], "--tokenizer: got 'bpe:9'"),
+        (["t.txt", "--tokenizer", "bpe:300", "--eod", "a"], "--eod: got 'a'"),
+        (["empty.txt", "--tokenizer", "bpe:300"], "--input: no text"),
+        (["t.bin", "--tokenizer", "none"], "needs --vocab-size N and --eod ID"),
+        (["t.bin", "--tokenizer", "none", *tokens], "bare numbers: --dtype"),
+        (["t.bin", "--tokenizer", "none", "--dtype", "uint16", *tokens], "holds the id 9, accepted: 0 to 8"),
+        (["n.npy", "--tokenizer", "none", *tokens], "holds the id -1, accepted: 0 to 8"),
+        (["f.npy", "--tokenizer", "none", *tokens], "f.npy holds float64"),
+        (["n.npy", "--tokenizer", "none", "--dtype", "uint16", *tokens], "holds int32, --dtype says uint16"),
+        (["odd.bin", "--tokenizer", "none", "--dtype", "uint16", *tokens], "odd.bin has 3 bytes"),
+        (
+            ["t.bin", "--tokenizer", "none", "--vocab-size", "9", "--eod", "9"],
+            "--eod: got '9', accepted: an id from 0 to 8",
+        ),
+        (["stdlib", "--tokenizer", "none", *tokens], "stdlib does not exist"),
+        (["t.txt", "--output", "none"], "--output: got .*none', which is a folder"),
+        (["t.txt", "--output", "t.txt/x"], "--output: cannot write"),
+    ]
+
+
+def test_bad_input_is_named(tmp_path, capsys, monkeypatch):
+    cases = bad_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for arguments, words in cases:
+        defaults = [] if "--output" in arguments else ["--output", "o"]
+        defaults += [] if "--tokenizer" in arguments else ["--tokenizer", "bytes"]
+        assert main(["--input", *arguments, *defaults, "--workers", "1", "--overwrite"]) == 2, arguments
+        error = capsys.readouterr().err
+        assert re.search(words, error), (arguments, error)
+        assert error.startswith("prepare_data: error: ") and error.count("\n") == 1 and "Traceback" not in error
+        assert not Path("o.json").exists() and not Path("o.bin").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--workers", "0"], ["--max-files", "x"], ["--shard-bytes", "-1"], ["--no-such"]]
+)
+def test_bad_numbers(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--input", "stdlib", "--output", "o", "--tokenizer", "bytes", *arguments])
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_error_of_a_worker_reaches_the_user(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", some_texts(100, 2))
+    with open(tmp_path / "in.jsonl", "a") as file:
+        file.write("broken\n")
+    with pytest.raises(DataError, match="in.jsonl:101: not JSON"):
+        run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "o", "--shard-bytes", "1k", workers="2")
