@@ -1,0 +1,111 @@
+"""Row-parallel FP8 linear, and the BF16 output layer that sums the same way on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..config import ActivationConfig
+from ..formats import fp8_format
+from ..ops.gemm import exact_mm
+from ..ops.quantize import quantize_tensor
+from .scaling import TensorParallel, check_input, gemm, quantize_gradient, quantize_input, quantize_weight, summed_gemm
+
+__all__ = ["invariant_linear", "linear"]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> torch.Tensor:
+    """``x @ weight.T`` with an FP8 product, split over ranks by input features.
+
+    Saves an alias of x, which whoever made x keeps anyway (attention keeps its output), and two scales.
+
+    Args:
+        x: ``[..., k / tp]``, bfloat16 or float32, the whole sequence.
+        weight: this rank's ``[n, k / tp]``.
+
+    Returns:
+        ``[..., n]`` of x's dtype, summed over ranks; with sequence parallelism this rank's share of dimension 0.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit; names the argument.
+    """
+    check_input(x, weight)
+    return _Linear.apply(x, weight, tp, settings)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, weight, tp: TensorParallel, settings: ActivationConfig) -> torch.Tensor:
+        x8 = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings)
+        w8 = quantize_weight(weight, tp, settings)
+        ctx.save_for_backward(x, weight, x8.scales, w8.scales)
+        ctx.args = tp, settings
+        out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True)
+        return out.view(-1, *x.shape[1:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor):
+        x, weight, x_scale, w_scale = ctx.saved_tensors
+        tp, settings = ctx.args
+        fmt = fp8_format(settings.format)
+        dx = dweight = None
+        d8, d8_t = quantize_gradient(dout.reshape(-1, weight.shape[0]), tp, settings, gather=True)
+        if ctx.needs_input_grad[0]:
+            w8_t = quantize_tensor(weight, fmt, w_scale, transpose=True)
+            dx = gemm(d8, w8_t, x.dtype, settings).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            x8_t = quantize_tensor(x, fmt, x_scale, transpose=True)
+            dweight = gemm(d8_t, x8_t, weight.dtype, settings)
+        return dx, dweight, None, None
+
+
+def invariant_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """``x @ weight.T`` without FP8, split over ranks by output features, with sums in fp64.
+
+    For the output layer where losses must not depend on the tensor-parallel size: every product and the sum of dgrad
+    over ranks are rounded once (fp32, then the dtype of x or weight). Slow on GPUs; meant for verification.
+
+    Args:
+        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
+        weight: this rank's ``[n / tp, h]``.
+
+    Returns:
+        ``[..., n / tp]`` of x's dtype, for the whole sequence.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit; names the argument.
+    """
+    check_input(x, weight)
+    return _InvariantLinear.apply(x, weight, tp)
+
+
+class _InvariantLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, weight, tp: TensorParallel) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp = tp
+        out = exact_mm(_all_rows(x, tp), weight)
+        return out.float().to(x.dtype).view(-1, *x.shape[1:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        tp = ctx.tp
+        dx = dweight = None
+        dout = dout.reshape(-1, weight.shape[0])
+        if ctx.needs_input_grad[0]:
+            partial = exact_mm(dout, weight.t())
+            total = tp.reduce_scatter_rows(partial) if tp.sharded else tp.sum(partial)
+            dx = total.float().to(x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            dweight = exact_mm(dout.t(), _all_rows(x, tp).t()).float().to(weight.dtype)
+        return dx, dweight, None
+
+
+def _all_rows(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return tp.gather_rows(rows) if tp.sharded else rows

@@ -1,0 +1,132 @@
+"""norm → fc1 → gated activation → fc2, as one autograd function.
+
+Saved per token: x8 and its group scales, rstd (and mean), gate and up in per-group FP8; per call: four scales. Not
+saved: fc1's output, the activation, any copy of the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..config import ActivationConfig
+from ..formats import QuantizedTensor, fp8_format
+from ..ops.activation import (
+    activation_backward,
+    activation_compress,
+    activation_grad_amax,
+    activation_quantize,
+    check_activation,
+)
+from ..ops.quantize import quantize_tensor
+from .norm import Norm, NormedInput, check_normed
+from .scaling import TensorParallel, check_input, gemm, quantize_gradient, quantize_weight, shared_scale, summed_gemm
+
+__all__ = ["norm_mlp"]
+
+
+def norm_mlp(
+    x: torch.Tensor,
+    norm: Norm,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+) -> torch.Tensor:
+    """A gated MLP and the norm before it, with FP8 products, split over ranks by intermediate features.
+
+    Args:
+        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
+        fc1_weight: this rank's ``[2 f / tp, h]``: its gate rows, then its up rows.
+        fc2_weight: this rank's ``[h, f / tp]``.
+        activation: "swiglu", "geglu" (erf) or "geglu_tanh".
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        ValueError: a shape, dtype or option that does not fit; names the argument.
+    """
+    check_input(x, fc1_weight, "fc1_weight")
+    check_normed(x, norm, tp)
+    check_activation(activation)
+    rows, width = fc1_weight.shape[0], fc2_weight.shape[-1]
+    if fc2_weight.dim() != 2 or rows != 2 * width:
+        raise ValueError(
+            f"fc2_weight: got shape {list(fc2_weight.shape)}, accepted: [out, {rows}/2], half of fc1_weight's rows"
+        )
+    if settings.tp_invariant and tp.size > 1 and width % settings.group_size:
+        raise ValueError(
+            f"fc2_weight: got {width} input features a rank, accepted with tp_invariant: a multiple of group_size "
+            f"{settings.group_size}, or groups would depend on the number of ranks"
+        )
+    return _NormMLP.apply(x, norm.weight, norm.bias, fc1_weight, fc2_weight, norm, activation, tp, settings)
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x,
+        norm_weight,
+        norm_bias,
+        fc1_weight,
+        fc2_weight,
+        norm: Norm,
+        activation: str,
+        tp: TensorParallel,
+        settings: ActivationConfig,
+    ) -> torch.Tensor:
+        fmt, exact = fp8_format(settings.format), settings.forward == "exact"
+        entry, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
+        w1 = quantize_weight(fc1_weight, tp, settings)
+        gate_up = gemm(y8, w1, x.dtype, settings, fast_accum=True)
+        del y8
+        found = activation_compress(gate_up, activation, fmt, settings.group_size, settings.scale, exact)
+        a_scale = shared_scale(found.amax, fmt, tp, settings.tp_invariant)
+        a8 = activation_quantize(gate_up if exact else found.gate_up8, activation, fmt, a_scale)
+        del gate_up
+        w2 = quantize_weight(fc2_weight, tp, settings)
+        out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True)
+        ctx.save_for_backward(
+            *entry.save(),
+            found.gate_up8.codes,
+            found.gate_up8.scales,
+            a_scale,
+            fc1_weight,
+            w1.scales,
+            fc2_weight,
+            w2.scales,
+        )
+        ctx.args = entry.bare(), activation, x.shape
+        return out.view(*x.shape[:-1], fc2_weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor):
+        *saved, codes, scales, a_scale, fc1_weight, w1_scale, fc2_weight, w2_scale = ctx.saved_tensors
+        bare, activation, shape = ctx.args
+        entry = NormedInput.restore(saved, *bare)
+        tp, settings, dtype = entry.tp, entry.settings, entry.dtype
+        fmt, grad_fmt = fp8_format(settings.format), fp8_format(settings.grad_format)
+        gate_up8 = QuantizedTensor(codes, scales, "group", settings.group_size)
+        dx = dnorm_weight = dnorm_bias = dfc1 = dfc2 = None
+
+        d8, d8_t = quantize_gradient(dout.reshape(-1, fc2_weight.shape[0]), tp, settings, gather=True)
+        da = gemm(d8, quantize_tensor(fc2_weight, fmt, w2_scale, transpose=True), dtype, settings)
+        d_scale = shared_scale(activation_grad_amax(da, gate_up8, activation), grad_fmt, tp, settings.tp_invariant)
+        inner = activation_backward(da, gate_up8, activation, grad_fmt, d_scale, fmt, a_scale)
+        del da
+        if ctx.needs_input_grad[4]:
+            dfc2 = gemm(d8_t, inner.a8_t, fc2_weight.dtype, settings)
+        if any(ctx.needs_input_grad[:3]):
+            w1_t = quantize_tensor(fc1_weight, fmt, w1_scale, transpose=True)
+            dy = summed_gemm(inner.d8, w1_t, dtype, tp, settings)
+            dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3])
+            dx = None if dx is None else dx.view(shape)
+        if ctx.needs_input_grad[3]:
+            dfc1 = gemm(inner.d8_t, entry.y8(entry.x8, transpose=True), fc1_weight.dtype, settings)
+        return dx, dnorm_weight, dnorm_bias, dfc1, dfc2, None, None, None, None

@@ -1,0 +1,182 @@
+"""What the flow shares: tensor parallelism, scales that several ranks agree on, and the two kinds of FP8 product.
+
+Per-tensor scales under tensor parallelism (``tp``):
+
+* An FP8 tensor that is gathered has one scale on all ranks: its amax is MAX-reduced before it is quantized.
+* Everything else may differ between ranks, since each rank's GEMM applies its own scales. ``tp_invariant`` reduces
+  these too and adds partial products up exactly, which makes results the same, to the bit, for every tensor-parallel
+  size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from ..config import ActivationConfig
+from ..formats import FP8Format, QuantizedTensor, fp8_format
+from ..ops.gemm import code_products, scale_and_round, scaled_mm
+from ..ops.quantize import amax, quantize_tensor, tensor_scale
+
+__all__ = [
+    "TensorParallel",
+    "check_input",
+    "gemm",
+    "quantize_gradient",
+    "quantize_input",
+    "quantize_weight",
+    "shared_scale",
+    "summed_gemm",
+    "transposed",
+]
+
+# torch 2.13 renamed both collectives and deprecated the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks that share a layer, and whether they split the sequence too. ``TensorParallel()`` means one rank."""
+
+    group: dist.ProcessGroup | None = None
+    """None means one rank, never the default group."""
+    sequence_parallel: bool = False
+
+    @cached_property
+    def size(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @cached_property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether rows (dimension 0) really are split over ranks."""
+        return self.sequence_parallel and self.size > 1
+
+    def max_(self, t: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""
+        if self.size > 1:
+            dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group)
+        return t
+
+    def sum(self, t: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks. Overwrites ``t``, which must be contiguous, and returns it."""
+        if self.size > 1:
+            dist.all_reduce(t, group=self.group)
+        return t
+
+    def gather_rows(self, t: torch.Tensor) -> torch.Tensor:
+        """All ranks' ``t`` one after the other along dimension 0. FP8 travels as bytes: not every backend knows it."""
+        if self.size == 1:
+            return t
+        payload = t.contiguous()
+        if payload.dtype.itemsize == 1:
+            payload = payload.view(torch.uint8)
+        out = payload.new_empty(self.size * t.shape[0], *t.shape[1:])
+        _all_gather(out, payload, group=self.group)
+        return out.view(t.dtype)
+
+    def reduce_scatter_rows(self, t: torch.Tensor) -> torch.Tensor:
+        """This rank's share along dimension 0 of the sum over ranks.
+
+        Raises:
+            ValueError: dimension 0 is no multiple of the number of ranks.
+        """
+        if self.size == 1:
+            return t
+        if t.shape[0] % self.size:
+            raise ValueError(f"sequence parallelism: got {t.shape[0]} rows, accepted: a multiple of {self.size} ranks")
+        out = t.new_empty(t.shape[0] // self.size, *t.shape[1:])
+        _reduce_scatter(out, t.contiguous(), group=self.group)
+        return out
+
+
+def shared_scale(amax: torch.Tensor, fmt: FP8Format, tp: TensorParallel, shared: bool) -> torch.Tensor:
+    """The per-tensor scale for ``amax`` (fp32 scalar, overwritten); one scale for all ranks if ``shared``."""
+    return tensor_scale(tp.max_(amax) if shared else amax, fmt)
+
+
+def transposed(q: QuantizedTensor) -> QuantizedTensor:
+    """A 2-D per-tensor FP8 tensor in the other memory order, codes unchanged."""
+    return QuantizedTensor(q.codes.t().contiguous(), q.scales, q.layout)
+
+
+def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
+    """The input ``[rows, k / tp]`` of a row-parallel GEMM in per-tensor FP8."""
+    fmt = fp8_format(settings.format)
+    return quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, settings.tp_invariant))
+
+
+def quantize_weight(weight: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
+    """A weight shard ``[out, in]`` in per-tensor FP8. Backward quantizes it again, transposed, with the same scale."""
+    return quantize_input(weight, tp, settings)
+
+
+def quantize_gradient(
+    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]`` for wgrad.
+
+    Args:
+        dy: ``[rows, n]``; with sequence parallelism and ``gather``, this rank's rows only.
+        gather: the output was scattered over ranks (row-parallel GEMM), so its gradient is gathered.
+    """
+    fmt = fp8_format(settings.grad_format)
+    gather = gather and tp.sharded
+    scale = shared_scale(amax(dy), fmt, tp, gather or settings.tp_invariant)
+    if gather and not settings.fp8_gather:
+        d8 = quantize_tensor(tp.gather_rows(dy), fmt, scale)
+    else:
+        d8 = quantize_tensor(dy, fmt, scale)
+        if gather:
+            d8 = QuantizedTensor(tp.gather_rows(d8.codes), scale, "tensor")
+    return d8, transposed(d8)
+
+
+def gemm(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, settings: ActivationConfig, fast_accum: bool = False
+) -> torch.Tensor:
+    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``."""
+    if settings.tp_invariant:  # fp32 sums of tensor cores depend on the shape, and so on the number of ranks
+        return scale_and_round(code_products(a, b), a.scales, b.scales, dtype)
+    return scaled_mm(a, b, dtype, fast_accum)
+
+
+def summed_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """``a @ b.T`` where the summed dimension is split over ranks.
+
+    Returns:
+        The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.
+    """
+    reduce = tp.reduce_scatter_rows if tp.sharded else tp.sum
+    if settings.tp_invariant and tp.size > 1:  # codes first, scales last: then the sum over ranks is exact
+        return scale_and_round(reduce(code_products(a, b)), a.scales, b.scales, dtype)
+    return reduce(gemm(a, b, dtype, settings, fast_accum))
+
+
+def check_input(x: torch.Tensor, weight: torch.Tensor, name: str = "weight") -> None:
+    """Refuse what the flow cannot multiply.
+
+    Raises:
+        ValueError: x is neither bfloat16 nor float32, or ``weight`` is not ``[out, x.shape[-1]]`` of such a type.
+    """
+    for what, t in (("x", x), (name, weight)):
+        if t.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{what}: got {t.dtype}, accepted: torch.bfloat16, torch.float32")
+    if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: got shape {list(weight.shape)} for x of shape {list(x.shape)}, accepted: [out, x.shape[-1]]"
+        )

@@ -1,0 +1,70 @@
+"""Matrix product of two per-tensor FP8 tensors.
+
+``a`` is ``[m, k]``, ``b`` is ``[n, k]``, both contiguous, and the product is ``a @ b.T``: the one arrangement that
+Hopper's FP8 tensor cores take, so it is the only one here.
+
+The definition is exact. A product of two E4M3 codes is a multiple of 2**-18 below 2**18, so fp64 sums of up to 2**17 of
+them lose nothing, in any order. Summing parts of k on several ranks, then scaling and rounding once, therefore gives
+the same bits as one rank would. (Codes of E5M2 spread wider: there fp64 sums can differ in their last bit, which
+survives rounding to fp32 about once in 2**29.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import QuantizedTensor
+
+__all__ = ["code_products", "exact_mm", "scale_and_round", "scaled_mm"]
+
+_CHUNK = 2**24
+"""Elements converted to fp64 at a time: 128 MiB."""
+
+
+def exact_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b.T`` summed in fp64; a ``[m, k]``, b ``[n, k]``, any floating dtype; returns fp64 ``[m, n]``."""
+    (m, k), n = a.shape, b.shape[0]
+    if max(m, n) * k <= _CHUNK:
+        return a.double() @ b.double().t()
+    out = torch.empty(m, n, dtype=torch.float64, device=a.device)
+    step = max(1, _CHUNK // max(k, 1))
+    for row in range(0, m, step):
+        rows = a[row : row + step].double()
+        for column in range(0, n, step):
+            torch.mm(rows, b[column : column + step].double().t(), out=out[row : row + step, column : column + step])
+    return out
+
+
+def code_products(a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
+    """Sums of products of codes, fp64 ``[m, n]``, scales left out.
+
+    Raises:
+        ValueError: an operand is not per-tensor FP8, or the shapes do not fit.
+    """
+    for name, q in (("a", a), ("b", b)):
+        if q.layout != "tensor" or q.codes.dim() != 2:
+            raise ValueError(
+                f"{name}: got layout {q.layout!r} of shape {list(q.codes.shape)}, accepted: layout 'tensor', 2-D"
+            )
+    if a.codes.shape[1] != b.codes.shape[1]:
+        raise ValueError(f"b: got shape {list(b.codes.shape)}, accepted: [n, {a.codes.shape[1]}] to fit a")
+    return exact_mm(a.codes, b.codes)
+
+
+def scale_and_round(
+    sums: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Sums of products (fp64) times both scales, whose own product fp64 holds; rounded to fp32, then to ``dtype``."""
+    return (sums * (a_scale.double() * b_scale.double())).float().to(dtype)
+
+
+def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool = False) -> torch.Tensor:
+    """``a @ b.T`` with the scales applied, ``[m, n]`` of ``out_dtype`` (fp32 or a 16-bit float).
+
+    Args:
+        fast_accum: allow an implementation to keep fewer bits in its running sums; the definition does not.
+
+    Raises:
+        ValueError: see :func:`code_products`.
+    """
+    return scale_and_round(code_products(a, b), a.scales, b.scales, out_dtype)

@@ -1,0 +1,136 @@
+"""RMSNorm and LayerNorm around quantized tensors.
+
+``y = (x - mean) * rstd * weight + bias`` row by row, in fp32; RMSNorm has no mean, and both may lack the affine part.
+The row statistics are summed in fp64 and rounded once, so that they do not depend on how a device orders its sums.
+
+Forward needs two passes, because the scale of the normalized tensor is known only when all of it has been seen:
+:func:`norm_compress` reads x once, writes what backward keeps and finds the amax; :func:`norm_quantize` writes the
+codes. Backward calls :func:`norm_quantize` again on what was kept (COAT section 5, with the scale of the first time).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..formats import FP8Format, QuantizedTensor
+from .quantize import amax, dequantize, quantize_groups, quantize_tensor
+
+__all__ = ["NormForward", "NormStats", "norm_apply", "norm_backward", "norm_compress", "norm_quantize", "norm_stats"]
+
+
+class NormStats(NamedTuple):
+    """Row statistics, fp32 ``[..., 1]``: ``rstd = 1 / sqrt(variance + eps)``; ``mean`` is None for RMSNorm."""
+
+    rstd: torch.Tensor
+    mean: torch.Tensor | None
+
+
+class NormForward(NamedTuple):
+    """What the first pass finds: x in per-group FP8, its row statistics, and the amax of y (fp32 scalar)."""
+
+    x8: QuantizedTensor
+    stats: NormStats
+    amax: torch.Tensor
+
+
+def norm_stats(x: torch.Tensor, kind: str, eps: float) -> NormStats:
+    """Statistics of the rows of x ``[..., h]``.
+
+    Raises:
+        ValueError: ``kind`` is neither "rmsnorm" nor "layernorm".
+    """
+    x = x.float()
+    if kind == "rmsnorm":
+        return NormStats(_rstd(x, eps), None)
+    if kind == "layernorm":
+        mean = x.mean(-1, keepdim=True, dtype=torch.float64).float()
+        return NormStats(_rstd(x - mean, eps), mean)
+    raise ValueError(f"norm kind: got {kind!r}, accepted: 'rmsnorm', 'layernorm'")
+
+
+def norm_apply(
+    x: torch.Tensor | QuantizedTensor, stats: NormStats, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """y, fp32, in the shape of x."""
+    y = _normalized(x, stats)
+    if weight is not None:
+        y = y * weight.float()
+    return y if bias is None else y + bias.float()
+
+
+def norm_compress(
+    x: torch.Tensor,
+    kind: str,
+    eps: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fmt: FP8Format,
+    group_size: int,
+    scale: str,
+    exact: bool,
+) -> NormForward:
+    """First pass over x ``[..., h]``.
+
+    Args:
+        weight, bias: ``[h]`` or None.
+        group_size, scale: of x8, see :func:`~coat_dist.reference.quantize.quantize_groups`.
+        exact: statistics and amax are those of x; otherwise those of the values of x8.
+    """
+    x8 = quantize_groups(x, fmt, group_size, scale)
+    source = x if exact else dequantize(x8)
+    stats = norm_stats(source, kind, eps)
+    return NormForward(x8, stats, amax(norm_apply(source, stats, weight, bias)))
+
+
+def norm_quantize(
+    x: torch.Tensor | QuantizedTensor,
+    stats: NormStats,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fmt: FP8Format,
+    scale: torch.Tensor,
+    transpose: bool = False,
+) -> QuantizedTensor:
+    """y in per-tensor FP8 with the given scale; codes ``[..., h]``, or ``[h, rows]`` if ``transpose``."""
+    return quantize_tensor(norm_apply(x, stats, weight, bias), fmt, scale, transpose)
+
+
+def norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor | QuantizedTensor,
+    stats: NormStats,
+    weight: torch.Tensor | None,
+    sum_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, weight and bias.
+
+    Args:
+        dy: gradient of y, the shape of x.
+        sum_dtype: type in which the gradients of weight and bias are summed over rows and returned.
+
+    Returns:
+        dx (fp32, shape of x), dweight and dbias (``[h]``, ``sum_dtype``).
+    """
+    dy = dy.float()
+    normalized = _normalized(x, stats)
+    weighted = dy if weight is None else dy * weight.float()
+    dx = weighted - normalized * _row_mean(weighted * normalized)
+    if stats.mean is not None:
+        dx = dx - _row_mean(weighted)
+    rows = tuple(range(dy.dim() - 1))
+    return dx * stats.rstd, (dy * normalized).sum(rows, dtype=sum_dtype), dy.sum(rows, dtype=sum_dtype)
+
+
+def _normalized(x: torch.Tensor | QuantizedTensor, stats: NormStats) -> torch.Tensor:
+    values = dequantize(x) if isinstance(x, QuantizedTensor) else x.float()
+    return (values if stats.mean is None else values - stats.mean) * stats.rstd
+
+
+def _rstd(centered: torch.Tensor, eps: float) -> torch.Tensor:
+    return (centered.double().square().mean(-1, keepdim=True) + eps).rsqrt().float()
+
+
+def _row_mean(x: torch.Tensor) -> torch.Tensor:
+    return x.mean(-1, keepdim=True, dtype=torch.float64).float()

@@ -1,0 +1,130 @@
+"""FP8 quantization, linear: ``value = code * scale``.
+
+Rules that every quantizer here follows:
+
+* **Scale from amax.** With F the format's largest value, a scale is ``amax * (1 / F)`` in fp32, never smaller than
+  2**-126, so zeros need no special case and no epsilon biases small tensors.
+* **Quantize with the stored scale.** Where a scale is stored in fewer bits it is rounded up first and then used, so
+  that reading back multiplies by exactly what quantizing divided by and the largest element does not saturate.
+* **One rounding.** ``code = round_to_nearest_even(clamp(x * (1 / scale), -F, F))``; product and reciprocal are fp32.
+  The clamp is explicit: casts of values beyond F differ between formats, devices and torch versions.
+* **Nothing non-finite is hidden.** An amax over infinity or NaN is +inf, which survives a MAX over ranks (NaN may not),
+  and its scale is NaN: the whole group, or tensor, reads back as NaN.
+
+Sources: COAT (arXiv 2410.19313) section 5 for per-group and per-tensor use, OCP Microscaling Formats 1.0 for E8M0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..formats import FP8Format, QuantizedTensor
+
+__all__ = [
+    "SMALLEST_SCALE",
+    "amax",
+    "dequantize",
+    "group_scales",
+    "quantize_groups",
+    "quantize_tensor",
+    "scale_values",
+    "tensor_scale",
+]
+
+SMALLEST_SCALE = 2.0**-126
+"""Smallest normal fp32: its reciprocal is finite, and hardware that flushes subnormals reads it unchanged."""
+
+
+def amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """max|x| over everything (fp32 scalar) or over ``dim`` (fp32, that dimension removed).
+
+    0 for an empty tensor, +inf where any element is infinite or NaN.
+    """
+    if x.numel() == 0:
+        shape = [] if dim is None else [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    magnitude = x.abs().amax() if dim is None else x.abs().amax(dim)
+    return magnitude.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def tensor_scale(amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
+    """fp32 scale that maps ``amax`` (fp32, any shape) to the format's largest value; NaN where amax is not finite."""
+    scale = (amax * (1.0 / fmt.max)).clamp(min=SMALLEST_SCALE)
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False) -> QuantizedTensor:
+    """Quantize with one given scale; what it maps beyond F saturates, NaN stays NaN.
+
+    Args:
+        x: ``[..., n]``, any floating dtype.
+        scale: fp32 scalar.
+        transpose: return codes ``[n, rows]`` of the tensor seen as ``[rows, n]``, contiguous: the layout in which FP8
+            GEMMs want an operand whose summed dimension is ``rows``.
+    """
+    codes = _codes(x.float(), scale, fmt)
+    if transpose:
+        codes = codes.flatten(0, -2).t().contiguous()
+    return QuantizedTensor(codes, scale, "tensor")
+
+
+def group_scales(amax: torch.Tensor, fmt: FP8Format, scale: str) -> torch.Tensor:
+    """Stored scales for groups of the given amax (fp32, >= 0, any shape), rounded up.
+
+    Args:
+        scale: "e8m0": uint8, the biased exponent of the smallest power of two not below amax / F, 1 at least, 255 where
+            amax is not finite; "bf16": bfloat16, NaN where amax is not finite.
+
+    Raises:
+        ValueError: an unknown kind of scale.
+    """
+    if scale == "e8m0":
+        # Both formats have F = 1.75 * 2**p, so amax / F needs the next power of two exactly where amax's significand
+        # exceeds 1.75, that is where adding this constant carries into the exponent. No logarithm, no rounding.
+        exponent = (amax.float().view(torch.int32) + 0x1FFFFF) >> 23
+        p = math.frexp(fmt.max)[1] - 1
+        return torch.where(amax.isfinite(), (exponent - p).clamp(min=1), 255).to(torch.uint8)
+    if scale == "bf16":
+        bits = (tensor_scale(amax, fmt).view(torch.int32) + 0xFFFF) & ~0xFFFF
+        return torch.where(amax.isfinite(), bits.view(torch.float32), torch.nan).to(torch.bfloat16)
+    raise ValueError(f"scale: got {scale!r}, accepted: 'e8m0', 'bf16'")
+
+
+def scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """Stored scales of any kind as fp32 factors: uint8 is E8M0, everything else is itself."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    bits = torch.where(scales == 0, 0x400000, scales.to(torch.int32) << 23)  # exponent 0 is 2**-127, a subnormal
+    return torch.where(scales == 255, torch.nan, bits.view(torch.float32))
+
+
+def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str) -> QuantizedTensor:
+    """Quantize with one scale per ``group_size`` consecutive elements of the last dimension.
+
+    Args:
+        x: ``[..., n]``, any floating dtype; the last group of a row is shorter where n is no multiple of the group
+            size.
+        scale: kind of stored scale, see :func:`group_scales`.
+
+    Returns:
+        layout "group": codes ``[..., n]``, scales ``[..., ceil(n / group_size)]``.
+    """
+    n = x.shape[-1]
+    filled = torch.nn.functional.pad(x.float(), (0, -n % group_size)).unflatten(-1, (-1, group_size))
+    scales = group_scales(amax(filled, -1), fmt, scale)
+    codes = _codes(filled, scale_values(scales)[..., None], fmt).flatten(-2)[..., :n]
+    return QuantizedTensor(codes.contiguous(), scales, "group", group_size)
+
+
+def dequantize(q: QuantizedTensor) -> torch.Tensor:
+    """The values of a quantized tensor of any layout, fp32, in the shape of its codes."""
+    scales = scale_values(q.scales)
+    if q.layout == "group":
+        scales = scales.repeat_interleave(q.group_size, dim=-1)[..., : q.codes.shape[-1]]
+    return q.codes.float() * scales
+
+
+def _codes(x: torch.Tensor, scale: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
+    return (x * scale.reciprocal()).clamp(-fmt.max, fmt.max).to(fmt.dtype)

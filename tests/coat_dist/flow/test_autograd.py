@@ -1,0 +1,172 @@
+"""The flow as a citizen of autograd: modes, hooks, checkpointing, odd inputs, bad values, clear refusals."""
+
+import re
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from coat_dist.flow import Norm, TensorParallel, invariant_linear, linear, norm, norm_linear, norm_mlp
+
+from .common import EPS, ONE, Layer, gradients, settings
+
+
+def calls(layer, config):
+    return {
+        "norm": lambda x: norm(x, layer.norm, ONE),
+        "norm_linear": lambda x: norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config),
+        "linear": lambda x: linear(x, layer.weight, ONE, config),
+        "norm_mlp": lambda x: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config),
+        "invariant_linear": lambda x: invariant_linear(x, layer.weight, ONE),
+        "whole": lambda x: layer.flow(x, config),
+    }
+
+
+NAMES = list(calls(None, None))
+
+
+@pytest.fixture(params=NAMES)
+def call(request):
+    layer = Layer.random()
+    return calls(layer, settings())[request.param]
+
+
+def run(call, x, weighting=None):
+    x = x.detach().requires_grad_()
+    out = call(x)
+    weighting = torch.ones_like(out) if weighting is None else weighting
+    return out, torch.autograd.grad(out, x, weighting, retain_graph=True)[0]
+
+
+def test_layout_and_shape_of_the_input_do_not_matter(call):
+    x = torch.randn(6, 4, 64)
+    out, grad = run(call, x)
+    flat, flat_grad = run(call, x.view(24, 64))
+    assert torch.equal(out.view(24, -1), flat) and torch.equal(grad.view(24, -1), flat_grad)
+    strided = torch.randn(4, 6, 128)[..., ::2].transpose(0, 1)
+    assert torch.equal(run(call, strided)[0], run(call, strided.contiguous())[0])
+    assert torch.equal(run(call, strided)[1], run(call, strided.contiguous())[1])
+
+
+def test_gradients_with_strides_zero_or_transposed(call):
+    x = torch.randn(6, 4, 64, requires_grad=True)
+    out = call(x)
+    expanded = torch.randn(()).expand(out.shape)
+    turned = torch.randn_like(out.transpose(0, 1)).transpose(0, 1)
+    for weighting in (expanded, turned):
+        (a,), (b,) = gradients(out, weighting, [x]), gradients(out, weighting.contiguous(), [x])
+        assert torch.equal(a, b)
+
+
+def test_backward_repeats_and_changes_nothing_saved(call):
+    x = torch.randn(6, 4, 64, requires_grad=True)
+    out = call(x)
+    weighting = torch.randn_like(out)
+    first, other, again = (gradients(out, w, [x])[0] for w in (weighting, torch.randn_like(out), weighting))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_inference_gives_the_same_numbers(call):
+    x = torch.randn(6, 4, 64)
+    out = run(call, x)[0]
+    with torch.no_grad():
+        quiet = call(x)
+    assert torch.equal(out, quiet) and not quiet.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(out, call(x))
+
+
+def test_checkpointing_and_saved_tensor_hooks(call):
+    x = torch.randn(6, 4, 64)
+    out, grad = run(call, x)
+    for reentrant in (True, False):
+        again = run(lambda t, r=reentrant: checkpoint(call, t, use_reentrant=r), x) if not reentrant else None
+        if again is not None:
+            assert torch.equal(out, again[0]) and torch.equal(grad, again[1])
+        else:
+            leaf = x.clone().requires_grad_()
+            checkpoint(call, leaf, use_reentrant=True).backward(torch.ones_like(out))
+            assert torch.equal(leaf.grad, grad)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        moved = run(call, x)
+    assert torch.equal(grad, moved[1])
+
+
+def test_second_derivatives_are_refused(call):
+    x = torch.randn(6, 4, 64, requires_grad=True)
+    out = call(x)
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out, requires_grad=True), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_no_tokens(call):
+    out, grad = run(call, torch.randn(0, 4, 64))
+    assert out.shape[:2] == (0, 4) and grad.shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize("name", ["norm_linear", "linear", "norm_mlp"])
+def test_a_bad_value_is_not_hidden(bad, forward, name):
+    layer = Layer.random()
+    call = calls(layer, settings(forward=forward))[name]
+    x = torch.randn(6, 4, 64)
+    x[2, 1, 7] = bad
+    assert call(x)[2, 1].isnan().all()
+    good = torch.randn(6, 4, 64, requires_grad=True)
+    out = call(good)
+    weighting = torch.randn_like(out)
+    weighting[3, 0, 5] = bad
+    (grad,) = gradients(out, weighting, [good])
+    assert grad[3, 0].isnan().any()
+
+
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+def test_zeros_and_extremes_are_finite(forward):
+    layer = Layer.random()
+    rows = torch.zeros(4, 1, 64)
+    rows[1], rows[2] = 1e-38, 3e4
+    rows[3, 0, 9] = 1.0
+    x = rows.requires_grad_()
+    out = layer.flow(x, settings(forward=forward))
+    for weighting in (torch.zeros_like(out), torch.full_like(out, 1e-30), torch.full_like(out, 1e20)):
+        grads = gradients(out, weighting, [x, *layer.parameters().values()])
+        assert all(g.isfinite().all() for g in grads)
+        if not weighting.any():
+            assert not any(g.any() for g in grads)
+
+
+H = 64
+X = torch.randn(2, 3, H)
+W = torch.randn(48, H)
+
+
+def test_what_does_not_fit_is_refused():
+    gain, config = torch.ones(H), settings()
+    good = Norm("rmsnorm", EPS, gain)
+    two = TensorParallel.__new__(TensorParallel)
+    two.__dict__.update(group=None, sequence_parallel=False, size=2, rank=0)
+    half, fc2 = torch.randn(48, H, dtype=torch.float16), torch.randn(H, 24)
+    short = Norm("rmsnorm", EPS, torch.ones(1))
+    for call, message in [
+        (lambda: linear(X, torch.randn(48, 32), ONE, config), "weight: got shape [48, 32] for x of shape [2, 3, 64]"),
+        (lambda: linear(X.half(), W, ONE, config), "x: got torch.float16, accepted: torch.bfloat16, torch.float32"),
+        (lambda: linear(X, half, ONE, config), "weight: got torch.float16"),
+        (lambda: linear(X[0, 0], W, ONE, config), "for x of shape [64]"),
+        (lambda: invariant_linear(X, W[0], ONE), "weight: got shape [64]"),
+        (lambda: norm_linear(X, good, W, torch.ones(1), ONE, config), "bias: got shape [1], accepted: [48]"),
+        (lambda: norm_linear(X, short, W, None, ONE, config), "norm.weight: got shape [1]"),
+        (lambda: norm(X, Norm("layernorm", EPS, gain, torch.ones(3)), ONE), "norm.bias: got shape [3], accepted: [64]"),
+        (lambda: norm(X, Norm("layernorm", EPS, None, gain), ONE), "norm.bias: got a bias without a weight"),
+        (lambda: norm(X, Norm("l2", EPS), ONE), "norm.kind: got 'l2', accepted: 'rmsnorm', 'layernorm'"),
+        (lambda: norm_linear(X, Norm("rmsnorm", EPS, gain, None, True), W, None, two, config),
+         "norm.reduce_grad: got true without sequence parallelism"),
+        (lambda: norm_mlp(X, good, W, torch.randn(H, 48), "swiglu", ONE, config), "fc2_weight: got shape [64, 48]"),
+        (lambda: norm_mlp(X, good, W, fc2, "relu", ONE, config), "activation: got 'relu', accepted: 'swiglu'"),
+        (lambda: norm_mlp(X, good, W[:, :32], fc2, "swiglu", ONE, config), "fc1_weight: got shape [48, 32]"),
+        (lambda: norm_mlp(X, good, W, fc2, "swiglu", two, settings(tp_invariant=True)),
+         "fc2_weight: got 24 input features a rank, accepted with tp_invariant: a multiple of group_size 32"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()

@@ -1,0 +1,70 @@
+"""Cross entropy on one rank: torch's value and gradient, no copy of the logits kept, bad labels refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_dist.flow import loss, vocab_parallel_cross_entropy
+
+from .common import ONE
+
+
+def reference(logits, labels):
+    flat = F.cross_entropy(logits.flatten(0, -2).double(), labels.flatten(), reduction="none", ignore_index=-100)
+    return flat.view(labels.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [50, 2**24])
+def test_value_and_gradient(dtype, chunk, monkeypatch):
+    monkeypatch.setattr(loss, "_CHUNK", chunk)
+    logits = (torch.randn(7, 3, 41) * torch.rand(7, 3, 1) * 60 - 20).to(dtype).requires_grad_()
+    labels = torch.randint(0, 41, (7, 3))
+    labels[2, 1] = labels[0, 0] = -100
+    mine, expected = vocab_parallel_cross_entropy(logits, labels, ONE), reference(logits, labels)
+    assert mine.dtype == torch.float32 and mine.shape == labels.shape
+    torch.testing.assert_close(mine, expected.float(), rtol=1e-6, atol=2e-6)
+    weighting = torch.randn(7, 3)
+    (a,), (b,) = (torch.autograd.grad(out, logits, w) for out, w in ((mine, weighting), (expected, weighting.double())))
+    assert a.dtype == dtype
+    torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2.0**-7, atol=1e-6)
+    assert not a[2, 1].any() and not a[0, 0].any() and mine[2, 1] == 0
+
+
+def test_keeps_no_copy_of_the_logits():
+    logits, labels = torch.randn(8, 3, 1000, dtype=torch.bfloat16, requires_grad=True), torch.randint(0, 1000, (8, 3))
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        vocab_parallel_cross_entropy(logits, labels, ONE)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    storages.pop(logits.untyped_storage().data_ptr())
+    assert sum(storages.values()) == 24 * (8 + 8)  # the labels themselves, a maximum and a sum
+
+
+def test_extremes():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 0.0, 0.0], [torch.nan, 0.0, 0.0]], requires_grad=True)
+    out = vocab_parallel_cross_entropy(logits, torch.tensor([0, 1, 1]), ONE)
+    torch.testing.assert_close(out, torch.tensor([0.0, 0.6931472, torch.nan]), equal_nan=True)
+    out.sum().backward()
+    torch.testing.assert_close(logits.grad[1], torch.tensor([0.0, -0.5, 0.5]))
+    assert logits.grad[2].isnan().all()
+
+
+@pytest.mark.parametrize("label", [-1, 5, -99, 10**6])
+def test_labels_outside_the_vocabulary(label):
+    labels = torch.tensor([1, label])
+    with pytest.raises(ValueError, match=f"labels: got {label}, accepted: 0 to 4, or -100 to ignore"):
+        vocab_parallel_cross_entropy(torch.randn(2, 5), labels, ONE)
+    # Where looking would cost a synchronization the loss says it instead.
+    logits = torch.randn(2, 5, requires_grad=True)
+    out = loss._CrossEntropy.apply(logits, labels, ONE)
+    assert out.isnan().tolist() == [False, True]
+    out.sum().backward()
+    assert logits.grad[1].isnan().all() and logits.grad[0].isfinite().all()
+
+
+def test_misfits_are_refused():
+    with pytest.raises(ValueError, match="labels: got torch.int64"):
+        vocab_parallel_cross_entropy(torch.randn(2, 5), torch.zeros(3, dtype=torch.long), ONE)
+    with pytest.raises(ValueError, match="labels: got torch.float32"):
+        vocab_parallel_cross_entropy(torch.randn(2, 5), torch.zeros(2), ONE)

@@ -1,0 +1,134 @@
+"""What is kept for backward: counted to the byte, and read back as the bytes that forward used."""
+
+import importlib
+
+import pytest
+import torch
+
+from coat_dist.flow import linear, norm, norm_linear, norm_mlp
+
+from .common import ONE, Layer, settings
+
+
+def saved(call, *known):
+    """Storages that autograd keeps for ``call``, as {address: bytes}; those of ``known`` tensors left out."""
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        out = call()
+    assert out.requires_grad
+    known_addresses = {t.untyped_storage().data_ptr() for t in known}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    return {address: size for address, size in storages.items() if address not in known_addresses}
+
+
+def scale_bytes(n, config):
+    return -(-n // config.group_size) * (1 if config.scale == "e8m0" else 2)
+
+
+def normed_bytes(h, kind, config):
+    """Per token: x8, its group scales, rstd and for LayerNorm the mean."""
+    return h + scale_bytes(h, config) + (8 if kind == "layernorm" else 4)
+
+
+def gate_up_bytes(f, config):
+    return 2 * f + 2 * scale_bytes(f, config)
+
+
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize("scale", ["e8m0", "bf16"])
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize(("h", "f", "group_size"), [(64, 96, 32), (80, 72, 64)])
+def test_saved_bytes_are_the_plan(forward, scale, kind, h, f, group_size):
+    config = settings(forward=forward, scale=scale, group_size=group_size)
+    layer = Layer.random(h=h, f=f, kind=kind, dtype=torch.bfloat16)
+    x = torch.randn(10, 3, h, dtype=torch.bfloat16, requires_grad=True)
+    parameters, tokens = layer.parameters().values(), 30
+    kept = saved(lambda: norm_linear(x, layer.norm, layer.weight, None, ONE, config), *parameters)
+    assert sum(kept.values()) == tokens * normed_bytes(h, kind, config) + 2 * 4  # scales of y8 and of the weight
+    kept = saved(lambda: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config), *parameters)
+    assert sum(kept.values()) == tokens * (normed_bytes(h, kind, config) + gate_up_bytes(f, config)) + 4 * 4
+
+
+def test_linear_keeps_its_input_alone():
+    layer = Layer.random(dtype=torch.bfloat16)
+    x = torch.randn(10, 3, 48, dtype=torch.bfloat16, requires_grad=True)
+    assert sum(saved(lambda: linear(x, layer.back, ONE, settings()), layer.back, x).values()) == 2 * 4
+    whole = torch.randn(10, 3, 96, dtype=torch.bfloat16, requires_grad=True)
+    part = whole[..., :48]  # not contiguous: still no copy
+    assert sum(saved(lambda: linear(part, layer.back, ONE, settings()), layer.back, whole).values()) == 2 * 4
+
+
+def test_unfused_norm_keeps_its_input_and_one_number_a_row():
+    layer = Layer.random()
+    x = torch.randn(10, 3, 64, requires_grad=True)
+    assert sum(saved(lambda: norm(x, layer.norm, ONE), x, layer.norm_weight).values()) == 30 * 4
+
+
+def test_bytes_of_a_llama_2_7b_layer():
+    """The number in docs/flow.md: q, k, v and o in BF16, and SDPA's logarithm of sums, are attention's own."""
+    config = settings()
+    attention = 4 * 2 * 4096 + 4 * 32
+    ours = normed_bytes(4096, "rmsnorm", config) * 2 + gate_up_bytes(11008, config)
+    assert ours + attention == 64056
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Operands of every FP8 product, in the order in which they ran."""
+    seen = []
+    for name in ("linear", "norm_linear", "mlp"):
+        module = importlib.import_module(f"coat_dist.flow.{name}")
+        for function in ("gemm", "summed_gemm"):
+            if hasattr(module, function):
+                original = getattr(module, function)
+                monkeypatch.setattr(module, function, lambda a, b, *rest, _f=original, **named: (
+                    seen.append((a.codes.clone(), a.scales.clone(), b.codes.clone(), b.scales.clone())),
+                    _f(a, b, *rest, **named))[1])  # fmt: skip
+    return seen
+
+
+def same_operand(codes, scale, codes_t, scale_t):
+    return torch.equal(codes.view(torch.uint8), codes_t.view(torch.uint8).t()) and torch.equal(scale, scale_t)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", ["e8m0", "bf16"])
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("forward", ["quantized", "exact"])
+def test_backward_multiplies_the_bytes_of_forward(products, fmt, scale, kind, forward):
+    config = settings(forward=forward, format=fmt, scale=scale)
+    layer, x = Layer.random(kind=kind, f=80), torch.randn(24, 4, 64, requires_grad=True)
+
+    norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config).sum().backward()
+    (y8, ys, w8, ws), (_, _, w8_t, ws_t), (_, _, y8_t, ys_t) = products
+    assert same_operand(w8, ws, w8_t, ws_t)
+    assert same_operand(y8, ys, y8_t, ys_t) == (forward == "quantized")
+    products.clear()
+
+    norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config).square().sum().backward()
+    (y8, ys, w1, s1), (a8, as_, w2, s2), (_, _, w2_t, s2_t), wgrad2, (d8, _, w1_t, s1_t), wgrad1 = products
+    assert same_operand(w1, s1, w1_t, s1_t) and same_operand(w2, s2, w2_t, s2_t)
+    assert torch.equal(d8.view(torch.uint8), wgrad1[0].view(torch.uint8).t())
+    assert same_operand(y8, ys, *wgrad1[2:]) == (forward == "quantized")
+    assert same_operand(a8, as_, *wgrad2[2:]) == (forward == "quantized")
+    assert torch.equal(ys, wgrad1[3]) and torch.equal(as_, wgrad2[3])  # the scales are forward's in both modes
+    products.clear()
+
+    z = torch.randn(24, 4, 48, requires_grad=True)
+    linear(z, layer.back, ONE, config).sum().backward()
+    (z8, zs, w8, ws), (d8, _, w8_t, ws_t), (d8_t, _, z8_t, zs_t) = products
+    assert same_operand(z8, zs, z8_t, zs_t) and same_operand(w8, ws, w8_t, ws_t)
+    assert torch.equal(d8.view(torch.uint8), d8_t.view(torch.uint8).t())
+
+
+def test_exact_mode_saturates_what_rounding_carries_beyond_the_scale(products):
+    """A row that is one large value: FP8 rounds 1.07 up to 1.125, and y = x * rstd would exceed forward's amax."""
+    layer = Layer.random()
+    x = torch.full((4, 1, 64), 0.01)
+    x[:, :, 5] = 1.07
+    x.requires_grad_()
+    out = norm_linear(x, layer.norm, layer.weight, None, ONE, settings(forward="exact"))
+    out.sum().backward()
+    wgrad_operand = products[-1][2].float()
+    assert wgrad_operand.isfinite().all() and wgrad_operand.abs().max() == 448
+    assert all(p.grad.isfinite().all() for p in (x, layer.weight, layer.norm_weight))

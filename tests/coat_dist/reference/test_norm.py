@@ -1,0 +1,102 @@
+"""Norms: values and gradients against torch's, and the two passes against their parts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_dist.formats import E4M3
+from coat_dist.reference.norm import norm_apply, norm_backward, norm_compress, norm_quantize, norm_stats
+from coat_dist.reference.quantize import amax, dequantize, quantize_groups, tensor_scale
+
+EPS = 1e-5
+
+
+def inputs(affine=True, h=72):
+    x = torch.randn(4, 3, h) * torch.rand(4, 3, 1) * 5 + torch.randn(4, 3, 1)
+    return x, *((torch.rand(h) + 0.5, torch.randn(h)) if affine else (None, None))
+
+
+def torch_norm(kind, x, weight, bias):
+    h = x.shape[-1:]
+    if kind == "layernorm":
+        return F.layer_norm(x, h, weight, bias, EPS)
+    y = F.rms_norm(x, h, weight, EPS)
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_values_and_gradients(kind, affine):
+    x, weight, bias = inputs(affine)
+    dy = torch.randn_like(x)
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
+    expected = torch_norm(kind, leaves[0], *(leaves[1:] or (None, None)))
+    expected_grads = torch.autograd.grad(expected, leaves, dy.double())
+    stats = norm_stats(x, kind, EPS)
+    torch.testing.assert_close(norm_apply(x, stats, weight, bias), expected.float(), rtol=1e-5, atol=1e-5)
+    got = norm_backward(dy, x, stats, weight)
+    for mine, reference in zip(got, expected_grads, strict=False):
+        torch.testing.assert_close(mine, reference.float(), rtol=1e-4, atol=1e-5)
+    assert (stats.mean is None) == (kind == "rmsnorm")
+
+
+def test_statistics_do_not_depend_on_the_other_rows():
+    x = torch.randn(37, 72, dtype=torch.bfloat16)
+    for kind in ("rmsnorm", "layernorm"):
+        together = norm_stats(x, kind, EPS)
+        alone = [norm_stats(row[None], kind, EPS) for row in x]
+        assert torch.equal(together.rstd, torch.cat([s.rstd for s in alone]))
+        if together.mean is not None:
+            assert torch.equal(together.mean, torch.cat([s.mean for s in alone]))
+
+
+def test_a_row_of_zeros_is_finite():
+    stats = norm_stats(torch.zeros(2, 8), "rmsnorm", EPS)
+    torch.testing.assert_close(stats.rstd, torch.full((2, 1), EPS**-0.5))
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_first_pass_is_the_sum_of_its_parts(kind, exact):
+    x, weight, bias = inputs()
+    found = norm_compress(x, kind, EPS, weight, bias, E4M3, 32, "e8m0", exact)
+    x8 = quantize_groups(x, E4M3, 32, "e8m0")
+    source = x if exact else dequantize(x8)
+    stats = norm_stats(source, kind, EPS)
+    assert torch.equal(found.x8.codes.view(torch.uint8), x8.codes.view(torch.uint8))
+    assert torch.equal(found.x8.scales, x8.scales)
+    assert torch.equal(found.stats.rstd, stats.rstd)
+    assert torch.equal(found.amax, norm_apply(source, stats, weight, bias).abs().max())
+    assert exact == torch.equal(found.stats.rstd, norm_stats(x, kind, EPS).rstd)
+
+
+def test_second_pass_from_codes_and_transposed():
+    x, weight, bias = inputs()
+    found = norm_compress(x, "layernorm", EPS, weight, bias, E4M3, 32, "bf16", False)
+    scale = tensor_scale(found.amax, E4M3)
+    plain = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale)
+    flipped = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale, transpose=True)
+    assert torch.equal(plain.codes.view(torch.uint8).view(12, 72).t(), flipped.codes.view(torch.uint8))
+    y = norm_apply(dequantize(found.x8), found.stats, weight, bias)
+    assert amax(plain.codes.float()) == E4M3.max
+    assert (dequantize(plain) - y).norm() < 0.04 * y.norm()
+
+
+def test_sums_over_rows_in_fp64_do_not_depend_on_their_split():
+    x, weight, _ = inputs()
+    dy = torch.randn_like(x)
+    stats = norm_stats(x, "rmsnorm", EPS)
+    whole = norm_backward(dy, x, stats, weight, torch.float64)
+    halves = [
+        norm_backward(dy[part], x[part], type(stats)(stats.rstd[part], None), weight, torch.float64)
+        for part in (slice(0, 2), slice(2, 4))
+    ]
+    assert torch.equal(whole[0], torch.cat([h[0] for h in halves]))
+    for i in (1, 2):
+        assert whole[i].dtype == torch.float64
+        assert torch.equal(whole[i].float(), (halves[0][i] + halves[1][i]).float())
+
+
+def test_unknown_norm_is_refused():
+    with pytest.raises(ValueError, match="norm kind: got 'batchnorm', accepted: 'rmsnorm', 'layernorm'"):
+        norm_stats(torch.ones(2, 2), "batchnorm", EPS)

@@ -1,0 +1,183 @@
+"""FP8 quantization: exact rounding, scales that never saturate, nothing non-finite hidden."""
+
+import pytest
+import torch
+
+from coat_dist.formats import E4M3, E5M2
+from coat_dist.reference.quantize import (
+    SMALLEST_SCALE,
+    amax,
+    dequantize,
+    group_scales,
+    quantize_groups,
+    quantize_tensor,
+    scale_values,
+    tensor_scale,
+)
+
+FORMATS = [E4M3, E5M2]
+SCALES = ["e8m0", "bf16"]
+ids = {"ids": lambda f: f.name}
+
+
+def wide(*shape, low=-60, high=60):
+    """Normal numbers times powers of two: many magnitudes in one tensor."""
+    return torch.randn(shape) * torch.exp2(torch.randint(low, high, shape).float())
+
+
+def finite_codes(fmt):
+    values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).double()
+    return values[values.isfinite()].unique()
+
+
+def nearest_even(x, fmt):
+    """Round fp64 to the format by search in its list of values; ties to the even code."""
+    table = finite_codes(fmt)
+    above = torch.searchsorted(table, x).clamp(1, len(table) - 1)
+    low, high = table[above - 1], table[above]
+    odd = (low.to(fmt.dtype).view(torch.uint8) & 1).bool()
+    up = (high - x < x - low) | ((high - x == x - low) & odd)
+    return torch.where(up, high, low)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, **ids)
+def test_rounding_is_to_nearest_even(fmt):
+    table = finite_codes(fmt)
+    middles = (table[1:] + table[:-1]) / 2
+    x = torch.cat([table, middles, torch.empty(20000, dtype=torch.float64).uniform_(-fmt.max, fmt.max),
+                   wide(20000, low=-24, high=-2).double().clamp(-fmt.max, fmt.max)]).float()  # fmt: skip
+    q = quantize_tensor(x, fmt, torch.tensor(1.0))
+    assert torch.equal(q.codes.double(), nearest_even(x.double(), fmt))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, **ids)
+def test_tensor_quantization_saturates_and_keeps_nan(fmt):
+    x = torch.tensor([1.0, 1.2, 1e30, -1e30, torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
+    got = dequantize(quantize_tensor(x, fmt, torch.tensor(1.0 / fmt.max)))
+    expected = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, -1.0, torch.nan, 0.0, 0.0])
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, **ids)
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-30, 3.7, 448.0, 1e38])
+def test_tensor_scale_uses_the_whole_range(fmt, largest):
+    x = torch.rand(5, 7) * largest
+    x[2, 3] = largest
+    scale = tensor_scale(amax(x), fmt)
+    q = quantize_tensor(x, fmt, scale)
+    assert scale >= SMALLEST_SCALE and scale.isfinite()
+    if largest > fmt.max * SMALLEST_SCALE:
+        assert q.codes.float().max() == fmt.max
+    step = 2.0 ** -(fmt.mantissa_bits + 1)
+    bound = torch.maximum(x.double() * step, torch.tensor(fmt.smallest / 2).double() * scale) * (1 + 1e-6)
+    assert ((dequantize(q).double() - x.double()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_non_finite_values_reach_the_scale(bad):
+    x = torch.randn(4, 8)
+    x[1, 2] = bad
+    assert amax(x) == torch.inf
+    assert torch.equal(amax(x, -1).isinf(), torch.tensor([False, True, False, False]))
+    q = quantize_tensor(x, E4M3, tensor_scale(amax(x), E4M3))
+    assert dequantize(q).isnan().all()
+
+
+def test_amax_of_nothing_is_zero():
+    assert amax(torch.empty(0, 5)) == 0 and amax(torch.empty(0, 5)).shape == ()
+    assert torch.equal(amax(torch.empty(3, 0), -1), torch.zeros(3))
+    assert amax(torch.tensor([[-3.0, 2.0]], dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("fmt", FORMATS, **ids)
+def test_transposed_codes_are_the_same_codes(fmt):
+    x = torch.randn(3, 5, 7)
+    scale = tensor_scale(amax(x), fmt)
+    plain, flipped = quantize_tensor(x, fmt, scale), quantize_tensor(x, fmt, scale, transpose=True)
+    assert flipped.codes.shape == (7, 15) and flipped.codes.is_contiguous()
+    assert torch.equal(plain.codes.view(torch.uint8).view(15, 7).t(), flipped.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, **ids)
+def test_e8m0_is_the_smallest_power_of_two_that_fits(fmt):
+    edges = fmt.max * torch.exp2(torch.arange(-100, 100).float())
+    largest = torch.cat([edges, edges.nextafter(torch.tensor(0.0)), edges.nextafter(torch.tensor(torch.inf)),
+                         wide(5000, low=-100, high=120).abs()])  # fmt: skip
+    stored = group_scales(largest, fmt, "e8m0")
+    scale = scale_values(stored).double()
+    assert torch.equal(scale, torch.exp2(stored.double() - 127))
+    assert (scale * fmt.max >= largest).all()
+    assert (scale / 2 * fmt.max < largest).all()
+
+
+def test_e8m0_extremes():
+    largest = torch.tensor([0.0, 1e-45, 1e-38, 3.4e38, torch.inf])
+    assert group_scales(largest, E4M3, "e8m0").tolist() == [1, 1, 1, 247, 255]
+    values = scale_values(torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8))
+    assert values[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127] and values[4].isnan()
+
+
+@pytest.mark.parametrize("fmt", FORMATS, **ids)
+def test_bf16_scale_is_rounded_up_by_less_than_one_step(fmt):
+    largest = wide(5000, low=-80, high=100).abs()
+    stored = group_scales(largest, fmt, "bf16")
+    assert stored.dtype == torch.bfloat16
+    ratio = stored.double() * fmt.max / largest.double()
+    assert (ratio >= 1 - 2.0**-23).all() and (ratio < 1 + 2.0**-7 + 1e-6).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS, **ids)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 80])
+def test_groups_bound_the_error_of_every_element(fmt, scale, n):
+    x = wide(6, 3, n, low=-8, high=2) * torch.exp2(torch.randint(-40, 40, (6, 3, 1)).float())
+    x[0, 0] = 0.0
+    q = quantize_groups(x, fmt, 32, scale)
+    assert q.codes.shape == x.shape and q.codes.is_contiguous()
+    assert q.scales.shape == (6, 3, -(-n // 32)) and q.scales.dtype == (
+        torch.uint8 if scale == "e8m0" else torch.bfloat16
+    )
+    assert q.nbytes == x.numel() + q.scales.numel() * q.scales.itemsize
+    s = scale_values(q.scales).repeat_interleave(32, -1)[..., :n].double()
+    error = (dequantize(q).double() - x.double()).abs()
+    bound = torch.maximum(x.double().abs() * 2.0 ** -(fmt.mantissa_bits + 1), s * fmt.smallest / 2)
+    assert (error <= bound * (1 + 1e-6)).all()
+    assert (dequantize(q)[0, 0] == 0).all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_groups_equal_a_loop_over_groups(scale):
+    x = wide(4, 75, low=-6, high=6)
+    q = quantize_groups(x, E4M3, 16, scale)
+    for row in range(4):
+        for group, first in enumerate(range(0, 75, 16)):
+            part = x[row, first : first + 16]
+            s = scale_values(q.scales[row, group])
+            assert torch.equal(q.scales[row, group], group_scales(part.abs().max(), E4M3, scale))
+            assert torch.equal(q.codes[row, first : first + 16].double(), nearest_even((part * (1 / s)).double(), E4M3))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_bad_value_spoils_its_group_and_no_other(scale, bad):
+    x = torch.randn(2, 70)
+    x[1, 69] = bad
+    got = dequantize(quantize_groups(x, E4M3, 32, scale))
+    assert got[1, 64:].isnan().all()
+    assert got[0].isfinite().all() and got[1, :64].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_subnormal_and_huge_values_stay_finite(scale):
+    x = torch.tensor([[1e-45, -1e-40, 0.0, 1e-39], [1e38, -1e-38, 1.0, 1.5e38]])
+    assert dequantize(quantize_groups(x, E4M3, 4, scale)).isfinite().all()
+
+
+def test_e8m0_groups_read_back_exactly_when_quantized_again():
+    once = dequantize(quantize_groups(wide(50, 64, low=-9, high=9), E4M3, 32, "e8m0"))
+    assert torch.equal(dequantize(quantize_groups(once, E4M3, 32, "e8m0")), once)
+
+
+def test_unknown_scale_is_refused():
+    with pytest.raises(ValueError, match="scale: got 'fp32', accepted: 'e8m0', 'bf16'"):
+        quantize_groups(torch.ones(4), E4M3, 2, "fp32")
