@@ -1,0 +1,136 @@
+"""Normalization modules: the one that models built here use, and what a patched layer turns its norms into.
+
+A patched layer fuses the norm with the linear that follows. Its ``input_layernorm`` and ``pre_mlp_layernorm`` keep
+their parameters, names and state-dict keys, and hand their input on (:class:`Folded`); the linear applies them itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+from coat_dist import flow
+
+__all__ = ["EXACT", "FOLDED", "ExactNorm", "Folded", "Norm", "describe"]
+
+_KINDS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dimension, as ``config.normalization`` says; works under sequence parallelism.
+
+    Statistics are taken in fp32, the output has the input's dtype. ``weight`` and ``bias`` are ``[hidden_size]`` of
+    ``config.params_dtype``; RMSNorm has no bias. They carry ``sequence_parallel`` as Megatron's own do, and never
+    ``tensor_model_parallel``: they are replicated over tensor-parallel ranks.
+
+    Args:
+        affine: False for a norm without parameters (OLMo).
+
+    Raises:
+        ValueError: a normalization that is not supported, by its configuration key.
+    """
+
+    reduce_grad_over_tp = False
+    """Sum parameter gradients over tensor-parallel ranks inside backward. See
+    :func:`~megatron_patches.parallel.install_replicated_grad_hooks`, which sets it."""
+
+    exact = False
+    """Sum parameter gradients so that they do not depend on how tokens are spread over ranks."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, affine: bool = True, **_: Any
+    ) -> None:
+        super().__init__()
+        if config.normalization not in _KINDS:
+            raise ValueError(f"normalization: got {config.normalization!r}, accepted: {', '.join(map(repr, _KINDS))}")
+        if config.layernorm_zero_centered_gamma:
+            raise ValueError("layernorm_zero_centered_gamma: got True, accepted: False")
+        self.config = config
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.kind = _KINDS[config.normalization]
+        self.weight = self.bias = None
+        if affine:
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+            if self.kind == "layernorm":
+                self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` ``[..., hidden_size]`` → the same shape and dtype."""
+        from .parallel import tensor_parallel  # parallel knows this class
+
+        return flow.norm(x, describe(self), tensor_parallel(self), exact=self.exact)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {self.hidden_size}, eps={self.eps}, affine={self.weight is not None}"
+
+
+def describe(module: Any) -> flow.Norm:
+    """What the flow needs to know of a norm module of one of the classes in :data:`FOLDED` (or folded).
+
+    Raises:
+        ValueError: the norm computes something else (zero-centered weight, normalization over several dimensions, an
+            epsilon that depends on the dtype).
+    """
+    if getattr(module, "zero_centered_gamma", False):
+        raise ValueError("layernorm_zero_centered_gamma")
+    if module.eps is None:
+        raise ValueError("norm eps None")
+    if len(getattr(module, "normalized_shape", (0,))) != 1:
+        raise ValueError(f"norm over {len(module.normalized_shape)} dimensions")
+    kind: Any = getattr(module, "kind", "rmsnorm" if isinstance(module, nn.RMSNorm) else "layernorm")
+    return flow.Norm(
+        kind=kind,
+        eps=module.eps,
+        weight=module.weight,
+        bias=getattr(module, "bias", None),
+        reduce_grad=getattr(module, "reduce_grad_over_tp", False),
+    )
+
+
+class Folded:
+    """A norm that the following linear applies: hands its input on."""
+
+    coat_patched = True
+
+    def forward(self, x: torch.Tensor, /, **_: Any) -> torch.Tensor:
+        return x
+
+
+class FoldedNorm(Folded, Norm):  # type: ignore[misc]
+    pass
+
+
+class FoldedRMSNorm(Folded, nn.RMSNorm):  # type: ignore[misc]
+    pass
+
+
+class FoldedLayerNorm(Folded, nn.LayerNorm):  # type: ignore[misc]
+    pass
+
+
+class FoldedFusedLayerNorm(Folded, FusedLayerNorm):
+    pass
+
+
+class ExactNorm(Norm):
+    """A norm that stays BF16, with gradients that do not depend on the tensor-parallel size."""
+
+    coat_patched = True
+    exact = True
+
+
+FOLDED: dict[type, type] = {
+    Norm: FoldedNorm,
+    nn.RMSNorm: FoldedRMSNorm,
+    nn.LayerNorm: FoldedLayerNorm,
+    FusedLayerNorm: FoldedFusedLayerNorm,
+}
+EXACT: dict[type, type] = {Norm: ExactNorm}

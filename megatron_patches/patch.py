@@ -1,0 +1,229 @@
+"""Patch a built Megatron model in place: its layers keep their parameters and names, and run the FP8 precision flow.
+
+Patching sets ``__class__`` of built modules to a subclass with another ``forward`` and gives it one attribute,
+``coat``. Undoing it sets the class back. Each layer has two blocks that are patched independently, attention
+(input_layernorm, linear_qkv, linear_proj) and MLP (pre_mlp_layernorm, linear_fc1, activation, linear_fc2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from torch import nn
+
+from coat_dist.config import ActivationConfig
+
+from .attention import PatchedSelfAttention
+from .compat import check_version
+from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
+from .mlp import NormMLP
+from .norm import EXACT, FOLDED
+from .parallel import tensor_parallel
+from .reasons import attention_reason, layer_reason, mlp_reason, output_reason
+
+__all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
+
+_ORIGINAL: dict[type, type] = {
+    NormColumnParallelLinear: ColumnParallelLinear,
+    InvariantColumnParallelLinear: ColumnParallelLinear,
+    FP8RowParallelLinear: RowParallelLinear,
+    PatchedSelfAttention: SelfAttention,
+    NormMLP: MLP,
+    **{swapped: original for table in (FOLDED, EXACT) for original, swapped in table.items()},
+}
+# Megatron's flag on a layer that recomputes a norm's output, by the norm.
+_RECOMPUTE = {"input_layernorm": "recompute_input_layernorm", "pre_mlp_layernorm": "recompute_pre_mlp_layernorm"}
+
+
+@dataclass
+class PatchReport:
+    """What :func:`patch_model` did. ``str()`` is a table; names are those of ``model.named_modules()``."""
+
+    patched: list[str] = field(default_factory=list)
+    """Blocks that run the flow."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Blocks that stay BF16, and why."""
+    notes: list[str] = field(default_factory=list)
+    """Settings of the model that patching overrides."""
+
+    def __str__(self) -> str:
+        lines = [f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"]
+        lines += [f"  patched  {names}" for names in _condensed(self.patched)]
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            by_reason.setdefault(reason, []).append(name)
+        lines += [f"  left     {names}: {reason}" for reason, group in by_reason.items() for names in _condensed(group)]
+        return "\n".join(lines + [f"  note     {note}" for note in self.notes])
+
+
+def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
+    """Let the transformer layers of ``model`` run the FP8 precision flow. Nothing changes unless this returns.
+
+    Args:
+        model: a built ``GPTModel``, or a module that holds Megatron transformer blocks; before
+            ``deepspeed.initialize``.
+        settings: the ``"coat": {"activation": ...}`` block.
+
+    Raises:
+        ValueError: the model is patched already, holds no transformer block, or nothing in it can be patched (lists
+            why); ``bf16_layers`` out of range; ``tp_invariant`` with blocks that would not be.
+        ImportError: unsupported megatron-core.
+    """
+    check_version()
+    if not settings.enabled:
+        raise ValueError("activation.enabled: got false, accepted: true for a model that is to be patched")
+    for name, module in model.named_modules():
+        if getattr(type(module), "coat_patched", False):
+            raise ValueError(f"model: patched already ({name or type(module).__name__}); call unpatch_model first")
+    report = PatchReport()
+    layers = list(_layers(model))
+    if not layers:
+        raise ValueError(f"model: got {type(model).__name__}, which holds no Megatron transformer layer")
+    plan: list[tuple[Any, str]] = []
+    for name, layer in layers:
+        keep = None
+        if layer.layer_number - 1 in _bf16_layers(settings, layer.config.num_layers):
+            keep = "bf16_layers"
+        whole = keep or layer_reason(layer, settings)
+        for block, why in (("self_attention", attention_reason), ("mlp", mlp_reason)):
+            reason = whole or why(layer, settings)
+            if reason is None:
+                plan.append((layer, block))
+                report.patched.append(f"{name}.{block}")
+            else:
+                report.left[f"{name}.{block}"] = reason
+        if not whole and any(True for _ in layer.cross_attention.parameters()):
+            report.left[f"{name}.cross_attention"] = "cross-attention"
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTransformerLayer) and not any(module is layer for _, layer in layers):
+            report.left[name] = "outside the decoder's layers (multi-token prediction)"
+    if not report.patched:
+        raise ValueError(f"model: nothing to patch\n{report}")
+    outputs = [
+        (n, m.output_layer)
+        for n, m in model.named_modules()
+        if isinstance(m, GPTModel) and getattr(m, "output_layer", None) is not None
+    ]
+    if settings.tp_invariant:
+        report.left |= {f"{n}.output_layer".lstrip("."): r for n, m in outputs if (r := output_reason(m)) is not None}
+        if report.left:
+            raise ValueError(f"activation.tp_invariant: got true, accepted: false with BF16 blocks\n{report}")
+        report.patched += [f"{n}.output_layer".lstrip(".") for n, _ in outputs]
+    for layer, block in plan:
+        _PATCHERS[block](layer, settings, report)
+    if settings.tp_invariant:
+        for _, output_layer in outputs:
+            _swap(output_layer, InvariantColumnParallelLinear, Patch(settings, tensor_parallel(output_layer)))
+        for module in model.modules():  # what is left: the final norm, norms of queries and keys
+            if type(module) in EXACT:
+                module.__class__ = EXACT[type(module)]
+    return report
+
+
+def unpatch_model(model: nn.Module) -> None:
+    """Undo :func:`patch_model`: every class is what it was, and so are outputs, to the bit.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    found = [m for m in model.modules() if type(m) in _ORIGINAL]
+    if not found:
+        raise ValueError("model: not patched")
+    for _, layer in _layers(model):
+        for norm_name, flag in _RECOMPUTE.items():
+            if getattr(layer, norm_name).__dict__.pop("coat_recompute", False):
+                setattr(layer, flag, True)
+    for module in found:
+        module.__dict__.pop("coat", None)
+        module.__class__ = _ORIGINAL[type(module)]
+
+
+@contextmanager
+def patched(model: nn.Module, settings: ActivationConfig) -> Iterator[PatchReport]:
+    """``model`` runs the flow inside the ``with``, and is as it was after it."""
+    report = patch_model(model, settings)
+    try:
+        yield report
+    finally:
+        unpatch_model(model)
+
+
+def _patch_attention(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:
+    attention = layer.self_attention
+    norm = _fold_norm(layer, "input_layernorm", report)
+    _swap(attention.linear_qkv, NormColumnParallelLinear, Patch(settings, tensor_parallel(attention.linear_qkv), norm))
+    _swap(attention.linear_proj, FP8RowParallelLinear, Patch(settings, tensor_parallel(attention.linear_proj)))
+    if type(attention) is SelfAttention:
+        attention.__class__ = PatchedSelfAttention
+
+
+def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:
+    norm = _fold_norm(layer, "pre_mlp_layernorm", report)
+    _swap(layer.mlp, NormMLP, Patch(settings, tensor_parallel(layer.mlp.linear_fc1), norm))
+
+
+_PATCHERS = {"self_attention": _patch_attention, "mlp": _patch_mlp}
+
+
+def _fold_norm(layer: Any, name: str, report: PatchReport) -> nn.Module:
+    norm = getattr(layer, name)
+    norm.__class__ = FOLDED[type(norm)]
+    flag = _RECOMPUTE[name]
+    if getattr(layer, flag, False):
+        # Megatron would free the norm's "output", which now is the layer's input. There is nothing to recompute either.
+        setattr(layer, flag, False)
+        norm.coat_recompute = True
+        note = "recompute_modules 'layernorm' is off in patched blocks: they never keep a norm's output"
+        if note not in report.notes:
+            report.notes.append(note)
+    return norm
+
+
+def _swap(module: Any, swapped: type, patch: Patch) -> None:
+    module.__class__ = swapped
+    module.coat = patch
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of every layer of every transformer block."""
+    for name, block in model.named_modules():
+        if isinstance(block, TransformerBlock):
+            for i, layer in enumerate(block.layers):
+                yield f"{name}.layers.{i}".lstrip("."), layer
+
+
+def _bf16_layers(settings: ActivationConfig, layers: int) -> set[int]:
+    wrong = [i for i in settings.bf16_layers if not -layers <= i < layers]
+    if wrong:
+        accepted = f"{-layers} to {layers - 1} for {layers} layers"
+        raise ValueError(f"activation.bf16_layers: got {wrong[0]}, accepted: {accepted}")
+    return {i % layers for i in settings.bf16_layers}
+
+
+def _condensed(names: list[str]) -> list[str]:
+    """``a.0.b, a.1.b, a.2.b`` → ``a.[0-2].b``."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*?\.)(\d+)(\..*)", name)
+        groups.setdefault((match[1], match[3]) if match else (name, ""), []).append(int(match[2]) if match else -1)
+    lines = []
+    for (before, after), numbers in groups.items():
+        runs: list[list[int]] = []
+        for n in sorted(numbers):
+            if runs and n == runs[-1][1] + 1:
+                runs[-1][1] = n
+            else:
+                runs.append([n, n])
+        span = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+        lines.append(before if numbers == [-1] else f"{before}[{span}]{after}")
+    return lines

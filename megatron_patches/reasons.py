@@ -1,0 +1,140 @@
+"""Why a block of a Megatron layer cannot run the FP8 flow; each function returns the reason, or None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from coat_dist.config import ActivationConfig
+
+from .attention import CompactSelfAttention
+from .mlp import activation_name
+from .norm import EXACT, FOLDED, describe
+
+__all__ = ["attention_reason", "layer_reason", "mlp_reason", "output_reason"]
+
+_ALIGNMENT = 16
+"""FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding every time."""
+
+# Settings of TransformerConfig under which Megatron expects of its linears what ours do not do; the accepted values.
+_SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("fp16", False),
+    ("fp8", None),
+    ("fp4", None),
+    ("fp32_residual_connection", False),
+    ("gradient_accumulation_fusion", False),
+    ("cpu_offloading", False),
+    ("fine_grained_activation_offloading", False),
+    ("delay_wgrad_compute", False),
+    ("cuda_graph_impl", "none"),
+    ("enable_cuda_graph", False),
+    ("external_cuda_graph", False),
+    ("tp_comm_overlap", False),
+    ("inference_fuse_tp_communication", False),
+)
+
+
+def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
+    """What holds for both blocks of ``layer``."""
+    if type(layer) is not TransformerLayer:
+        return f"layer class {type(layer).__name__}"
+    for key, accepted in _SETTINGS:
+        given = getattr(layer.config, key, accepted)  # not every supported version has every key
+        if given != accepted and (given or accepted):
+            return f"config.{key}={given}"
+    for key in ("hidden_dropout", "attention_dropout"):  # random states of ranks differ
+        if settings.tp_invariant and getattr(layer.config, key):
+            return f"tp_invariant with config.{key}={getattr(layer.config, key)}"
+    for parameter in layer.parameters():
+        if parameter.dtype not in (torch.bfloat16, torch.float32):
+            return f"{str(parameter.dtype).removeprefix('torch.')} parameters"
+    return None
+
+
+def attention_reason(layer: Any, settings: ActivationConfig) -> str | None:
+    """For input_layernorm, linear_qkv and linear_proj of a ``TransformerLayer``."""
+    attention = layer.self_attention
+    if type(attention) not in (SelfAttention, CompactSelfAttention):
+        return f"self-attention class {type(attention).__name__}"
+    reason = (
+        _norm_reason(layer.input_layernorm)
+        or _linear_reason("linear_qkv", attention.linear_qkv, ColumnParallelLinear)
+        or _linear_reason("linear_proj", attention.linear_proj, RowParallelLinear)
+    )
+    if reason is None and attention.linear_qkv.skip_bias_add and attention.linear_qkv.bias is not None:
+        return "linear_qkv hands its bias on"
+    if reason is None and settings.tp_invariant:
+        for name in ("q_layernorm", "k_layernorm"):
+            norm = getattr(attention, name)
+            if norm is not None and any(True for _ in norm.parameters()) and type(norm) not in EXACT:
+                return f"tp_invariant with {name} of class {type(norm).__name__}"
+    return reason
+
+
+def mlp_reason(layer: Any, settings: ActivationConfig) -> str | None:
+    """For pre_mlp_layernorm and the MLP of a ``TransformerLayer``."""
+    mlp = layer.mlp
+    if isinstance(mlp, MoELayer):
+        return "mixture of experts"
+    if type(mlp) is not MLP:
+        return f"MLP class {type(mlp).__name__}"
+    reason = (
+        _norm_reason(layer.pre_mlp_layernorm)
+        or _linear_reason("linear_fc1", mlp.linear_fc1, ColumnParallelLinear)
+        or _linear_reason("linear_fc2", mlp.linear_fc2, RowParallelLinear)
+    )
+    if reason is not None:
+        return reason
+    for name in ("linear_fc1", "linear_fc2"):
+        if getattr(mlp, name).bias is not None:
+            return f"{name} has a bias"
+    try:
+        activation_name(mlp.config)
+    except ValueError as problem:
+        return str(problem)
+    width = mlp.linear_fc2.weight.shape[1]
+    if settings.tp_invariant and width % settings.group_size:
+        return f"tp_invariant with {width} FFN elements a rank, no multiple of group_size {settings.group_size}"
+    return None
+
+
+def output_reason(output_layer: Any) -> str | None:
+    """For the output layer, which only ``tp_invariant`` replaces."""
+    if type(output_layer) is not ColumnParallelLinear:
+        return f"output_layer class {type(output_layer).__name__}"
+    if output_layer.bias is not None:
+        return "output_layer has a bias"
+    if output_layer.config.defer_embedding_wgrad_compute:
+        return "config.defer_embedding_wgrad_compute=True"
+    return None
+
+
+def _norm_reason(norm: nn.Module) -> str | None:
+    if type(norm) not in FOLDED:
+        return f"norm class {type(norm).__name__}"
+    try:
+        describe(norm)
+    except ValueError as problem:
+        return str(problem)
+    return None
+
+
+def _linear_reason(name: str, linear: Any, kind: type[Any]) -> str | None:
+    if type(linear) not in (kind,):  # exactly: a subclass may compute something else
+        return f"{name} class {type(linear).__name__}"
+    for attribute in ("gather_output", "explicit_expert_comm", "disable_grad_reduce"):
+        if getattr(linear, attribute, False):
+            return f"{name} with {attribute}"
+    if not getattr(linear, "input_is_parallel", True):
+        return f"{name} with input_is_parallel=False"
+    rows, columns = linear.weight.shape
+    if rows % _ALIGNMENT or columns % _ALIGNMENT:
+        return f"{name} is {rows} x {columns} a rank, not multiples of {_ALIGNMENT}"
+    return None

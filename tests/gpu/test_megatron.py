@@ -1,0 +1,146 @@
+"""A patched Megatron model on GPUs: FP8 tensor cores, memory, and two ranks over NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from coat_dist.config import ActivationConfig
+from tests.support import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SHAPE = dict(hidden_size=1024, num_attention_heads=8, ffn_hidden_size=2816, num_query_groups=8)
+SEQ, BATCH, VOCAB = 1024, 2, 2048
+
+
+def _model(tp=1, sp=False, layers=2, **changes):
+    from tests.megatron_patches.tiny import tiny_gpt
+
+    gpt = {"vocab_size": VOCAB, "max_sequence_length": SEQ}
+    return tiny_gpt(num_layers=layers, tensor_model_parallel_size=tp, sequence_parallel=sp, gpt=gpt, **SHAPE | changes)
+
+
+def _loss(model, seed=0):
+    from coat_dist import flow
+    from megatron_patches import tensor_parallel
+
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator).cuda()
+    logits = model(text[:, :-1], torch.arange(SEQ, device="cuda").expand(BATCH, -1), None)
+    return flow.vocab_parallel_cross_entropy(logits, text[:, 1:], tensor_parallel(model.output_layer)).mean()
+
+
+def _gradients(model):
+    model.zero_grad(set_to_none=True)
+    loss = _loss(model)
+    loss.backward()
+    return loss.item(), {n: p.grad.double().cpu() for n, p in model.named_parameters()}
+
+
+def _activation_bytes(layers, patch):
+    from megatron_patches import patch_model
+
+    model = _model(layers=layers)
+    if patch:
+        patch_model(model, ActivationConfig())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = _loss(model)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    loss.backward()
+    return held
+
+
+@pytest.fixture
+def one_rank():
+    from megatron.core import parallel_state
+
+    from megatron_patches import initialize_model_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    initialize_model_parallel(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+def test_close_to_bf16_and_restored(one_rank, forward):
+    from megatron_patches import patched
+
+    model = _model()
+    loss, grads = _gradients(model)
+    with patched(model, ActivationConfig(forward=forward)):
+        fp8_loss, fp8_grads = _gradients(model)
+    assert fp8_loss != loss and fp8_loss == pytest.approx(loss, rel=5e-3)
+    for n, g in grads.items():
+        assert F.cosine_similarity(g.flatten(), fp8_grads[n].flatten(), dim=0) > 0.97, n
+    assert _loss(model).item() == loss
+
+
+def test_a_layer_holds_the_planned_bytes(one_rank):
+    held = {patch: (_activation_bytes(3, patch) - _activation_bytes(1, patch)) / 2 for patch in (False, True)}
+    h, f, heads = SHAPE["hidden_size"], SHAPE["ffn_hidden_size"], SHAPE["num_attention_heads"]
+    # both norm inputs; q, k, v and attention's output with its statistics; gate and up
+    planned = 2 * (h + h // 32 + 4) + 4 * 2 * h + 4 * heads + 2 * f + 2 * f // 32
+    assert planned <= held[True] / (BATCH * SEQ) < 1.1 * planned, (
+        held
+    )  # cosines and sines, and the allocator's rounding
+    assert held[True] < 0.6 * held[False], held
+
+
+def test_sdpa_keeps_one_copy_of_its_output(one_rank):
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_patches.attention import SDPA
+    from tests.megatron_patches.tiny import tiny_config
+
+    attention = SDPA(tiny_config(), layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+    q, k, v = (
+        torch.randn(SEQ, BATCH, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2)
+    )
+    saved = set()
+
+    def pack(t):
+        saved.add(t.untyped_storage().data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = attention(q, k, v)
+    assert {t.untyped_storage().data_ptr() for t in (q, k, v, out)} <= saved
+    reference = F.scaled_dot_product_attention(
+        *(t.float().permute(1, 2, 0, 3) for t in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(out.float(), reference.permute(2, 0, 1, 3).flatten(2), atol=2e-2, rtol=2e-2)
+
+
+def _two_ranks(rank, world, sp):
+    from megatron_patches import check_replicas, initialize_model_parallel, install_replicated_grad_hooks, patch_model
+
+    initialize_model_parallel(2)
+    model = _model(2, sp, qk_layernorm=True)
+    patch_model(model, ActivationConfig())
+    install_replicated_grad_hooks(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = _loss(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, check_replicas(model)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("sp", [False, True])
+def test_two_gpus(sp):
+    results = run_ranks(2, _two_ranks, sp, backend="nccl")
+    for losses, replicas in results:
+        assert losses == results[0][0]
+        assert losses[-1] < losses[0]
+        assert not any(replicas.values()), replicas

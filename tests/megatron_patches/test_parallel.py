@@ -1,0 +1,134 @@
+"""The mpu adapter, replicated gradients on one rank, random states, versions and CPU shims."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from coat_dist.config import ActivationConfig
+from megatron_patches import (
+    MPUAdapter,
+    check_replicas,
+    check_version,
+    initialize_model_parallel,
+    install_replicated_grad_hooks,
+    patch_model,
+    prepare_cpu,
+    rng_state,
+    set_rng_state,
+    tensor_parallel,
+)
+
+from .tiny import tiny_batch, tiny_gpt, tiny_loss
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.14.0rc5", "0.15.3", "0.16.1", "0.16.99+cu12"])
+def test_supported_versions(version):
+    assert check_version(version) == version
+
+
+@pytest.mark.parametrize("version", ["0.13.1", "0.9.0", "0.17.0", "0.17.0rc0", "1.0"])
+def test_unsupported_versions(version):
+    with pytest.raises(ImportError, match=rf"megatron-core: got {version}, accepted: >=0.14,<0.17"):
+        check_version(version)
+
+
+def test_adapter_has_what_deepspeed_asks_for_and_nothing_that_means_sequence_parallelism():
+    mpu = MPUAdapter()
+    assert mpu.get_model_parallel_world_size() == mpu.get_tensor_model_parallel_world_size() == 1
+    assert mpu.get_model_parallel_rank() == mpu.get_data_parallel_rank() == 0
+    assert mpu.get_data_parallel_group_ranks() == [0]
+    assert mpu.get_model_parallel_group() is parallel_state.get_tensor_model_parallel_group()
+    assert not [n for n in dir(mpu) if "sequence_parallel" in n]
+
+
+def test_adapter_refuses_pipelines_and_missing_groups(monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size: got 2, accepted: 1"):
+        MPUAdapter()
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match="initialize_model_parallel first"):
+        MPUAdapter()
+
+
+def test_initialize_refuses_a_second_time_and_wrong_sizes(monkeypatch):
+    with pytest.raises(RuntimeError, match="exist already"):
+        initialize_model_parallel(1)
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
+    for tp in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"tp: got {tp}, accepted: a divisor of the number of ranks, 1"):
+            initialize_model_parallel(tp)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match="torch.distributed: not initialized"):
+        initialize_model_parallel(1)
+
+
+def test_one_rank_needs_no_hooks(device):
+    model = tiny_gpt(qk_layernorm=True)
+    assert install_replicated_grad_hooks(model) == []
+    assert tensor_parallel(model.output_layer).size == 1
+    tiny_loss(model, tiny_batch(0, device)).backward()
+    assert not any(check_replicas(model).values())
+
+
+def test_random_states_resume(device):
+    """Dropout in and outside tensor-parallel regions, and the CPU's generator, continue as if never interrupted."""
+
+    def draw():
+        with get_cuda_rng_tracker().fork():
+            inside = torch.rand(4, device=device)
+        return torch.cat([inside.cpu(), torch.rand(4, device=device).cpu(), torch.rand(4)])
+
+    draw()
+    state = rng_state()
+    first = [draw() for _ in range(3)]
+    assert not torch.equal(first[0], first[1])
+    set_rng_state(state)
+    assert all(torch.equal(draw(), expected) for expected in first)
+    set_rng_state(state)  # using a state must not have changed it
+    assert torch.equal(draw(), first[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced on a machine with a GPU")
+def test_cpu_stands_in_for_the_gpu():
+    assert prepare_cpu() and prepare_cpu()
+    replaced = torch.cuda.current_device
+    prepare_cpu()
+    assert torch.cuda.current_device is replaced
+    assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
+    torch.cuda.manual_seed(7)
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3), drawn)
+    state = torch.cuda.get_rng_state()
+    drawn = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has a generator of its own")
+def test_drawing_in_a_tensor_parallel_region_is_no_news_on_the_cpu(caplog):
+    with get_cuda_rng_tracker().fork():
+        torch.rand(3)
+    assert not caplog.records
+
+
+def test_full_recompute_drops_the_same_elements_again(device):
+    """Hidden dropout draws from the default state and attention dropout from the tracker; recompute replays both."""
+    state, results = rng_state(), []
+    for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+        model = tiny_gpt(hidden_dropout=0.2, attention_dropout=0.2, **recompute)
+        patch_model(model, ActivationConfig())
+        set_rng_state(state)
+        loss = tiny_loss(model, tiny_batch(0, device))
+        after = rng_state()
+        loss.backward()
+        assert torch.equal(rng_state()["cpu"], after["cpu"]), "backward must leave the random state alone"
+        results.append((loss.item(), model.decoder.layers[0].mlp.linear_fc1.weight.grad))
+        assert tiny_loss(model, tiny_batch(0, device)).item() != loss.item(), "nothing was dropped"
+    assert results[0][0] == results[1][0]
+    if device == "cpu":
+        assert torch.equal(results[0][1], results[1][1])

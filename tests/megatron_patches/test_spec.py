@@ -1,0 +1,181 @@
+"""The layer specification: norms and core attention against plain definitions, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_patches import gpt_layer_spec, rng_state
+from megatron_patches.attention import SDPA
+from megatron_patches.norm import Norm, describe
+
+from .tiny import HEADS, HIDDEN, SEQ, tiny_batch, tiny_config, tiny_gpt, tiny_loss
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norm_is_torchs(normalization, affine, device):
+    config = tiny_config(normalization=normalization, params_dtype=torch.float32)
+    ours = Norm(config, 96, eps=1e-3, affine=affine).to(device)
+    theirs = (torch.nn.RMSNorm if normalization == "RMSNorm" else torch.nn.LayerNorm)(
+        96, eps=1e-3, elementwise_affine=affine, device=device
+    )
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(5, 3, 96, device=device).mul_(torch.logspace(-6, 6, 15, device=device).view(5, 3, 1))
+    x[0, 0] = 0
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [norm(i) for norm, i in zip((ours, theirs), inputs, strict=True)]
+    torch.testing.assert_close(*outputs)
+    dy = torch.randn_like(outputs[0])
+    for y in outputs:
+        y.backward(dy)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_norm_parameters_are_marked_for_sequence_parallelism_and_never_as_sharded():
+    for sp in (False, True):
+        config = tiny_config(tensor_model_parallel_size=2, sequence_parallel=sp, normalization="LayerNorm")
+        for parameter in Norm(config, 64).parameters():
+            assert parameter.sequence_parallel is sp
+            assert not hasattr(parameter, "tensor_model_parallel")
+            assert parameter.dtype is torch.bfloat16
+
+
+def test_norm_refuses_what_it_does_not_compute():
+    with pytest.raises(ValueError, match="normalization: got 'L2Norm', accepted: 'RMSNorm', 'LayerNorm'"):
+        Norm(tiny_config(normalization="L2Norm"), 64)
+    with pytest.raises(ValueError, match="layernorm_zero_centered_gamma: got True, accepted: False"):
+        Norm(tiny_config(layernorm_zero_centered_gamma=True), 64)
+    with pytest.raises(ValueError, match="eps None"):
+        describe(torch.nn.RMSNorm(64))
+    with pytest.raises(ValueError, match="norm over 2 dimensions"):
+        describe(torch.nn.LayerNorm((4, 64)))
+
+
+def attention(**changes) -> SDPA:
+    options = {k: changes.pop(k) for k in ("softmax_scale", "attention_dropout") if k in changes}
+    kind = changes.pop("attn_mask_type", AttnMaskType.causal)
+    return SDPA(tiny_config(**changes), layer_number=1, attn_mask_type=kind, attention_type="self", **options)
+
+
+def qkv(heads, groups, device, keys=SEQ, dtype=torch.float32, requires_grad=False):
+    shapes = (SEQ, heads), (keys, groups), (keys, groups)
+    return [torch.randn(s, 2, n, 32, device=device, dtype=dtype, requires_grad=requires_grad) for s, n in shapes]
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_sdpa_is_causal_attention_with_grouped_queries(groups, scale, device):
+    q, k, v = qkv(4, groups, device)
+    out = attention(softmax_scale=scale)(q, k, v, None)
+    k, v = (t.repeat_interleave(4 // groups, dim=2) for t in (k, v))
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) * (scale or 1 / math.sqrt(32))
+    scores = scores.masked_fill(torch.ones(SEQ, SEQ, dtype=torch.bool, device=device).triu(1), -torch.inf)
+    expected = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), v).flatten(2)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sdpa_without_mask_sees_everything(device):
+    q, k, v = qkv(4, 4, device, keys=SEQ + 5)
+    out = attention(attn_mask_type=AttnMaskType.no_mask)(q, k, v)
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) / math.sqrt(32)
+    torch.testing.assert_close(
+        out, torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), v).flatten(2), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_sdpa_output_is_the_tensor_that_it_saves(device):
+    """What linear_proj saves must not be a second copy of the attention output."""
+    q, k, v = qkv(4, 4, device, dtype=torch.bfloat16, requires_grad=True)
+    saved = set()
+
+    def pack(t):
+        saved.add(t.untyped_storage().data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = attention()(q, k, v)
+    assert out.untyped_storage().data_ptr() in saved
+
+
+def test_sdpa_dropout_follows_the_configuration(device):
+    q, k, v = qkv(4, 4, device)
+    module = attention(attention_dropout=0.5)
+    before, own = rng_state(), "cuda" if device == "cuda" else "cpu"
+    first, second = module(q, k, v), module(q, k, v)
+    assert not torch.equal(first, second)
+    after = rng_state()
+    assert torch.equal(before[own], after[own]), "drawn from the state that all tensor-parallel ranks share"
+    assert not torch.equal(before["tracker"]["model-parallel-rng"], after["tracker"]["model-parallel-rng"])
+    module.eval()
+    assert torch.equal(module(q, k, v), attention()(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"attention_mask": torch.ones(1, 1, SEQ, SEQ)},
+            r"attention_mask: got a tensor of shape \[1, 1, 32, 32\], accepted: None",
+        ),
+        ({"attention_bias": torch.ones(1)}, "attention_bias: got Tensor, accepted: None"),
+        ({"packed_seq_params": object()}, "packed_seq_params: got object, accepted: None"),
+        ({"attn_mask_type": AttnMaskType.arbitrary}, "attn_mask_type: got arbitrary, accepted: causal, no_mask"),
+    ],
+)
+def test_sdpa_refuses_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        attention()(*qkv(4, 4, "cpu"), **arguments)
+    with pytest.raises(ValueError, match="got 32 queries for 37 keys"):
+        attention()(*qkv(4, 4, "cpu", keys=SEQ + 5))
+
+
+@pytest.mark.parametrize(("key", "value"), [("window_size", (4, 0)), ("softmax_type", "off-by-one"), ("qk_clip", True)])
+def test_sdpa_refuses_configurations(key, value):
+    config = tiny_config()
+    setattr(config, key, value)
+    with pytest.raises(ValueError, match=f"{key}: got .*, accepted: .* with SDPA core attention"):
+        SDPA(config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+
+
+def test_spec_refuses_experts_and_latent_attention():
+    config = tiny_config()
+    config.num_moe_experts = 4
+    with pytest.raises(ValueError, match="num_moe_experts: got 4, accepted: None"):
+        gpt_layer_spec(config)
+    config = tiny_config()
+    config.multi_latent_attention = True
+    with pytest.raises(ValueError, match="multi_latent_attention: got True, accepted: False"):
+        gpt_layer_spec(config)
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_same_function_and_state_dict_as_megatrons_local_spec(normalization, device):
+    """Same keys, same weights for a seed, and a loss that differs by attention's rounding only."""
+    batch = tiny_batch(0, device)
+    ours = tiny_gpt(normalization=normalization)
+    theirs = tiny_gpt(normalization=normalization, megatron_spec=True)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    losses = [tiny_loss(ours, batch), tiny_loss(theirs, batch, megatron_spec=True)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=2e-3)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert F.cosine_similarity(a.grad.flatten().double(), b.grad.flatten().double(), dim=0) > 0.995
+
+
+def test_shapes_of_a_grouped_query_model_without_affine_norms():
+    model = tiny_gpt(num_query_groups=2, affine=False, normalization="LayerNorm")
+    assert not [n for n, _ in model.named_parameters() if "norm" in n]
+    assert model.decoder.layers[0].self_attention.linear_qkv.weight.shape == (HIDDEN * (HEADS + 4) // HEADS, HIDDEN)
+    assert isinstance(model.decoder.final_layernorm, Norm)

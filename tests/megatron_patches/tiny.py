@@ -1,0 +1,83 @@
+"""A GPT model small enough for tests, and its loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+from coat_dist import flow
+from megatron_patches import gpt_layer_spec, tensor_parallel
+
+HIDDEN, HEADS, FFN, VOCAB, SEQ, BATCH = 256, 4, 256, 512, 32, 2
+
+
+def tiny_config(**changes: Any) -> TransformerConfig:
+    options: dict[str, Any] = dict(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=FFN,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        persist_layer_norm=False,
+        layernorm_epsilon=1e-5,
+    )
+    return TransformerConfig(**options | changes)
+
+
+def tiny_gpt(
+    *, megatron_spec: bool = False, affine: bool = True, seed: int = 5, gpt: dict | None = None, **changes: Any
+):
+    """A model, on the GPU where there is one. Weights depend on ``seed``, not on the tensor-parallel size."""
+    config = tiny_config(**changes)
+    if megatron_spec:
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+            multi_latent_attention=config.multi_latent_attention,
+        )
+    else:
+        spec = gpt_layer_spec(config, affine=affine)
+    torch.manual_seed(seed)
+    options: dict[str, Any] = dict(vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope")
+    model = GPTModel(config, spec, **options | (gpt or {})).to(config.params_dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms start as ones, biases as zeros: a mix-up would go unseen
+            if parameter.dim() == 1 and not getattr(parameter, "tensor_model_parallel", False):
+                parameter.add_(torch.randn(parameter.shape).mul_(0.2))
+    return model.cuda() if torch.cuda.is_available() else model
+
+
+def tiny_batch(seed: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels and positions, each [BATCH, SEQ]: sequences in which the next token can be learnt."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(0, 64, (BATCH, 1), generator=generator)
+    step = torch.randint(1, 8, (BATCH, 1), generator=generator)
+    text = (start + step * torch.arange(SEQ + 1)) % 64
+    return text[:, :-1].to(device), text[:, 1:].to(device), torch.arange(SEQ, device=device).expand(BATCH, -1)
+
+
+def tiny_loss(model: torch.nn.Module, batch: tuple[torch.Tensor, ...], megatron_spec: bool = False) -> torch.Tensor:
+    """Mean loss. Megatron's own core attention wants the causal mask spelled out."""
+    tokens, labels, positions = batch
+    mask = None
+    if megatron_spec:
+        mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool, device=tokens.device).triu(1)
+    logits = model(tokens, positions, mask)
+    tp = tensor_parallel(getattr(model, "module", model).output_layer)
+    return flow.vocab_parallel_cross_entropy(logits, labels, tp).mean()
