@@ -1,7 +1,7 @@
 """Run a function on several ranks of one machine.
 
-Ranks are forked from a server process that has already imported the heavy packages, so a test pays for
-process start and rendezvous only (well under a second), not for imports.
+Gloo ranks are forked from a server process that has already imported the heavy packages, so a test pays for process
+start and rendezvous only (well under a second), not for imports. NCCL ranks start from nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import os
 import socket
 import tempfile
 import traceback
+from multiprocessing import forkserver
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,6 +51,16 @@ def _rank_main(rank: int, world: int, port: int, out: str, backend: str, fn, arg
     os._exit(0 if result[0] else 1)  # skip interpreter teardown: some libraries hang in it after a failed collective
 
 
+def _cpu_server() -> Any:
+    """The server process. It sees no GPU, and so do the ranks forked from it: gloo ranks test the CPU path everywhere."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    with mock.patch.dict(os.environ, hidden):
+        forkserver.ensure_running()
+    return context
+
+
 def run_ranks(world: int, fn, *args, timeout: float = 240.0, backend: str = "gloo") -> list:
     """Call ``fn(rank, world, *args)`` on ``world`` ranks and return the results in rank order.
 
@@ -56,10 +69,7 @@ def run_ranks(world: int, fn, *args, timeout: float = 240.0, backend: str = "glo
     Raises:
         AssertionError: a rank failed or did not finish in ``timeout`` seconds; holds the rank's traceback.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu" if backend == "gloo" else "cuda")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = _cpu_server() if backend == "gloo" else multiprocessing.get_context("spawn")
     port = free_port()
     with tempfile.TemporaryDirectory() as out:
         ranks = [

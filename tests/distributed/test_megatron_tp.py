@@ -10,7 +10,6 @@ import torch
 from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; hide the GPUs to run it")
 
 INVARIANT = ActivationConfig(tp_invariant=True)
 

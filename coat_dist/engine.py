@@ -1,0 +1,190 @@
+"""``coat_dist.initialize``: ``deepspeed.initialize`` with the ``"coat"`` block applied.
+
+The block is validated, taken out of a copy of the configuration and turned into arguments of DeepSpeed's public call;
+nothing in DeepSpeed is replaced. Without a block and without ``"type": "CoatAdamW"`` the call is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .config import CoatConfig, CoatConfigError, check_deepspeed, load_json
+from .optim import CoatAdamW, param_groups
+
+__all__ = ["check_same_on_all_ranks", "initialize"]
+
+logger = logging.getLogger("coat_dist")
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    model_parameters: Iterable | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    mpu: Any = None,
+    config: Any = None,
+    config_params: Any = None,
+    **kwargs: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """Build a DeepSpeed engine; same arguments and the same four return values as ``deepspeed.initialize``.
+
+    With ``"optimizer": {"type": "CoatAdamW"}`` and no ``optimizer`` argument, a :class:`CoatAdamW` is built with the
+    block's settings. Its parameter groups are ``model_parameters`` where that is a list of dicts, and otherwise
+    :func:`coat_dist.optim.param_groups` of the model (restricted to ``model_parameters`` where given).
+
+    A model whose layers should run the FP8 flow is patched by the caller, before this call
+    (``megatron_patches.patch_model``): this package does not know model classes.
+
+    Raises:
+        CoatConfigError: anything in the configuration that cannot be honoured, named by its key; ranks that were
+            started with different configurations or models.
+    """
+    import deepspeed
+
+    if model is None:
+        raise ValueError("model: got None, accepted: a torch.nn.Module")
+    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    if len(given) != 1:
+        raise CoatConfigError(
+            f"config: got {len(given)} of `config`, `config_params`, `args.deepspeed_config`, "
+            "accepted: exactly one of them"
+        )
+    settings = load_json(given[0])
+    coat = CoatConfig.from_deepspeed(settings)
+    pipeline = isinstance(model, deepspeed.PipelineModule)
+    tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+    check_deepspeed(
+        settings, tp=tp, cp=_size(mpu, "get_context_parallel_world_size"), pipeline=pipeline, mpu=mpu is not None
+    )
+    if getattr(args, "deepspeed_config", None) is not None:
+        args = copy.copy(args)  # the caller's stays as it is; DeepSpeed refuses a configuration given twice
+        args.deepspeed_config = None
+
+    compressed = (settings.get("optimizer") or {}).get("type") == "CoatAdamW"
+    if coat is not None:
+        del settings["coat"]
+        _check_patched(model, coat)
+        foreign = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, CoatAdamW)
+        if foreign and "optimizer" in coat.model_fields_set:
+            raise CoatConfigError(
+                f"coat.optimizer: got a block beside optimizer={type(optimizer).__name__}, accepted: "
+                "no optimizer argument, or a CoatAdamW"
+            )
+    if coat is not None or compressed:
+        if not dist.is_initialized() and kwargs.get("dist_init_required") is not False:
+            deepspeed.init_distributed()
+        check_same_on_all_ranks(
+            {"config": _digest(settings), "coat": _digest(coat and coat.model_dump())}
+            | ({} if pipeline else {"model": _model_digest(model)})
+        )
+    if compressed or isinstance(optimizer, CoatAdamW):
+        settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
+    if compressed and optimizer is None:
+        optimizer, model_parameters = _coat_adamw(settings, coat or CoatConfig(), model, model_parameters)
+    return deepspeed.initialize(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        config=settings,
+        **kwargs,
+    )
+
+
+def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parameters: Iterable | None):
+    """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with."""
+    params = dict(settings["optimizer"].get("params") or {})
+    accepted = [n for n in inspect.signature(CoatAdamW.__init__).parameters if n not in ("self", "params")]
+    own = coat.optimizer.model_dump()
+    for name in params:
+        if name in own and "optimizer" in coat.model_fields_set:
+            raise CoatConfigError(f"optimizer.params.{name}: given beside coat.optimizer, accepted: one of the two")
+        if name not in accepted:
+            raise CoatConfigError(f"optimizer.params.{name}: unknown key, accepted: {', '.join(accepted)}")
+    options = {**own, **params}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    listed = list(parameters) if parameters is not None else None
+    if listed and isinstance(listed[0], dict):
+        return (lambda groups: CoatAdamW(groups, **options)), listed
+    chosen = None if listed is None else {id(p) for p in listed}
+    named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
+    if chosen is not None and len(named) != len(chosen):
+        raise ValueError(
+            f"model_parameters: {len(chosen) - len(named)} of {len(chosen)} are not parameters of the model"
+        )
+    groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
+    return (lambda groups: CoatAdamW(groups, **options)), groups
+
+
+def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
+    patched = any(getattr(type(m), "coat_patched", False) for m in model.modules())
+    if coat.activation.enabled and not patched:
+        raise CoatConfigError(
+            f"coat.activation.enabled: got true, but no module of {type(model).__name__} is patched; accepted: call "
+            "megatron_patches.patch_model(model, CoatConfig.from_deepspeed(config).activation) first, or set it "
+            "to false"
+        )
+    if patched and not coat.activation.enabled:
+        raise CoatConfigError(
+            "coat.activation.enabled: got false, but the model is patched; accepted: true, or an unpatched model"
+        )
+
+
+def check_same_on_all_ranks(digests: dict[str, str]) -> None:
+    """Compare what each rank believes to run; ranks that differ would train on silently or hang.
+
+    Args:
+        digests: a short string for each thing compared, the same keys on all ranks.
+
+    Raises:
+        CoatConfigError: on every rank; names what differs and which ranks hold the minority.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, digests)
+    different = []
+    for key in dict.fromkeys(k for d in everyone for k in d):
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            ranks.setdefault(one.get(key, "absent"), []).append(rank)
+        if len(ranks) > 1:
+            minority = sorted(r for group in sorted(ranks.values(), key=len)[:-1] for r in group)
+            different.append(f"{key}: rank(s) {', '.join(map(str, minority))} differ from the others")
+    if different:
+        raise CoatConfigError("ranks were started differently: " + "; ".join(different))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _model_digest(model: torch.nn.Module) -> str:
+    """Names, full shapes (ZeRO-3 keeps them in ``ds_shape``), dtypes and trainability of all parameters."""
+    return _digest(
+        [
+            [n, list(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad, type(m).__name__]
+            for n, m in model.named_modules()
+            for p in m.parameters(recurse=False)
+        ]
+    )
+
+
+def _size(mpu: Any, *names: str) -> int:
+    return next((int(getattr(mpu, n)()) for n in names if callable(getattr(mpu, n, None))), 1)

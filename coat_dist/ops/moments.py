@@ -1,0 +1,10 @@
+"""Encoding and decoding of moments on their own, for checkpoints.
+
+There is no kernel: a step decodes and encodes inside its own kernel, so these run only when a checkpoint is converted.
+"""
+
+from __future__ import annotations
+
+from ..reference.moments import Moment, MomentCodec, decode, encode
+
+__all__ = ["Moment", "MomentCodec", "decode", "encode"]

@@ -1,0 +1,7 @@
+"""CoatAdamW, its parameter groups, and its state in fp32 for checkpoints."""
+
+from .adamw import CoatAdamW
+from .checkpoint import export_moments, import_moments
+from .groups import param_groups
+
+__all__ = ["CoatAdamW", "export_moments", "import_moments", "param_groups"]

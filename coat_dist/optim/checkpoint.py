@@ -1,0 +1,67 @@
+"""Moments in fp32, as other optimizers and checkpoint formats understand them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..ops.moments import decode, encode
+from .state import check_state, codecs, moment, pack
+
+__all__ = ["export_moments", "import_moments"]
+
+
+def export_moments(
+    param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The moments of one parameter as new fp32 tensors of its shape.
+
+    Args:
+        param: the parameter, or any tensor of its shape.
+        state: its state, ``optimizer.state[param]``.
+        group: its group, or any mapping with the group's storage options.
+
+    Returns:
+        ``exp_avg`` and ``exp_avg_sq``, on the state's device.
+
+    Raises:
+        ValueError: the state does not fit the parameter or the group.
+    """
+    check_state(state, param, group, "export_moments: state")
+    if group["moments"] == "fp32":
+        return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+    m, v = (decode(moment(state, which), codec, param.numel()).view(param.shape)
+            for which, codec in zip("mv", codecs(group), strict=True))
+    return m, v
+
+
+def import_moments(
+    param: torch.Tensor, group: Mapping[str, Any], exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: int
+) -> dict[str, Any]:
+    """The state that stores the given moments as ``group`` says, rounded to nearest, on the parameter's device.
+
+    To be assigned to ``optimizer.state[param]`` before the next step.
+
+    Args:
+        param, group: the parameter and its group.
+        exp_avg, exp_avg_sq: moments, of the parameter's number of elements; floating point.
+        step: steps taken so far.
+
+    Raises:
+        ValueError: the sizes differ, or ``exp_avg_sq`` has negative elements.
+    """
+    for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if value.numel() != param.numel() or not value.is_floating_point():
+            raise ValueError(f"import_moments {name}: got {value.dtype} {list(value.shape)}, accepted: floating point, "
+                             f"{param.numel()} elements")
+    if exp_avg_sq.numel() and exp_avg_sq.min() < 0:
+        raise ValueError("import_moments exp_avg_sq: got negative elements, accepted: squares")
+    step = int(step)
+    if group["moments"] == "fp32":
+        m, v = (x.detach().to(param.device, torch.float32, copy=True).view(param.shape) for x in (exp_avg, exp_avg_sq))
+        return {"step": step, "exp_avg": m, "exp_avg_sq": v}
+    encoded = [encode(x.detach().to(param.device), codec)
+               for x, codec in zip((exp_avg, exp_avg_sq), codecs(group), strict=True)]
+    return pack(encoded[0], encoded[1], step)

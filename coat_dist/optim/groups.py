@@ -1,0 +1,67 @@
+"""Parameter groups: which parameters decay, and which keep fp32 moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["param_groups"]
+
+_ORDER = ("decay/fp8", "decay/fp32", "no_decay/fp32")
+
+
+def param_groups(
+    model_or_named_params: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]],
+    weight_decay: float,
+    **defaults: Any,
+) -> list[dict[str, Any]]:
+    """Sort trainable parameters into groups for :class:`CoatAdamW`.
+
+    * Vectors and scalars (biases, normalization weights) do not decay and keep fp32 moments: few and sensitive.
+    * Matrices that every tensor-parallel rank holds whole (position embeddings, routers) decay and keep fp32 moments.
+    * All others, embeddings among them, decay and have FP8 moments.
+
+    ZeRO flattens a group into one tensor, and a 128-element group of that tensor that straddled a replicated parameter
+    and a sharded one would be scaled by different neighbours on each tensor-parallel rank: the copies would drift
+    apart. That is why replicated parameters have groups of their own. The rules look at nothing that depends on the
+    tensor-parallel size, so the groups are the same at every size.
+
+    Args:
+        model_or_named_params: a module, or (name, parameter) pairs. ZeRO-3 parameters are judged by ``ds_shape``, the
+            shape before partitioning. Where any parameter has the attribute ``tensor_model_parallel`` (Megatron), a
+            parameter without a true one counts as replicated.
+        weight_decay: of the groups that decay; the others have 0.
+        **defaults: further keys for every group.
+
+    Returns:
+        Groups in a fixed order, without empty ones; each has ``params``, ``name``, ``weight_decay`` and ``moments``.
+
+    Raises:
+        ValueError: a parameter listed twice, nothing to train, or a key in ``defaults`` that this function sets.
+    """
+    if reserved := {"params", "name", "moments"} & set(defaults):
+        raise ValueError(f"param_groups: got {', '.join(sorted(reserved))}, accepted: keys that it does not set itself")
+    named = list(model_or_named_params.named_parameters() if isinstance(model_or_named_params, torch.nn.Module)
+                 else model_or_named_params)
+    first_name: dict[int, str] = {}
+    for name, p in named:
+        if id(p) in first_name:
+            raise ValueError(f"param_groups: got {name!r}, which is {first_name[id(p)]!r} again, accepted: each once")
+        first_name[id(p)] = name
+    tensor_parallel = any(hasattr(p, "tensor_model_parallel") for _, p in named)
+    members: dict[str, list[torch.nn.Parameter]] = {key: [] for key in _ORDER}
+    for _, p in named:
+        if p.requires_grad:
+            vector = len(getattr(p, "ds_shape", p.shape)) < 2
+            replicated = tensor_parallel and not getattr(p, "tensor_model_parallel", False)
+            members[f"{'no_decay' if vector else 'decay'}/{'fp32' if vector or replicated else 'fp8'}"].append(p)
+    if not any(members.values()):
+        raise ValueError(f"param_groups: got {len(named)} parameters and none to train, accepted: at least one that "
+                         "requires a gradient")
+    return [
+        {"params": params, "name": key, "moments": key.split("/")[1],
+         "weight_decay": weight_decay if key.startswith("decay") else 0.0, **defaults}
+        for key, params in members.items() if params
+    ]

@@ -1,0 +1,134 @@
+"""The state CoatAdamW keeps for one parameter of n elements: layout, creation, validation.
+
+With ``"moments": "fp8"`` (groups = ceil(n / group_size)):
+
+==========================  ===================================  ========================================
+key                         type                                 content
+==========================  ===================================  ========================================
+``coat_m_q``, ``coat_v_q``  uint8 [groups, group_size]           codes
+``coat_m_a``, ``coat_v_a``  bfloat16 [groups]                    amax, rounded up
+``coat_m_k``, ``coat_v_k``  uint8 [groups]                       exponent, in steps of 1/16
+``step``                    int                                  steps taken
+``coat_seed``               int                                  only with stochastic rounding
+==========================  ===================================  ========================================
+
+With ``"moments": "fp32"``: ``exp_avg``, ``exp_avg_sq`` fp32 of the parameter's shape, ``step``.
+
+Codes are two-dimensional and under private keys on purpose: DeepSpeed takes any state tensor of the parameter's shape
+for an fp32 moment and would hand out or convert raw codes without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..ops.moments import Moment, MomentCodec
+
+__all__ = ["DTYPES", "LAYOUT_KEYS", "STORED", "check_group", "check_state", "codecs", "moment", "new_state", "pack"]
+
+LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size")
+"""Keys of a parameter group that say how its state is stored."""
+STORED = {"fp8": "coat_m_q", "fp32": "exp_avg"}
+"""A key that only a state of this kind has."""
+GROUP_SIZES = (64, 128, 256)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
+
+
+@functools.cache
+def _codecs(first: str, second: str, expand: bool, size: int) -> tuple[MomentCodec, MomentCodec]:
+    return MomentCodec(first, expand, size), MomentCodec(second, expand, size, keep_nonzero=True)
+
+
+def codecs(group: Mapping[str, Any]) -> tuple[MomentCodec, MomentCodec]:
+    """How a parameter group stores its first and second moment."""
+    return _codecs(group["first_moment"], group["second_moment"], group["expand"], group["group_size"])
+
+
+def moment(state: Mapping[str, Any], which: str) -> Moment:
+    """Moment ``which`` ("m" or "v") of a state with FP8 moments."""
+    return Moment(state[f"coat_{which}_q"], state[f"coat_{which}_a"], state[f"coat_{which}_k"])
+
+
+def pack(m: Moment, v: Moment, step: int) -> dict[str, Any]:
+    """The state that holds two encoded moments."""
+    tensors = {f"coat_{which}_{part}": tensor for which, one in (("m", m), ("v", v))
+               for part, tensor in zip(Moment._fields, one, strict=True)}
+    return {"step": step, **tensors}
+
+
+def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The state before the first step: zero moments on the parameter's device."""
+    if group["moments"] == "fp32":
+        zeros = [torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for _ in range(2)]
+        return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+    m, v = (codec.zeros(param.numel(), param.device) for codec in codecs(group))
+    return pack(m, v, 0)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Check the options and parameters of a group with all its defaults filled in.
+
+    Raises:
+        ValueError, TypeError: names the option, what was given and what is accepted.
+    """
+    def require(key: str, accepted: str, ok: bool) -> None:
+        if not ok:
+            raise ValueError(f"CoatAdamW {key}: got {group[key]!r}, accepted: {accepted}")
+
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, torch.Tensor):
+        require("lr", "a number >= 0, or a floating-point tensor of one element",
+                lr.numel() == 1 and lr.is_floating_point())
+    else:
+        require("lr", "a number >= 0, or a tensor of one element", number(lr))
+    require("betas", "two numbers in [0, 1)",
+            isinstance(betas, tuple | list) and len(betas) == 2 and all(number(b) and b < 1 for b in betas))
+    for key in ("eps", "weight_decay"):
+        require(key, "a number >= 0", number(group[key]))
+    for key in ("maximize", "expand", "stochastic_rounding"):
+        require(key, "True or False", isinstance(group[key], bool))
+    for key in ("first_moment", "second_moment"):
+        require(key, "'e4m3' or 'e5m2'", group[key] in ("e4m3", "e5m2"))
+    require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
+    require("group_size", ", ".join(map(str, GROUP_SIZES)), group["group_size"] in GROUP_SIZES)
+    for key in _UNSUPPORTED:
+        if group.get(key):
+            require(key, "False, this optimizer does not have it", False)
+    params = group["params"]
+    for p in [params] if isinstance(params, torch.Tensor) else params:
+        p = p[1] if isinstance(p, tuple) else p  # torch also takes (name, parameter)
+        if isinstance(p, torch.Tensor) and (p.dtype not in DTYPES or p.layout is not torch.strided):
+            raise TypeError(f"CoatAdamW params: got a {p.layout} {p.dtype} parameter of shape {tuple(p.shape)}, "
+                            "accepted: dense float32, bfloat16 or float16")
+
+
+def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str) -> None:
+    """Check that a saved state fits a parameter and its group's storage options.
+
+    Raises:
+        ValueError: names ``what``, the key at fault, and what to do.
+    """
+    expected = new_state(torch.empty(param.shape, device="meta"), group)
+    found = set(saved) - {"coat_seed"}
+    if found != set(expected):
+        raise ValueError(
+            f"{what}: got {', '.join(sorted(found))}, accepted with moments={group['moments']!r}: "
+            f"{', '.join(sorted(expected))}. Moments of another optimizer or setting are converted with "
+            "coat_dist.optim.export_moments and import_moments; to start with empty ones, do not load optimizer states")
+    for key, wanted in expected.items():
+        value = saved[key]
+        if not isinstance(wanted, torch.Tensor):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{what}, {key}: got {value!r}, accepted: a count of steps")
+        elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
+            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"{what}, {key}: got {given}, accepted: {wanted.dtype} {list(wanted.shape)} "
+                             f"for {param.numel()} elements; saved from a parameter of another shape or sharding")

@@ -1,0 +1,90 @@
+"""One AdamW step on a flat tensor, with moments in FP8 or fp32.
+
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    p = p * (1 - lr * weight_decay) - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
+
+Weight decay is decoupled (Loshchilov & Hutter, arXiv 1711.05101). All arithmetic is fp32. With FP8 moments the update
+uses the new m and v before they are encoded, so their rounding first acts in the next step (COAT, arXiv 2410.19313,
+section 4).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .moments import Moment, MomentCodec, decode, encode, uniform_noise
+
+__all__ = ["AdamWStep", "adamw_fp32_step", "adamw_step"]
+
+_CHUNK = 1 << 20
+"""Elements decoded at a time: temporaries take some 40 bytes for each of these, whatever the size of the tensor."""
+
+
+@dataclass(frozen=True)
+class AdamWStep:
+    """The numbers of one step. ``step`` counts from 1. ``lr`` may be a 0-d tensor on the parameter's device."""
+
+    lr: float | torch.Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    maximize: bool = False
+
+    @property
+    def inverse_bias1(self) -> float:
+        """1 / (1 - beta1**t)."""
+        return 1.0 / (1.0 - self.beta1**self.step)
+
+    @property
+    def inverse_sqrt_bias2(self) -> float:
+        """1 / sqrt(1 - beta2**t)."""
+        return 1.0 / math.sqrt(1.0 - self.beta2**self.step)
+
+
+def adamw_step(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    m: Moment,
+    v: Moment,
+    codec_m: MomentCodec,
+    codec_v: MomentCodec,
+    numbers: AdamWStep,
+    seed: int | None = None,
+) -> None:
+    """Update ``param``, ``m`` and ``v`` in place.
+
+    Args:
+        param: [n] contiguous; fp32, bfloat16 or float16. Its new value is rounded to nearest.
+        grad: [n] contiguous; fp32, bfloat16 or float16, not changed.
+        m, v: moments of n elements; both codecs have the same group size.
+        seed: uint32; codes are rounded stochastically with it, and to nearest without.
+    """
+    size = codec_m.group_size
+    for first in range(0, param.numel(), _CHUNK):
+        last = min(first + _CHUNK, param.numel())
+        rows = slice(first // size, codec_m.groups(last))
+        old_m, old_v = (Moment(*(t[rows] for t in moment)) for moment in (m, v))
+        new_m, new_v = decode(old_m, codec_m, last - first), decode(old_v, codec_v, last - first)
+        adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers)
+        noise_m, noise_v = (None, None) if seed is None else uniform_noise(seed, first, last - first, param.device)
+        old_m.copy_(encode(new_m, codec_m, noise_m))
+        old_v.copy_(encode(new_v, codec_v, noise_v))
+
+
+def adamw_fp32_step(
+    param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers: AdamWStep
+) -> None:
+    """Update ``param`` (fp32, bfloat16 or float16) and the fp32 moments ``m`` and ``v`` of the same shape in place."""
+    g = grad.float()
+    if numbers.maximize:
+        g = -g
+    m.mul_(numbers.beta1).add_(g, alpha=1.0 - numbers.beta1)
+    v.mul_(numbers.beta2).addcmul_(g, g, value=1.0 - numbers.beta2)
+    update = (m * numbers.inverse_bias1).div_((v.sqrt().mul_(numbers.inverse_sqrt_bias2)).add_(numbers.eps))
+    param.copy_(param.float() * (1.0 - numbers.lr * numbers.weight_decay) - numbers.lr * update)

@@ -1,0 +1,172 @@
+"""How the AdamW kernel must agree with its definition; used in the interpreter here and on the GPU in tests/gpu."""
+
+from dataclasses import replace
+
+import torch
+
+from coat_dist.kernels import adamw as kernels
+from coat_dist.reference import adamw as reference
+from coat_dist.reference.adamw import AdamWStep
+from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encode
+
+NUMBERS = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
+VARIANTS = {
+    "default": {},
+    "e5m2": {"m": "e5m2", "v": "e5m2"},
+    "mixed": {"m": "e5m2"},
+    "no expansion": {"expand": False},
+    "groups of 64": {"size": 64},
+    "groups of 256": {"size": 256},
+    "maximize": {"numbers": replace(NUMBERS, maximize=True)},
+    "bf16": {"param": torch.bfloat16, "grad": torch.bfloat16},
+    "fp16, bf16 gradient": {"param": torch.float16, "grad": torch.bfloat16},
+    "bf16 gradient": {"grad": torch.bfloat16},
+    "stochastic": {"seed": 7},
+    "stochastic, e5m2, large seed": {"seed": 2**32 - 5, "m": "e5m2", "v": "e5m2"},
+    "lr tensor": {"lr": "tensor"},
+}
+
+
+def problem(n, device="cpu", m="e4m3", v="e4m3", expand=True, size=128, param=torch.float32, grad=torch.float32,
+            spread=3.0, **_):
+    """Random parameters, gradients and moments; groups that are zero, constant, or hold one huge element."""
+    g = torch.Generator().manual_seed(n)
+    scale = torch.exp(spread * torch.randn(n, generator=g))
+    values = [torch.randn(n, generator=g) * s for s in (1.0, scale.clamp(max=1e4), scale)]
+    values.append((torch.randn(n, generator=g) * scale).square())
+    for x in values[1:]:
+        x[::17] = 0
+        x[size:2 * size] = 0
+        x[2 * size:3 * size] = 0.37
+        x[3 * size:3 * size + 1] = 3e4
+    codec_m, codec_v = MomentCodec(m, expand, size), MomentCodec(v, expand, size, keep_nonzero=True)
+    m_, v_ = (Moment(*(t.to(device) for t in encode(x, c)))
+              for x, c in zip(values[2:], (codec_m, codec_v), strict=True))
+    return [values[0].to(device, param), values[1].to(device, grad), m_, v_, codec_m, codec_v]
+
+
+def clone(arguments):
+    def one(x):
+        return Moment(*map(one, x)) if isinstance(x, Moment) else x.clone() if isinstance(x, torch.Tensor) else x
+
+    return [one(x) for x in arguments]
+
+
+def check(n, device="cpu", **variant):
+    """One step of both from the same start; every difference has to be one that the kernel's docstring allows."""
+    numbers, seed = variant.get("numbers", NUMBERS), variant.get("seed")
+    if variant.get("lr") == "tensor":
+        numbers = replace(numbers, lr=torch.tensor(0.01, device=device))
+    mine = problem(n, device, **variant)
+    theirs, start = clone(mine), clone(mine)
+    kernels.adamw_step(*mine, numbers, seed)
+    reference.adamw_step(*theirs, numbers, seed)
+    assert torch.equal(mine[1], start[1])
+    p, g, lr = start[0].double(), start[1].double() * (-1 if numbers.maximize else 1), float(numbers.lr)
+    old_m, old_v = (decode(x, codec, n).double() for x, codec in zip(start[2:4], start[4:], strict=True))
+    m = numbers.beta1 * old_m + (1 - numbers.beta1) * g
+    v = numbers.beta2 * old_v + (1 - numbers.beta2) * g * g
+    check_params(mine[0], theirs[0], p, g, old_m, v, numbers, lr)
+    noise_m = 4e-5 * (numbers.beta1 * old_m.abs() + (1 - numbers.beta1) * g.abs())  # of arithmetic, before cancellation
+    check_moment(mine[2], theirs[2], m, noise_m, start[4], seed)
+    check_moment(mine[3], theirs[3], v, 4e-5 * v, start[5], seed)
+
+
+def check_params(got, wanted, p, g, old_m, v, numbers, lr):
+    denominator = v.sqrt() * numbers.inverse_sqrt_bias2 + numbers.eps
+    update = (old_m.abs() * numbers.beta1 + g.abs() * (1 - numbers.beta1)) * numbers.inverse_bias1 / denominator
+    allowed = 2**-22 * p.abs() + 4e-5 * lr * update
+    if got.dtype != torch.float32:
+        allowed = allowed + torch.finfo(got.dtype).eps * wanted.double().abs() + torch.finfo(got.dtype).smallest_normal
+        if got.is_cuda:  # the interpreter truncates to bfloat16
+            assert (got != wanted).sum() <= 0.01 * got.numel()
+    assert ((got.double() - wanted.double()).abs() <= allowed).all()
+
+
+def check_moment(got, wanted, exact, noise, codec, seed):
+    """``exact`` fp64 values before encoding, which either side may have missed by ``noise``."""
+    size = codec.group_size
+    wide, noise = (torch.nn.functional.pad(x.abs(), (0, -x.numel() % size)).view(-1, size) for x in (exact, noise))
+    wide = torch.where(wide < TINY, 0.0, wide)
+    a = wanted.a.double()
+    tie_a, tie_k = got.a != wanted.a, got.k != wanted.k
+    assert ((got.a.double() - a).abs() <= a * 2**-7).all() and tie_a.sum() <= 0.01 * tie_a.numel()
+    if codec.expand:
+        ends = [torch.where(wide > 0, x, torch.inf).amin(1) for x in (wide - noise, wide + noise)]
+        low, high = (codec.k_numerator / torch.log2(a / x.clamp(min=TINY)) * f
+                     for x, f in zip(ends, (0.9999, 1.0001), strict=True))
+        k = got.k.double()
+        inside = (k >= low.floor().clamp(1, 255)) & ((k <= high.floor().clamp(1, 255)) | (high <= 0))
+        assert (inside | tie_a | (wide.amax(1) == 0)).all()
+    assert not codec.expand or tie_k.sum() <= 0.01 * tie_k.numel()
+
+    different = (got.q != wanted.q) & ~(tie_a | tie_k)[:, None]
+    assert different.sum() <= 2e-3 * different.numel()
+    codes = torch.maximum(got.q, wanted.q)
+    cancelled = noise > 0.01 * wide  # nothing is left of the terms but their rounding
+    assert ((got.q.int() - wanted.q.int())[different & ~cancelled].abs() <= 1).all()
+    upper, lower = (c.view(codec.fp8.dtype).double().abs() for c in (codes, codes - 1))
+    power = (wanted.k.double() / 16)[:, None]
+    y = codec.fp8.max * (wide / a[:, None]) ** power
+    if seed is None:
+        allowed = y * (1e-4 * (1 + power) + power * noise / wide.clamp(min=TINY))
+        assert ((y - (upper + lower) / 2).abs() <= allowed)[different].all()
+
+
+def check_non_finite(device="cpu"):
+    """NaN or infinity in one gradient: its group decodes to NaN, the others as if nothing had happened."""
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        clean, dirty = problem(1024, device), problem(1024, device)
+        dirty[1][300] = bad
+        kernels.adamw_step(*clean, NUMBERS)
+        kernels.adamw_step(*dirty, NUMBERS)
+        for i in (2, 3):
+            decoded = decode(dirty[i], dirty[i + 2]).view(8, 128)
+            assert decoded[2].isnan().all()
+            keep = torch.arange(8, device=device) != 2
+            for a, b in zip(dirty[i], clean[i], strict=True):
+                assert torch.equal(a[keep], b[keep])
+        assert dirty[0].isfinite().sum() == 1023
+
+
+def check_extremes(device="cpu"):
+    """A step that leaves moments alone (gradient zero, decay rates near one) keeps the ends of fp32's range alive."""
+    values = [[3.4e38, 1.2e-38], [3.4028e38, 3.4028e38], [1.2e-38], [0.0, 1.2e-38], [1.3e-38, 1.0], [1e-45, 1.0], [0.0]]
+    still = AdamWStep(lr=0.0, beta1=1 - 2**-24, beta2=1 - 2**-24, eps=1e-8, weight_decay=0.0, step=1)
+    for fp8 in ("e4m3", "e5m2"):
+        for value in values:
+            x = torch.tensor(value)
+            codec_m, codec_v = MomentCodec(fp8), MomentCodec(fp8, keep_nonzero=True)
+            m, v = (Moment(*(t.to(device) for t in encode(x, c))) for c in (codec_m, codec_v))
+            before = decode(v, codec_v, len(value))
+            zero = torch.zeros(len(value), device=device)
+            for _ in range(3):
+                kernels.adamw_step(zero.clone(), zero, m, v, codec_m, codec_v, still)
+            for after in (decode(m, codec_m, len(value)), decode(v, codec_v, len(value))):
+                assert after.isfinite().all()
+                assert (after[before == 0] == 0).all()
+            after = decode(v, codec_v, len(value))
+            alive = before > 1.25e-38  # the multiplication may push the rest into the subnormals
+            assert (after[alive] > 0).all(), (fp8, value, after)
+
+
+def check_smallest_normals(device="cpu"):
+    """Codes that stand for subnormals decode to the smallest normal number; new subnormals are stored as zero."""
+    codec_m, codec_v = MomentCodec(expand=False), MomentCodec(expand=False, keep_nonzero=True)
+    q, k = torch.arange(128, device=device).clamp(max=126)[None].byte(), torch.tensor([16], device=device).byte()
+    v = Moment(q, torch.tensor([2 * TINY], device=device).bfloat16(), k)
+    m, zero = codec_m.zeros(128, device), torch.zeros(128, device=device)
+    kernels.adamw_step(zero.clone(), zero + 1.5e-19, m, v, codec_m, codec_v, NUMBERS)
+    decoded = decode(v, codec_v)
+    assert decoded[0] == 0 and (decoded[1:4] == decoded[4]).all() and (decoded[1:] >= TINY).all()
+
+    codec = MomentCodec()
+    grad = torch.tensor([1.0, 1e-38, 1.3e-37], device=device)
+    m, v = codec.zeros(3, device), codec_v.zeros(3, device)
+    kernels.adamw_step(grad.clone(), grad, m, v, codec, codec_v, NUMBERS)
+    assert (decode(m, codec, 3) != 0).tolist() == [True, False, True]
+
+    grad = torch.full((3,), 1e-38, device=device)
+    m = codec.zeros(3, device)
+    kernels.adamw_step(grad.clone(), grad, m, codec_v.zeros(3, device), codec, codec_v, NUMBERS)
+    assert m.a == 0 and not m.q.any() and m.k == 255

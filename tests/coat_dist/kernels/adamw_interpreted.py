@@ -1,0 +1,29 @@
+"""What test_adamw.py runs with TRITON_INTERPRET=1."""
+
+import pytest
+
+from tests.coat_dist.kernels import adamw_agreement as agreement
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("variant", agreement.VARIANTS)
+def test_kernel_agrees_with_the_definition(variant):
+    agreement.check(128 * 21 + 1, **agreement.VARIANTS[variant])
+
+
+@pytest.mark.parametrize("n", [0, 1, 127, 128, 129, 1023, 1024, 1025])
+def test_lengths_around_groups_and_tiles(n):
+    agreement.check(n)
+
+
+def test_non_finite_gradients():
+    agreement.check_non_finite()
+
+
+def test_extreme_moments_survive():
+    agreement.check_extremes()
+
+
+def test_the_smallest_normal_numbers():
+    agreement.check_smallest_normals()

@@ -1,0 +1,133 @@
+"""One AdamW step: against torch, against an fp64 oracle, and its memory."""
+
+import math
+
+import pytest
+import torch
+
+from coat_dist.reference import adamw
+from coat_dist.reference.adamw import AdamWStep, adamw_fp32_step, adamw_step
+from coat_dist.reference.moments import MomentCodec, decode, encode
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NUMBERS = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
+
+
+def problem(n, seed=0, param=torch.float32, grad=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda: torch.randn(n, generator=g)  # noqa: E731
+    codec_m, codec_v = MomentCodec(), MomentCodec(keep_nonzero=True)
+    m, v = encode(rand() * 0.1, codec_m), encode(rand() ** 2 * 0.01, codec_v)
+    return rand().to(param), rand().to(grad), m, v, codec_m, codec_v
+
+
+def oracle(param, grad, m, v, h):
+    """The module's formula, in fp64."""
+    p, g, m, v = (x.double() for x in (param, grad, m, v))
+    g = -g if h.maximize else g
+    m = h.beta1 * m + (1 - h.beta1) * g
+    v = h.beta2 * v + (1 - h.beta2) * g * g
+    update = m / (1 - h.beta1**h.step) / ((v / (1 - h.beta2**h.step)).sqrt() + h.eps)
+    return p * (1 - h.lr * h.weight_decay) - h.lr * update, m, v
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("n", [1, 127, 128, 1000])
+def test_step_is_decode_update_encode(n, maximize):
+    param, grad, m, v, codec_m, codec_v = problem(n)
+    h = AdamWStep(0.01, 0.9, 0.95, 1e-8, 0.1, 3, maximize)
+    p64, m64, v64 = oracle(param, grad, decode(m, codec_m, n), decode(v, codec_v, n), h)
+    before = grad.clone()
+    adamw_step(param, grad, m, v, codec_m, codec_v, h)
+    assert torch.allclose(param.double(), p64, rtol=1e-6, atol=1e-6)
+    assert torch.equal(grad, before)
+    for got, exact, codec in ((m, m64, codec_m), (v, v64, codec_v)):
+        wanted = encode(exact, codec)
+        assert (got.q != wanted.q).sum() <= 1 + n // 500 and torch.equal(got.a, wanted.a)
+
+
+def test_fp32_moments_follow_torch():
+    torch.manual_seed(0)
+    start = torch.randn(50)
+    theirs = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    mine, m, v = start.clone(), torch.zeros(50), torch.zeros(50)
+    for step in range(1, 11):
+        theirs.grad = torch.randn(50)
+        optimizer.step()
+        adamw_fp32_step(mine, theirs.grad, m, v, AdamWStep(0.01, 0.9, 0.95, 1e-8, 0.1, step))
+    assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+    assert torch.allclose(m, optimizer.state[theirs]["exp_avg"], rtol=1e-6, atol=1e-8)
+    assert torch.allclose(v, optimizer.state[theirs]["exp_avg_sq"], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("param_dtype", DTYPES)
+def test_dtypes_compute_in_fp32_and_round_once(param_dtype, grad_dtype):
+    param, grad, m, v, *codecs = problem(500, param=param_dtype, grad=grad_dtype)
+    wide = param.float()
+    m32, v32 = (type(x)(*(t.clone() for t in x)) for x in (m, v))
+    adamw_step(param, grad, m, v, *codecs, NUMBERS)
+    adamw_step(wide, grad.float(), m32, v32, *codecs, NUMBERS)
+    assert param.dtype == param_dtype
+    assert torch.equal(param, wide.to(param_dtype))
+    assert torch.equal(m.q, m32.q) and torch.equal(v.q, v32.q)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_chunking_changes_nothing(monkeypatch, seed):
+    whole, chunked = problem(3000), problem(3000)
+    adamw_step(*whole, NUMBERS, seed)
+    monkeypatch.setattr(adamw, "_CHUNK", 256)
+    adamw_step(*chunked, NUMBERS, seed)
+    for a, b in zip([whole[0], *whole[2], *whole[3]], [chunked[0], *chunked[2], *chunked[3]], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_temporaries_do_not_grow_with_the_tensor(monkeypatch):
+    """The largest tensor that a step creates is one chunk."""
+    monkeypatch.setattr(adamw, "_CHUNK", 1024)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not func.is_view:
+                largest = max(largest, out.numel())
+            return out
+
+    arguments = problem(20_000)
+    with Watch():
+        adamw_step(*arguments, NUMBERS, 3)
+    assert 0 < largest <= 1024
+
+
+def test_seed_rounds_stochastically_and_reproducibly():
+    runs = [problem(2000) for _ in range(3)]
+    for run, seed in zip(runs, (1, 1, 2), strict=True):
+        adamw_step(*run, NUMBERS, seed)
+    assert torch.equal(runs[0][2].q, runs[1][2].q)
+    assert not torch.equal(runs[0][2].q, runs[2][2].q)
+    assert torch.equal(runs[0][0], runs[2][0])  # the update itself precedes rounding
+
+
+def test_learning_rate_may_be_a_tensor():
+    a, b = problem(300), problem(300)
+    adamw_step(*a, NUMBERS)
+    adamw_step(*b, AdamWStep(torch.tensor(0.01), 0.9, 0.95, 1e-8, 0.1, 3))
+    assert torch.allclose(a[0], b[0], rtol=1e-6, atol=1e-7)
+    assert torch.equal(a[2].q, b[2].q)
+
+
+def test_non_finite_gradient_is_not_hidden():
+    param, grad, m, v, *codecs = problem(512)
+    grad[200] = math.nan
+    adamw_step(param, grad, m, v, *codecs, NUMBERS)
+    assert param[200].isnan() and param[:200].isfinite().all() and param[201:].isfinite().all()
+    decoded = decode(m, codecs[0]).view(-1, 128)
+    assert decoded[1].isnan().all() and decoded[0].isfinite().all() and decoded[2:].isfinite().all()
+
+
+def test_no_elements():
+    adamw_step(*problem(0), NUMBERS)

@@ -1,0 +1,173 @@
+"""``coat_dist.initialize`` and ``"type": "CoatAdamW"`` under real DeepSpeed engines, two gloo ranks."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "coat": {"optimizer": {"second_moment": "e5m2"}, "activation": {"enabled": False}},
+}
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 64)
+    )
+
+
+def quiet_deepspeed():
+    import logging
+
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+def train(engine, rank, steps=6):
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(2, 64, generator=generator).bfloat16()
+    losses = []
+    for _ in range(steps):
+        loss = (engine(x).float() - x.float()).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state_keys(engine):
+    return {key for state in engine.optimizer.optimizer.state.values() for key in state}
+
+
+def initialized(rank, world, source):
+    quiet_deepspeed()
+    import coat_dist
+
+    before = copy.deepcopy(source) if isinstance(source, dict) else None
+    if source == "args":
+        arguments = SimpleNamespace(deepspeed_config=CONFIG, local_rank=rank)
+        engine, optimizer, loader, scheduler = coat_dist.initialize(args=arguments, model=model())
+        assert arguments.deepspeed_config is CONFIG
+    else:
+        engine, optimizer, loader, scheduler = coat_dist.initialize(model=model(), config=source)
+    assert before is None or source == before, "the caller's configuration was changed"
+    assert loader is None and scheduler is None and optimizer is engine.optimizer
+    inner = engine.optimizer.optimizer
+    groups = [
+        (g["name"], g["moments"], g["weight_decay"], g["second_moment"], tuple(g["betas"])) for g in inner.param_groups
+    ]
+    return train(engine, rank), groups, type(inner).__name__, state_keys(engine)
+
+
+def test_block_by_dict_path_and_arguments(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    first = run_ranks(2, initialized, CONFIG)
+    assert first == run_ranks(2, initialized, str(path)) == run_ranks(2, initialized, "args")
+    losses, groups, name, keys = first[0]
+    assert name == "CoatAdamW" and losses[-1] < losses[0]
+    assert groups == [
+        ("decay/fp8", "fp8", 0.1, "e5m2", (0.9, 0.95)),
+        ("no_decay/fp32", "fp32", 0.0, "e5m2", (0.9, 0.95)),
+    ]
+    assert {"coat_m_q", "coat_v_q", "exp_avg", "step"} <= keys
+
+
+def by_type_only(rank, world):
+    deepspeed = quiet_deepspeed()
+    import coat_dist  # noqa: F401
+
+    config = {k: v for k, v in CONFIG.items() if k != "coat"}
+    net = model()
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    return train(engine, rank), type(engine.optimizer.optimizer).__name__, state_keys(engine)
+
+
+def test_type_in_a_plain_deepspeed_program():
+    losses, name, keys = run_ranks(2, by_type_only)[0]
+    assert name == "CoatAdamW" and losses[-1] < losses[0] and "coat_m_q" in keys
+
+
+def without_block(rank, world, ours):
+    deepspeed = quiet_deepspeed()
+    import coat_dist
+
+    config = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
+    net = model()
+    call = coat_dist.initialize if ours else deepspeed.initialize
+    engine, *_ = call(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=1e-2), config=config)
+    return train(engine, rank)
+
+
+def test_no_block_is_plain_deepspeed():
+    assert run_ranks(2, without_block, True) == run_ranks(2, without_block, False)
+
+
+def failing(rank, world, changes):
+    quiet_deepspeed()
+    import coat_dist
+
+    config = copy.deepcopy(CONFIG)
+    for key, value in changes.items():
+        config[key] = value[rank] if isinstance(value, list) else value
+    try:
+        coat_dist.initialize(model=model(), config=config)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gradient_clipping": [1.0, 0.5]}, ["ranks were started differently", "config: rank(s)"]),
+        (
+            {
+                "coat": [
+                    {"activation": {"enabled": False}},
+                    {"optimizer": {"expand": False}, "activation": {"enabled": False}},
+                ]
+            },
+            ["ranks were started differently", "coat: rank(s)"],
+        ),
+        ({"coat": {}}, ["coat.activation.enabled: got true", "patch_model"]),
+        ({"coat": {"optimizer": {"group_size": 3}}}, ["coat.optimizer.group_size: got 3"]),
+        (
+            {"optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3, "beta1": 0.9}}},
+            ["optimizer.params.beta1: unknown key"],
+        ),
+        (
+            {"optimizer": {"type": "CoatAdamW", "params": {"expand": False}}},
+            ["optimizer.params.expand", "coat.optimizer"],
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, ['optimizer.type: got "AdamW"']),
+    ],
+)
+def test_errors_reach_every_rank(changes, words):
+    for message in run_ranks(2, failing, changes):
+        for word in words:
+            assert word in message
+
+
+def test_exactly_one_configuration():
+    import coat_dist
+
+    with pytest.raises(coat_dist.CoatConfigError, match="got 0 of"):
+        coat_dist.initialize(model=model())
+    with pytest.raises(coat_dist.CoatConfigError, match="got 2 of"):
+        coat_dist.initialize(model=model(), config=CONFIG, config_params=CONFIG)
+    with pytest.raises(ValueError, match="model: got None"):
+        coat_dist.initialize(config=CONFIG)

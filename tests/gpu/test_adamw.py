@@ -1,0 +1,95 @@
+"""The AdamW kernel on a GPU: against its definition, beyond 2**31 elements, and inside the optimizer."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
+
+from coat_dist.kernels import adamw as kernels
+from coat_dist.ops.dispatch import use_kernels
+from coat_dist.optim import CoatAdamW
+from coat_dist.reference.moments import Moment, MomentCodec, decode, encode
+from tests.coat_dist.kernels import adamw_agreement as agreement
+
+
+@pytest.mark.parametrize("n", [1, 129, 1025, 1_000_003])
+@pytest.mark.parametrize("variant", agreement.VARIANTS)
+def test_kernel_agrees_with_the_definition(variant, n):
+    agreement.check(n, "cuda", **agreement.VARIANTS[variant])
+
+
+def test_non_finite_gradients():
+    agreement.check_non_finite("cuda")
+
+
+def test_extreme_moments_survive():
+    agreement.check_extremes("cuda")
+
+
+def test_the_smallest_normal_numbers():
+    agreement.check_smallest_normals("cuda")
+
+
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+def test_every_code_survives_a_step_that_changes_nothing(fp8):
+    """Nothing drifts: the hardware's approximations never carry a decoded code over to a neighbour, nor the amax up."""
+    codec = MomentCodec(fp8, expand=False)
+    codes = torch.arange(256, device="cuda").byte().view(codec.fp8.dtype).float().view(2, 128)
+    x = torch.where(codes.isfinite() & (codes != 0), codes, 0.0)  # the step turns -0 into 0
+    x[:, 0] = codec.fp8.max
+    for scale in (1.0, 0.7, 1e-6, 1e-30, 1e30):
+        m, v = encode(x * scale, codec), encode(x.abs() * scale, codec)
+        before = [t.clone() for t in (*m, *v)]
+        zero = torch.zeros(256, device="cuda")
+        still = agreement.AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+        for _ in range(5):
+            kernels.adamw_step(zero.clone(), zero, m, v, codec, codec, still)
+        assert all(map(torch.equal, (*m, *v), before))
+
+
+def test_more_than_two_to_the_31_elements():
+    n = 2**31 + 128 * 3 + 5
+    if torch.cuda.mem_get_info()[0] < 34 * 2**30:
+        pytest.skip("needs 34 GiB of free GPU memory")
+    codec_m, codec_v = MomentCodec(), MomentCodec(keep_nonzero=True)
+    param, grad = torch.ones(n, device="cuda"), torch.full((n,), 0.5, device="cuda")
+    m, v = codec_m.zeros(n, "cuda"), codec_v.zeros(n, "cuda")
+    kernels.adamw_step(param, grad, m, v, codec_m, codec_v, agreement.NUMBERS, seed=1)
+    small = [torch.ones(1024, device="cuda"), grad[:1024], codec_m.zeros(1024, "cuda"), codec_v.zeros(1024, "cuda")]
+    kernels.adamw_step(*small, codec_m, codec_v, agreement.NUMBERS, seed=1)
+    for end in (param[:1024], param[-1024:]):
+        assert torch.equal(end, small[0])
+    tail = Moment(m.q[-1:], m.a[-1:], m.k[-1:])
+    assert torch.allclose(decode(tail, codec_m, 5), torch.full((5,), 0.05, device="cuda"), rtol=0.02)
+    assert (m.q[-1, 5:] == 0).all() and (m.a == m.a[0]).all()
+
+
+def test_the_optimizer_uses_the_kernel_and_follows_the_definition(monkeypatch):
+    results = []
+    for reference in ("0", "1"):
+        monkeypatch.setenv("COAT_REFERENCE", reference)
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(300, 700, device="cuda"))
+        assert use_kernels(p) == (reference == "0")
+        optimizer = CoatAdamW([p], lr=1e-2)
+        for _ in range(5):
+            p.grad = torch.randn(300, 700, device="cuda")
+            optimizer.step()
+        results.append((p.detach(), optimizer.state[p]["coat_m_q"]))
+    assert (results[0][0] - results[1][0]).abs().max() < 1e-3
+    assert (results[0][1] != results[1][1]).float().mean() < 0.01
+
+
+def test_a_step_allocates_nothing():
+    p = torch.nn.Parameter(torch.randn(1 << 22, device="cuda"))
+    optimizer = CoatAdamW([p])
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() == held
