@@ -56,7 +56,7 @@ def flat_parameter(n: int) -> torch.nn.Parameter:
 
 
 def candidates() -> dict[str, Callable[[list], torch.optim.Optimizer]]:
-    options = {"lr": 1e-4, "weight_decay": 0.1}
+    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
     found: dict[str, Callable] = {
         "torch fused AdamW": lambda p: torch.optim.AdamW(p, fused=True, **options),
         "CoatAdamW": lambda p: CoatAdamW(p, **options),

@@ -41,7 +41,8 @@ def _rank_main(rank: int, world: int, port: int, out: str, backend: str, fn, arg
         torch.set_num_threads(1)
         if backend == "nccl":
             torch.cuda.set_device(rank)
-        dist.init_process_group(backend, rank=rank, world_size=world)
+        # By file, not by port: test processes that run side by side would race for free ports.
+        dist.init_process_group(backend, init_method=f"file://{out}/store", rank=rank, world_size=world)
         result = (True, fn(rank, world, *args))
         dist.barrier()
         dist.destroy_process_group()
@@ -52,7 +53,7 @@ def _rank_main(rank: int, world: int, port: int, out: str, backend: str, fn, arg
 
 
 def _cpu_server() -> Any:
-    """The server process. It sees no GPU, and so do the ranks forked from it: gloo ranks test the CPU path everywhere."""
+    """The server process. It sees no GPU, and nor do ranks forked from it: gloo ranks test the CPU path everywhere."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,6 @@ import torch
 from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
-
 INVARIANT = ActivationConfig(tp_invariant=True)
 
 

@@ -41,8 +41,13 @@ def build(settings, model=None, **options):
 
     __compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
     torch.manual_seed(0)
-    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
-              "zero_allow_untested_optimizer": True, **settings}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        **settings,
+    }
     if model is None:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
             model = Model()
@@ -50,7 +55,8 @@ def build(settings, model=None, **options):
     groups = param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
     groups += param_groups([(n, p) for n, p in named if n == "scale"], 0.0) if hasattr(model, "scale") else []
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=groups, optimizer=lambda g: CoatAdamW(g, lr=0.01, **options), config=config)
+        model=model, model_parameters=groups, optimizer=lambda g: CoatAdamW(g, lr=0.01, **options), config=config
+    )
     return engine
 
 
@@ -68,8 +74,10 @@ def run(engine, rank, first, last):
 
 def snapshot(engine):
     """Every byte of the optimizer's state, in order of creation, and of the weights."""
-    state = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
-             for s in engine.optimizer.optimizer.state.values()]
+    state = [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
+        for s in engine.optimizer.optimizer.state.values()
+    ]
     import deepspeed
 
     params = list(engine.module.parameters())
@@ -79,13 +87,17 @@ def snapshot(engine):
 
 def differences(a, b):
     """Names of what differs between two snapshots."""
+
     def same(x, y):
         return torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, torch.Tensor) else x == y
 
     found = [] if len(a[0]) == len(b[0]) else ["number of states"]
     for i, (one, other) in enumerate(zip(a[0], b[0], strict=False)):
-        found += [f"{i}: keys"] if one.keys() != other.keys() else [
-            f"{i}: {k}" for k, v in one.items() if not same(v, other[k])]
+        found += (
+            [f"{i}: keys"]
+            if one.keys() != other.keys()
+            else [f"{i}: {k}" for k, v in one.items() if not same(v, other[k])]
+        )
     return found + [f"weight {i}" for i, (p, q) in enumerate(zip(a[1], b[1], strict=True)) if not torch.equal(p, q)]
 
 
@@ -106,10 +118,13 @@ def straight_and_resumed(rank, world, settings, folder, options):
     loaded = snapshot(again)
     more = run(again, rank, 5, 10)
     return {
-        "losses": losses, "more": more,
-        "loaded": differences(at_save, loaded), "end": differences(at_end, snapshot(again)),
+        "losses": losses,
+        "more": more,
+        "loaded": differences(at_save, loaded),
+        "end": differences(at_end, snapshot(again)),
         "kinds": sorted({"fp8" if "coat_m_q" in s else "fp32" for s in loaded[0]}),
-        "steps": sorted({s["step"] for s in loaded[0]}), "frozen": frozen.requires_grad,
+        "steps": sorted({s["step"] for s in loaded[0]}),
+        "frozen": frozen.requires_grad,
     }
 
 

@@ -47,6 +47,7 @@ def _activation_bytes(layers, patch):
     if patch:
         patch_model(model, ActivationConfig())
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a tensor counts with the whole of the cached block it happens to be given
     before = torch.cuda.memory_allocated()
     loss = _loss(model)
     torch.cuda.synchronize()

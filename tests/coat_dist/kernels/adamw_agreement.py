@@ -27,8 +27,9 @@ VARIANTS = {
 }
 
 
-def problem(n, device="cpu", m="e4m3", v="e4m3", expand=True, size=128, param=torch.float32, grad=torch.float32,
-            spread=3.0, **_):
+def problem(
+    n, device="cpu", m="e4m3", v="e4m3", expand=True, size=128, param=torch.float32, grad=torch.float32, spread=3.0, **_
+):
     """Random parameters, gradients and moments; groups that are zero, constant, or hold one huge element."""
     g = torch.Generator().manual_seed(n)
     scale = torch.exp(spread * torch.randn(n, generator=g))
@@ -36,12 +37,13 @@ def problem(n, device="cpu", m="e4m3", v="e4m3", expand=True, size=128, param=to
     values.append((torch.randn(n, generator=g) * scale).square())
     for x in values[1:]:
         x[::17] = 0
-        x[size:2 * size] = 0
-        x[2 * size:3 * size] = 0.37
-        x[3 * size:3 * size + 1] = 3e4
+        x[size : 2 * size] = 0
+        x[2 * size : 3 * size] = 0.37
+        x[3 * size : 3 * size + 1] = 3e4
     codec_m, codec_v = MomentCodec(m, expand, size), MomentCodec(v, expand, size, keep_nonzero=True)
-    m_, v_ = (Moment(*(t.to(device) for t in encode(x, c)))
-              for x, c in zip(values[2:], (codec_m, codec_v), strict=True))
+    m_, v_ = (
+        Moment(*(t.to(device) for t in encode(x, c))) for x, c in zip(values[2:], (codec_m, codec_v), strict=True)
+    )
     return [values[0].to(device, param), values[1].to(device, grad), m_, v_, codec_m, codec_v]
 
 
@@ -93,8 +95,10 @@ def check_moment(got, wanted, exact, noise, codec, seed):
     assert ((got.a.double() - a).abs() <= a * 2**-7).all() and tie_a.sum() <= 0.01 * tie_a.numel()
     if codec.expand:
         ends = [torch.where(wide > 0, x, torch.inf).amin(1) for x in (wide - noise, wide + noise)]
-        low, high = (codec.k_numerator / torch.log2(a / x.clamp(min=TINY)) * f
-                     for x, f in zip(ends, (0.9999, 1.0001), strict=True))
+        low, high = (
+            codec.k_numerator / torch.log2(a / x.clamp(min=TINY)) * f
+            for x, f in zip(ends, (0.9999, 1.0001), strict=True)
+        )
         k = got.k.double()
         inside = (k >= low.floor().clamp(1, 255)) & ((k <= high.floor().clamp(1, 255)) | (high <= 0))
         assert (inside | tie_a | (wide.amax(1) == 0)).all()

@@ -29,8 +29,11 @@ def train(optimizer, params, steps, seed=1):
 
 
 def equal_bytes(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
-        a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
+    )
 
 
 def assert_same_state(a, b):
@@ -63,8 +66,9 @@ def test_minimizes_like_fp32_adamw(formats):
     losses = []
     for moments in ("fp32", "fp8"):
         w = torch.nn.Parameter(torch.zeros(32))
-        optimizer = CoatAdamW([{"params": [w], "moments": moments}], lr=0.02, first_moment=formats[0],
-                              second_moment=formats[1])
+        optimizer = CoatAdamW(
+            [{"params": [w], "moments": moments}], lr=0.02, first_moment=formats[0], second_moment=formats[1]
+        )
         for _ in range(300):
             optimizer.zero_grad()
             loss = (a @ w - target).square().mean()
@@ -141,9 +145,16 @@ def test_hooks_of_the_user_see_plain_tensors():
     assert seen == [True, True]
 
 
-@pytest.mark.parametrize("change, word", [
-    ({"group_size": 64}, "group_size"), ({"first_moment": "e5m2"}, "first_moment"), ({"expand": False}, "expand"),
-    ({"second_moment": "e5m2"}, "second_moment"), ({"n": 700}, "coat_m_q")])
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"group_size": 64}, "group_size"),
+        ({"first_moment": "e5m2"}, "first_moment"),
+        ({"expand": False}, "expand"),
+        ({"second_moment": "e5m2"}, "second_moment"),
+        ({"n": 700}, "coat_m_q"),
+    ],
+)
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(change, word):
     p, optimizer = make()
     train(optimizer, [p], 1)
@@ -211,12 +222,24 @@ def test_groups_added_later_take_defaults_and_own_options():
     assert len(generator.param_groups[0]["params"]) == 1
 
 
-@pytest.mark.parametrize("options, word", [
-    ({"lr": -1.0}, "lr"), ({"lr": math.nan}, "lr"), ({"lr": torch.ones(2)}, "lr"), ({"betas": (0.9, 1.0)}, "betas"),
-    ({"betas": 0.9}, "betas"), ({"eps": -1e-8}, "eps"), ({"weight_decay": -1}, "weight_decay"),
-    ({"expand": 1}, "expand"), ({"first_moment": "fp8"}, "first_moment"), ({"second_moment": None}, "second_moment"),
-    ({"group_size": 100}, "group_size"),
-    ({"maximize": "no"}, "maximize"), ({"stochastic_rounding": 0}, "stochastic_rounding")])
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"lr": math.nan}, "lr"),
+        ({"lr": torch.ones(2)}, "lr"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": 0.9}, "betas"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -1}, "weight_decay"),
+        ({"expand": 1}, "expand"),
+        ({"first_moment": "fp8"}, "first_moment"),
+        ({"second_moment": None}, "second_moment"),
+        ({"group_size": 100}, "group_size"),
+        ({"maximize": "no"}, "maximize"),
+        ({"stochastic_rounding": 0}, "stochastic_rounding"),
+    ],
+)
 def test_bad_options_are_named(options, word):
     with pytest.raises(ValueError, match=f"CoatAdamW {word}: got"):
         make(**options)

@@ -39,8 +39,9 @@ def test_moments_of_torch_are_taken_over():
     mine = torch.nn.Parameter(theirs.detach().clone())
     optimizer = CoatAdamW([mine], lr=0.01)
     saved = other.state[theirs]
-    optimizer.state[mine] = import_moments(mine, optimizer.param_groups[0], saved["exp_avg"], saved["exp_avg_sq"],
-                                           saved["step"])
+    optimizer.state[mine] = import_moments(
+        mine, optimizer.param_groups[0], saved["exp_avg"], saved["exp_avg_sq"], saved["step"]
+    )
     before = theirs.detach().clone()
     theirs.grad = mine.grad = torch.randn(500)
     other.step()

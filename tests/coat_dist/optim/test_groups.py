@@ -7,9 +7,15 @@ from coat_dist.optim import CoatAdamW, param_groups
 
 
 def model():
-    return torch.nn.ModuleDict({
-        "embed": torch.nn.Embedding(10, 4), "norm": torch.nn.LayerNorm(4), "fc": torch.nn.Linear(4, 8),
-        "conv": torch.nn.Conv1d(4, 4, 3), "out": torch.nn.Linear(8, 10, bias=False)})
+    return torch.nn.ModuleDict(
+        {
+            "embed": torch.nn.Embedding(10, 4),
+            "norm": torch.nn.LayerNorm(4),
+            "fc": torch.nn.Linear(4, 8),
+            "conv": torch.nn.Conv1d(4, 4, 3),
+            "out": torch.nn.Linear(8, 10, bias=False),
+        }
+    )
 
 
 def names(net, groups):
@@ -22,7 +28,8 @@ def test_matrices_get_fp8_and_vectors_fp32():
     groups = param_groups(net, 0.1, lr=0.5)
     assert names(net, groups) == {
         "decay/fp8": ["embed.weight", "fc.weight", "conv.weight", "out.weight"],
-        "no_decay/fp32": ["norm.weight", "norm.bias", "fc.bias", "conv.bias"]}
+        "no_decay/fp32": ["norm.weight", "norm.bias", "fc.bias", "conv.bias"],
+    }
     assert [(g["moments"], g["weight_decay"], g["lr"]) for g in groups] == [("fp8", 0.1, 0.5), ("fp32", 0.0, 0.5)]
     assert names(net, param_groups(list(net.named_parameters()), 0.1)) == names(net, groups)
     CoatAdamW(groups)
@@ -35,8 +42,10 @@ def test_megatron_matrices_that_are_not_sharded_keep_fp32_moments():
     net["fc"].bias.tensor_model_parallel = True
     net["embed"].weight.tensor_model_parallel = False
     assert names(net, param_groups(net, 0.1)) == {
-        "decay/fp8": ["fc.weight", "out.weight"], "decay/fp32": ["embed.weight", "conv.weight"],
-        "no_decay/fp32": ["norm.weight", "norm.bias", "fc.bias", "conv.bias"]}
+        "decay/fp8": ["fc.weight", "out.weight"],
+        "decay/fp32": ["embed.weight", "conv.weight"],
+        "no_decay/fp32": ["norm.weight", "norm.bias", "fc.bias", "conv.bias"],
+    }
 
 
 def test_zero3_parameters_are_judged_by_their_full_shape():

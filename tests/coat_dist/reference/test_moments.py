@@ -12,15 +12,36 @@ from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encod
 
 FP32_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
-CODECS = [MomentCodec(f, e, g, n) for f in ("e4m3", "e5m2") for e in (True, False) for g in (64, 128, 256)
-          for n in (True, False)]
+CODECS = [
+    MomentCodec(f, e, g, n)
+    for f in ("e4m3", "e5m2")
+    for e in (True, False)
+    for g in (64, 128, 256)
+    for n in (True, False)
+]
 
 
 def magnitudes():
     """fp32 magnitudes: zeros, subnormals, the ends of the range, repeats, and every scale between."""
     return st.one_of(
-        st.sampled_from([0.0, 1e-45, 1e-39, TINY, 1.2e-38, 1e-30, 1e-8, 1.0, 1.0 - 2**-9, 1.0 + 2**-8, 448.0, 3.3895e38,
-                         3.395e38, FP32_MAX]),
+        st.sampled_from(
+            [
+                0.0,
+                1e-45,
+                1e-39,
+                TINY,
+                1.2e-38,
+                1e-30,
+                1e-8,
+                1.0,
+                1.0 - 2**-9,
+                1.0 + 2**-8,
+                448.0,
+                3.3895e38,
+                3.395e38,
+                FP32_MAX,
+            ]
+        ),
         st.floats(0, FP32_MAX, width=32),
         st.tuples(st.floats(1, 2, width=32), st.integers(-126, 126)).map(lambda p: p[0] * 2.0 ** p[1]),
     )
@@ -32,7 +53,9 @@ def vectors():
         lambda values, n, seed, signed: _draw(values, n, seed, signed),
         st.lists(magnitudes(), min_size=1, max_size=6),
         st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 256, 257, 300]),
-        st.integers(0, 2**31), st.booleans())
+        st.integers(0, 2**31),
+        st.booleans(),
+    )
 
 
 def _draw(values, n, seed, signed):
@@ -80,7 +103,10 @@ def test_guarantees_over_adversarial_groups(codec, x):
     moment = encode(x, codec)
     n, groups = x.numel(), -(-x.numel() // codec.group_size)
     assert [(t.dtype, tuple(t.shape)) for t in moment] == [
-        (torch.uint8, (groups, codec.group_size)), (torch.bfloat16, (groups,)), (torch.uint8, (groups,))]
+        (torch.uint8, (groups, codec.group_size)),
+        (torch.bfloat16, (groups,)),
+        (torch.uint8, (groups,)),
+    ]
     decoded = decode(moment, codec, n)
     assert decoded.shape == (n,) and decoded.dtype == torch.float32
     assert decoded.isfinite().all()
@@ -127,8 +153,14 @@ def test_codes_are_the_nearest_values_ties_to_even(fp8):
     table = torch.arange(128, dtype=torch.uint8).view(fp8.dtype).double()
     table = table[table.isfinite()]
     between = (table[1:] + table[:-1]) / 2
-    tests = torch.cat([table, between, torch.nextafter(between.float(), torch.tensor(torch.inf)).double(),
-                       torch.nextafter(between.float(), torch.tensor(0.0)).double()]).float()
+    tests = torch.cat(
+        [
+            table,
+            between,
+            torch.nextafter(between.float(), torch.tensor(torch.inf)).double(),
+            torch.nextafter(between.float(), torch.tensor(0.0)).double(),
+        ]
+    ).float()
     codec = MomentCodec(fp8.name, expand=False, group_size=64)
     for value in tests.tolist():
         moment = encode(torch.tensor([fp8.max, value, -value]), codec)

@@ -1,0 +1,97 @@
+"""The parts of a run, built from its plan: engine, loss, data."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from coat_dist import CoatConfigError
+from launch import data
+from launch.loop import Batch
+from launch.model import build_model
+from launch.plan import Plan
+
+__all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss"]
+
+
+def build_engine(p: Plan, note: Callable[[str], None]) -> Any:
+    """Model, patches, gradient hooks and optimizer behind a DeepSpeed engine. Process groups are set up before."""
+    import coat_dist
+    from megatron_patches import patch_model
+    from megatron_patches.parallel import MPUAdapter, install_replicated_grad_hooks
+
+    model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel)
+    if p.coat is not None and p.coat.activation.enabled:
+        try:
+            note(str(patch_model(model, p.coat.activation)))
+        except ValueError as problem:
+            raise CoatConfigError(f"coat.activation: {problem}") from problem
+    install_replicated_grad_hooks(model)
+    optimizer = torch_adamw(model, p.settings) if p.settings["optimizer"]["type"] == "AdamW" else None
+    note(
+        f"optimizer: {'torch AdamW, fp32 moments' if optimizer else 'CoatAdamW, FP8 moments'}; "
+        f"layers: {'FP8 flow' if p.coat and p.coat.activation.enabled else 'BF16'}; "
+        f"ZeRO-{p.settings['zero_optimization']['stage']}"
+    )
+    with contextlib.redirect_stdout(io.StringIO()):  # some of DeepSpeed's optimizers print while they are built
+        engine, *_ = coat_dist.initialize(
+            model=model, optimizer=optimizer, mpu=MPUAdapter(), config=p.settings, dist_init_required=False
+        )
+    return engine
+
+
+def torch_adamw(model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim.AdamW:
+    """torch's AdamW over the same parameter groups as CoatAdamW: the baseline differs in the moments only."""
+    from coat_dist import param_groups
+
+    options = dict(settings["optimizer"].get("params") or {})
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    groups = param_groups(model, weight_decay=options.pop("weight_decay", 0.01))
+    return torch.optim.AdamW(groups, fused=torch.cuda.is_available(), **options)
+
+
+def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch], torch.Tensor]:
+    """``loss(engine, batch)``: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar."""
+    from megatron.core import parallel_state
+
+    from coat_dist.flow import TensorParallel, vocab_parallel_cross_entropy
+
+    group = TensorParallel(parallel_state.get_tensor_model_parallel_group()) if tp > 1 else TensorParallel()
+
+    def loss(engine: Any, batch: Batch) -> torch.Tensor:
+        tokens, labels, mask, positions = (
+            batch[k].to(device, non_blocking=True) for k in ("tokens", "labels", "loss_mask", "position_ids")
+        )
+        per_token = vocab_parallel_cross_entropy(engine(tokens, positions, None), labels, group)
+        return (per_token * mask).sum() / mask.sum().clamp(min=1)
+
+    return loss
+
+
+def datasets(p: Plan) -> list[Any]:
+    """Train, valid and test set; the last two are None where there is no evaluation, the last where it has no share."""
+    a = p.args
+    asked = a.eval_steps * p.batch.micro * p.dp if a.eval_interval else 0
+    return list(
+        data.build_datasets(
+            a.data,
+            a.split,
+            p.model.seq_length,
+            train_samples=a.train_steps * p.batch.total,
+            valid_samples=asked,
+            test_samples=asked if data.parse_split(a.split)[2] else 0,
+            seed=a.seed,
+            cache_dir=a.data_cache,
+        )
+    )
+
+
+def batch_iterator(p: Plan, dataset: Any, dp_rank: int, consumed: int = 0) -> Iterator[Batch]:
+    """Endless micro-batches of one data-parallel rank, after ``consumed`` samples of all ranks."""
+    sampler = data.PretrainSampler(len(dataset), consumed, p.batch.micro, dp_rank, p.dp)
+    return data.batches(dataset, sampler, p.args.num_workers)

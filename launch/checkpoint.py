@@ -1,0 +1,275 @@
+"""Checkpoints that survive a kill at any moment, and are checked before they are believed.
+
+DeepSpeed writes its files into a folder with a temporary name; each rank adds its random states. Rank 0 lists size and
+checksum of every file in ``manifest.json``, renames the folder and replaces ``latest`` in one go. Loading verifies the
+list and compares what the checkpoint was made by with what is about to load it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coat_dist import CoatConfigError
+from launch.runtime import get_random_state, set_random_state
+
+__all__ = ["CheckpointError", "differences", "find", "load", "read_manifest", "save", "verify"]
+
+FORMAT = 1
+_MANIFEST, _LATEST, _UNFINISHED = "manifest.json", "latest", ".unfinished-"
+# A checkpoint cannot be loaded where one of these differs. Other differences are reported and taken as wanted.
+_STRUCTURE = (
+    "model.",
+    "parallel.",
+    "deepspeed.zero_optimization.stage",
+    "deepspeed.optimizer.type",
+    "deepspeed.coat.optimizer",
+    "deepspeed.data_types",
+    "format",
+)
+_FREE = ("model.hidden_dropout", "model.attention_dropout", "model.seq_length", "parallel.sequence_parallel")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names it and says why."""
+
+
+def save(
+    engine: Any, folder: str | Path, run: Mapping[str, Any], progress: Mapping[str, Any], keep_last: int = 0
+) -> Path:
+    """Write a checkpoint; collective.
+
+    Args:
+        engine: DeepSpeed engine.
+        folder: holds one folder a checkpoint and the file ``latest``.
+        run: nested plain values that say what this run is; compared by :func:`load`.
+        progress: plain values to get back from :func:`load`; ``progress["step"]`` names the checkpoint.
+        keep_last: remove all but this many newest checkpoints afterwards; 0 = keep all.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        CheckpointError: it could not be written; what was there before is untouched. End the process then.
+    """
+    folder = Path(folder)
+    name = f"step{progress['step']:08d}"
+    temporary, final = folder / (_UNFINISHED + name), folder / name
+    rank = dist.get_rank()
+    problem: Exception | None = None
+    try:
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        problem = error
+    _agree(problem, f"cannot write {folder}")
+    try:
+        # It synchronizes ranks itself: one that fails here must end its process, for the others wait inside.
+        engine.save_checkpoint(str(folder), tag=temporary.name, save_latest=False)
+        torch.save(get_random_state(), temporary / _random_file(rank))
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise CheckpointError(f"cannot write {temporary}: {error}") from error
+    dist.barrier()
+    listing: list[Any] = [sorted(p.name for p in temporary.iterdir() if p.is_file()) if rank == 0 else None]
+    dist.broadcast_object_list(listing)
+    sums = _checksums(temporary, listing[0], sync=True)
+    if rank == 0:
+        try:
+            manifest = {"format": FORMAT, "progress": dict(progress), "run": run, "files": sums}
+            _write(temporary / _MANIFEST, json.dumps(manifest, indent=1))
+            if final.exists():  # the same step again, after a restart from an older checkpoint
+                os.rename(final, folder / f"{_UNFINISHED}replaced-{name}")
+            os.rename(temporary, final)
+            _write(folder / _LATEST, name)
+            _remove_old(folder, keep_last)
+        except OSError as error:
+            problem = error
+    _agree(problem, f"cannot finish {final}")
+    return final
+
+
+def find(folder: str | Path) -> Path | None:
+    """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it holds none.
+
+    Raises:
+        CheckpointError: ``latest`` names something that is not there.
+    """
+    folder = Path(folder)
+    if (folder / _MANIFEST).is_file():
+        return folder
+    try:
+        name = (folder / _LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    if not (folder / name / _MANIFEST).is_file():
+        others = ", ".join(p.name for p in _finished(folder)) or "none"
+        raise CheckpointError(f"{folder / _LATEST}: names {name!r}, which is no checkpoint; there are: {others}")
+    return folder / name
+
+
+def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Restore model, optimizer and random states; collective.
+
+    Returns:
+        The ``progress`` given to :func:`save`, and a line for every setting that differs from the checkpoint's.
+
+    Raises:
+        CheckpointError: damaged or missing files, or a checkpoint of another model or another parallel layout.
+    """
+    manifest = read_manifest(checkpoint)
+    changed = differences(manifest["run"], run)
+    fatal = [line for key, line in changed.items() if _structural(key)]
+    if fatal:
+        raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal))
+    verify(checkpoint, manifest["files"])
+    kept = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
+    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    if path is None:
+        raise CheckpointError(f"{checkpoint}: DeepSpeed found no model states in it")
+    for group, own in zip(engine.optimizer.param_groups, kept, strict=True):
+        group.update(own)  # hyperparameters are the configuration's, also where DeepSpeed restores one group's for all
+    set_random_state(torch.load(checkpoint / _random_file(dist.get_rank()), weights_only=True))
+    return manifest["progress"], [line for key, line in changed.items() if not _structural(key)]
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a finished checkpoint.
+
+    Raises:
+        CheckpointError: missing, unreadable, or of another format.
+    """
+    path = checkpoint / _MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{path}: cannot be read ({problem})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: format {manifest.get('format') if isinstance(manifest, dict) else None!r}, accepted: {FORMAT}"
+        )
+    return manifest
+
+
+def verify(checkpoint: Path, files: Mapping[str, list[int]]) -> None:
+    """Compare size and checksum of every file with the manifest; ranks share the work.
+
+    Raises:
+        CheckpointError: on every rank; lists the files that are missing or damaged.
+    """
+    found = _checksums(checkpoint, sorted(files))
+    wrong = []
+    for name, (size, checksum) in files.items():
+        if found[name] is None:
+            wrong.append(f"{name}: missing")
+        elif found[name] != [size, checksum]:
+            wrong.append(f"{name}: damaged (is {found[name][0]} bytes, was {size})")
+    if wrong:
+        raise CheckpointError(f"{checkpoint} is damaged, load another one by its folder:\n" + "\n".join(wrong))
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """A line for every value in which two nested mappings differ, by dotted key."""
+    old, new = _flat(saved), _flat(current)
+    return {
+        key: f"{key}: checkpoint has {old.get(key)!r}, this run has {new.get(key)!r}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    }
+
+
+def _structural(key: str) -> bool:
+    return key not in _FREE and key.startswith(_STRUCTURE)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {prefix: list(value) if isinstance(value, tuple) else value}
+    return {
+        k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+def _random_file(rank: int) -> str:
+    return f"random_rank_{rank:05d}.pt"
+
+
+def _checksums(folder: Path, names: list[str], sync: bool = False) -> dict[str, Any]:
+    """[bytes, CRC-32] of each file, None for a missing one; files are dealt out to the ranks.
+
+    ``sync``: also wait until they are on disk.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine: dict[str, Any] = {}
+    for name in names[rank::world]:
+        try:
+            size = checksum = 0
+            with (folder / name).open("rb") as file:
+                if sync:
+                    os.fsync(file.fileno())
+                while block := file.read(1 << 24):
+                    size, checksum = size + len(block), zlib.crc32(block, checksum)
+            mine[name] = [size, checksum]
+        except OSError:
+            mine[name] = None
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine)
+    return {name: entry for part in everyone for name, entry in part.items()}
+
+
+def _agree(problem: Exception | None, what: str) -> None:
+    """Raise on every rank when one of them has a problem, so that none waits for another; also a barrier."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if problem is None else f"{type(problem).__name__}: {problem}")
+    failed = [f"rank {r}: {text}" for r, text in enumerate(everyone) if text is not None]
+    if failed:
+        raise CheckpointError(f"{what}: " + "; ".join(failed))
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file in one go, after its content has reached the disk."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _finished(folder: Path) -> list[Path]:
+    """Finished checkpoints, in the order in which they were written."""
+    manifests = [p for p in folder.glob(f"step*/{_MANIFEST}") if p.is_file()]
+    return [p.parent for p in sorted(manifests, key=lambda p: (p.stat().st_mtime_ns, p))]
+
+
+def _remove_old(folder: Path, keep: int) -> None:
+    for leftover in folder.glob(_UNFINISHED + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for old in _finished(folder)[:-keep] if keep else []:
+        if old.name != (folder / _LATEST).read_text(encoding="utf-8").strip():
+            (old / _MANIFEST).unlink()  # first, so that a kill in between leaves no checkpoint that looks whole
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def require_loadable(folder: str | None, save: str | None) -> Path | None:
+    """The checkpoint that ``--load`` means, or None for a fresh start.
+
+    Raises:
+        CoatConfigError: a folder was named that holds no checkpoint.
+    """
+    if folder is None:
+        return None
+    found = find(save if folder == "auto" else folder)  # type: ignore[arg-type]
+    if found is None and folder != "auto":
+        raise CoatConfigError(
+            f"--load: got {folder}, accepted: a folder with a file `latest`, one checkpoint's folder, or auto"
+        )
+    return found

@@ -1,0 +1,179 @@
+"""The training loop: steps, evaluation, what to do with non-finite numbers and with signals."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launch.memory import MemoryReport
+from launch.metrics import MetricsLog, peak_memory_bytes
+from launch.runtime import StopSignal, mean_over_ranks
+from launch.schedule import Schedule
+
+__all__ = ["BadSteps", "Loop", "Progress"]
+
+Batch = dict[str, torch.Tensor]
+
+
+class BadSteps(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient norm."""
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with every checkpoint."""
+
+    step: int = 0
+    """Steps done, skipped ones included."""
+    consumed_samples: int = 0
+    skipped_steps: int = 0
+    bad_in_a_row: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Everything :meth:`run` needs; plain callables where a test wants to interfere.
+
+    ``loss(engine, batch)`` is the mean loss of a micro-batch, fp32 scalar. ``valid`` and ``test`` make a new iterator
+    over their split each time they are called. ``save()`` writes a checkpoint and returns its path.
+    """
+
+    engine: Any
+    loss: Callable[[Any, Batch], torch.Tensor]
+    train: Iterator[Batch]
+    schedule: Schedule
+    log: MetricsLog
+    progress: Progress
+    total_steps: int
+    accumulation: int
+    samples_per_step: int
+    tokens_per_step: int
+    flops_per_token: float
+    device: torch.device
+    stop_at_step: int | None = None
+    valid: Callable[[], Iterator[Batch]] | None = None
+    test: Callable[[], Iterator[Batch]] | None = None
+    eval_interval: int = 0
+    eval_steps: int = 1
+    save: Callable[[], Any] | None = None
+    save_interval: int = 0
+    max_bad_steps: int = 5
+    stop: StopSignal | None = None
+    memory: MemoryReport | None = None
+    """Measures the first step that changes the weights; its table is printed once."""
+    last_checkpoint: Any = None
+
+    def run(self) -> str | None:
+        """Train to the last step and evaluate on the test split.
+
+        Returns:
+            None when all steps are done, else why it ended before ("SIGTERM", "--stop-at-step", ...).
+
+        Raises:
+            BadSteps: after ``max_bad_steps`` in a row; nothing was saved since ``last_checkpoint``.
+        """
+        saved_step = self.progress.step if self.last_checkpoint else -1
+        why: str | None = None
+        while self.progress.step < self.total_steps and why is None:
+            record = self._step()
+            step = self.progress.step
+            if self.valid is not None and self.eval_interval and step % self.eval_interval == 0:
+                record["valid_loss"] = self.evaluate(self.valid())
+            if self.test is not None and step == self.total_steps:
+                record["test_loss"] = self.evaluate(self.test())
+            stopping = record.pop("stopping")
+            self.log.step(record)
+            self._check_bad(record)
+            if stopping and step < self.total_steps:
+                why = (self.stop.name if self.stop else None) or "a signal on another rank"
+            elif step == self.stop_at_step and step < self.total_steps:
+                why = "--stop-at-step"
+            if self.save is not None and (
+                why or step == self.total_steps or (self.save_interval and step % self.save_interval == 0)
+            ):
+                self.last_checkpoint, saved_step = self.save(), step
+        if self.save is not None and saved_step != self.progress.step:
+            self.last_checkpoint = self.save()
+        return why
+
+    def _step(self) -> dict[str, Any]:
+        """One optimizer step; advances ``progress`` and returns the record, with ``stopping`` added."""
+        progress = self.progress
+        lr = self.schedule(progress.step + 1)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index in range(self.accumulation):
+            with self.memory.forward() if self.memory is not None and index == 0 else contextlib.nullcontext():
+                loss = self.loss(self.engine, next(self.train))
+            value = loss.detach()
+            total += value
+            # A factor of exactly 1, or NaN where the loss is not finite: the gradient norm, which all ranks share and
+            # DeepSpeed checks before it changes anything, then tells everybody without a further synchronization.
+            self.engine.backward(loss * (1 + 0 * value))
+            if self.memory is not None and index == self.accumulation - 1:
+                self.memory.backward_done()
+            self.engine.step()
+        applied = bool(self.engine.was_step_applied())
+        norm = float(self.engine.get_global_grad_norm())
+        requested = 1.0 if self.stop is not None and self.stop.requested() else 0.0
+        mean_loss, stopping = mean_over_ranks([total / self.accumulation, requested], self.device)
+        took = time.perf_counter() - began
+
+        progress.step += 1
+        progress.consumed_samples += self.samples_per_step
+        speed = self.tokens_per_step / took
+        record: dict[str, Any] = {
+            "step": progress.step,
+            "loss": mean_loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens_per_second": speed,
+            "tokens_per_second_per_gpu": speed / dist.get_world_size(),
+            "tflops_per_gpu": speed * self.flops_per_token / dist.get_world_size() / 1e12,
+            "step_time": took,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "consumed_samples": progress.consumed_samples,
+            "stopping": stopping > 0,
+        }
+        if self.memory is not None and applied:
+            self.memory.step_done()
+            self.log.note(self.memory.table())
+            self.log.write_json("memory.json", self.memory.to_dict())
+            self.memory = None
+        if not applied:
+            progress.skipped_steps += 1
+            record["skipped"] = "non-finite loss" if not math.isfinite(mean_loss) else "non-finite gradient norm"
+        progress.bad_in_a_row = 0 if applied else progress.bad_in_a_row + 1
+        return record
+
+    def _check_bad(self, record: dict[str, Any]) -> None:
+        if self.progress.bad_in_a_row >= self.max_bad_steps:
+            raise BadSteps(
+                f"{self.progress.bad_in_a_row} steps in a row, up to step {self.progress.step}, had a "
+                f"{record['skipped']}; "
+                f"last good checkpoint: {self.last_checkpoint or 'none was saved (--save, --save-interval)'}"
+            )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch]) -> float:
+        """Mean loss over ``eval_steps`` micro-batches of every rank."""
+        self.engine.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _ in range(self.eval_steps):
+            total += self.loss(self.engine, next(batches))
+        self.engine.train()
+        return mean_over_ranks([total / self.eval_steps], self.device)[0]

@@ -1,0 +1,169 @@
+"""What a run reports: a line a step, ``metrics.jsonl``, TensorBoard. Everything happens on rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from coat_dist import CoatConfigError
+
+__all__ = ["MetricsLog", "format_line", "peak_memory_bytes", "read_metrics", "truncate_metrics"]
+
+
+def peak_memory_bytes() -> int:
+    """Peak bytes of this rank: tensors on the GPU since the step began, or the process's memory without a GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Records of a ``metrics.jsonl`` (or of the folder that holds one), in order. A last line cut by a kill is left
+    out.
+
+    Raises:
+        CoatConfigError: a line that is not a JSON object, named by its number.
+        FileNotFoundError: no such file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line) if line else None
+        except json.JSONDecodeError:
+            if number == len(lines):  # no newline behind it: the writer was killed
+                break
+            raise CoatConfigError(f"{path}:{number}: not JSON") from None
+        if record is None:
+            continue
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise CoatConfigError(f'{path}:{number}: got {line[:60]!r}, accepted: an object with an integer "step"')
+        records.append(record)
+    return records
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Keep records up to ``step``: what came later is about to be repeated. The file is replaced in one go."""
+    if not path.exists():
+        return
+    kept = [r for r in read_metrics(path) if r["step"] <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float, unit: str) -> str:
+    """One readable line for one step; ``unit`` is what a rank is called ("GPU", "rank")."""
+
+    def number(key: str, digits: str) -> str:
+        value = record.get(key)
+        return "non-finite" if value is None else format(value, digits)
+
+    parts = [
+        f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {number('loss', '.4f')}",
+        f"lr {record['lr']:.3e}",
+        f"grad norm {number('grad_norm', '.3f')}",
+        f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}",
+        f"{record['tflops_per_gpu']:.3g} TFLOP/s/{unit}",
+        f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
+        f"ETA {duration(eta_seconds)}",
+    ]
+    parts += [f"{name} loss {record[f'{name}_loss']:.4f}" for name in ("valid", "test") if f"{name}_loss" in record]
+    if record.get("skipped"):
+        parts.append(f"SKIPPED: {record['skipped']}")
+    return " | ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1:02:03, 2:03 or 0:03, days in front where there are any."""
+    minutes, second = divmod(int(seconds + 0.5), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return f"{days}d {clock}" if days else clock
+
+
+class MetricsLog:
+    """Writes one record a step; does nothing on other ranks than 0.
+
+    Args:
+        folder: ``metrics.jsonl`` goes here; None = no file.
+        tensorboard: folder of TensorBoard events; None = none.
+        start_step: records beyond this step are dropped from an existing file (they are about to be repeated).
+        total_steps: last step of the run, for the ETA.
+        active: whether this rank reports.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        tensorboard: str | None,
+        *,
+        start_step: int,
+        total_steps: int,
+        active: bool,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._active, self._total, self._stream = active, total_steps, stream or sys.stdout
+        self._folder = Path(folder) if folder is not None and active else None
+        self._unit = "GPU" if torch.cuda.is_available() else "rank"
+        self._recent: deque[float] = deque(maxlen=20)
+        self._file: TextIO | None = None
+        self._board: Any = None
+        if not active:
+            return
+        if self._folder is not None:
+            path = self._folder / "metrics.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            truncate_metrics(path, start_step)
+            self._file = path.open("a", encoding="utf-8")
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # purge_step hides what an interrupted run wrote beyond the checkpoint.
+            self._board = SummaryWriter(tensorboard, purge_step=start_step + 1)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Report one step. Numbers that are not finite are written as null: NaN is not JSON."""
+        if not self._active:
+            return
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._recent.append(record["step_time"])
+        eta = (self._total - record["step"]) * sum(self._recent) / len(self._recent)
+        print(format_line(clean, self._total, eta, self._unit), file=self._stream, flush=True)
+        if self._file is not None:
+            self._file.write(json.dumps(clean) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for key, value in clean.items():
+                if key != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(key, value, record["step"])
+
+    def note(self, text: str) -> None:
+        """Print something that is not a step's line."""
+        if self._active:
+            print(text, file=self._stream, flush=True)
+
+    def write_json(self, name: str, data: Mapping[str, Any]) -> None:
+        """Write ``data`` as a file of its own beside ``metrics.jsonl``."""
+        if self._folder is not None:
+            (self._folder / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        for sink in (self._file, self._board):
+            if sink is not None:
+                sink.close()
+        self._file = self._board = None

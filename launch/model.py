@@ -1,0 +1,251 @@
+"""Model descriptions (``configs/models/*.json``) and the Megatron-core GPT built from one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from coat_dist import CoatConfigError
+from coat_dist.config import load_json
+
+__all__ = [
+    "ModelConfig",
+    "build_model",
+    "flops_per_token",
+    "load_model_config",
+    "parameter_count",
+    "transformer_config",
+]
+
+_ACTIVATIONS = {"swiglu": (True, F.silu), "geglu": (True, F.gelu), "gelu": (False, F.gelu)}
+
+
+class ModelConfig(BaseModel):
+    """A decoder-only transformer with rotary positions and no biases. Sizes are the whole model's, not a shard's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    num_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    ffn_hidden_size: int = Field(gt=0)
+    """Inner size of the MLP; a gated MLP has two projections of this size."""
+    num_attention_heads: int = Field(gt=0)
+    num_query_groups: int | None = Field(default=None, gt=0)
+    """Key/value heads of grouped-query attention; null = as many as attention heads."""
+    head_size: int | None = Field(default=None, gt=0)
+    """Channels of one head; null = hidden_size / num_attention_heads."""
+    seq_length: int = Field(gt=1)
+    """Tokens of a training sample, and the longest context."""
+    vocab_size: int | None = Field(default=None, gt=1)
+    """null = the tokenizer's."""
+    vocab_multiple: int = Field(default=128, gt=0)
+    """The embedding is padded to a multiple of this, whatever the tensor-parallel size, so that models of all sizes
+    of the parallel group are the same model."""
+    activation: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_affine: bool = True
+    """False = no learnt scale (OLMo's non-parametric LayerNorm)."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    qk_norm: bool = False
+    rotary_base: int = Field(default=10000, gt=0)
+    tie_embeddings: bool = False
+    """Share the input embedding with the output layer."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of initial weights; divided by sqrt(2 layers) where a layer writes to the residual stream."""
+    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        if self.head_size is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size: got {self.hidden_size}, accepted: a multiple of num_attention_heads "
+                f"({self.num_attention_heads}), or head_size given"
+            )
+        if self.num_attention_heads % self.kv_heads:
+            raise ValueError(
+                f"num_query_groups: got {self.num_query_groups}, accepted: a divisor of num_attention_heads "
+                f"({self.num_attention_heads})"
+            )
+        if self.head_channels % 2:
+            raise ValueError(
+                f"head_size: got {self.head_channels}, accepted: an even number (rotary embedding turns pairs)"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_channels(self) -> int:
+        return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding."""
+        assert self.vocab_size is not None, "vocab_size is filled in from the data before it is used"
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def with_vocab(self, tokenizer_vocab: int) -> ModelConfig:
+        """This model for a tokenizer of ``tokenizer_vocab`` ids.
+
+        Raises:
+            CoatConfigError: the model's vocabulary is smaller than the tokenizer's.
+        """
+        if self.vocab_size is None:
+            return self.model_copy(update={"vocab_size": tokenizer_vocab})
+        if self.vocab_size < tokenizer_vocab:
+            raise CoatConfigError(
+                f"model.vocab_size: got {self.vocab_size}, accepted: at least the {tokenizer_vocab} ids of "
+                "the data's tokenizer (or null, which takes that number)"
+            )
+        return self
+
+    def check_parallel(self, tp: int, sequence_parallel: bool) -> None:
+        """Refuse a tensor-parallel size that does not divide what it must.
+
+        Raises:
+            CoatConfigError: names each key that is not divisible.
+        """
+        sizes = {
+            "num_attention_heads": self.num_attention_heads,
+            "num_query_groups": self.kv_heads,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "padded vocab_size": self.padded_vocab,
+        }
+        if sequence_parallel:
+            sizes["seq_length"] = self.seq_length
+        wrong = [
+            f"model.{k}: got {v}, accepted: a multiple of --tensor-parallel ({tp})" for k, v in sizes.items() if v % tp
+        ]
+        if wrong:
+            raise CoatConfigError("\n".join(wrong))
+
+
+def load_model_config(path: str | Path, overrides: Sequence[str] = ()) -> ModelConfig:
+    """Read a model description and apply ``key=value`` overrides (values are JSON; a bare word is a string).
+
+    Raises:
+        CoatConfigError: unreadable file, unknown key, wrong type or contradictory sizes; names the key.
+    """
+    values = load_json(path)
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise CoatConfigError(f"--model-override: got {item!r}, accepted: key=value, for example num_layers=8")
+        try:
+            values[key] = json.loads(text)
+        except json.JSONDecodeError:
+            values[key] = text
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        raise CoatConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(["model", *map(str, error["loc"])])
+    if error["type"] == "value_error":
+        return f"model.{error['ctx']['error']}"
+    if error["type"] == "missing":
+        return f"{key}: missing, accepted: a value (no default)"
+    if error["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(str(error["loc"][-1]), ModelConfig.model_fields, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        return f"{key}: unknown key{hint}, accepted: {', '.join(ModelConfig.model_fields)}"
+    given, accepted = json.dumps(error.get("input"), default=str), error["msg"].removeprefix("Input should be ")
+    return f"{key}: got {given}, accepted: {accepted}"
+
+
+def transformer_config(
+    model: ModelConfig,
+    *,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    **extra: Any,
+):
+    """Megatron's ``TransformerConfig`` for ``model``; ``extra`` goes to it as it is (recompute settings)."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    gated, function = _ACTIVATIONS[model.activation]
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_channels,
+        normalization="RMSNorm" if model.normalization == "rmsnorm" else "LayerNorm",
+        layernorm_epsilon=model.norm_eps,
+        qk_layernorm=model.qk_norm,
+        gated_linear_unit=gated,
+        activation_func=function,
+        add_bias_linear=False,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_std,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel and tp > 1,
+        gradient_accumulation_fusion=False,
+        # The CPU initializes the whole weight and keeps its shard, so that all tensor-parallel sizes start equal.
+        use_cpu_initialization=not torch.cuda.is_available(),
+        **extra,
+    )
+
+
+def build_model(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = False, **extra: Any) -> torch.nn.Module:
+    """The GPT on this rank's device in bf16. Model-parallel groups and seeds must be set up before.
+
+    ``model(tokens, position_ids, None)`` with int64 ``[b, s]`` gives logits ``[b, s, padded_vocab / tp]``.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_patches.spec import gpt_layer_spec
+
+    config = transformer_config(model, tp=tp, sequence_parallel=sequence_parallel, **extra)
+    built = GPTModel(
+        config,
+        gpt_layer_spec(config, affine=model.norm_affine),
+        vocab_size=model.padded_vocab,
+        max_sequence_length=model.seq_length,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+    )
+    return built.bfloat16().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the whole model, the vocabulary's padding included."""
+    h, d = model.hidden_size, model.head_channels
+    attention = h * d * (2 * model.num_attention_heads + 2 * model.kv_heads)
+    mlp = h * model.ffn_hidden_size * (3 if _ACTIVATIONS[model.activation][0] else 2)
+    norm = h * (2 if model.normalization == "layernorm" else 1) if model.norm_affine else 0
+    qk = 2 * d * (2 if model.normalization == "layernorm" else 1) if model.qk_norm else 0  # these always have a scale
+    embeddings = model.padded_vocab * h * (1 if model.tie_embeddings else 2)
+    return model.num_layers * (attention + mlp + 2 * norm + qk) + norm + embeddings
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Floating-point operations of forward and backward for one token.
+
+    Two a weight and pass, three passes (forward, dgrad, wgrad), and attention's two products over the causal half of
+    the sequence. Recomputation is not counted.
+    """
+    h, d = model.hidden_size, model.head_channels
+    weights = h * d * (2 * model.num_attention_heads + 2 * model.kv_heads)
+    weights += h * model.ffn_hidden_size * (3 if _ACTIVATIONS[model.activation][0] else 2)
+    attention = 2 * seq_length * model.num_attention_heads * d  # two products, two operations each, half of the keys
+    return 3.0 * (model.num_layers * (2 * weights + attention) + 2 * h * model.padded_vocab)

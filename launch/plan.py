@@ -1,0 +1,90 @@
+"""What a run is: every setting read and checked before a device is touched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from coat_dist import CoatConfig, CoatConfigError
+from launch import arguments, data
+from launch.model import ModelConfig, load_model_config, parameter_count
+from launch.schedule import Schedule
+
+__all__ = ["Plan", "plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that is decided before a device is touched; the same on all ranks."""
+
+    args: argparse.Namespace
+    settings: dict[str, Any]
+    """The DeepSpeed configuration, "coat" block included."""
+    coat: CoatConfig | None
+    model: ModelConfig
+    schedule: Schedule
+    batch: arguments.BatchSizes
+    dp: int
+    """Data-parallel ranks."""
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return (
+            f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
+            f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
+            f"({self.batch.micro} a micro-batch)"
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values that say what this run is; kept in checkpoints."""
+        settings = {k: v for k, v in self.settings.items() if k != "coat"}
+        if self.coat is not None:
+            settings["coat"] = self.coat.model_dump()
+        return {
+            "model": self.model.model_dump(),
+            "parallel": {
+                "tensor": self.args.tensor_parallel,
+                "data": self.dp,
+                "sequence_parallel": self.args.sequence_parallel,
+            },
+            "deepspeed": json.loads(json.dumps(settings)),
+            "schedule": asdict(self.schedule),
+            "batch": asdict(self.batch),
+            "data": {"paths": self.args.data, "split": self.args.split},
+            "seed": self.args.seed,
+        }
+
+
+def plan(args: argparse.Namespace, world: int) -> Plan:
+    """Read and check every setting.
+
+    Raises:
+        CoatConfigError, DataError: names what cannot be used.
+    """
+    tp = args.tensor_parallel
+    settings, coat = arguments.load_settings(args.deepspeed_config, tp=tp)
+    model = load_model_config(args.model, args.model_override)
+    prefixes, _ = data.parse_blend(args.data)
+    model = model.with_vocab(max(data.read_info(p).vocab_size for p in prefixes))
+    if world % tp:
+        raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
+    model.check_parallel(tp, args.sequence_parallel)
+    schedule = Schedule(
+        lr=arguments.peak_lr(args, settings),
+        min_lr=args.min_lr,
+        warmup_steps=args.warmup_steps,
+        decay_steps=args.lr_decay_steps or args.train_steps,
+        kind=args.lr_schedule,
+    )
+    settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
+    return Plan(
+        args=args,
+        settings=settings,
+        coat=coat,
+        model=model,
+        schedule=schedule,
+        dp=world // tp,
+        batch=arguments.batch_sizes(settings, world // tp),
+    )

@@ -1,0 +1,170 @@
+"""Pretrain a GPT with DeepSpeed and Megatron-core; with a "coat" block, in FP8.
+
+    deepspeed launch/pretrain.py --deepspeed --deepspeed_config configs/deepspeed/zero2.json \\
+        --model configs/models/tiny.json --data DATA_PREFIX --train-steps 100 --output runs/first
+
+Exit status: 0 done, or stopped and saved on request; 2 a setting, file or checkpoint that cannot be used; 3 too many
+steps in a row with a non-finite loss or gradient norm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coat_dist import CoatConfigError
+from launch import arguments, build, checkpoint, data, runtime
+from launch.loop import BadSteps, Batch, Loop, Progress
+from launch.memory import MemoryReport
+from launch.metrics import MetricsLog
+from launch.model import flops_per_token
+from launch.plan import Plan, plan
+
+__all__ = ["main", "train"]
+
+USER_ERRORS = (CoatConfigError, checkpoint.CheckpointError, data.DataError)
+
+
+def train(
+    p: Plan,
+    device: torch.device,
+    stop: runtime.StopSignal | None = None,
+    interfere: Callable[[Loop], None] | None = None,
+) -> str:
+    """Build everything, continue from a checkpoint if asked to, train. torch.distributed is initialized before.
+
+    Args:
+        interfere: called with the loop before it runs (tests).
+
+    Returns:
+        How it ended, a sentence.
+
+    Raises:
+        USER_ERRORS, BadSteps: see :func:`main`.
+    """
+    from megatron_patches.parallel import initialize_model_parallel
+
+    check_ranks_agree(p)
+    runtime.seed_hosts_generators(p.args.seed)
+    initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed)
+    source = checkpoint.require_loadable(p.args.load, p.args.save)
+    sets = build.datasets(p)
+    say(p.describe())
+    engine = build.build_engine(p, say)
+    progress = resume(p, engine, source)
+    loop = make_loop(p, device, engine, sets, progress)
+    loop.stop, loop.last_checkpoint = stop, source
+    if interfere is not None:
+        interfere(loop)
+    try:
+        why = loop.run()
+    finally:
+        loop.log.close()
+    ending = f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
+    return ending + (f"; checkpoint {loop.last_checkpoint}" if p.args.save else "; nothing saved (no --save)")
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if torch.distributed.get_rank() == 0:
+        print(text, flush=True)
+
+
+def check_ranks_agree(p: Plan) -> None:
+    """Raise on every rank where one was started with other settings."""
+    from coat_dist.engine import check_same_on_all_ranks
+
+    shared = {k: v for k, v in vars(p.args).items() if k != "local_rank"}
+    texts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in {**p.identity(), "arguments": shared}.items()}
+    check_same_on_all_ranks({k: hashlib.sha256(text.encode()).hexdigest() for k, text in texts.items()})
+
+
+def resume(p: Plan, engine: Any, source: Path | None) -> Progress:
+    """Restore ``engine`` and random states from ``source``; where the run is."""
+    if source is None:
+        return Progress()
+    saved, changed = checkpoint.load(engine, source, p.identity())
+    say(
+        "\n".join([f"continuing after step {saved['step']} from {source}", *(f"  changed: {line}" for line in changed)])
+    )
+    return Progress(**saved)
+
+
+def make_loop(p: Plan, device: torch.device, engine: Any, sets: Sequence[Any], progress: Progress) -> Loop:
+    """The training loop over train, valid and test ``sets`` (the last two may be None)."""
+    from megatron.core import parallel_state
+
+    a, dp_rank = p.args, parallel_state.get_data_parallel_rank()
+
+    def evaluation(dataset: Any) -> Callable[[], Iterator[Batch]] | None:
+        return None if dataset is None else lambda: build.batch_iterator(p, dataset, dp_rank)
+
+    def save() -> Path:
+        return checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last)
+
+    return Loop(
+        engine=engine,
+        loss=build.language_model_loss(a.tensor_parallel, device),
+        train=build.batch_iterator(p, sets[0], dp_rank, progress.consumed_samples),
+        valid=evaluation(sets[1]),
+        test=evaluation(sets[2]),
+        schedule=p.schedule,
+        log=MetricsLog(
+            a.output,
+            a.tensorboard,
+            start_step=progress.step,
+            total_steps=a.train_steps,
+            active=torch.distributed.get_rank() == 0,
+        ),
+        memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
+        progress=progress,
+        total_steps=a.train_steps,
+        stop_at_step=a.stop_at_step,
+        accumulation=p.batch.accumulation,
+        samples_per_step=p.batch.total,
+        tokens_per_step=p.batch.total * p.model.seq_length,
+        flops_per_token=flops_per_token(p.model, p.model.seq_length),
+        device=device,
+        eval_interval=a.eval_interval,
+        eval_steps=a.eval_steps,
+        save=save if a.save else None,
+        save_interval=a.save_interval,
+        max_bad_steps=a.max_bad_steps,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; its exit status."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        args = arguments.parse(argv)
+        p = plan(args, int(os.environ.get("WORLD_SIZE", 1)))
+        device = runtime.start(args.local_rank)
+        stop = runtime.StopSignal()
+        ending = train(p, device, stop)
+    except (*USER_ERRORS, BadSteps) as problem:
+        if rank:
+            # Rank 0 has most likely said the same, and then the launcher ends this rank before it repeats it.
+            time.sleep(3)
+        print(f"{f'rank {rank}: ' if rank else ''}error: {problem}", file=sys.stderr, flush=True)
+        return 3 if isinstance(problem, BadSteps) else 2
+    stop.leave()
+    if rank == 0:
+        print(ending, flush=True)
+    runtime.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    if status:
+        os._exit(status)  # no waiting for ranks that will not come: the launcher ends them when this one is gone

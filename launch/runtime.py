@@ -1,0 +1,170 @@
+"""What surrounds training: devices and process groups, quiet libraries, signals, random states."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from coat_dist import CoatConfigError
+
+__all__ = [
+    "StopSignal",
+    "finish",
+    "get_random_state",
+    "mean_over_ranks",
+    "quiet",
+    "seed_hosts_generators",
+    "set_random_state",
+    "start",
+]
+
+
+def start(local_rank: int | None) -> torch.device:
+    """Join the other ranks and return this rank's device. Sets up nothing of Megatron's.
+
+    Raises:
+        CoatConfigError: not started by a launcher, or more ranks than GPUs.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise CoatConfigError(
+            "RANK: not set, accepted: start with `deepspeed launch/pretrain.py ...` or "
+            "`torchrun launch/pretrain.py ...`"
+        )
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
+    local = int(os.environ.get("LOCAL_RANK", local_rank if local_rank is not None else 0))
+    os.environ["LOCAL_RANK"] = str(local)
+    if gpu:
+        if local >= torch.cuda.device_count():
+            raise CoatConfigError(
+                f"LOCAL_RANK: got {local}, accepted: less than the {torch.cuda.device_count()} GPUs seen here"
+            )
+        torch.cuda.set_device(local)
+    import deepspeed
+
+    if not gpu:
+        # Saves compiling an op at every start on a fresh machine; it only speeds up all-reduces within one host.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    quiet()
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if not dist.is_initialized():
+        # By ourselves, because DeepSpeed does not pass the device on, and NCCL then guesses it from the rank.
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+    deepspeed.init_distributed(verbose=False)
+    return device
+
+
+def finish() -> None:
+    """Leave the process group after every rank has come here."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def seed_hosts_generators(seed: int) -> None:
+    """Seed Python's and NumPy's generators; torch's and Megatron's are seeded with Megatron's parallel groups."""
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def quiet() -> None:
+    """Let libraries speak from warnings upwards, and drop those that no reader of the log can act on."""
+    for name in ("DeepSpeed", "megatron", "torch.distributed", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for handler in logging.getLogger("DeepSpeed").handlers:
+        handler.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    # megatron-core's comment on its own default, at every construction of a TransformerConfig.
+    warnings.filterwarnings("ignore", message="full scope is deprecated")
+
+
+class StopSignal:
+    """SIGTERM and SIGINT ask for a stop after the running step; a second one, later than its echoes, stops at once.
+
+    Launchers repeat a signal that reached the whole process group, so what comes within ``echo_seconds`` of the first
+    counts as the same request. A launcher that was killed without telling its ranks counts as SIGTERM.
+    """
+
+    def __init__(self, echo_seconds: float = 2.0) -> None:
+        self.name: str | None = None
+        """Why training should stop; None while it should not."""
+        self._echo, self._first = echo_seconds, 0.0
+        self._launcher = _ancestors()
+        self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def _receive(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self.name is None:
+            self.name, self._first = signal.Signals(number).name, now
+        elif now - self._first > self._echo:
+            os._exit(128 + number)
+
+    def requested(self) -> bool:
+        """Whether this rank was asked to stop. Ranks differ for a moment: agree on it before acting."""
+        if self.name is None and _ancestors() != self._launcher:
+            self.name = "end of the launcher"
+        return self.name is not None
+
+    def leave(self) -> None:
+        """Ignore further signals: everything is saved and the process is about to end."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Give the signals back to who had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def _ancestors() -> list[int]:
+    """Process ids of the parent, and of its parent where the parent is DeepSpeed's launcher: on one machine the
+    ``deepspeed`` command forwards no signal, and leaves the launcher and the ranks running when it is killed."""
+    parent = os.getppid()
+    try:
+        launcher = psutil.Process(parent)
+        if any("deepspeed.launcher" in part for part in launcher.cmdline()):
+            return [parent, launcher.ppid()]
+    except psutil.Error:
+        pass
+    return [parent]
+
+
+def mean_over_ranks(values: list[torch.Tensor | float], device: torch.device) -> list[float]:
+    """Mean over all ranks of each number, summed in fp64. One collective and one host synchronization."""
+    stacked = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
+    dist.all_reduce(stacked)
+    return (stacked / dist.get_world_size()).tolist()
+
+
+def get_random_state() -> dict[str, Any]:
+    """States of every generator that training draws from: Python, NumPy, torch on CPU and GPU, Megatron's tracker."""
+    from megatron_patches.parallel import rng_state
+
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": rng_state(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Continue every generator from :func:`get_random_state`'s result."""
+    from megatron_patches.parallel import set_rng_state
+
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    set_rng_state(state["torch"])

@@ -1,0 +1,124 @@
+"""Checkpoints under kills and errors, with an engine that only writes a file."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launch import checkpoint
+from tests.support import run_ranks
+
+
+class Engine:
+    """Writes what DeepSpeed would: one file a rank under ``folder/tag``."""
+
+    def save_checkpoint(self, folder, tag, save_latest):
+        assert not save_latest
+        os.makedirs(f"{folder}/{tag}", exist_ok=True)
+        torch.save(torch.arange(1000), f"{folder}/{tag}/rank{dist.get_rank()}.pt")
+        dist.barrier()
+
+
+def start(tp=1):
+    from megatron_patches import initialize_model_parallel
+
+    initialize_model_parallel(tp)
+
+
+def progress(step):
+    return {"step": step, "consumed_samples": 8 * step}
+
+
+def save_steps(rank, world, folder, steps, keep):
+    start()
+    return [str(checkpoint.save(Engine(), folder, {"model": {"a": 1}}, progress(s), keep)) for s in steps]
+
+
+class Killed(BaseException):
+    """Nothing catches it: the disk is left as a kill would leave it."""
+
+
+def killed_while(rank, world, folder, function):
+    """Save step 2 and die where ``os.<function>`` would be called."""
+    start()
+    checkpoint.save(Engine(), folder, {}, progress(1))
+
+    def die(*args, **kwargs):
+        raise Killed
+
+    original = getattr(os, function)
+    setattr(os, function, die)
+    try:
+        checkpoint.save(Engine(), folder, {}, progress(2))
+    except Killed:
+        pass
+    finally:
+        setattr(os, function, original)
+    found = checkpoint.find(folder)
+    checkpoint.verify(found, checkpoint.read_manifest(found)["files"])
+    final = str(checkpoint.save(Engine(), folder, {}, progress(2)))
+    return str(found), final, str(checkpoint.find(folder)), sorted(os.listdir(folder))
+
+
+def full_disk(rank, world, folder):
+    start()
+    checkpoint.save(Engine(), folder, {}, progress(1))
+    engine = Engine()
+
+    def save_checkpoint(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    engine.save_checkpoint = save_checkpoint
+    with pytest.raises(checkpoint.CheckpointError, match="cannot write .*step00000002: .*No space left"):
+        checkpoint.save(engine, folder, {}, progress(2))
+    return str(checkpoint.find(folder))
+
+
+def test_keep_last_counts_by_time_of_writing(tmp_path):
+    run_ranks(2, save_steps, str(tmp_path), [5, 7, 9], 2)
+    assert sorted(p.name for p in tmp_path.glob("step*")) == ["step00000007", "step00000009"]
+    run_ranks(2, save_steps, str(tmp_path), [2, 7], 2)  # started anew: step 9 is the oldest now
+    assert sorted(p.name for p in tmp_path.glob("*")) == ["latest", "step00000002", "step00000007"]
+    assert (tmp_path / "latest").read_text() == "step00000007"
+    assert not list(tmp_path.glob(".unfinished*"))
+
+
+@pytest.mark.parametrize("function", ["fsync", "rename", "replace"])
+def test_a_kill_leaves_the_previous_checkpoint(tmp_path, function):
+    found, final, latest, left = run_ranks(1, killed_while, str(tmp_path), function)[0]
+    assert found == str(tmp_path / "step00000001")
+    assert latest == final == str(tmp_path / "step00000002")
+    assert left == ["latest", "step00000001", "step00000002"]
+
+
+def test_a_rank_that_cannot_write_leaves_the_previous_checkpoint(tmp_path):
+    assert run_ranks(1, full_disk, str(tmp_path)) == [str(tmp_path / "step00000001")]
+
+
+def test_find(tmp_path):
+    assert checkpoint.find(tmp_path) is None
+    assert checkpoint.require_loadable("auto", str(tmp_path)) is None
+    assert checkpoint.require_loadable(None, str(tmp_path)) is None
+    with pytest.raises(ValueError, match="--load: got .*accepted: a folder with a file `latest`"):
+        checkpoint.require_loadable(str(tmp_path), None)
+    (tmp_path / "step00000003").mkdir()
+    (tmp_path / "latest").write_text("step00000003\n")
+    with pytest.raises(
+        checkpoint.CheckpointError, match="names 'step00000003', which is no checkpoint; there are: none"
+    ):
+        checkpoint.find(tmp_path)
+    manifest = tmp_path / "step00000003" / "manifest.json"
+    manifest.write_text('{"format": 1}')
+    assert checkpoint.find(tmp_path) == checkpoint.find(tmp_path / "step00000003") == tmp_path / "step00000003"
+    for content in ('{"format": 2}', "[]", "{"):
+        manifest.write_text(content)
+        with pytest.raises(checkpoint.CheckpointError, match=r"manifest.json: (format|cannot be read)"):
+            checkpoint.read_manifest(tmp_path / "step00000003")
+
+
+def test_differences_name_the_key():
+    old = {"model": {"layers": 2, "eps": 1e-5}, "deepspeed": {"coat": {"activation": {"bf16_layers": (1,)}}}}
+    new = {"model": {"layers": 4, "eps": 1e-5}, "deepspeed": {"coat": {"activation": {"bf16_layers": [1]}}}, "seed": 3}
+    assert list(checkpoint.differences(old, new)) == ["model.layers", "seed"]
+    assert checkpoint.differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"

@@ -1,0 +1,109 @@
+"""The program under its launchers: deepspeed and torchrun, signals, exit status."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.metrics import read_metrics
+from tests.launch.test_pretrain import command, configuration, work  # noqa: F401
+from tests.support import free_port
+
+ROOT = Path(__file__).parents[2]
+DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--log_level", "error", "--master_port"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+
+pytestmark = pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="starts two ranks on the CPU")
+
+
+def begin(launcher, argv):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(free_port()), str(ROOT / "launch" / "pretrain.py"), *argv],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_steps(process, run, steps):
+    end = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < steps:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, "no steps in two minutes"
+        time.sleep(0.05)
+
+
+def output_of(process):
+    """Everything printed until the last rank has gone: ranks outlive a launcher that is killed."""
+    try:
+        return process.communicate(timeout=120)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):  # noqa: F811
+    run, save = tmp_path / "run", tmp_path / "save"
+    shared = [configuration(tmp_path, 2), "--save", save, "--load", "auto", "--lr-schedule", "constant"]
+    process = begin(DEEPSPEED, ["--deepspeed", *command(work, run, *shared, steps=100_000)])
+    wait_for_steps(process, run, 2)
+    os.kill(process.pid, signal.SIGTERM)
+    text = output_of(process)
+    stopped = re.search(r"stopped by end of the launcher after step (\d+); checkpoint (\S+)", text)
+    assert stopped, text
+    step = int(stopped[1])
+    assert len(read_metrics(run)) == step and Path(stopped[2]) == save / f"step{step:08d}"
+
+    process = begin(TORCHRUN, command(work, run, *shared, steps=step + 2))
+    text = output_of(process)
+    assert (
+        process.returncode == 0
+        and f"continuing after step {step} from" in text
+        and f"finished {step + 2} steps" in text
+    ), text
+    assert [r["step"] for r in read_metrics(run)] == list(range(1, step + 3))
+
+
+def test_signal_to_one_rank_saves_and_all_leave_with_status_0(work, tmp_path):  # noqa: F811
+    run, save = tmp_path / "run", tmp_path / "save"
+    process = begin(DEEPSPEED, command(work, run, configuration(tmp_path, 3), "--save", save, steps=100_000))
+    wait_for_steps(process, run, 2)
+    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if "--local_rank=1" in p.cmdline()]
+    ranks[0].terminate()
+    text = output_of(process)
+    assert process.returncode == 0, text
+    stopped = re.search(r"stopped by a signal on another rank after step (\d+); checkpoint (\S+)", text)
+    assert stopped and len(read_metrics(run)) == int(stopped[1]) and (Path(stopped[2]) / "manifest.json").exists(), text
+
+
+def test_interrupt_from_the_keyboard_saves(work, tmp_path):  # noqa: F811
+    """Ctrl-C reaches every process of the group, and launchers repeat it to their ranks."""
+    run, save = tmp_path / "run", tmp_path / "save"
+    process = begin(DEEPSPEED, command(work, run, configuration(tmp_path, 1), "--save", save, steps=100_000))
+    wait_for_steps(process, run, 2)
+    os.killpg(process.pid, signal.SIGINT)
+    text = output_of(process)
+    stopped = re.search(r"stopped by (SIGINT|SIGTERM) after step (\d+); checkpoint", text)
+    assert stopped and (save / f"step{int(stopped[2]):08d}" / "manifest.json").exists(), text
+
+
+def test_errors_are_one_line_with_status_2(work, tmp_path):  # noqa: F811
+    argv = command(work, tmp_path / "run", configuration(tmp_path, 2, coat={"optimiser": {}}))
+    process = begin(DEEPSPEED, argv)
+    text = output_of(process)
+    assert process.returncode == 2 and "Traceback" not in text
+    assert re.search(r"^error: coat.optimiser: unknown key \(did you mean 'optimizer'\?\), accepted: ", text, re.M), (
+        text
+    )
+    assert text.count("unknown key") == 1

@@ -1,0 +1,111 @@
+"""Metrics file, readable line, resume."""
+
+import io
+import json
+import random
+
+import pytest
+
+from launch.metrics import MetricsLog, duration, read_metrics
+
+
+def record(step, **more):
+    return {
+        "step": step,
+        "loss": random.random() * 10,
+        "lr": 1e-3 / 3,
+        "grad_norm": random.random(),
+        "tokens_per_second": 1234.5,
+        "tokens_per_second_per_gpu": 617.25,
+        "tflops_per_gpu": 0.5,
+        "step_time": 2.0,
+        "peak_memory_bytes": 3 * 2**30,
+        **more,
+    }
+
+
+def log(folder, start=0, **more):
+    stream = io.StringIO()
+    return MetricsLog(str(folder), None, start_step=start, total_steps=100, active=True, stream=stream, **more), stream
+
+
+def test_one_object_a_step_with_all_digits(tmp_path):
+    records = [record(i) for i in range(1, 6)]
+    writer, stream = log(tmp_path)
+    for r in records:
+        writer.step(r)
+    writer.close()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == records
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 5
+    for part in (
+        "step   3/100",
+        "loss ",
+        "lr 3.333e-04",
+        "grad norm ",
+        "617 tokens/s/",
+        "0.5 TFLOP/s/",
+        "peak 3.00 GiB",
+        "ETA 3:14",
+    ):
+        assert part in lines[2]
+
+
+def test_resume_drops_what_is_repeated_and_a_cut_line(tmp_path):
+    writer, _ = log(tmp_path)
+    first = [record(i) for i in range(1, 9)]
+    for r in first:
+        writer.step(r)
+    writer.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')  # killed here
+    writer, _ = log(tmp_path, start=5)
+    again = [record(i) for i in range(6, 8)]
+    for r in again:
+        writer.step(r)
+    writer.close()
+    assert read_metrics(tmp_path) == first[:5] + again
+
+
+def test_non_finite_is_null_and_named(tmp_path):
+    writer, stream = log(tmp_path)
+    writer.step(record(1, loss=float("nan"), grad_norm=float("inf"), skipped="non-finite loss"))
+    writer.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["loss"] is None
+    assert "SKIPPED: non-finite loss" in stream.getvalue()
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stream = io.StringIO()
+    writer = MetricsLog(None, str(tmp_path / "tb"), start_step=0, total_steps=3, active=True, stream=stream)
+    for i in range(1, 4):
+        writer.step(record(i, loss=float(i), valid_loss=2.0 * i))
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert events.Scalars("valid_loss")[2].value == 6.0
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    stream = io.StringIO()
+    writer = MetricsLog(str(tmp_path), None, start_step=0, total_steps=3, active=False, stream=stream)
+    writer.step(record(1))
+    writer.close()
+    assert stream.getvalue() == "" and not list(tmp_path.iterdir())
+
+
+def test_damaged_file_names_the_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:2: not JSON"):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:1: got"):
+        read_metrics(tmp_path)
+
+
+def test_duration():
+    assert [duration(s) for s in (0, 59.4, 59.6, 3599.6, 90061)] == ["0:00", "0:59", "1:00", "1:00:00", "1d 1:01:01"]

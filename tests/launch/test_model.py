@@ -1,0 +1,92 @@
+"""Model descriptions: published shapes, overrides, errors."""
+
+from pathlib import Path
+
+import pytest
+
+from coat_dist import CoatConfigError
+from launch.model import flops_per_token, load_model_config, parameter_count
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+# Parameter counts in the papers' tables (Llama 2 and 3, LLaMA 33B called 30B, OLMo), to four digits.
+PUBLISHED = {
+    "llama2-7b": 6.738e9,
+    "llama2-13b": 13.02e9,
+    "llama3-8b": 8.030e9,
+    "llama-30b": 32.53e9,
+    "olmo-1b": 1.177e9,
+    "olmo-7b": 6.888e9,
+}
+
+
+def test_every_description_loads():
+    assert {p.stem for p in CONFIGS.glob("*.json")} == {*PUBLISHED, "tiny"}
+    for path in CONFIGS.glob("*.json"):
+        load_model_config(path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name):
+    model = load_model_config(CONFIGS / f"{name}.json")
+    assert parameter_count(model) == pytest.approx(PUBLISHED[name], rel=5e-4)
+    model.check_parallel(4, True)
+
+
+def test_flops_are_six_a_weight_and_attention():
+    model = load_model_config(CONFIGS / "llama2-7b.json")
+    weights = (
+        parameter_count(model) - model.padded_vocab * 4096 - (2 * 32 + 1) * 4096
+    )  # embedding and norms multiply nothing
+    attention = 3 * 2 * 32 * 4096 * 4096
+    assert flops_per_token(model, 4096) == pytest.approx(6 * weights + attention, rel=1e-12)
+
+
+def test_overrides():
+    model = load_model_config(
+        CONFIGS / "llama3-8b.json", ["num_layers=8", "rotary_base=1000", "activation=geglu", "tie_embeddings=true"]
+    )
+    assert (model.num_layers, model.rotary_base, model.activation, model.tie_embeddings) == (8, 1000, "geglu", True)
+    assert model.hidden_size == 4096
+
+
+def test_padding_does_not_depend_on_the_parallel_size():
+    model = load_model_config(CONFIGS / "tiny.json").with_vocab(1001)
+    assert model.padded_vocab == 1024
+    assert model.with_vocab(500).vocab_size == 1001
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("num_layer=8", r"model.num_layer: unknown key \(did you mean 'num_layers'\?\), accepted: num_layers, "),
+        ("num_layers=0", r"model.num_layers: got 0, accepted: greater than 0"),
+        ("num_layers=1.5", r"model.num_layers: got 1.5, accepted: "),
+        ("num_layers=true", r"model.num_layers: got true, accepted: "),
+        ("num_layers=eight", r'model.num_layers: got "eight", accepted: '),
+        ("activation=relu", r'model.activation: got "relu", accepted: \'swiglu\', \'geglu\' or \'gelu\''),
+        ("num_query_groups=3", r"model.num_query_groups: got 3, accepted: a divisor of num_attention_heads \(32\)"),
+        ("num_attention_heads=33", r"model.hidden_size: got 4096, accepted: a multiple of num_attention_heads \(33\)"),
+        ("head_size=63", r"model.head_size: got 63, accepted: an even number"),
+        ("num_layers", r"--model-override: got 'num_layers', accepted: key=value"),
+        ("norm_eps=0", r"model.norm_eps: got 0, accepted: "),
+    ],
+)
+def test_errors_name_the_key(override, message):
+    with pytest.raises(CoatConfigError, match=f"^{message}"):
+        load_model_config(CONFIGS / "llama2-7b.json", [override])
+
+
+def test_sizes_that_ranks_cannot_share():
+    model = load_model_config(CONFIGS / "llama3-8b.json")
+    with pytest.raises(
+        CoatConfigError, match=r"^model.num_query_groups: got 8, accepted: a multiple of --tensor-parallel \(16\)$"
+    ):
+        model.check_parallel(16, False)
+    with pytest.raises(CoatConfigError, match=r"model.vocab_size: got 128256, accepted: at least the 200000 ids"):
+        model.with_vocab(200_000)
+
+
+def test_missing_key(tmp_path):
+    (tmp_path / "m.json").write_text('{"num_layers": 2}')
+    with pytest.raises(CoatConfigError, match="model.hidden_size: missing"):
+        load_model_config(tmp_path / "m.json")

@@ -1,0 +1,63 @@
+"""Pictures of runs."""
+
+import json
+
+import pytest
+
+from launch.plot import main
+
+
+def write(folder, steps, **more):
+    folder.mkdir(parents=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for i in steps:
+            file.write(
+                json.dumps(
+                    {
+                        "step": i,
+                        "loss": 10.0 / i,
+                        "tokens_per_second_per_gpu": 100.0,
+                        "peak_memory_bytes": 2**30,
+                        **more,
+                    }
+                )
+                + "\n"
+            )
+
+
+def test_draws_several_runs(tmp_path):
+    write(tmp_path / "a", range(1, 30), valid_loss=3.0)
+    write(tmp_path / "b" / "a", range(1, 3), skipped="non-finite loss")
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "loss": null}\n')
+    picture = tmp_path / "deep" / "loss.png"
+    assert (
+        main(
+            [
+                str(tmp_path / "a"),
+                str(tmp_path / "b" / "a" / "metrics.jsonl"),
+                "--output",
+                str(picture),
+                "--smooth",
+                "5",
+            ]
+        )
+        == 0
+    )
+    data = picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000
+
+
+@pytest.mark.parametrize("content", [None, "", "nonsense\n"])
+def test_bad_input_is_one_line(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert main([str(tmp_path), "--output", str(tmp_path / "x.png")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and str(tmp_path) in error
+
+
+def test_unknown_format_is_one_line(tmp_path, capsys):
+    write(tmp_path / "a", range(1, 3))
+    assert main([str(tmp_path / "a"), "--output", str(tmp_path / "x.nonsense")]) == 2
+    assert "error: " in capsys.readouterr().err

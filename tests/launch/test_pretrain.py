@@ -1,0 +1,324 @@
+"""Pretraining on two gloo ranks: exact restarts, non-finite numbers, refusals. Tiny shapes, random tokens."""
+
+import json
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from launch.metrics import read_metrics
+from tests.support import run_ranks
+
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 128,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 2,
+    "seq_length": 32,
+    "vocab_size": None,
+    "hidden_dropout": 0.1,  # so that random states matter
+}
+COAT = {"optimizer": {}, "activation": {}}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with random-token data and a model description."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder = tmp_path_factory.mktemp("pretrain")
+    builder = IndexedDatasetBuilder(str(folder / "data.bin"), dtype=np.uint16)
+    for _ in range(60):
+        tokens = torch.randint(1, 250, (int(torch.randint(30, 90, ())),))
+        builder.add_document(torch.cat([tokens, torch.zeros(1, dtype=torch.long)]), [len(tokens) + 1])
+    builder.finalize(str(folder / "data.idx"))
+    (folder / "data.json").write_text(json.dumps({"vocab_size": 250, "eod": 0}))
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+def configuration(folder, stage, coat=True, **more):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        # Threshold 0: ZeRO-3 would keep parameters of tests' sizes whole on every rank.
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {
+            "type": "CoatAdamW" if coat else "AdamW",
+            "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
+        **({"coat": COAT if coat is True else coat} if coat else {}),
+        **more,
+    }
+    text = json.dumps(config)
+    path = Path(folder) / f"{zlib.crc32(text.encode())}.json"
+    path.write_text(text)
+    return str(path)
+
+
+def rank_main(rank, world, argv, poisoned=()):
+    """``pretrain.train`` in a process group that exists; returns how it ended, or the error.
+
+    Args:
+        argv: command line; "{rank}" in it is replaced.
+        poisoned: (step, kind, rank) of what is to go wrong.
+    """
+    from launch import arguments, pretrain, runtime
+
+    def interfere(loop):
+        inner, seen = loop.loss, [-1]
+
+        def loss(engine, batch):
+            value = inner(engine, batch)
+            now = [kind for step, kind, who in poisoned if (step, who) == (loop.progress.step + 1, rank)]
+            if not engine.training or loop.progress.step == seen[0]:  # an evaluation, or not the first micro-batch
+                return value
+            seen[0] = loop.progress.step
+            if "loss" in now:
+                value = value + math.inf
+            elif "gradient" in now:
+                value.register_hook(lambda g: g * math.nan)
+            elif "signal" in now:
+                loop.stop.name = "SIGTERM"
+            return value
+
+        loop.loss = loss
+        loop.stop = runtime.StopSignal()
+        before = weights(loop.engine)
+        after = loop._step
+
+        def step():
+            nonlocal before
+            record = after()
+            now = weights(loop.engine)
+            record["changed"] = any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
+            before = now
+            return record
+
+        loop._step = step
+
+    try:
+        device = runtime.start(rank)
+        args = arguments.parse([a.format(rank=rank) for a in argv])
+        return pretrain.train(pretrain.plan(args, world), device, interfere=interfere)
+    except (*pretrain.USER_ERRORS, pretrain.BadSteps) as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+
+def hyperparameters(rank, world, argv):
+    """Optimizer groups' hyperparameters at the start of a run."""
+    from launch import arguments, pretrain, runtime
+
+    seen = []
+    device = runtime.start(rank)
+
+    def look(loop):
+        keys = ("name", "weight_decay", "betas", "lr")
+        seen.extend([[g[k] for k in keys] for g in loop.engine.optimizer.param_groups])
+
+    pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=look)
+    return seen
+
+
+def weights(engine):
+    """Master weights and optimizer state of this rank, step counters included."""
+    state = engine.optimizer.optimizer.state
+    values = [torch.as_tensor(v).clone() for s in state.values() for v in s.values()]
+    master = next(
+        getattr(engine.optimizer, n)
+        for n in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+        if hasattr(engine.optimizer, n)
+    )
+    return [*values, *(m.detach().clone() for m in master)] if values else [m.detach().clone() for m in master]
+
+
+def command(work, run, config, *more, steps=20):
+    data = ["--model", str(work / "model.json"), "--data", str(work / "data"), "--split", "80,10,10"]
+    schedule = ["--train-steps", str(steps), "--warmup-steps", "1"]
+    return ["--deepspeed_config", config, *data, *schedule, "--output", str(run), *map(str, more)]
+
+
+def losses(run):
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in read_metrics(run)]
+
+
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}  # with ZeRO-1: another optimizer class of DeepSpeed
+
+
+@pytest.mark.parametrize(
+    ("stage", "coat", "more"),
+    [
+        (1, True, {}),
+        (2, True, {}),
+        (3, True, {}),
+        (1, True, FP32_GRADIENTS),
+        (1, False, {}),
+        (2, False, {}),
+        (3, False, {}),
+    ],
+)
+def test_restart_is_exact(work, tmp_path, stage, coat, more):
+    """20 steps straight = 10 + restart + 10, to the last bit of every loss and gradient norm."""
+    config = configuration(tmp_path, stage, coat, **more)
+    straight, parts, save = tmp_path / "straight", tmp_path / "parts", tmp_path / "save"
+    evaluate = ["--eval-interval", "4", "--eval-steps", "1"]
+    ends = run_ranks(2, rank_main, command(work, straight, config, *evaluate))
+    assert ends[0].startswith("finished 20 steps")
+    both = [*evaluate, "--save", save, "--load", "auto", "--keep-last", "1"]
+    assert (
+        "--stop-at-step after step 10"
+        in run_ranks(2, rank_main, command(work, parts, config, *both, "--stop-at-step", "10"))[0]
+    )
+    assert len(read_metrics(parts)) == 10
+    assert "finished 20 steps" in run_ranks(2, rank_main, command(work, parts, config, *both))[0]
+    assert losses(straight) == losses(parts)
+    assert len({loss for _, loss, *_ in losses(straight)}) == 20 and all(r["changed"] for r in read_metrics(parts))
+    assert [r.get("valid_loss") for r in read_metrics(straight)] == [r.get("valid_loss") for r in read_metrics(parts)]
+    assert sorted(p.name for p in save.glob("step*")) == ["step00000020"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "coat", "more"),
+    [
+        (1, True, {}),
+        (2, True, {}),
+        (3, True, {}),
+        (3, False, {}),
+        (1, False, FP32_GRADIENTS),
+    ],
+)
+def test_non_finite_steps_are_skipped_and_change_nothing(work, tmp_path, stage, coat, more):
+    """A bad number on one rank in the first of two micro-batches: all skip, and weights, moments and counters stay."""
+    config = configuration(tmp_path, stage, coat, **more)
+    poisoned = [(3, "gradient", 1), (5, "loss", 0), (6, "gradient", 0)]
+    ends = run_ranks(2, rank_main, command(work, tmp_path / "run", config, "--max-bad-steps", "3", steps=8), poisoned)
+    assert ends[0].startswith("finished 8 steps")
+    records = read_metrics(tmp_path / "run")
+    why = {3: "non-finite gradient norm", 5: "non-finite loss", 6: "non-finite gradient norm"}
+    assert {r["step"]: r["skipped"] for r in records if "skipped" in r} == why
+    assert [r["changed"] for r in records] == [r["step"] not in why for r in records]
+    assert all(r["grad_norm"] is None for r in records if r["step"] in why) and records[4]["loss"] is None
+    assert all(math.isfinite(r["loss"]) and math.isfinite(r["grad_norm"]) for r in records if r["step"] not in why)
+
+
+def test_memory_table_counts_what_is_there(work, tmp_path):
+    activations = {}
+    weights = 256 * 256 * (2 + 2 * (4 + 3)) + 5 * 256  # two embeddings; two layers of 4 h^2 + 3 h f, f = h; norms
+    for stage, coat in (2, True), (3, True), (2, False):
+        config = configuration(tmp_path, stage, coat, data_types={"grad_accum_dtype": "fp32"})
+        run = tmp_path / f"{stage}{coat}"
+        wide = ["--model-override", "hidden_size=256"]
+        assert "finished 1" in run_ranks(2, rank_main, command(work, run, config, *wide, steps=1))[0]
+        table = json.loads((run / "memory.json").read_text())
+        held = {"parameters": weights // (stage - 1), "gradients": weights // 2, "master weights": weights // 2}
+        for name, elements in held.items():
+            assert table[name]["elements"] == pytest.approx(elements, rel=2e-3), name
+        per_element = {n: row["bytes"] / row["elements"] for n, row in table.items()}
+        assert (per_element["parameters"], per_element["gradients"], per_element["master weights"]) == (2.0, 4.0, 4.0)
+        assert per_element["optimizer moments"] == pytest.approx(2.05 if coat else 8.0, abs=0.02)
+        assert table["activations"]["elements"] == 2 * 32  # tokens of a micro-batch
+        activations[stage, coat] = table["activations"]["bytes"]
+    # Weights that ZeRO-3 gathers for a layer are no activations.
+    assert activations[2, True] == activations[3, True] < activations[2, False]
+
+
+def test_bad_steps_in_a_row_stop_the_run_and_name_the_checkpoint(work, tmp_path):
+    config, save = configuration(tmp_path, 2), tmp_path / "save"
+    poisoned = [(s, "loss", 1) for s in (2, 5, 6, 7, 8)]
+    more = ["--max-bad-steps", "3", "--save", save, "--save-interval", "4"]
+    ends = run_ranks(2, rank_main, command(work, tmp_path / "run", config, *more), poisoned)
+    for end in ends:
+        assert (
+            end.startswith("BadSteps: 3 steps in a row, up to step 7, had a non-finite loss")
+            and f"{save}/step00000004" in end
+        )
+    assert len(read_metrics(tmp_path / "run")) == 7
+
+
+def test_signal_on_one_rank_stops_all_after_the_step_and_saves(work, tmp_path):
+    config, save = configuration(tmp_path, 2), tmp_path / "save"
+    ends = run_ranks(2, rank_main, command(work, tmp_path / "run", config, "--save", save), [(4, "signal", 1)])
+    assert ends[1] == f"stopped by SIGTERM after step 4; checkpoint {save}/step00000004"
+    assert ends[0].startswith("stopped by a signal on another rank after step 4")
+    assert len(read_metrics(tmp_path / "run")) == 4
+    assert "finished 6" in run_ranks(2, rank_main, command(work, tmp_path / "run", config, "--load", save, steps=6))[0]
+
+
+def test_checkpoints_of_other_runs_and_damaged_ones_are_refused(work, tmp_path):
+    config, save, run = configuration(tmp_path, 2), tmp_path / "save", tmp_path / "run"
+    assert "finished 2" in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
+    go_on = command(work, run, config, "--load", save, steps=4)
+
+    def end(argv, world=2):
+        return run_ranks(world, rank_main, argv)[0]
+
+    bigger = end([*go_on, "--model-override", "ffn_hidden_size=384"])
+    assert bigger.startswith(
+        f"CheckpointError: {save}/step00000002 was made by a different run:\nmodel.ffn_hidden_size: checkpoint has 256"
+    )
+    assert "parallel.tensor: checkpoint has 1, this run has 2" in end([*go_on, "--tensor-parallel", "2"])
+    assert "parallel.data: checkpoint has 2, this run has 1" in end(go_on, world=1)
+    other = command(work, run, configuration(tmp_path, 3), "--load", save, steps=4)
+    assert "deepspeed.zero_optimization.stage: checkpoint has 2, this run has 3" in end(other)
+    other = command(work, run, configuration(tmp_path, 2, coat=False), "--load", save, steps=4)
+    assert "deepspeed.optimizer.type: checkpoint has 'CoatAdamW', this run has 'AdamW'" in end(other)
+    assert len(read_metrics(run)) == 2  # a refused start leaves the record of the run alone
+    assert "--load: got" in end(command(work, run, config, "--load", tmp_path / "empty", steps=4))
+
+    states = sorted((save / "step00000002").glob("*optim_states.pt"))
+    whole = states[0].read_bytes()
+    states[0].write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    assert f"{states[0].name}: damaged" in end(go_on)
+    states[0].write_bytes(states[1].read_bytes())  # rank files swapped
+    assert f"{states[0].name}: damaged" in end(go_on)
+    states[0].unlink()
+    assert f"{states[0].name}: missing" in end(go_on)
+    (save / "latest").write_text("step00000009")
+    assert "names 'step00000009', which is no checkpoint; there are: step00000002" in end(go_on)
+
+
+def test_tensor_parallel_sizes_agree(work, tmp_path):
+    """TP 1, TP 2 and TP 2 with sequence parallelism print the same losses and gradient norms with tp_invariant."""
+    coat = {"optimizer": {}, "activation": {"tp_invariant": True}}
+    seen = []
+    for name, world, more in (
+        ("one", 1, []),
+        ("two", 2, ["--tensor-parallel", "2"]),
+        ("sp", 2, ["--tensor-parallel", "2", "--sequence-parallel"]),
+    ):
+        config = configuration(tmp_path, 2, coat=coat, train_micro_batch_size_per_gpu=2)
+        argv = command(
+            work, tmp_path / name, config, *more, "--model-override", "hidden_size=256", "hidden_dropout=0.0", steps=5
+        )
+        assert "finished 5" in run_ranks(world, rank_main, argv)[0]
+        seen.append([f"{r['loss']:.4f} {r['grad_norm']:.3f}" for r in read_metrics(tmp_path / name)])
+    assert seen[0] == seen[1] == seen[2] and len(set(seen[0])) == 5
+
+
+def test_hyperparameters_are_the_configurations_after_a_restart(work, tmp_path):
+    config, save, run = configuration(tmp_path, 3), tmp_path / "save", tmp_path / "run"
+    assert "finished 2" in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
+    changed = {"type": "CoatAdamW", "params": {"lr": 5e-3, "betas": [0.8, 0.99], "weight_decay": 0.3}}
+    go_on = command(work, run, configuration(tmp_path, 3, optimizer=changed), "--load", save, steps=3)
+    groups = run_ranks(2, hyperparameters, go_on)[0]
+    assert [g[:3] for g in groups] == [["decay/fp8", 0.3, (0.8, 0.99)], ["no_decay/fp32", 0.0, (0.8, 0.99)]]
+
+
+def test_ranks_started_differently_are_told(work, tmp_path):
+    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--seed", "{rank}")
+    for end in run_ranks(2, rank_main, argv):
+        assert end.startswith("CoatConfigError: ranks were started differently: ") and "seed: rank(s) " in end
+    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--max-bad-steps", "{rank}1")
+    assert "arguments: rank(s) " in run_ranks(2, rank_main, argv)[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_without_a_valid_split_is_refused(work, tmp_path):
+    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--eval-interval", "2")
+    argv[argv.index("--split") + 1] = "100,0,0"
+    assert "split: valid gets 0 of " in run_ranks(1, rank_main, argv)[0]

@@ -1,0 +1,101 @@
+"""Signals and random states."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from coat_dist import CoatConfigError
+from launch import runtime
+from tests.support import run_ranks
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_is_a_request_and_its_echo_nothing(number):
+    stop = runtime.StopSignal(echo_seconds=60)
+    try:
+        assert not stop.requested()
+        for again in (number, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), again)
+        assert stop.requested() and stop.name == signal.Signals(number).name
+    finally:
+        stop.restore()
+
+
+def test_a_later_signal_ends_at_once():
+    program = """
+        import os, signal, time
+        from launch.runtime import StopSignal
+        stop = StopSignal(echo_seconds=0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        print("still here", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("not reached")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM and done.stdout == "still here\n"
+
+
+def test_a_dead_launcher_is_a_request():
+    """The parent of the watching process dies, as a killed launcher does."""
+    program = """
+        import os, time
+        from launch.runtime import StopSignal
+        read, write = os.pipe()
+        if os.fork() == 0:
+            if os.fork() == 0:
+                stop = StopSignal()
+                os.write(write, b"ready")
+                end = time.monotonic() + 60
+                while not stop.requested() and time.monotonic() < end:
+                    time.sleep(0.02)
+                print(stop.name, flush=True)
+                os._exit(0)
+            os.read(read, 5)
+            os._exit(0)
+        os.wait()
+        time.sleep(0.01)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "end of the launcher\n"
+
+
+def draws(rank, world, path):
+    """Draw from every generator, before and after a round trip through a file."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from megatron_patches import initialize_model_parallel
+
+    runtime.seed_hosts_generators(7)
+    initialize_model_parallel(world, seed=7)
+
+    def draw():
+        with get_cuda_rng_tracker().fork():
+            inside = torch.rand(3)
+        return random.random(), np.random.rand(), torch.rand(3).tolist(), inside.tolist()
+
+    draw()
+    torch.save(runtime.get_random_state(), f"{path}/{rank}.pt")
+    first = [draw() for _ in range(3)]
+    runtime.set_random_state(torch.load(f"{path}/{rank}.pt", weights_only=True))
+    return first, [draw() for _ in range(3)]
+
+
+def test_random_states_survive_a_file(tmp_path):
+    results = run_ranks(2, draws, str(tmp_path))
+    for first, again in results:
+        assert first == again
+    assert results[0][0][0][3] != results[1][0][0][3]  # tensor-parallel regions draw differently on each rank
+
+
+def test_needs_a_launcher(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(CoatConfigError, match="RANK: not set, accepted: start with `deepspeed launch/pretrain.py"):
+        runtime.start(None)

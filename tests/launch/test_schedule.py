@@ -1,0 +1,52 @@
+"""Learning-rate schedule: end points, shapes, purity, errors."""
+
+import math
+
+import pytest
+
+from coat_dist import CoatConfigError
+from launch.schedule import Schedule
+
+
+def test_warmup_ends_at_the_peak_and_decay_at_the_minimum():
+    for kind in ("cosine", "linear"):
+        s = Schedule(lr=3e-4, min_lr=3e-5, warmup_steps=10, decay_steps=100, kind=kind)
+        assert s(10) == 3e-4
+        assert s(1) == 3e-4 / 10
+        assert s(100) == pytest.approx(3e-5, rel=1e-12)
+        assert s(1000) == s(100)
+        values = [s(i) for i in range(10, 101)]
+        assert values == sorted(values, reverse=True)
+        assert len(set(values)) == len(values)
+
+
+def test_shapes():
+    cosine = Schedule(lr=1.0, decay_steps=100, kind="cosine")
+    linear = Schedule(lr=1.0, decay_steps=100, kind="linear")
+    assert cosine(50) == pytest.approx(0.5)
+    assert linear(25) == pytest.approx(0.75)
+    assert cosine(25) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    constant = Schedule(lr=0.1, warmup_steps=4, kind="constant")
+    assert [constant(i) for i in (2, 4, 5, 10**9)] == [0.05, 0.1, 0.1, 0.1]
+
+
+def test_no_warmup_begins_near_the_peak():
+    assert Schedule(lr=1.0, decay_steps=10, kind="linear")(1) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"lr": math.nan}, "lr"),
+        ({"lr": math.inf}, "lr"),
+        ({"lr": 1.0, "min_lr": 2.0}, "min_lr"),
+        ({"lr": 1.0, "min_lr": -1.0}, "min_lr"),
+        ({"lr": 1.0, "warmup_steps": -1}, "warmup_steps"),
+        ({"lr": 1.0, "warmup_steps": 11, "decay_steps": 10}, "decay_steps"),
+        ({"lr": 1.0, "kind": "sawtooth"}, "kind"),
+    ],
+)
+def test_errors_name_the_argument(values, name):
+    with pytest.raises(CoatConfigError, match=rf"^{name}: got .*accepted: "):
+        Schedule(**{"decay_steps": 10, **values})
