@@ -32,6 +32,19 @@ $(STAMP): setup.py Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(STAMP)
 
+# Two ranks: on as many GPUs where there are two, on one GPU a single rank, and without a GPU two gloo ranks.
+RANKS = $(shell $(BIN)/python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
+
+quickstart: $(STAMP)
+	$(BIN)/python launch/prepare_data.py --input stdlib --tokenizer bpe:4096 --max-bytes 8M --output $(RUN)/data/stdlib
+	rm -rf $(RUN)/checkpoints $(RUN)/metrics.jsonl $(RUN)/loss.png
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --log_level error launch/pretrain.py \
+		--deepspeed --deepspeed_config configs/deepspeed/quickstart.json \
+		--model configs/models/tiny.json --data $(RUN)/data/stdlib \
+		--train-steps 160 --warmup-steps 10 --min-lr 3e-4 --eval-interval 40 --eval-steps 4 \
+		--save $(RUN)/checkpoints --run $(RUN)
+	$(BIN)/python launch/plot.py $(RUN) --output $(RUN)/loss.png
+
 report: $(STAMP)
 	$(BIN)/python -m coat_dist.report
 
@@ -41,7 +54,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check --config .ci/ruff.toml .
 	$(BIN)/ruff format --check --config .ci/ruff.toml .
-	$(BIN)/mypy --config-file .ci/mypy.ini coat_dist megatron_patches launch
+	$(BIN)/mypy --config-file .ci/mypy.ini coat_dist megatron_patches launch benchmarks
 
 clean:
 	rm -rf $(VENV) runs

@@ -161,10 +161,22 @@ def _adamw_kernel(
 
     p = tl.load(param + offset, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
-    m = _decode(tl.load(m_q + offset, mask=in_tile, other=0), tl.load(m_a + row, mask=in_row, other=0.0),
-                tl.load(m_k + row, mask=in_row, other=1), M, True, FAST)
-    v = _decode(tl.load(v_q + offset, mask=in_tile, other=0), tl.load(v_a + row, mask=in_row, other=0.0),
-                tl.load(v_k + row, mask=in_row, other=1), V, False, FAST)
+    m = _decode(
+        tl.load(m_q + offset, mask=in_tile, other=0),
+        tl.load(m_a + row, mask=in_row, other=0.0),
+        tl.load(m_k + row, mask=in_row, other=1),
+        M,
+        True,
+        FAST,
+    )
+    v = _decode(
+        tl.load(v_q + offset, mask=in_tile, other=0),
+        tl.load(v_a + row, mask=in_row, other=0.0),
+        tl.load(v_k + row, mask=in_row, other=1),
+        V,
+        False,
+        FAST,
+    )
     if LR_IS_TENSOR:
         lr = tl.load(lr).to(tl.float32)
         rate = lr * inverse_bias1
@@ -210,8 +222,17 @@ class _Constants(NamedTuple):
 @functools.cache
 def _constants(codec: MomentCodec) -> _Constants:
     fp8 = codec.fp8
-    return _Constants(tl.float8e4nv if fp8.name == "e4m3" else tl.float8e5, fp8.max, fp8.smallest, fp8.mantissa_bits,
-                      lowest_exponent(fp8), math.log2(fp8.max), codec.k_numerator, codec.expand, codec.keep_nonzero)
+    return _Constants(
+        tl.float8e4nv if fp8.name == "e4m3" else tl.float8e5,
+        fp8.max,
+        fp8.smallest,
+        fp8.mantissa_bits,
+        lowest_exponent(fp8),
+        math.log2(fp8.max),
+        codec.k_numerator,
+        codec.expand,
+        codec.keep_nonzero,
+    )
 
 
 def adamw_step(
@@ -233,11 +254,31 @@ def adamw_step(
     rows = TILE_ELEMENTS // codec_m.group_size
     with torch.cuda.device_of(param):
         _adamw_kernel[(triton.cdiv(groups, rows),)](
-            param, grad, *m, *v, n, groups, lr, rate, decay, numbers.weight_decay,
-            numbers.beta1, 1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
-            numbers.inverse_bias1, numbers.inverse_sqrt_bias2,
+            param,
+            grad,
+            *m,
+            *v,
+            n,
+            groups,
+            lr,
+            rate,
+            decay,
+            numbers.weight_decay,
+            numbers.beta1,
+            1.0 - numbers.beta1,
+            numbers.beta2,
+            1.0 - numbers.beta2,
+            numbers.eps,
+            numbers.inverse_bias1,
+            numbers.inverse_sqrt_bias2,
             0 if seed is None else seed - ((seed >> 31) << 32),  # as int32, so that all seeds share one compiled kernel
-            GROUP=codec_m.group_size, ROWS=rows, LR_IS_TENSOR=lr_is_tensor, MAXIMIZE=numbers.maximize,
-            STOCHASTIC=seed is not None, FAST=param.is_cuda, M=_constants(codec_m), V=_constants(codec_v),
+            GROUP=codec_m.group_size,
+            ROWS=rows,
+            LR_IS_TENSOR=lr_is_tensor,
+            MAXIMIZE=numbers.maximize,
+            STOCHASTIC=seed is not None,
+            FAST=param.is_cuda,
+            M=_constants(codec_m),
+            V=_constants(codec_v),
             num_warps=NUM_WARPS,
         )

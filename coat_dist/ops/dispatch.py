@@ -25,5 +25,8 @@ def use_kernels(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _capable(device: torch.device) -> bool:
-    return (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-            and importlib.util.find_spec("triton") is not None)
+    return (
+        torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+        and importlib.util.find_spec("triton") is not None
+    )

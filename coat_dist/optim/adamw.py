@@ -55,10 +55,22 @@ class CoatAdamW(torch.optim.Optimizer):
         group_size: int = 128,
         stochastic_rounding: bool = False,
     ) -> None:
-        super().__init__(params, dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, moments="fp8",
-            first_moment=first_moment, second_moment=second_moment, expand=expand, group_size=group_size,
-            stochastic_rounding=stochastic_rounding))
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                maximize=maximize,
+                moments="fp8",
+                first_moment=first_moment,
+                second_moment=second_moment,
+                expand=expand,
+                group_size=group_size,
+                stochastic_rounding=stochastic_rounding,
+            ),
+        )
         _declare_to_zero(type(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -85,8 +97,10 @@ class CoatAdamW(torch.optim.Optimizer):
         todo = [(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for p, grad, group in todo:
             if grad.layout is not torch.strided or grad.dtype not in DTYPES:
-                raise TypeError(f"CoatAdamW: got a {grad.layout} {grad.dtype} gradient for a parameter of shape "
-                                f"{tuple(p.shape)}, accepted: dense float32, bfloat16 or float16")
+                raise TypeError(
+                    f"CoatAdamW: got a {grad.layout} {grad.dtype} gradient for a parameter of shape "
+                    f"{tuple(p.shape)}, accepted: dense float32, bfloat16 or float16"
+                )
             state = self.state[p]
             if "step" in state and STORED[group["moments"]] not in state:  # something else put it there
                 check_state(state, p, group, f"CoatAdamW: state of a parameter of shape {tuple(p.shape)}")
@@ -152,8 +166,10 @@ def _check_and_box(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, saved_groups))
     if sizes != saved_sizes:
-        raise ValueError(f"CoatAdamW.load_state_dict: got parameter groups of {saved_sizes} parameters, accepted: "
-                         f"{sizes}, as this optimizer was built with; build it with the same parameter groups")
+        raise ValueError(
+            f"CoatAdamW.load_state_dict: got parameter groups of {saved_sizes} parameters, accepted: "
+            f"{sizes}, as this optimizer was built with; build it with the same parameter groups"
+        )
     states = dict(state_dict["state"])
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         for key in LAYOUT_KEYS:
@@ -162,7 +178,8 @@ def _check_and_box(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
                 raise ValueError(
                     f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: {group[key]!r}, as this "
                     "optimizer was built with; build it with the saved setting, or convert the moments with "
-                    "coat_dist.optim.export_moments and import_moments")
+                    "coat_dist.optim.export_moments and import_moments"
+                )
         for index, p in zip(saved["params"], group["params"], strict=True):
             if states.get(index):
                 check_state(states[index], p, group, f"CoatAdamW.load_state_dict: group {i}, parameter {index}")

@@ -32,8 +32,10 @@ def export_moments(
     check_state(state, param, group, "export_moments: state")
     if group["moments"] == "fp32":
         return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
-    m, v = (decode(moment(state, which), codec, param.numel()).view(param.shape)
-            for which, codec in zip("mv", codecs(group), strict=True))
+    m, v = (
+        decode(moment(state, which), codec, param.numel()).view(param.shape)
+        for which, codec in zip("mv", codecs(group), strict=True)
+    )
     return m, v
 
 
@@ -54,14 +56,18 @@ def import_moments(
     """
     for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if value.numel() != param.numel() or not value.is_floating_point():
-            raise ValueError(f"import_moments {name}: got {value.dtype} {list(value.shape)}, accepted: floating point, "
-                             f"{param.numel()} elements")
+            raise ValueError(
+                f"import_moments {name}: got {value.dtype} {list(value.shape)}, accepted: floating point, "
+                f"{param.numel()} elements"
+            )
     if exp_avg_sq.numel() and exp_avg_sq.min() < 0:
         raise ValueError("import_moments exp_avg_sq: got negative elements, accepted: squares")
     step = int(step)
     if group["moments"] == "fp32":
         m, v = (x.detach().to(param.device, torch.float32, copy=True).view(param.shape) for x in (exp_avg, exp_avg_sq))
         return {"step": step, "exp_avg": m, "exp_avg_sq": v}
-    encoded = [encode(x.detach().to(param.device), codec)
-               for x, codec in zip((exp_avg, exp_avg_sq), codecs(group), strict=True)]
+    encoded = [
+        encode(x.detach().to(param.device), codec)
+        for x, codec in zip((exp_avg, exp_avg_sq), codecs(group), strict=True)
+    ]
     return pack(encoded[0], encoded[1], step)

@@ -43,8 +43,11 @@ def param_groups(
     """
     if reserved := {"params", "name", "moments"} & set(defaults):
         raise ValueError(f"param_groups: got {', '.join(sorted(reserved))}, accepted: keys that it does not set itself")
-    named = list(model_or_named_params.named_parameters() if isinstance(model_or_named_params, torch.nn.Module)
-                 else model_or_named_params)
+    named = list(
+        model_or_named_params.named_parameters()
+        if isinstance(model_or_named_params, torch.nn.Module)
+        else model_or_named_params
+    )
     first_name: dict[int, str] = {}
     for name, p in named:
         if id(p) in first_name:
@@ -58,10 +61,18 @@ def param_groups(
             replicated = tensor_parallel and not getattr(p, "tensor_model_parallel", False)
             members[f"{'no_decay' if vector else 'decay'}/{'fp32' if vector or replicated else 'fp8'}"].append(p)
     if not any(members.values()):
-        raise ValueError(f"param_groups: got {len(named)} parameters and none to train, accepted: at least one that "
-                         "requires a gradient")
+        raise ValueError(
+            f"param_groups: got {len(named)} parameters and none to train, accepted: at least one that "
+            "requires a gradient"
+        )
     return [
-        {"params": params, "name": key, "moments": key.split("/")[1],
-         "weight_decay": weight_decay if key.startswith("decay") else 0.0, **defaults}
-        for key, params in members.items() if params
+        {
+            "params": params,
+            "name": key,
+            "moments": key.split("/")[1],
+            "weight_decay": weight_decay if key.startswith("decay") else 0.0,
+            **defaults,
+        }
+        for key, params in members.items()
+        if params
     ]

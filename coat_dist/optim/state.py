@@ -56,8 +56,11 @@ def moment(state: Mapping[str, Any], which: str) -> Moment:
 
 def pack(m: Moment, v: Moment, step: int) -> dict[str, Any]:
     """The state that holds two encoded moments."""
-    tensors = {f"coat_{which}_{part}": tensor for which, one in (("m", m), ("v", v))
-               for part, tensor in zip(Moment._fields, one, strict=True)}
+    tensors = {
+        f"coat_{which}_{part}": tensor
+        for which, one in (("m", m), ("v", v))
+        for part, tensor in zip(Moment._fields, one, strict=True)
+    }
     return {"step": step, **tensors}
 
 
@@ -76,6 +79,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     Raises:
         ValueError, TypeError: names the option, what was given and what is accepted.
     """
+
     def require(key: str, accepted: str, ok: bool) -> None:
         if not ok:
             raise ValueError(f"CoatAdamW {key}: got {group[key]!r}, accepted: {accepted}")
@@ -85,12 +89,16 @@ def check_group(group: Mapping[str, Any]) -> None:
 
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor):
-        require("lr", "a number >= 0, or a floating-point tensor of one element",
-                lr.numel() == 1 and lr.is_floating_point())
+        require(
+            "lr", "a number >= 0, or a floating-point tensor of one element", lr.numel() == 1 and lr.is_floating_point()
+        )
     else:
         require("lr", "a number >= 0, or a tensor of one element", number(lr))
-    require("betas", "two numbers in [0, 1)",
-            isinstance(betas, tuple | list) and len(betas) == 2 and all(number(b) and b < 1 for b in betas))
+    require(
+        "betas",
+        "two numbers in [0, 1)",
+        isinstance(betas, tuple | list) and len(betas) == 2 and all(number(b) and b < 1 for b in betas),
+    )
     for key in ("eps", "weight_decay"):
         require(key, "a number >= 0", number(group[key]))
     for key in ("maximize", "expand", "stochastic_rounding"):
@@ -106,8 +114,10 @@ def check_group(group: Mapping[str, Any]) -> None:
     for p in [params] if isinstance(params, torch.Tensor) else params:
         p = p[1] if isinstance(p, tuple) else p  # torch also takes (name, parameter)
         if isinstance(p, torch.Tensor) and (p.dtype not in DTYPES or p.layout is not torch.strided):
-            raise TypeError(f"CoatAdamW params: got a {p.layout} {p.dtype} parameter of shape {tuple(p.shape)}, "
-                            "accepted: dense float32, bfloat16 or float16")
+            raise TypeError(
+                f"CoatAdamW params: got a {p.layout} {p.dtype} parameter of shape {tuple(p.shape)}, "
+                "accepted: dense float32, bfloat16 or float16"
+            )
 
 
 def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str) -> None:
@@ -122,7 +132,8 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
         raise ValueError(
             f"{what}: got {', '.join(sorted(found))}, accepted with moments={group['moments']!r}: "
             f"{', '.join(sorted(expected))}. Moments of another optimizer or setting are converted with "
-            "coat_dist.optim.export_moments and import_moments; to start with empty ones, do not load optimizer states")
+            "coat_dist.optim.export_moments and import_moments; to start with empty ones, do not load optimizer states"
+        )
     for key, wanted in expected.items():
         value = saved[key]
         if not isinstance(wanted, torch.Tensor):
@@ -130,5 +141,7 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
                 raise ValueError(f"{what}, {key}: got {value!r}, accepted: a count of steps")
         elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
             given = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(f"{what}, {key}: got {given}, accepted: {wanted.dtype} {list(wanted.shape)} "
-                             f"for {param.numel()} elements; saved from a parameter of another shape or sharding")
+            raise ValueError(
+                f"{what}, {key}: got {given}, accepted: {wanted.dtype} {list(wanted.shape)} "
+                f"for {param.numel()} elements; saved from a parameter of another shape or sharding"
+            )

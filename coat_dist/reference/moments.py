@@ -98,9 +98,11 @@ class MomentCodec:
         """The encoding of n zeros."""
         groups = self.groups(n)
         k = 255 if self.expand else 16
-        return Moment(torch.zeros(groups, self.group_size, dtype=torch.uint8, device=device),
-                      torch.zeros(groups, dtype=torch.bfloat16, device=device),
-                      torch.full((groups,), k, dtype=torch.uint8, device=device))
+        return Moment(
+            torch.zeros(groups, self.group_size, dtype=torch.uint8, device=device),
+            torch.zeros(groups, dtype=torch.bfloat16, device=device),
+            torch.full((groups,), k, dtype=torch.uint8, device=device),
+        )
 
 
 def encode(x: torch.Tensor, codec: MomentCodec, noise: torch.Tensor | None = None) -> Moment:
