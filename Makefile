@@ -42,7 +42,7 @@ quickstart: $(STAMP)
 		--deepspeed --deepspeed_config configs/deepspeed/quickstart.json \
 		--model configs/models/tiny.json --data $(RUN)/data/stdlib \
 		--train-steps 160 --warmup-steps 10 --min-lr 3e-4 --eval-interval 40 --eval-steps 4 \
-		--save $(RUN)/checkpoints --run $(RUN)
+		--save $(RUN)/checkpoints --output $(RUN)
 	$(BIN)/python launch/plot.py $(RUN) --output $(RUN)/loss.png
 
 report: $(STAMP)

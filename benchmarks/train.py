@@ -47,7 +47,7 @@ def run(config: str, data: str, folder: Path, arguments: argparse.Namespace) -> 
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(arguments.ranks)]
     command += ["--log_level", "error"]
     command += ["--master_port", "29517", "launch/pretrain.py", "--deepspeed", "--deepspeed_config", str(path)]
-    command += ["--model", arguments.model, "--data", data, "--run", str(out), "--train-steps", str(arguments.steps)]
+    command += ["--model", arguments.model, "--data", data, "--output", str(out), "--train-steps", str(arguments.steps)]
     command += ["--lr", str(arguments.lr), "--warmup-steps", str(max(1, arguments.steps // 2))]
     command += ["--tensor-parallel", str(arguments.tensor_parallel)]
     command += ["--sequence-parallel"] if arguments.tensor_parallel > 1 else []
