@@ -11,140 +11,37 @@ Against the definition: ``a`` and ``k`` differ by one step where what they round
 where both are equal, codes are equal except for values within about 2**-13 of the middle between two codes, which may
 take the neighbour. Parameters agree within 2**-22 of themselves and 4e-5 of the update's terms.
 
-Two things come for free: lg2(0) = -inf and ex2(-inf) = 0, so zeros need no branch; and magnitudes are compared as
-integers, where NaN > infinity > any number, so reductions cannot lose a NaN.
+Small tensors share a launch: ``kernels/table.py``.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from ..reference.adamw import AdamWStep
-from ..reference.moments import Moment, MomentCodec, lowest_exponent
+from ..reference.adamw import AdamWStep, AdamWTensors
+from ..reference.moments import Moment, MomentCodec
+from . import table
+from .moments import constants, decode, encode, mix, reciprocal, square_root
 
-__all__ = ["adamw_step"]
+__all__ = ["adamw_step", "adamw_steps"]
 
 # H200, 2**29 parameters, ms by tile/warps: 1024/4 2.07, 1024/2 2.09, 1024/1 2.34, 512/1 2.07, 512/2 2.10, 512/4 2.41
 TILE_ELEMENTS = 1024
 NUM_WARPS = 4
 
-# A literal below the smallest normal fp32 would turn the kernel to fp64; this one is exactly that number.
-TINY = tl.constexpr(2.0**-126)
-_TINY_BITS = tl.constexpr(0x00800000)
-_INF_BITS = tl.constexpr(0x7F800000)
-_NAN_BITS = tl.constexpr(0x7FC00000)
-_BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
-_ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: rounds to an integer, ties to even
-
 
 @triton.jit
-def _log2(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.log2(x)
-
-
-@triton.jit
-def _exp2(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
-def _reciprocal(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return 1.0 / x
-
-
-@triton.jit
-def _sqrt(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.sqrt(x)
-
-
-@triton.jit
-def _mix(x):
-    """lowbias32 on uint32."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _decode(q, a, k, C: tl.constexpr, SIGNED: tl.constexpr, FAST: tl.constexpr):
-    code = q.to(C.fp8, bitcast=True).to(tl.float32)
-    size = tl.abs(code)
-    root = _exp2(_log2(size * (1.0 / C.max), FAST) * (8.0 / k.to(tl.float32))[:, None], FAST)
-    x = a.to(tl.float32)[:, None] * root * root
-    if C.keep_nonzero:  # at least TINY, unless the code is 0
-        x = tl.maximum(x, tl.minimum(size, TINY), propagate_nan=tl.PropagateNan.ALL)
-    return _with_sign(x, code) if SIGNED else x
-
-
-@triton.jit
-def _with_sign(x, of):
-    bits = x.to(tl.int32, bitcast=True) | (of.to(tl.int32, bitcast=True) & -0x80000000)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _encode(x, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
-    magnitude = tl.abs(x) if SIGNED else x
-    if not FAST:  # lg2 takes subnormals for zero by itself
-        magnitude = tl.where(magnitude < TINY, 0.0, magnitude)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    top = tl.max(bits, 1)
-    top = tl.where(top < _TINY_BITS, 0, top)
-    a_bits = tl.minimum((top + 0xFFFF) & -0x10000, _BF16_MAX_BITS)
-    a = tl.where(top < _INF_BITS, a_bits, _NAN_BITS).to(tl.float32, bitcast=True)
-    log_a = tl.where(top == 0, 0.0, _log2(a, FAST))
-    if C.expand:
-        # unsigned: zeros and subnormals wrap around to the far end
-        bottom = tl.min((bits - _TINY_BITS).to(tl.uint32, bitcast=True), 1).to(tl.int32, bitcast=True) + _TINY_BITS
-        spread = tl.where(top == 0, -1.0, log_a - _log2(bottom.to(tl.float32, bitcast=True), FAST))
-        k = tl.where(spread > 0, tl.floor(C.k_numerator / spread), 255.0)
-        k = tl.minimum(tl.maximum(k, 1.0), 255.0)
-    else:
-        k = tl.full(a.shape, 16.0, tl.float32)
-    power = k * 0.0625
-    y = _exp2(_log2(magnitude, FAST) * power[:, None] + (C.log2_max - log_a * power)[:, None], FAST)
-    if C.keep_nonzero and not C.expand:  # with expansion no y is below 2 / F, which is more than the smallest code
-        y = tl.where(bits < _TINY_BITS, y, tl.maximum(y, C.smallest, propagate_nan=tl.PropagateNan.ALL))
-    if STOCHASTIC or not FAST:  # onto the format's grid; the interpreter's own conversion does not round to nearest
-        y = tl.minimum(y, C.max, propagate_nan=tl.PropagateNan.ALL)
-        step_exponent = tl.maximum(y.to(tl.int32, bitcast=True) >> 23, C.lowest_exponent) - C.mantissa_bits
-        step = (step_exponent << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - step_exponent) << 23).to(tl.float32, bitcast=True)
-        on_grid = tl.floor(y * inverse + noise) if STOCHASTIC else (y * inverse + _ROUND) - _ROUND
-        y = tl.where(y == y, on_grid * step, y)
-    if SIGNED:
-        y = _with_sign(y, x)
-    q = y.to(C.fp8).to(tl.uint8, bitcast=True)  # to nearest, ties to even; above F it saturates
-    return q, a.to(tl.bfloat16), k.to(tl.uint8)
-
-
-@triton.jit(do_not_specialize=["seed"])
-def _adamw_kernel(
-    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, lr, rate, decay, weight_decay,
-    beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2, seed,
+def _update_tile(
+    first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, lr, rate, decay, weight_decay,
+    beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    # int64 only for where the tile starts: tensors have more than 2**31 elements, tiles do not
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to ``first_row + ROWS``."""
     first = first_row * GROUP
     row = tl.arange(0, ROWS)
     offset = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -161,7 +58,7 @@ def _adamw_kernel(
 
     p = tl.load(param + offset, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
-    m = _decode(
+    m = decode(
         tl.load(m_q + offset, mask=in_tile, other=0),
         tl.load(m_a + row, mask=in_row, other=0.0),
         tl.load(m_k + row, mask=in_row, other=1),
@@ -169,7 +66,7 @@ def _adamw_kernel(
         True,
         FAST,
     )
-    v = _decode(
+    v = decode(
         tl.load(v_q + offset, mask=in_tile, other=0),
         tl.load(v_a + row, mask=in_row, other=0.0),
         tl.load(v_k + row, mask=in_row, other=1),
@@ -185,54 +82,69 @@ def _adamw_kernel(
         g = -g
     m = m * beta1 + g * rest1
     v = v * beta2 + g * g * rest2
-    p = p * decay - rate * (m * _reciprocal(_sqrt(v, FAST) * inverse_sqrt_bias2 + eps, FAST))
+    p = p * decay - rate * (m * reciprocal(square_root(v, FAST) * inverse_sqrt_bias2 + eps, FAST))
     tl.store(param + offset, p.to(param.dtype.element_ty), mask=inside)
 
     noise_m = 0.0
     noise_v = 0.0
     if STOCHASTIC:  # a tile never straddles a multiple of 2**32: its size is a power of two
-        key = _mix((first >> 32).to(tl.uint32) ^ seed.to(tl.uint32))
-        random = _mix((first.to(tl.uint32) + offset.to(tl.uint32)) ^ key)
+        key = mix((first >> 32).to(tl.uint32) ^ seed.to(tl.uint32))
+        random = mix((first.to(tl.uint32) + offset.to(tl.uint32)) ^ key)
         noise_m = (random >> 16).to(tl.float32) * 0.0000152587890625
         noise_v = (random & 0xFFFF).to(tl.float32) * 0.0000152587890625
-    q, a, k = _encode(m, noise_m, M, True, STOCHASTIC, FAST)
+    q, a, k = encode(m, noise_m, M, True, STOCHASTIC, FAST)
     tl.store(m_q + offset, q, mask=in_tile)
     tl.store(m_a + row, a, mask=in_row)
     tl.store(m_k + row, k, mask=in_row)
-    q, a, k = _encode(v, noise_v, V, False, STOCHASTIC, FAST)
+    q, a, k = encode(v, noise_v, V, False, STOCHASTIC, FAST)
     tl.store(v_q + offset, q, mask=in_tile)
     tl.store(v_a + row, a, mask=in_row)
     tl.store(v_k + row, k, mask=in_row)
 
 
-class _Constants(NamedTuple):
-    """What the kernel has to know of a codec, as compile-time constants."""
+@triton.jit(do_not_specialize=["seed"])
+def _adamw_kernel(
+    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, lr, rate, decay, weight_decay,
+    beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, MAXIMIZE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    _update_tile(
+        tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed,
+        lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
+        GROUP, ROWS, LR_IS_TENSOR, MAXIMIZE, STOCHASTIC, FAST, M, V,
+    )  # fmt: skip
 
-    fp8: tl.dtype
-    max: float
-    smallest: float
-    mantissa_bits: int
-    lowest_exponent: int
-    log2_max: float
-    k_numerator: float
-    expand: bool
-    keep_nonzero: bool
+
+@triton.jit
+def _adamw_table_kernel(
+    table, tensor_of_tile, lr, rate, decay, weight_decay,
+    beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, MAXIMIZE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr,
+):  # fmt: skip
+    """The same for many tensors; ``kernels/table.py`` says what their table holds."""
+    tile = tl.program_id(0)
+    row = table + tl.load(tensor_of_tile + tile) * 12
+    n = tl.multiple_of(tl.load(row + 8), 16)
+    _update_tile(
+        (tile - tl.load(row + 11)) * ROWS,
+        tl.multiple_of(tl.load(row).to(tl.pointer_type(PARAM)), 16),
+        tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(GRAD)), 16),
+        tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.uint8)), 16),
+        tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16),
+        tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.uint8)), 16),
+        tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.uint8)), 16),
+        tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(tl.bfloat16)), 16),
+        tl.multiple_of(tl.load(row + 7).to(tl.pointer_type(tl.uint8)), 16),
+        n, tl.load(row + 9), tl.load(row + 10),
+        lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
+        GROUP, ROWS, LR_IS_TENSOR, MAXIMIZE, STOCHASTIC, FAST, M, V,
+    )  # fmt: skip
 
 
-@functools.cache
-def _constants(codec: MomentCodec) -> _Constants:
-    fp8 = codec.fp8
-    return _Constants(
-        tl.float8e4nv if fp8.name == "e4m3" else tl.float8e5,
-        fp8.max,
-        fp8.smallest,
-        fp8.mantissa_bits,
-        lowest_exponent(fp8),
-        math.log2(fp8.max),
-        codec.k_numerator,
-        codec.expand,
-        codec.keep_nonzero,
-    )
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def adamw_step(
@@ -246,39 +158,51 @@ def adamw_step(
     seed: int | None = None,
 ) -> None:
     """See :func:`coat_dist.reference.adamw.adamw_step`."""
-    n, groups = param.numel(), codec_m.groups(param.numel())
-    if n == 0:
-        return
+    adamw_steps([AdamWTensors(param, grad, m, v, seed)], codec_m, codec_v, numbers)
+
+
+def adamw_steps(
+    tensors: Sequence[AdamWTensors], codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
+) -> None:
+    """See :func:`coat_dist.reference.adamw.adamw_steps`."""
     lr, lr_is_tensor = numbers.lr, isinstance(numbers.lr, torch.Tensor)
     rate, decay = (0.0, 0.0) if lr_is_tensor else (lr * numbers.inverse_bias1, 1.0 - lr * numbers.weight_decay)
     rows = TILE_ELEMENTS // codec_m.group_size
-    with torch.cuda.device_of(param):
-        _adamw_kernel[(triton.cdiv(groups, rows),)](
-            param,
-            grad,
-            *m,
-            *v,
-            n,
-            groups,
-            lr,
-            rate,
-            decay,
-            numbers.weight_decay,
-            numbers.beta1,
-            1.0 - numbers.beta1,
-            numbers.beta2,
-            1.0 - numbers.beta2,
-            numbers.eps,
-            numbers.inverse_bias1,
-            numbers.inverse_sqrt_bias2,
-            0 if seed is None else seed - ((seed >> 31) << 32),  # as int32, so that all seeds share one compiled kernel
-            GROUP=codec_m.group_size,
-            ROWS=rows,
-            LR_IS_TENSOR=lr_is_tensor,
-            MAXIMIZE=numbers.maximize,
-            STOCHASTIC=seed is not None,
-            FAST=param.is_cuda,
-            M=_constants(codec_m),
-            V=_constants(codec_v),
-            num_warps=NUM_WARPS,
-        )
+    scalars = (
+        lr,
+        rate,
+        decay,
+        numbers.weight_decay,
+        numbers.beta1,
+        1.0 - numbers.beta1,
+        numbers.beta2,
+        1.0 - numbers.beta2,
+        numbers.eps,
+        numbers.inverse_bias1,
+        numbers.inverse_sqrt_bias2,
+    )
+    options = dict(
+        GROUP=codec_m.group_size,
+        ROWS=rows,
+        LR_IS_TENSOR=lr_is_tensor,
+        MAXIMIZE=numbers.maximize,
+        FAST=tensors[0].param.is_cuda,
+        M=constants(codec_m),
+        V=constants(codec_v),
+        num_warps=NUM_WARPS,
+    )
+    kinds, single = table.sort(tensors)
+    with torch.cuda.device_of(tensors[0].param):
+        for (param_dtype, grad_dtype, stochastic), many in kinds.items():
+            rows_of, tensor_of_tile = table.build(many, rows)
+            _adamw_table_kernel[(len(tensor_of_tile),)](
+                rows_of, tensor_of_tile, *scalars, STOCHASTIC=stochastic, PARAM=_TYPES[param_dtype],
+                GRAD=_TYPES[grad_dtype], **options,
+            )  # fmt: skip
+        for param, grad, m, v, seed in single:
+            groups = len(m.a)
+            # the seed as int32, so that all seeds share one compiled kernel
+            noise = 0 if seed is None else seed - ((seed >> 31) << 32)
+            _adamw_kernel[(-(-groups // rows),)](
+                param, grad, *m, *v, param.numel(), groups, noise, *scalars, STOCHASTIC=seed is not None, **options
+            )

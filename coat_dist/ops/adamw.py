@@ -1,30 +1,32 @@
-"""One AdamW step on a flat tensor."""
+"""One AdamW step on the tensors of a parameter group: flat ones with FP8 moments, any with fp32 moments."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
 from ..reference import adamw as reference
-from ..reference.adamw import AdamWStep, adamw_fp32_step
-from ..reference.moments import Moment, MomentCodec
+from ..reference.adamw import AdamWStep, AdamWTensors, FP32Tensors
+from ..reference.moments import MomentCodec
 from .dispatch import use_kernels
 
-__all__ = ["AdamWStep", "adamw_fp32_step", "adamw_step"]
+__all__ = ["AdamWStep", "AdamWTensors", "FP32Tensors", "adamw_fp32_steps", "adamw_steps"]
 
 
-def adamw_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    m: Moment,
-    v: Moment,
-    codec_m: MomentCodec,
-    codec_v: MomentCodec,
-    numbers: AdamWStep,
-    seed: int | None = None,
+def adamw_steps(
+    tensors: Sequence[AdamWTensors], codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
 ) -> None:
-    """See :func:`coat_dist.reference.adamw.adamw_step`."""
-    if use_kernels(param):
-        from ..kernels.adamw import adamw_step as step  # needs triton, which a machine without a GPU may lack
+    """See :func:`coat_dist.reference.adamw.adamw_steps`. At least one tensor."""
+    if use_kernels(tensors[0].param):
+        from ..kernels.adamw import adamw_steps as steps  # needs triton, which a machine without a GPU may lack
     else:
-        step = reference.adamw_step
-    step(param, grad, m, v, codec_m, codec_v, numbers, seed)
+        steps = reference.adamw_steps
+    steps(tensors, codec_m, codec_v, numbers)
+
+
+def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
+    """See :func:`coat_dist.reference.adamw.adamw_fp32_steps`. At least one tensor."""
+    if use_kernels(tensors[0].param):
+        from ..kernels.adamw_fp32 import adamw_fp32_steps as steps
+    else:
+        steps = reference.adamw_fp32_steps
+    steps(tensors, numbers)

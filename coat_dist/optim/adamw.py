@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from ..ops.adamw import AdamWStep, adamw_fp32_step, adamw_step
-from .state import DTYPES, LAYOUT_KEYS, STORED, check_group, check_state, codecs, moment, new_state
+from ..ops.adamw import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
+from .sharded import local, local_grad
+from .state import DTYPES, STORED, check_group, check_state, codecs, moment, new_state
+from .state_dict import check_and_box, gather, unbox
 
 __all__ = ["CoatAdamW"]
 
@@ -18,7 +20,8 @@ class CoatAdamW(torch.optim.Optimizer):
     """AdamW (decoupled weight decay, bias correction) with FP8 moments; see ``reference/moments.py`` for the encoding.
 
     Takes float32, bfloat16 and float16 parameters and dense gradients of these types; computes in fp32. It knows
-    nothing of sharding: what ZeRO hands it, a flat fp32 slice, is a parameter like any other.
+    nothing of DeepSpeed's sharding: what ZeRO hands it, a flat fp32 slice, is a parameter like any other. Of a DTensor
+    (FSDP2) each rank updates its shard.
 
     Every argument is also a key of parameter groups, where it overrides the default given here. A group has one key
     more: ``"moments": "fp8"`` (default) or ``"fp32"``, for small tensors; :func:`coat_dist.optim.param_groups` sets it.
@@ -39,6 +42,9 @@ class CoatAdamW(torch.optim.Optimizer):
     Raises:
         ValueError, TypeError: names the option, what was given and what is accepted.
     """
+
+    _fp32_state_dict = False
+    """Set by :func:`coat_dist.optim.fp32_state_dict`."""
 
     def __init__(
         self,
@@ -94,97 +100,91 @@ class CoatAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        todo = [(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p, grad, group in todo:
-            if grad.layout is not torch.strided or grad.dtype not in DTYPES:
-                raise TypeError(
-                    f"CoatAdamW: got a {grad.layout} {grad.dtype} gradient for a parameter of shape "
-                    f"{tuple(p.shape)}, accepted: dense float32, bfloat16 or float16"
-                )
-            state = self.state[p]
-            if "step" in state and STORED[group["moments"]] not in state:  # something else put it there
-                check_state(state, p, group, f"CoatAdamW: state of a parameter of shape {tuple(p.shape)}")
-        for p, grad, group in todo:
-            self._update(p, grad, group)
+        todo = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        for group, pairs in zip(self.param_groups, todo, strict=True):
+            stored = STORED[group["moments"]]
+            for p, grad in pairs:
+                if grad.layout is not torch.strided or grad.dtype not in DTYPES:
+                    raise TypeError(
+                        f"CoatAdamW: got a {grad.layout} {grad.dtype} gradient for a parameter of shape "
+                        f"{tuple(p.shape)}, accepted: dense float32, bfloat16 or float16"
+                    )
+                state = self.state[p]
+                if "step" in state and stored not in state:  # something else put it there
+                    check_state(state, p, group, f"CoatAdamW: state of a parameter of shape {tuple(p.shape)}")
+        for group, pairs in zip(self.param_groups, todo, strict=True):
+            self._step_group(group, pairs)
         return loss
 
-    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:
-        state = self.state[p]
-        if "step" not in state:  # DeepSpeed may have put an empty dict there
-            state.update(new_state(p, group))
-        if group["stochastic_rounding"] and "coat_seed" not in state:
-            state["coat_seed"] = sum("coat_seed" in s for s in self.state.values())
-        state["step"] += 1
-        lr = group["lr"]
-        if isinstance(lr, torch.Tensor):
-            lr = lr.reshape(()) if lr.device == p.device and lr.is_cuda else float(lr)
-        beta1, beta2 = group["betas"]
-        numbers = AdamWStep(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"], group["maximize"])
-        if group["moments"] == "fp32":
-            adamw_fp32_step(p, grad, state["exp_avg"], state["exp_avg_sq"], numbers)
-            return
-        seed = _seed(state["coat_seed"], state["step"]) if group["stochastic_rounding"] else None
-        flat = p.reshape(-1)  # a copy where p is not contiguous
-        adamw_step(flat, grad.reshape(-1), moment(state, "m"), moment(state, "v"), *codecs(group), numbers, seed)
-        if not p.is_contiguous():
-            p.copy_(flat.view(p.shape))
+    def _step_group(self, group: Mapping[str, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        stochastic, fp8 = group["stochastic_rounding"], group["moments"] == "fp8"
+        # Parameters of a group may differ in the steps they have taken, and in their device.
+        compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
+        plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
+        for p, grad in pairs:
+            state = self.state[p]
+            if "step" not in state:  # DeepSpeed may have put an empty dict there
+                state.update(new_state(p, group))
+            if stochastic and "coat_seed" not in state:
+                state["coat_seed"] = sum("coat_seed" in s for s in self.state.values())
+            state["step"] += 1
+            key = state["step"], p.device
+            grad, p = local_grad(p, grad), local(p)
+            if not fp8:
+                moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+                plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments))
+                continue
+            seed = _seed(state["coat_seed"], state["step"]) if stochastic else None
+            one = AdamWTensors(p.reshape(-1), grad.reshape(-1), moment(state, "m"), moment(state, "v"), seed)
+            if p.is_contiguous() and grad.is_contiguous():
+                compressed.setdefault(key, []).append(one)
+            else:  # these are copies: not to be held for all parameters at once
+                adamw_steps([one], *codecs(group), _numbers(group, *key))
+                p.copy_(one.param.view(p.shape))
+        for key, many in compressed.items():
+            adamw_steps(many, *codecs(group), _numbers(group, *key))
+        for key, small in plain.items():
+            adamw_fp32_steps(small, _numbers(group, *key))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state to the byte; of DTensor parameters as DTensors, which ``torch.distributed.checkpoint`` can save.
+
+        Under :func:`coat_dist.optim.fp32_state_dict` it holds fp32 moments instead.
+        """
+        handle = self.register_state_dict_post_hook(gather, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state to the byte, on the device of each parameter.
 
         As with every torch optimizer, the options saved in parameter groups replace the present ones. Those that say
-        how moments are stored have to agree.
+        how moments are stored have to agree, except under :func:`coat_dist.optim.fp32_state_dict`.
 
         Raises:
-            ValueError: saved by another optimizer, with other storage options, or from parameters of another shape.
-                Nothing has been changed then.
+            ValueError: saved by another optimizer, with other storage options, or from parameters of another shape or
+                sharding. Nothing has been changed then.
         """
-        # torch would cast codes to the parameter's dtype: pass them through it in boxes. This hook is the last to run,
-        # so hooks of the user see plain tensors.
-        handle = self.register_load_state_dict_pre_hook(_check_and_box)
+        handle = self.register_load_state_dict_pre_hook(check_and_box)  # the last to run
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for p, values in state["state"].items():
-            for key, value in values.items() if isinstance(values, dict) else ():
-                if isinstance(value, _Boxed):
-                    values[key] = value.tensor.to(p.device, copy=True)
+        unbox(state["state"])
         super().__setstate__(state)
 
 
-class _Boxed:
-    """Hides a tensor from ``torch.optim.Optimizer.load_state_dict``."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-def _check_and_box(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
-    sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, saved_groups))
-    if sizes != saved_sizes:
-        raise ValueError(
-            f"CoatAdamW.load_state_dict: got parameter groups of {saved_sizes} parameters, accepted: "
-            f"{sizes}, as this optimizer was built with; build it with the same parameter groups"
-        )
-    states = dict(state_dict["state"])
-    for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        for key in LAYOUT_KEYS:
-            if saved.get(key) != group[key]:
-                given = repr(saved[key]) if key in saved else "none (saved by another optimizer)"
-                raise ValueError(
-                    f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: {group[key]!r}, as this "
-                    "optimizer was built with; build it with the saved setting, or convert the moments with "
-                    "coat_dist.optim.export_moments and import_moments"
-                )
-        for index, p in zip(saved["params"], group["params"], strict=True):
-            if states.get(index):
-                check_state(states[index], p, group, f"CoatAdamW.load_state_dict: group {i}, parameter {index}")
-                states[index] = {k: _Boxed(v) if isinstance(v, torch.Tensor) else v for k, v in states[index].items()}
-    return {**state_dict, "state": states}
+def _numbers(group: Mapping[str, Any], step: int, device: torch.device) -> AdamWStep:
+    """The numbers of a step; a learning rate that lives on the parameters' GPU stays there."""
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor):
+        lr = lr.reshape(()) if lr.is_cuda and lr.device == device else float(lr)
+    beta1, beta2 = group["betas"]
+    return AdamWStep(lr, beta1, beta2, group["eps"], group["weight_decay"], step, group["maximize"])
 
 
 def _seed(ordinal: int, step: int) -> int:

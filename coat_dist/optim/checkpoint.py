@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..ops.moments import decode, encode
+from .sharded import like, local
 from .state import check_state, codecs, moment, pack
 
 __all__ = ["export_moments", "import_moments"]
@@ -24,7 +25,7 @@ def export_moments(
         group: its group, or any mapping with the group's storage options.
 
     Returns:
-        ``exp_avg`` and ``exp_avg_sq``, on the state's device.
+        ``exp_avg`` and ``exp_avg_sq``, on the state's device; of a DTensor, DTensors distributed as it is.
 
     Raises:
         ValueError: the state does not fit the parameter or the group.
@@ -33,7 +34,7 @@ def export_moments(
     if group["moments"] == "fp32":
         return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
     m, v = (
-        decode(moment(state, which), codec, param.numel()).view(param.shape)
+        like(param, decode(moment(state, which), codec, local(param).numel()).view(local(param).shape))
         for which, codec in zip("mv", codecs(group), strict=True)
     )
     return m, v
@@ -48,7 +49,8 @@ def import_moments(
 
     Args:
         param, group: the parameter and its group.
-        exp_avg, exp_avg_sq: moments, of the parameter's number of elements; floating point.
+        exp_avg, exp_avg_sq: moments, of the parameter's number of elements; floating point. Of a DTensor, DTensors
+            distributed as it is.
         step: steps taken so far.
 
     Raises:
@@ -60,14 +62,14 @@ def import_moments(
                 f"import_moments {name}: got {value.dtype} {list(value.shape)}, accepted: floating point, "
                 f"{param.numel()} elements"
             )
-    if exp_avg_sq.numel() and exp_avg_sq.min() < 0:
+    if local(exp_avg_sq).numel() and local(exp_avg_sq).min() < 0:
         raise ValueError("import_moments exp_avg_sq: got negative elements, accepted: squares")
     step = int(step)
     if group["moments"] == "fp32":
         m, v = (x.detach().to(param.device, torch.float32, copy=True).view(param.shape) for x in (exp_avg, exp_avg_sq))
         return {"step": step, "exp_avg": m, "exp_avg_sq": v}
     encoded = [
-        encode(x.detach().to(param.device), codec)
+        encode(local(x.detach()).to(param.device), codec)
         for x, codec in zip((exp_avg, exp_avg_sq), codecs(group), strict=True)
     ]
     return pack(encoded[0], encoded[1], step)

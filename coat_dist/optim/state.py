@@ -14,6 +14,9 @@ key                         type                                 content
 
 With ``"moments": "fp32"``: ``exp_avg``, ``exp_avg_sq`` fp32 of the parameter's shape, ``step``.
 
+Of a DTensor parameter (FSDP2), n counts the elements of this rank's shard and the tensors of the first kind are plain;
+``exp_avg`` and ``exp_avg_sq`` are DTensors like the parameter. State dicts hold DTensors only: ``optim/sharded.py``.
+
 Codes are two-dimensional and under private keys on purpose: DeepSpeed takes any state tensor of the parameter's shape
 for an fp32 moment and would hand out or convert raw codes without a word.
 """
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 
 from ..ops.moments import Moment, MomentCodec
+from .sharded import local, refusal
 
 __all__ = ["DTYPES", "LAYOUT_KEYS", "STORED", "check_group", "check_state", "codecs", "moment", "new_state", "pack"]
 
@@ -69,7 +73,8 @@ def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     if group["moments"] == "fp32":
         zeros = [torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for _ in range(2)]
         return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
-    m, v = (codec.zeros(param.numel(), param.device) for codec in codecs(group))
+    n = local(param).numel()
+    m, v = (codec.zeros(n, param.device) for codec in codecs(group))
     return pack(m, v, 0)
 
 
@@ -118,6 +123,8 @@ def check_group(group: Mapping[str, Any]) -> None:
                 f"CoatAdamW params: got a {p.layout} {p.dtype} parameter of shape {tuple(p.shape)}, "
                 "accepted: dense float32, bfloat16 or float16"
             )
+        if isinstance(p, torch.Tensor) and (reason := refusal(p)):
+            raise TypeError(f"CoatAdamW params: got a DTensor with {reason}, accepted: shards and replicas")
 
 
 def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str) -> None:
@@ -126,7 +133,8 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
     Raises:
         ValueError: names ``what``, the key at fault, and what to do.
     """
-    expected = new_state(torch.empty(param.shape, device="meta"), group)
+    shape = param.shape if group["moments"] == "fp32" else local(param).shape
+    expected = new_state(torch.empty(shape, device="meta"), group)
     found = set(saved) - {"coat_seed"}
     if found != set(expected):
         raise ValueError(

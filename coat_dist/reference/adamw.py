@@ -12,13 +12,24 @@ section 4).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from .moments import Moment, MomentCodec, decode, encode, uniform_noise
 
-__all__ = ["AdamWStep", "adamw_fp32_step", "adamw_step"]
+__all__ = [
+    "AdamWStep",
+    "AdamWTensors",
+    "FP32Tensors",
+    "adamw_fp32_step",
+    "adamw_fp32_steps",
+    "adamw_step",
+    "adamw_steps",
+]
 
 _CHUNK = 1 << 20
 """Elements decoded at a time: temporaries take some 40 bytes for each of these, whatever the size of the tensor."""
@@ -36,15 +47,34 @@ class AdamWStep:
     step: int
     maximize: bool = False
 
-    @property
+    @cached_property
     def inverse_bias1(self) -> float:
         """1 / (1 - beta1**t)."""
         return 1.0 / (1.0 - self.beta1**self.step)
 
-    @property
+    @cached_property
     def inverse_sqrt_bias2(self) -> float:
         """1 / sqrt(1 - beta2**t)."""
         return 1.0 / math.sqrt(1.0 - self.beta2**self.step)
+
+
+class AdamWTensors(NamedTuple):
+    """What one parameter brings to :func:`adamw_steps`; see :func:`adamw_step`."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    m: Moment
+    v: Moment
+    seed: int | None = None
+
+
+class FP32Tensors(NamedTuple):
+    """What one parameter brings to :func:`adamw_fp32_steps`; see :func:`adamw_fp32_step`."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
 
 
 def adamw_step(
@@ -88,3 +118,17 @@ def adamw_fp32_step(
     v.mul_(numbers.beta2).addcmul_(g, g, value=1.0 - numbers.beta2)
     update = (m * numbers.inverse_bias1).div_((v.sqrt().mul_(numbers.inverse_sqrt_bias2)).add_(numbers.eps))
     param.copy_(param.float() * (1.0 - numbers.lr * numbers.weight_decay) - numbers.lr * update)
+
+
+def adamw_steps(
+    tensors: Sequence[AdamWTensors], codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
+) -> None:
+    """:func:`adamw_step` on many tensors of one device."""
+    for one in tensors:
+        adamw_step(one.param, one.grad, one.m, one.v, codec_m, codec_v, numbers, one.seed)
+
+
+def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
+    """:func:`adamw_fp32_step` on many tensors of one device."""
+    for one in tensors:
+        adamw_fp32_step(*one, numbers)

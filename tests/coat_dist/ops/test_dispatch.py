@@ -31,13 +31,18 @@ def test_gpu_tensors_run_kernels_unless_definitions_are_forced(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_adamw_step_takes_the_side_that_dispatch_names(monkeypatch, kernels):
+@pytest.mark.parametrize("name", ["adamw_steps", "adamw_fp32_steps"])
+def test_adamw_takes_the_side_that_dispatch_names(monkeypatch, kernels, name):
     pytest.importorskip("triton")
-    from coat_dist.kernels import adamw as kernel_side
+    from coat_dist.kernels import adamw as fp8_side
+    from coat_dist.kernels import adamw_fp32 as fp32_side
 
     called = []
     monkeypatch.setattr(adamw, "use_kernels", lambda tensor: kernels)
-    monkeypatch.setattr(kernel_side, "adamw_step", lambda *a: called.append(("kernel", len(a))))
-    monkeypatch.setattr(adamw.reference, "adamw_step", lambda *a: called.append(("definition", len(a))))
-    adamw.adamw_step(torch.zeros(1), torch.zeros(1), None, None, None, None, None)
-    assert called == [("kernel" if kernels else "definition", 8)]
+    side = fp8_side if name == "adamw_steps" else fp32_side
+    monkeypatch.setattr(side, name, lambda *a: called.append(("kernel", len(a))))
+    monkeypatch.setattr(adamw.reference, name, lambda *a: called.append(("definition", len(a))))
+    tensors = [adamw.AdamWTensors(torch.zeros(1), torch.zeros(1), None, None)]
+    arguments = [tensors, None, None, None] if name == "adamw_steps" else [tensors, None]
+    getattr(adamw, name)(*arguments)
+    assert called == [("kernel" if kernels else "definition", len(arguments))]

@@ -1,0 +1,79 @@
+"""One AdamW step with fp32 moments on many small tensors, in few launches.
+
+A model has hundreds of norms and biases of a few thousand elements. One by one they cost some twelve launches each, all
+of them host time; torch's ``_foreach`` operations take a list of tensors a launch. The operations and their order are
+those of ``adamw_fp32_steps`` in ``reference/adamw.py``, so results are equal to the bit (on a GPU up to the contraction
+of a multiplication and an addition into one instruction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..reference.adamw import AdamWStep, FP32Tensors
+
+__all__ = ["adamw_fp32_steps"]
+
+BATCH_ELEMENTS = 1 << 22
+"""Tensors are taken together up to this many elements: temporaries take up to 16 bytes for each."""
+
+
+def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
+    """See :func:`coat_dist.reference.adamw.adamw_fp32_steps`."""
+    for batch in _batches(tensors):
+        params, grads, m, v = (list(column) for column in zip(*batch, strict=True))
+        _step(params, grads, m, v, numbers)
+
+
+def _batches(tensors: Sequence[FP32Tensors]) -> Iterator[list[FP32Tensors]]:
+    """Tensors of equal types, as lists of mixed ones fall back to one launch each; without empty ones."""
+    kinds: dict[tuple, list[FP32Tensors]] = {}
+    for one in tensors:
+        if one.param.numel():
+            kinds.setdefault((one.param.dtype, one.grad.dtype), []).append(one)
+    for batch in kinds.values():
+        first = elements = 0
+        for i, one in enumerate(batch):
+            elements += one.param.numel()
+            if elements > BATCH_ELEMENTS and i > first:
+                yield batch[first:i]
+                first, elements = i, one.param.numel()
+        yield batch[first:]
+
+
+def _as_fp32(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors themselves if they are fp32, copies otherwise."""
+    if tensors[0].dtype == torch.float32:
+        return tensors
+    copies = [torch.empty_like(t, dtype=torch.float32) for t in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def _step(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    m: list[torch.Tensor],
+    v: list[torch.Tensor],
+    numbers: AdamWStep,
+) -> None:
+    g = _as_fp32(grads)
+    if numbers.maximize:
+        g = list(torch._foreach_neg(g))
+    torch._foreach_mul_(m, numbers.beta1)
+    torch._foreach_add_(m, g, alpha=1.0 - numbers.beta1)
+    torch._foreach_mul_(v, numbers.beta2)
+    torch._foreach_addcmul_(v, g, g, value=1.0 - numbers.beta2)
+    divisor = torch._foreach_sqrt(v)
+    torch._foreach_mul_(divisor, numbers.inverse_sqrt_bias2)
+    torch._foreach_add_(divisor, numbers.eps)
+    update = torch._foreach_mul(m, numbers.inverse_bias1)
+    torch._foreach_div_(update, divisor)
+    torch._foreach_mul_(update, numbers.lr)
+    p = _as_fp32(params)
+    torch._foreach_mul_(p, 1.0 - numbers.lr * numbers.weight_decay)
+    torch._foreach_sub_(p, update)
+    if p is not params:
+        torch._foreach_copy_(params, p)

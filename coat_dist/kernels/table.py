@@ -1,0 +1,77 @@
+"""Many tensors in one launch: which may share it, and the table of addresses by which the kernel finds them.
+
+A launch costs some 45 us of host time (H200, Triton 3.6), which is what a matrix of 10**7 elements takes on the device.
+A model of small matrices would wait for the host most of the time. The kernel takes one program a tile as ever; a tile
+looks up its tensor, and the tensor its addresses::
+
+    table           int64 [tensors, 12]: param, grad, m.q, m.a, m.k, v.q, v.a, v.k, n, groups, seed, first tile
+    tensor_of_tile  int32 [tiles]
+
+Tables stay on the device as long as addresses repeat, as they do where gradients are kept or reallocated in the same
+order; otherwise some 100 bytes a tensor and 4 a tile travel from pinned memory, without waiting for the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import torch
+
+from ..reference.adamw import AdamWTensors
+
+__all__ = ["LIMIT", "build", "sort"]
+
+LIMIT = 1 << 22
+"""Elements up to which tensors share a launch; the larger ones hide the cost of their own."""
+ALIGNMENT = 16
+"""Bytes and elements: the kernel uses 16-byte accesses throughout, which other tensors cannot have."""
+_KEPT = 8
+
+Kind = tuple[torch.dtype, torch.dtype, bool]
+Member = tuple[list[int], AdamWTensors]
+_tables: OrderedDict[tuple, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+
+
+def sort(tensors: Iterable[AdamWTensors]) -> tuple[dict[Kind, list[Member]], list[AdamWTensors]]:
+    """Those that share a launch, with their addresses, by dtypes and rounding; and the others. No empty ones."""
+    kinds: dict[Kind, list[Member]] = {}
+    single = []
+    for one in tensors:
+        param, grad, m, v, seed = one
+        n = param.numel()
+        if n == 0:
+            continue
+        if n <= LIMIT and n % ALIGNMENT == 0:
+            addresses = [t.data_ptr() for t in (param, grad, *m, *v)]
+            if not any(address % ALIGNMENT for address in addresses):
+                kinds.setdefault((param.dtype, grad.dtype, seed is not None), []).append((addresses, one))
+                continue
+        single.append(one)
+    for kind in [k for k, many in kinds.items() if len(many) == 1]:
+        single.append(kinds.pop(kind)[0][1])
+    return kinds, single
+
+
+def build(many: list[Member], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``table`` and ``tensor_of_tile`` on the tensors' device; ``rows`` is the number of groups a tile has."""
+    device = many[0][1].param.device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, rows, *(x for addresses, one in many for x in (*addresses, one.param.numel(), one.seed)))
+    if key in _tables:
+        _tables.move_to_end(key)
+        return _tables[key]
+    table, tiles, first = [], [], 0
+    for addresses, one in many:
+        groups = len(one.m.a)
+        table.append([*addresses, one.param.numel(), groups, one.seed or 0, first])
+        tiles.append(-(-groups // rows))
+        first += tiles[-1]
+    owner = torch.repeat_interleave(torch.arange(len(tiles), dtype=torch.int32), torch.tensor(tiles))
+    built = [torch.tensor(table, dtype=torch.int64), owner]
+    if device.type == "cuda":
+        built = [t.pin_memory().to(device, non_blocking=True) for t in built]
+    _tables[key] = built[0], built[1]
+    if len(_tables) > _KEPT:
+        _tables.popitem(last=False)
+    return _tables[key]

@@ -1,0 +1,139 @@
+"""State dicts of CoatAdamW: to the byte as a rule, in fp32 where the sharding or the optimizer changes.
+
+These are hooks that ``CoatAdamW.state_dict`` and ``load_state_dict`` run innermost, so hooks of the user see plain
+state dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .checkpoint import export_moments, import_moments
+from .sharded import from_global, is_dtensor, to_global
+from .state import LAYOUT_KEYS, check_state
+
+__all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
+
+
+@contextmanager
+def fp32_state_dict(optimizer: Any) -> Iterator[None]:
+    """Inside, ``state_dict`` gives and ``load_state_dict`` takes ``step``, ``exp_avg`` and ``exp_avg_sq`` in fp32.
+
+    For what codes cannot be carried over: another number of FSDP2 shards, another group size or format, and moments of
+    torch's AdamW. Loading encodes the moments anew, within the error bound of one encoding; options of the present
+    parameter groups that say how moments are stored stay, the others are taken from the saved groups. Exporting takes
+    8 bytes a parameter while the state dict lives.
+
+    Args:
+        optimizer: a :class:`CoatAdamW`.
+
+    Raises:
+        TypeError: another optimizer.
+    """
+    if not hasattr(optimizer, "_fp32_state_dict"):
+        raise TypeError(f"fp32_state_dict optimizer: got {type(optimizer).__name__}, accepted: CoatAdamW")
+    before = optimizer._fp32_state_dict
+    optimizer._fp32_state_dict = True
+    try:
+        yield
+    finally:
+        optimizer._fp32_state_dict = before
+
+
+def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Post-hook of ``state_dict``: moments in fp32 if asked for, and global tensors for DTensor parameters."""
+    states = dict(state_dict["state"])
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        for index, p in zip(saved["params"], group["params"], strict=True):
+            state = states.get(index)
+            if not state or group["moments"] == "fp32":
+                continue
+            if optimizer._fp32_state_dict:
+                m, v = export_moments(p, state, group)
+                rest = {k: x for k, x in state.items() if not isinstance(x, torch.Tensor)}
+                states[index] = {**rest, "exp_avg": m, "exp_avg_sq": v}
+            elif is_dtensor(p):
+                states[index] = to_global(state, p, group)
+    return {**state_dict, "state": states}
+
+
+class Boxed:
+    """Hides a tensor from ``Optimizer.load_state_dict``, which would cast codes to the parameter's dtype."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def unbox(state: dict) -> None:
+    """Put copies of boxed tensors in place, on the device of their parameter."""
+    for p, values in state.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, Boxed):
+                values[key] = value.tensor.to(p.device, copy=True)
+
+
+def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Pre-hook of ``load_state_dict``: check everything, convert where asked for, box tensors.
+
+    Raises:
+        ValueError: as :meth:`CoatAdamW.load_state_dict` says.
+    """
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, saved_groups))
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"CoatAdamW.load_state_dict: got parameter groups of {saved_sizes} parameters, accepted: "
+            f"{sizes}, as this optimizer was built with; build it with the same parameter groups"
+        )
+    states, new_groups = dict(state_dict["state"]), []
+    for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        new_groups.append(_own_layout(saved, group) if optimizer._fp32_state_dict else _same_layout(saved, group, i))
+        for index, p in zip(saved["params"], group["params"], strict=True):
+            if states.get(index):
+                what = f"CoatAdamW.load_state_dict: group {i}, parameter {index}"
+                if optimizer._fp32_state_dict:
+                    state = _from_fp32(states[index], p, group, what)
+                else:
+                    state = from_global(states[index], p, group, what)
+                check_state(state, p, group, what)
+                states[index] = {k: Boxed(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    return {**state_dict, "state": states, "param_groups": new_groups}
+
+
+def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int) -> dict[str, Any]:
+    for key in LAYOUT_KEYS:
+        if saved.get(key) != group[key]:
+            given = repr(saved[key]) if key in saved else "none (saved by another optimizer)"
+            raise ValueError(
+                f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: {group[key]!r}, as this "
+                "optimizer was built with; build it with the saved setting, or convert the moments with "
+                "coat_dist.optim.fp32_state_dict, or export_moments and import_moments"
+            )
+    return saved
+
+
+def _own_layout(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    taken = {k: v for k, v in saved.items() if k not in LAYOUT_KEYS and (k in group or k == "initial_lr")}
+    return {**group, **taken}  # params too are the saved ones: indices
+
+
+def _from_fp32(saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], what: str) -> dict[str, Any]:
+    """The state that ``group`` asks for, from fp32 moments of this optimizer or of torch's AdamW."""
+    found, accepted = set(saved) - {"coat_seed"}, {"step", "exp_avg", "exp_avg_sq"}
+    if found != accepted:
+        raise ValueError(
+            f"{what}: got {', '.join(sorted(map(str, found)))}, accepted under fp32_state_dict: "
+            f"{', '.join(sorted(accepted))}; save it under fp32_state_dict, too"
+        )
+    moments = {k: saved[k] for k in ("exp_avg", "exp_avg_sq")}
+    for key, value in moments.items():
+        if not isinstance(value, torch.Tensor) or value.shape != p.shape or not value.is_floating_point():
+            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"{what}, {key}: got {given}, accepted: floating point {list(p.shape)}")
+    from_global(moments, p, {"moments": "fp32"}, what)
+    state = import_moments(p, group, **moments, step=int(saved["step"]))
+    return state | ({"coat_seed": saved["coat_seed"]} if "coat_seed" in saved else {})

@@ -1,0 +1,258 @@
+"""CoatAdamW without DeepSpeed on two ranks: DDP, FSDP2, and torch's distributed checkpoints."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from coat_dist.optim import CoatAdamW, fp32_state_dict, param_groups
+from tests.support import run_ranks
+
+
+class Model(torch.nn.Module):
+    """Rows that do not divide by the ranks, shards of different numbers of groups, and one rank without any row."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = torch.nn.Linear(129, 7)
+        self.norm = torch.nn.LayerNorm(7)
+        self.down = torch.nn.Linear(7, 129)
+        self.last = torch.nn.Linear(129, 1, bias=False)
+
+    def forward(self, x):
+        return (self.last(torch.tanh(self.down(self.norm(self.up(x))))) - 1).square().mean()
+
+
+def sharded(mesh=None, **options):
+    model = fully_shard(Model(), mesh=mesh) if mesh is not None else fully_shard(Model())
+    return model, CoatAdamW(param_groups(model, 0.1), lr=0.01, **options)
+
+
+def train(model, optimizer, first, last, rank=0):
+    losses = []
+    for step in range(first, last):
+        torch.manual_seed(100 * step + rank)
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 129) + 1)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def snapshot(model, optimizer):
+    """This rank's bytes."""
+
+    def mine(t):
+        return (t.to_local() if isinstance(t, DTensor) else t).detach().clone()
+
+    states = [
+        {k: mine(x) if isinstance(x, torch.Tensor) else x for k, x in optimizer.state[p].items()}
+        for g in optimizer.param_groups
+        for p in g["params"]
+    ]
+    return states + [{"weight": mine(p)} for p in model.parameters()]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(
+        one.keys() == other.keys()
+        and all(torch.equal(x, other[k]) if isinstance(x, torch.Tensor) else x == other[k] for k, x in one.items())
+        for one, other in zip(a, b, strict=True)
+    )
+
+
+def save(model, optimizer, folder):
+    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(states, checkpoint_id=folder)
+
+
+def load(model, optimizer, folder):
+    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(states, checkpoint_id=folder)
+    set_model_state_dict(model, states["model"])
+    set_optimizer_state_dict(model, optimizer, states["optimizer"])
+
+
+def shards_follow_the_whole_model(rank, world, moments):
+    """FSDP2 against the same optimizer on each rank's slice of the unsharded model: equal bytes."""
+    model, optimizer = sharded()
+    if moments == "fp32":
+        optimizer = CoatAdamW([{"params": list(model.parameters()), "moments": "fp32"}], lr=0.01)
+    train(model, optimizer, 0, 1)
+    slices = [torch.nn.Parameter(p.to_local().detach().clone()) for g in optimizer.param_groups for p in g["params"]]
+    groups, rest = [], iter(slices)
+    for g in optimizer.param_groups:
+        groups.append({**g, "params": [next(rest) for _ in g["params"]]})
+    plain = CoatAdamW(groups)
+    for p, q in zip([p for g in optimizer.param_groups for p in g["params"]], slices, strict=True):
+        plain.state[q] = {
+            k: copy.deepcopy(x.to_local() if isinstance(x, DTensor) else x) for k, x in optimizer.state[p].items()
+        }
+    for step in range(3):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(4, 129)).backward()
+        for p, q in zip([p for g in optimizer.param_groups for p in g["params"]], slices, strict=True):
+            q.grad = p.grad.to_local().clone()
+        optimizer.step()
+        plain.step()
+    held = [p.to_local() for g in optimizer.param_groups for p in g["params"]]
+    codes = [x for s in optimizer.state.values() for k, x in s.items() if k.startswith("coat_") and k[-1] in "qak"]
+    assert moments == "fp32" or (codes and not any(isinstance(x, DTensor) for x in codes))
+    return all(torch.equal(p, q) for p, q in zip(held, slices, strict=True)), len(held[-1])
+
+
+@pytest.mark.parametrize("moments", ["fp8", "fp32"])
+def test_each_rank_updates_its_shard(moments):
+    for equal, _ in run_ranks(2, shards_follow_the_whole_model, moments):
+        assert equal
+
+
+def straight_and_resumed(rank, world, folder, options):
+    model, optimizer = sharded(**options)
+    losses = train(model, optimizer, 0, 3, rank)
+    save(model, optimizer, folder)
+    at_save = snapshot(model, optimizer)
+    losses += train(model, optimizer, 3, 6, rank)
+    again, other = sharded(**options)
+    train(again, other, 20, 21, rank)  # state that loading has to replace
+    load(again, other, folder)
+    loaded = same(at_save, snapshot(again, other))
+    more = train(again, other, 3, 6, rank)
+    return loaded, losses[3:] == more, same(snapshot(model, optimizer), snapshot(again, other)), losses
+
+
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True, "group_size": 64}])
+def test_a_distributed_checkpoint_restores_every_byte(options, tmp_path):
+    results = run_ranks(2, straight_and_resumed, str(tmp_path), options)
+    for loaded, losses_equal, end, losses in results:
+        assert loaded and losses_equal and end
+        assert losses[-1] < losses[0]
+
+
+def hybrid(rank, world, folder):
+    """Replicas of shards, and shards in two dimensions of the mesh."""
+    found = []
+    for names in (("replicate", "shard"), ("fsdp", "tp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        if names[1] == "tp":
+            from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+            whole = Model()
+            whole.up = torch.nn.Linear(129, 10)
+            whole.norm, whole.down = torch.nn.Identity(), torch.nn.Linear(10, 129)
+            parallelize_module(whole, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            model = fully_shard(whole, mesh=mesh["fsdp"])
+            optimizer = CoatAdamW([p for n, p in model.named_parameters() if n.startswith(("up", "down"))], lr=0.01)
+        else:
+            model, optimizer = sharded(mesh)
+        train(model, optimizer, 0, 2)
+        save(model, optimizer, f"{folder}/{names[1]}")
+        before = snapshot(model, optimizer)
+        train(model, optimizer, 2, 3)
+        assert not same(before, snapshot(model, optimizer))
+        load(model, optimizer, f"{folder}/{names[1]}")
+        found.append(same(before, snapshot(model, optimizer)))
+    return found
+
+
+def test_meshes_of_two_dimensions(tmp_path):
+    for found in run_ranks(4, hybrid, str(tmp_path)):
+        assert found == [True, True]
+
+
+def full_state(rank, world, folder):
+    """A full state dict, as one file, gives every shard its bytes back."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optimizer = sharded()
+    train(model, optimizer, 0, 2, rank)
+    before = snapshot(model, optimizer)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save(state, f"{folder}/full.pt")
+    dist.barrier()
+    train(model, optimizer, 2, 3, rank)
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, torch.load(f"{folder}/full.pt"), options=options)
+    states = len(optimizer.state)
+    return same(before[:states], snapshot(model, optimizer)[:states])
+
+
+def test_a_full_state_dict_restores_every_byte(tmp_path):
+    assert run_ranks(2, full_state, str(tmp_path)) == [True, True]
+
+
+def write(rank, world, folder):
+    model, optimizer = sharded()
+    train(model, optimizer, 0, 3)
+    save(model, optimizer, f"{folder}/codes")
+    with fp32_state_dict(optimizer):
+        save(model, optimizer, f"{folder}/fp32")
+    return moments_of(model, optimizer)
+
+
+def moments_of(model, optimizer):
+    """Whole fp32 moments by name, and steps."""
+    with fp32_state_dict(optimizer):
+        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+    return {n: (int(s["step"]), s["exp_avg"].clone(), s["exp_avg_sq"].clone()) for n, s in state.items()}
+
+
+def read(rank, world, folder):
+    model, optimizer = sharded()
+    before = snapshot(model, optimizer) if optimizer.state else None
+    try:
+        load(model, optimizer, f"{folder}/codes")
+        message = ""
+    except BaseException as error:  # CheckpointException is no Exception
+        message = str(error)
+    assert before is None
+    with fp32_state_dict(optimizer):
+        load(model, optimizer, f"{folder}/fp32")
+    keys = {k for p in optimizer.state.values() for k in p}
+    found = moments_of(model, optimizer)
+    return message, keys, found, train(model, optimizer, 3, 4)[0]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_another_world_size_is_refused_and_fp32_moments_reshard(world, tmp_path):
+    saved = run_ranks(2, write, str(tmp_path))[0]
+    for message, keys, found, loss in run_ranks(world, read, str(tmp_path)):
+        assert "Size mismatch" in message and "coat_" in message, message
+        assert {"coat_m_q", "exp_avg"} <= keys
+        assert loss == loss
+        for name, (step, m, v) in saved.items():
+            assert found[name][0] == step == 3
+            for wanted, got in zip((m, v), found[name][1:], strict=True):
+                assert got.shape == wanted.shape
+                # one more encoding: 2**-4 of an element, and steps of the smallest code below the group's amax
+                assert torch.allclose(got, wanted, rtol=0.08, atol=float(wanted.abs().max()) * 1e-3)
+
+
+def ddp(rank, world):
+    model = torch.nn.parallel.DistributedDataParallel(Model())
+    optimizer = CoatAdamW(param_groups(model, 0.1), lr=0.01, stochastic_rounding=True)
+    losses = train(model, optimizer, 0, 3, rank)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 3, 4, rank)
+    optimizer.load_state_dict(saved)
+    return snapshot(model, optimizer), losses
+
+
+def test_replicas_of_ddp_stay_equal_to_the_byte():
+    (a, losses), (b, other) = run_ranks(2, ddp)
+    assert same(a, b) and losses != other  # each rank has its own data
