@@ -21,6 +21,34 @@ def test_kernel_agrees_with_the_definition(variant, n):
     agreement.check(n, "cuda", **agreement.VARIANTS[variant])
 
 
+@pytest.mark.parametrize("variant", agreement.VARIANTS)
+def test_many_tensors_in_one_launch(variant):
+    agreement.check_many("cuda", **agreement.VARIANTS[variant])
+
+
+@pytest.mark.parametrize("lr", ["number", "tensor"])
+@pytest.mark.parametrize("param, grad", [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_many_tensors_with_fp32_moments(param, grad, lr):
+    lr = torch.tensor(0.01, device="cuda") if lr == "tensor" else 0.01
+    agreement.check_fp32_steps("cuda", getattr(torch, param), getattr(torch, grad), lr=lr)
+
+
+@pytest.mark.parametrize("moments", ["fp8", "fp32"])
+def test_launches_of_a_step_do_not_grow_with_the_number_of_tensors(moments):
+    launches = []
+    for tensors in (4, 40):
+        params = [torch.nn.Parameter(torch.randn(256, 16, device="cuda")) for _ in range(tensors)]
+        optimizer = CoatAdamW([{"params": params, "moments": moments}])
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            optimizer.step()
+            torch.cuda.synchronize()
+        launches.append(len([e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]))
+    assert 0 < launches[1] <= 2 * launches[0] + 4, launches
+
+
 def test_non_finite_gradients():
     agreement.check_non_finite("cuda")
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 
 from coat_dist.kernels import adamw as kernels
+from coat_dist.kernels import adamw_fp32, table
 from coat_dist.reference import adamw as reference
-from coat_dist.reference.adamw import AdamWStep
+from coat_dist.reference.adamw import AdamWStep, AdamWTensors, FP32Tensors
 from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encode
 
 NUMBERS = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
@@ -174,3 +175,60 @@ def check_smallest_normals(device="cpu"):
     m = codec.zeros(3, device)
     kernels.adamw_step(grad.clone(), grad, m, codec_v.zeros(3, device), codec, codec_v, NUMBERS)
     assert m.a == 0 and not m.q.any() and m.k == 255
+
+
+def tensors_of(value):
+    return list(value) if isinstance(value, Moment) else [value]
+
+
+def check_many(device="cpu", **variant):
+    """Tensors that share a launch, and those that cannot, get the bytes that a launch of their own gives them."""
+    together = [problem(n, device, **variant) for n in (128, 16, 2048, 1040, 129, 0, 4096)]
+    shifted = problem(257, device, **variant)  # of a fitting size, but not at a multiple of 16 bytes
+    shifted[:2] = shifted[0][1:], shifted[1][1:]
+    together.append(shifted)
+    alone = [clone(x) for x in together]
+    numbers, first = variant.get("numbers", NUMBERS), variant.get("seed")
+    if variant.get("lr") == "tensor":
+        numbers = replace(numbers, lr=torch.tensor(0.01, device=device))
+    for _ in range(2):  # the second time the table is kept
+        seeds = [None if first is None else (first + i) % 2**32 for i in range(len(together))]
+        many = [AdamWTensors(*x[:4], seed) for x, seed in zip(together, seeds, strict=True)]
+        kinds, single = table.sort(many)
+        assert [len(x) for x in kinds.values()] == [5] and len(single) == 2
+        kernels.adamw_steps(many, *together[0][4:], numbers)
+        for x, seed in zip(alone, seeds, strict=True):
+            kernels.adamw_step(*x, numbers, seed)
+        for mine, theirs in zip(together, alone, strict=True):
+            for a, b in zip(mine[:4], theirs[:4], strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(tensors_of(a), tensors_of(b), strict=True))
+
+
+def check_fp32_steps(device="cpu", param=torch.float32, grad=torch.float32, maximize=False, lr=0.01):
+    """Many tensors with fp32 moments: batches of mixed sizes, an empty one and one larger than a batch."""
+    g = torch.Generator().manual_seed(0)
+    sizes = [(3, 5), (0,), (7,), (), (adamw_fp32.BATCH_ELEMENTS + 1,), (40,), (4, 6)]
+
+    def build():
+        g.manual_seed(0)
+        found = []
+        for i, size in enumerate(sizes):
+            p, grad_, m, v = (torch.randn(size, generator=g).to(device) for _ in range(4))
+            kinds = (torch.float32, torch.float32) if i == 5 else (param, grad)
+            one = FP32Tensors(p.to(kinds[0]), grad_.to(kinds[1]), m, v.square())
+            found.append(FP32Tensors(*(x.t() for x in one)) if i == 6 else one)  # not contiguous
+        return found
+
+    mine, theirs, start = build(), build(), build()
+    numbers = replace(NUMBERS, maximize=maximize, lr=lr)
+    adamw_fp32.adamw_fp32_steps(mine, numbers)
+    reference.adamw_fp32_steps(theirs, numbers)
+    for a, b, before in zip(mine, theirs, start, strict=True):
+        assert torch.equal(a.grad, before.grad)
+        assert not a.param.numel() or not torch.equal(a.param, before.param)
+        for x, y in ((a.param, b.param), (a.m, b.m), (a.v, b.v)):
+            if device == "cpu":
+                assert torch.equal(x, y)
+            else:  # an addition may or may not be contracted with the multiplication before it
+                rtol = 2e-2 if x.dtype != torch.float32 else 1e-5
+                assert torch.allclose(x.float(), y.float(), rtol=rtol, atol=1e-6)

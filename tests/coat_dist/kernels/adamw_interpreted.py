@@ -27,3 +27,8 @@ def test_extreme_moments_survive():
 
 def test_the_smallest_normal_numbers():
     agreement.check_smallest_normals()
+
+
+@pytest.mark.parametrize("variant", ["default", "e5m2", "groups of 64", "maximize", "bf16", "stochastic", "lr tensor"])
+def test_many_tensors_in_one_launch(variant):
+    agreement.check_many(**agreement.VARIANTS[variant])

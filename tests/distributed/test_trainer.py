@@ -1,0 +1,107 @@
+"""CoatAdamW in the Trainer of transformers, alone and with DeepSpeed; skipped where transformers is not installed."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from coat_dist.optim import CoatAdamW, param_groups
+from tests.support import run_ranks
+
+MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+STAGES = {
+    "zero-1, named in the JSON": {
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+    },
+    "zero-2": {"zero_optimization": {"stage": 2}},
+}
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        x = (i + torch.arange(16)) % 61
+        return {"input_ids": x, "labels": x}
+
+
+def trainer(folder, steps, deepspeed=None):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        max_steps=steps,
+        learning_rate=0.01,
+        weight_decay=0.1,
+        per_device_train_batch_size=4,
+        save_strategy="steps",
+        save_steps=5,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=3,
+        max_grad_norm=1.0,
+        deepspeed=deepspeed,
+        bf16=deepspeed is not None,
+    )
+    if "optimizer" in (deepspeed or {}):  # the Trainer makes the scheduler and DeepSpeed the optimizer
+        return transformers.Trainer(model=model, args=arguments, train_dataset=Tokens())
+    optimizer = CoatAdamW(param_groups(model, 0.1), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    return transformers.Trainer(model=model, args=arguments, train_dataset=Tokens(), optimizers=(optimizer, schedule))
+
+
+def losses_of(t):
+    return [entry["loss"] for entry in t.state.log_history if "loss" in entry]
+
+
+def ten_or_five_and_five(rank, world, folder, stage):
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    deepspeed = None
+    if stage is not None:
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
+        deepspeed = {
+            "train_micro_batch_size_per_gpu": 4,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            **STAGES[stage],
+        }
+    whole = trainer(folder, 10, deepspeed)
+    whole.train()
+    resumed = trainer(folder, 10, deepspeed)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-5")
+    inner = resumed.optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    kinds = sorted({"fp8" if "coat_m_q" in s else "fp32" for s in inner.state.values()})
+    weights = [[p.detach().float() for p in t.model.parameters()] for t in (whole, resumed)]
+    same = all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    return losses_of(whole), losses_of(resumed), type(inner).__name__, kinds, same
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_the_trainer_trains_and_resumes(stage, tmp_path):
+    results = run_ranks(1 if stage is None else 2, ten_or_five_and_five, str(tmp_path), stage)
+    for straight, again, name, kinds, same in results:
+        assert name == "CoatAdamW" and kinds == (["fp8"] if stage and "JSON" in stage else ["fp32", "fp8"])
+        assert len(straight) == 10 and straight[-1] < 0.8 * straight[0]
+        assert again[-5:] == straight[-5:] and same
