@@ -138,9 +138,9 @@ def _encode(x, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.cons
 
 @triton.jit(do_not_specialize=["seed"])
 def _adamw_kernel(
-    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, lr, rate, decay, weight_decay,
+    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2, seed,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, MAXIMIZE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     # int64 only for where the tile starts: tensors have more than 2**31 elements, tiles do not
@@ -181,6 +181,8 @@ def _adamw_kernel(
         lr = tl.load(lr).to(tl.float32)
         rate = lr * inverse_bias1
         decay = 1.0 - lr * weight_decay
+    if SCALED:
+        g = g * tl.load(grad_factor)
     if MAXIMIZE:
         g = -g
     m = m * beta1 + g * rest1
@@ -260,6 +262,7 @@ def adamw_step(
             *v,
             n,
             groups,
+            grad if numbers.grad_factor is None else numbers.grad_factor,
             lr,
             rate,
             decay,
@@ -275,6 +278,7 @@ def adamw_step(
             GROUP=codec_m.group_size,
             ROWS=rows,
             LR_IS_TENSOR=lr_is_tensor,
+            SCALED=numbers.grad_factor is not None,
             MAXIMIZE=numbers.maximize,
             STOCHASTIC=seed is not None,
             FAST=param.is_cuda,

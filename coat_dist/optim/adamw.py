@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ..ops.adamw import AdamWStep, adamw_fp32_step, adamw_step
+from .zero import declare_to_zero
 from .state import DTYPES, LAYOUT_KEYS, STORED, check_group, check_state, codecs, moment, new_state
 
 __all__ = ["CoatAdamW"]
@@ -71,7 +71,11 @@ class CoatAdamW(torch.optim.Optimizer):
                 stochastic_rounding=stochastic_rounding,
             ),
         )
-        _declare_to_zero(type(self))
+        declare_to_zero(type(self))
+
+    grad_factor: torch.Tensor | None = None
+    """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the same pass; None = 1.
+    For whoever unscales and clips: a gradient norm gives the factor, and nobody has to write gradients back."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options it does not give take their defaults."""
@@ -119,7 +123,9 @@ class CoatAdamW(torch.optim.Optimizer):
         if isinstance(lr, torch.Tensor):
             lr = lr.reshape(()) if lr.device == p.device and lr.is_cuda else float(lr)
         beta1, beta2 = group["betas"]
-        numbers = AdamWStep(lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"], group["maximize"])
+        numbers = AdamWStep(
+            lr, beta1, beta2, group["eps"], group["weight_decay"], state["step"], group["maximize"], self.grad_factor
+        )
         if group["moments"] == "fp32":
             adamw_fp32_step(p, grad, state["exp_avg"], state["exp_avg_sq"], numbers)
             return
@@ -190,14 +196,3 @@ def _check_and_box(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
 def _seed(ordinal: int, step: int) -> int:
     """A uint32 that differs between parameters and steps."""
     return (ordinal * 0x9E3779B9 + step) & 0xFFFFFFFF
-
-
-def _declare_to_zero(cls: type) -> None:
-    """Put the class on DeepSpeed's list of optimizers that ZeRO may drive, where DeepSpeed is in use.
-
-    Programs that name it in their JSON then need no ``zero_allow_untested_optimizer``.
-    """
-    zero = sys.modules.get("deepspeed.runtime.zero.utils")
-    tested = getattr(zero, "ZERO_SUPPORTED_OPTIMIZERS", None)
-    if isinstance(tested, list) and cls not in tested:
-        tested.append(cls)
