@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also print the kernels of one step")
     parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
     arguments = parser.parse_args()
-    start(1, int(os.environ["LOCAL_RANK"]))
+    start(int(os.environ["LOCAL_RANK"]))
     from megatron_patches import initialize_model_parallel
 
     initialize_model_parallel(1)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..ops.adamw import AdamWStep, adamw_fp32_step, adamw_step
-from .zero import declare_to_zero
 from .state import DTYPES, LAYOUT_KEYS, STORED, check_group, check_state, codecs, moment, new_state
+from .zero import declare_to_zero
 
 __all__ = ["CoatAdamW"]
 

@@ -3,8 +3,8 @@
 ZeRO-1 and 2 make three passes over the fp32 gradients before the optimizer sees them: a check for infinities, the norm,
 and a multiplication that unscales and clips. The norm is needed. The check is not, because ZeRO then looks at the norm,
 which is non-finite if any gradient is. The multiplication is not, because the step reads every gradient anyway.
-:func:`fuse_step` leaves both out: it overrides two methods on one ZeRO optimizer instance, and only where they are those
-of a DeepSpeed version that was looked at. Results are the same bits.
+:func:`fuse_step` leaves both out: it overrides two methods on one ZeRO optimizer instance, and only where they are
+those of a DeepSpeed version that was looked at. Results are the same bits.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def fuse_step(zero: Any, coat: Any) -> bool:
         coat: the :class:`CoatAdamW` inside it.
 
     Returns:
-        Whether anything was changed: not for ZeRO-3, BF16_Optimizer, unknown DeepSpeed versions, or settings under which
-        ZeRO does not look at the norm.
+        Whether anything was changed: not for ZeRO-3, BF16_Optimizer, unknown DeepSpeed versions, or settings under
+        which ZeRO does not look at the norm.
     """
     import deepspeed
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
