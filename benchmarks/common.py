@@ -15,6 +15,16 @@ from typing import Any
 RESULTS = Path(__file__).with_name("results")
 
 
+def command() -> str:
+    """This run's command as one would type it: the module by name, without the folder that results go to."""
+    arguments = list(sys.argv[1:])
+    if "--output" in arguments:
+        at = arguments.index("--output")
+        del arguments[at : at + 2]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return shlex.join(["python", *(["-m", spec.name] if spec else [Path(sys.argv[0]).name]), *arguments])
+
+
 def environment() -> dict[str, Any]:
     """Command, commit, versions and GPUs of this run."""
     import torch
@@ -27,7 +37,7 @@ def environment() -> dict[str, Any]:
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip() or None,
         "python": platform.python_version(),

@@ -106,8 +106,9 @@ def main() -> None:
             f"({one['peak_memory_ratio']:.2f}x)  loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.4f} "
             f"(gap: largest {one['largest_loss_gap']:.2%}, mean of the last ten {one['last_ten_loss_gap']:+.2%})"
         )
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("output", "name")}
     name = arguments.name or f"train-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
-    print("wrote", write_result(name, {"settings": vars(arguments), "runs": runs}, arguments.output))
+    print("wrote", write_result(name, {"settings": settings, "runs": runs}, arguments.output))
 
 
 if __name__ == "__main__":

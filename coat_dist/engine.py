@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .config import CoatConfig, CoatConfigError, check_deepspeed, load_json
 from .optim import CoatAdamW, param_groups
+from .optim.zero import fuse_step
 
 __all__ = ["check_same_on_all_ranks", "initialize"]
 
@@ -93,7 +94,7 @@ def initialize(
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
         optimizer, model_parameters = _coat_adamw(settings, coat or CoatConfig(), model, model_parameters)
-    return deepspeed.initialize(
+    result = deepspeed.initialize(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -104,6 +105,10 @@ def initialize(
         config=settings,
         **kwargs,
     )
+    engine = result[0]
+    if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
+        fuse_step(engine.optimizer, engine.basic_optimizer)
+    return result
 
 
 def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parameters: Iterable | None):

@@ -62,6 +62,19 @@ def _cpu_server() -> Any:
     return context
 
 
+def start_ranks(world: int, fn, *args, out: str, backend: str = "gloo") -> list[Any]:
+    """Start ``fn(rank, world, *args)`` on ``world`` ranks, whose results go to the folder ``out``, and do not wait."""
+    context = _cpu_server() if backend == "gloo" else multiprocessing.get_context("spawn")
+    port = free_port()
+    ranks = [
+        context.Process(target=_rank_main, args=(r, world, port, out, backend, fn, args), daemon=True)
+        for r in range(world)
+    ]
+    for p in ranks:
+        p.start()
+    return ranks
+
+
 def run_ranks(world: int, fn, *args, timeout: float = 240.0, backend: str = "gloo") -> list:
     """Call ``fn(rank, world, *args)`` on ``world`` ranks and return the results in rank order.
 
@@ -70,15 +83,8 @@ def run_ranks(world: int, fn, *args, timeout: float = 240.0, backend: str = "glo
     Raises:
         AssertionError: a rank failed or did not finish in ``timeout`` seconds; holds the rank's traceback.
     """
-    context = _cpu_server() if backend == "gloo" else multiprocessing.get_context("spawn")
-    port = free_port()
     with tempfile.TemporaryDirectory() as out:
-        ranks = [
-            context.Process(target=_rank_main, args=(r, world, port, out, backend, fn, args), daemon=True)
-            for r in range(world)
-        ]
-        for p in ranks:
-            p.start()
+        ranks = start_ranks(world, fn, *args, out=out, backend=backend)
         failed = None
         for r, p in enumerate(ranks):
             p.join(timeout if failed is None else 10)

@@ -36,9 +36,9 @@ NUM_WARPS = 4
 
 @triton.jit
 def _update_tile(
-    first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, lr, rate, decay, weight_decay,
+    first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, MAXIMIZE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to ``first_row + ROWS``."""
@@ -78,6 +78,8 @@ def _update_tile(
         lr = tl.load(lr).to(tl.float32)
         rate = lr * inverse_bias1
         decay = 1.0 - lr * weight_decay
+    if SCALED:
+        g = g * tl.load(grad_factor)
     if MAXIMIZE:
         g = -g
     m = m * beta1 + g * rest1
@@ -104,23 +106,23 @@ def _update_tile(
 
 @triton.jit(do_not_specialize=["seed"])
 def _adamw_kernel(
-    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, lr, rate, decay, weight_decay,
+    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, MAXIMIZE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     _update_tile(
         tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed,
-        lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-        GROUP, ROWS, LR_IS_TENSOR, MAXIMIZE, STOCHASTIC, FAST, M, V,
+        grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
+        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC, FAST, M, V,
     )  # fmt: skip
 
 
 @triton.jit
 def _adamw_table_kernel(
-    table, tensor_of_tile, lr, rate, decay, weight_decay,
+    table, tensor_of_tile, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, MAXIMIZE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
     PARAM: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
@@ -139,8 +141,8 @@ def _adamw_table_kernel(
         tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(tl.bfloat16)), 16),
         tl.multiple_of(tl.load(row + 7).to(tl.pointer_type(tl.uint8)), 16),
         n, tl.load(row + 9), tl.load(row + 10),
-        lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-        GROUP, ROWS, LR_IS_TENSOR, MAXIMIZE, STOCHASTIC, FAST, M, V,
+        grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
+        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC, FAST, M, V,
     )  # fmt: skip
 
 
@@ -169,6 +171,7 @@ def adamw_steps(
     rate, decay = (0.0, 0.0) if lr_is_tensor else (lr * numbers.inverse_bias1, 1.0 - lr * numbers.weight_decay)
     rows = TILE_ELEMENTS // codec_m.group_size
     scalars = (
+        tensors[0].grad if numbers.grad_factor is None else numbers.grad_factor,
         lr,
         rate,
         decay,
@@ -185,6 +188,7 @@ def adamw_steps(
         GROUP=codec_m.group_size,
         ROWS=rows,
         LR_IS_TENSOR=lr_is_tensor,
+        SCALED=numbers.grad_factor is not None,
         MAXIMIZE=numbers.maximize,
         FAST=tensors[0].param.is_cuda,
         M=constants(codec_m),

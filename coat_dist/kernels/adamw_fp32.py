@@ -60,6 +60,8 @@ def _step(
     numbers: AdamWStep,
 ) -> None:
     g = _as_fp32(grads)
+    if numbers.grad_factor is not None:
+        g = list(torch._foreach_mul(g, numbers.grad_factor))
     if numbers.maximize:
         g = list(torch._foreach_neg(g))
     torch._foreach_mul_(m, numbers.beta1)

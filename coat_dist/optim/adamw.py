@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from ..ops.adamw import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, 
 from .sharded import local, local_grad
 from .state import DTYPES, STORED, check_group, check_state, codecs, moment, new_state
 from .state_dict import check_and_box, gather, unbox
+from .zero import declare_to_zero
 
 __all__ = ["CoatAdamW"]
 
@@ -77,7 +77,11 @@ class CoatAdamW(torch.optim.Optimizer):
                 stochastic_rounding=stochastic_rounding,
             ),
         )
-        _declare_to_zero(type(self))
+        declare_to_zero(type(self))
+
+    grad_factor: torch.Tensor | None = None
+    """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the same pass; None = 1.
+    For whoever unscales and clips: a gradient norm gives the factor, and nobody has to write gradients back."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options it does not give take their defaults."""
@@ -139,12 +143,12 @@ class CoatAdamW(torch.optim.Optimizer):
             if p.is_contiguous() and grad.is_contiguous():
                 compressed.setdefault(key, []).append(one)
             else:  # these are copies: not to be held for all parameters at once
-                adamw_steps([one], *codecs(group), _numbers(group, *key))
+                adamw_steps([one], *codecs(group), _numbers(group, *key, self.grad_factor))
                 p.copy_(one.param.view(p.shape))
         for key, many in compressed.items():
-            adamw_steps(many, *codecs(group), _numbers(group, *key))
+            adamw_steps(many, *codecs(group), _numbers(group, *key, self.grad_factor))
         for key, small in plain.items():
-            adamw_fp32_steps(small, _numbers(group, *key))
+            adamw_fp32_steps(small, _numbers(group, *key, self.grad_factor))
 
     def state_dict(self) -> dict[str, Any]:
         """The state to the byte; of DTensor parameters as DTensors, which ``torch.distributed.checkpoint`` can save.
@@ -178,26 +182,15 @@ class CoatAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
 
 
-def _numbers(group: Mapping[str, Any], step: int, device: torch.device) -> AdamWStep:
+def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_factor: torch.Tensor | None) -> AdamWStep:
     """The numbers of a step; a learning rate that lives on the parameters' GPU stays there."""
     lr = group["lr"]
     if isinstance(lr, torch.Tensor):
         lr = lr.reshape(()) if lr.is_cuda and lr.device == device else float(lr)
     beta1, beta2 = group["betas"]
-    return AdamWStep(lr, beta1, beta2, group["eps"], group["weight_decay"], step, group["maximize"])
+    return AdamWStep(lr, beta1, beta2, group["eps"], group["weight_decay"], step, group["maximize"], grad_factor)
 
 
 def _seed(ordinal: int, step: int) -> int:
     """A uint32 that differs between parameters and steps."""
     return (ordinal * 0x9E3779B9 + step) & 0xFFFFFFFF
-
-
-def _declare_to_zero(cls: type) -> None:
-    """Put the class on DeepSpeed's list of optimizers that ZeRO may drive, where DeepSpeed is in use.
-
-    Programs that name it in their JSON then need no ``zero_allow_untested_optimizer``.
-    """
-    zero = sys.modules.get("deepspeed.runtime.zero.utils")
-    tested = getattr(zero, "ZERO_SUPPORTED_OPTIMIZERS", None)
-    if isinstance(tested, list) and cls not in tested:
-        tested.append(cls)

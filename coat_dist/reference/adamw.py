@@ -46,6 +46,8 @@ class AdamWStep:
     weight_decay: float
     step: int
     maximize: bool = False
+    grad_factor: torch.Tensor | None = None
+    """fp32 scalar on the parameter's device; gradients are multiplied by it first."""
 
     @cached_property
     def inverse_bias1(self) -> float:
@@ -112,6 +114,8 @@ def adamw_fp32_step(
 ) -> None:
     """Update ``param`` (fp32, bfloat16 or float16) and the fp32 moments ``m`` and ``v`` of the same shape in place."""
     g = grad.float()
+    if numbers.grad_factor is not None:
+        g = g * numbers.grad_factor
     if numbers.maximize:
         g = -g
     m.mul_(numbers.beta1).add_(g, alpha=1.0 - numbers.beta1)

@@ -10,6 +10,15 @@ CASES = {
     "zero-1, BF16_Optimizer": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
     "zero-2": {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
     "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "zero-1, round robin": {"zero_optimization": {"stage": 1, "round_robin_gradients": True}},
+    "zero-2, overlap, scattered, round robin, bf16 sums": {
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "contiguous_gradients": False,
+            "round_robin_gradients": True,
+        }
+    },
     "zero-3, sub-groups": {"zero_optimization": {"stage": 3, "sub_group_size": 5000}},
 }
 

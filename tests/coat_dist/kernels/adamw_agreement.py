@@ -25,6 +25,7 @@ VARIANTS = {
     "stochastic": {"seed": 7},
     "stochastic, e5m2, large seed": {"seed": 2**32 - 5, "m": "e5m2", "v": "e5m2"},
     "lr tensor": {"lr": "tensor"},
+    "gradient factor": {"factor": 0.37},
 }
 
 
@@ -60,12 +61,15 @@ def check(n, device="cpu", **variant):
     numbers, seed = variant.get("numbers", NUMBERS), variant.get("seed")
     if variant.get("lr") == "tensor":
         numbers = replace(numbers, lr=torch.tensor(0.01, device=device))
+    factor = variant.get("factor", 1.0)
+    if factor != 1.0:
+        numbers = replace(numbers, grad_factor=torch.tensor(factor, device=device))
     mine = problem(n, device, **variant)
     theirs, start = clone(mine), clone(mine)
     kernels.adamw_step(*mine, numbers, seed)
     reference.adamw_step(*theirs, numbers, seed)
     assert torch.equal(mine[1], start[1])
-    p, g, lr = start[0].double(), start[1].double() * (-1 if numbers.maximize else 1), float(numbers.lr)
+    p, g, lr = start[0].double(), start[1].double() * factor * (-1 if numbers.maximize else 1), float(numbers.lr)
     old_m, old_v = (decode(x, codec, n).double() for x, codec in zip(start[2:4], start[4:], strict=True))
     m = numbers.beta1 * old_m + (1 - numbers.beta1) * g
     v = numbers.beta2 * old_v + (1 - numbers.beta2) * g * g
@@ -191,6 +195,8 @@ def check_many(device="cpu", **variant):
     numbers, first = variant.get("numbers", NUMBERS), variant.get("seed")
     if variant.get("lr") == "tensor":
         numbers = replace(numbers, lr=torch.tensor(0.01, device=device))
+    if "factor" in variant:
+        numbers = replace(numbers, grad_factor=torch.tensor(variant["factor"], device=device))
     for _ in range(2):  # the second time the table is kept
         seeds = [None if first is None else (first + i) % 2**32 for i in range(len(together))]
         many = [AdamWTensors(*x[:4], seed) for x, seed in zip(together, seeds, strict=True)]
@@ -221,6 +227,8 @@ def check_fp32_steps(device="cpu", param=torch.float32, grad=torch.float32, maxi
 
     mine, theirs, start = build(), build(), build()
     numbers = replace(NUMBERS, maximize=maximize, lr=lr)
+    if maximize:
+        numbers = replace(numbers, grad_factor=torch.tensor(0.37, device=device))
     adamw_fp32.adamw_fp32_steps(mine, numbers)
     reference.adamw_fp32_steps(theirs, numbers)
     for a, b, before in zip(mine, theirs, start, strict=True):

@@ -29,6 +29,8 @@ def test_the_smallest_normal_numbers():
     agreement.check_smallest_normals()
 
 
-@pytest.mark.parametrize("variant", ["default", "e5m2", "groups of 64", "maximize", "bf16", "stochastic", "lr tensor"])
+@pytest.mark.parametrize(
+    "variant", ["default", "e5m2", "groups of 64", "maximize", "bf16", "stochastic", "lr tensor", "gradient factor"]
+)
 def test_many_tensors_in_one_launch(variant):
     agreement.check_many(**agreement.VARIANTS[variant])

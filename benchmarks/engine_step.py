@@ -1,0 +1,112 @@
+"""`engine.step()` of DeepSpeed: clip, update, cast and gather, with torch's fused AdamW and with CoatAdamW.
+
+    torchrun --nproc_per_node 2 -m benchmarks.engine_step [--stage 2] [--layers 8] [--profile] [--output DIR]
+
+Layers of Llama-2-7B, short sequences (a step does not depend on them), BF16 layers. Times are wall clock between
+synchronizations, medians of 12 after 3 warm-ups, and the ratio to torch's fused AdamW in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import median, write_result
+from launch.build import torch_adamw
+from launch.model import build_model, load_model_config
+from launch.runtime import start
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def settings(stage: int, coat: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+        "data_types": {"grad_accum_dtype": "fp32" if stage > 1 else "bf16"},
+        "optimizer": {"type": "CoatAdamW" if coat else "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
+    }
+    return config | ({"coat": {"activation": {"enabled": False}}} if coat else {})
+
+
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    import coat_dist
+    from coat_dist import engine as coat_engine
+    from megatron_patches import MPUAdapter
+
+    coat = name != "torch fused AdamW"
+    fuse = coat_engine.fuse_step
+    if name == "CoatAdamW, every pass of ZeRO's":
+        coat_engine.fuse_step = lambda *_: False
+    model_config = load_model_config(ROOT / arguments.model, [f"num_layers={arguments.layers}"]).with_vocab(32000)
+    model = build_model(model_config)
+    config = settings(arguments.stage, coat)
+    engine, *_ = coat_dist.initialize(
+        model=model, optimizer=None if coat else torch_adamw(model, config), mpu=MPUAdapter(), config=config
+    )
+    coat_engine.fuse_step = fuse
+    tokens = torch.randint(0, 32000, (1, 512), device="cuda")
+    positions = torch.arange(512, device="cuda")[None]
+    times, table = [], None
+    for i in range(15):
+        engine.backward(engine(tokens, positions, None).float().square().mean())
+        torch.cuda.synchronize()
+        dist.barrier()
+        if arguments.profile and i == 14:
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profile:
+                engine.step()
+                torch.cuda.synchronize()
+            table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=12, max_name_column_width=70)
+            continue
+        began = time.perf_counter()
+        engine.step()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    if table and dist.get_rank() == 0:
+        print(table, flush=True)
+    elements = sum(p.numel() for g in engine.basic_optimizer.param_groups for p in g["params"])
+    engine.destroy()
+    del engine, model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"optimizer": name, "step_ms": median(times[3:]), "parameters_per_rank": elements}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--model", default="configs/models/llama2-7b.json")
+    parser.add_argument("--profile", action="store_true", help="also print the kernels of one step")
+    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    start(int(os.environ["LOCAL_RANK"]))
+    from megatron_patches import initialize_model_parallel
+
+    initialize_model_parallel(1)
+    rows: list[dict[str, Any]] = []
+    for name in ("torch fused AdamW", "CoatAdamW, every pass of ZeRO's", "CoatAdamW"):
+        row = measure(name, arguments)
+        row["ratio"] = row["step_ms"] / rows[0]["step_ms"] if rows else 1.0
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(f"{name:<34} {row['step_ms']:8.2f} ms  {row['ratio']:.3f} x", flush=True)
+    if dist.get_rank() == 0:
+        world = dist.get_world_size()
+        result = {"ranks": world, "stage": arguments.stage, "layers": arguments.layers, "steps": rows}
+        write_result(f"engine-step-zero{arguments.stage}-{world}-rank{'s' * (world > 1)}", result, arguments.output)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What ties CoatAdamW to DeepSpeed's ZeRO optimizers: two registrations, no replaced code.
+
+ZeRO-1 and 2 make three passes over the fp32 gradients before the optimizer sees them: a check for infinities, the norm,
+and a multiplication that unscales and clips. The norm is needed. The check is not, because ZeRO then looks at the norm,
+which is non-finite if any gradient is. The multiplication is not, because the step reads every gradient anyway.
+:func:`fuse_step` leaves both out: it overrides two methods on one ZeRO optimizer instance, and only where they are
+those of a DeepSpeed version that was looked at. Results are the same bits.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+
+__all__ = ["FUSED_VERSIONS", "declare_to_zero", "fuse_step"]
+
+FUSED_VERSIONS = ("0.19.7", "0.19.8")
+"""DeepSpeed versions whose ZeRO step was read; others keep all their passes."""
+
+
+def declare_to_zero(cls: type) -> None:
+    """Put an optimizer class on DeepSpeed's list of those that ZeRO may drive, where DeepSpeed is in use: programs that
+    name it in their JSON then need no ``zero_allow_untested_optimizer``."""
+    zero = sys.modules.get("deepspeed.runtime.zero.utils")
+    tested = getattr(zero, "ZERO_SUPPORTED_OPTIMIZERS", None)
+    if isinstance(tested, list) and cls not in tested:
+        tested.append(cls)
+
+
+def fuse_step(zero: Any, coat: Any) -> bool:
+    """Let the step of ``coat`` unscale and clip, and let the gradient norm alone find non-finite gradients.
+
+    Args:
+        zero: ``engine.optimizer``.
+        coat: the :class:`CoatAdamW` inside it.
+
+    Returns:
+        Whether anything was changed: not for ZeRO-3, BF16_Optimizer, unknown DeepSpeed versions, or settings under
+        which ZeRO does not look at the norm.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if deepspeed.__version__ not in FUSED_VERSIONS or type(zero) is not DeepSpeedZeroOptimizer:
+        return False
+    if zero.optimizer is not coat or zero.cpu_offload or not (zero.compute_grad_norm and zero.check_grad_overflow):
+        return False
+    # Loss scaling (fp16) reacts to the check itself, ahead of the norm; without it, the norm does all the work.
+    if zero.dtype == torch.bfloat16:
+        zero.check_overflow = types.MethodType(_leave_to_the_norm, zero)
+    zero.unscale_and_clip_grads = types.MethodType(_leave_to_the_step, zero)
+    return True
+
+
+def _leave_to_the_norm(zero: Any, partition_gradients: bool = True) -> None:
+    zero.overflow = False
+
+
+def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
+    """In place of ``unscale_and_clip_grads``: the same factor, computed the same way, handed to the optimizer."""
+    if zero.clip_grad == 0.0 and zero.loss_scale == 1.0:
+        zero.optimizer.grad_factor = None
+        return
+    scale = zero.loss_scale
+    if zero.clip_grad > 0.0:
+        scale = torch.clamp((total_norm / zero.loss_scale + 1e-6) / zero.clip_grad, min=1.0) * zero.loss_scale
+    factor = torch.as_tensor(1.0 / scale, dtype=torch.float32, device=zero.device)
+    zero.optimizer.grad_factor = factor.reshape(())

@@ -1,0 +1,69 @@
+"""ZeRO without the passes that CoatAdamW makes unnecessary: the same bits, and the same skipped steps."""
+
+import pytest
+import torch
+
+from tests.support import run_ranks
+
+
+def train(rank, world, stage, clip, fused):
+    import deepspeed
+
+    from coat_dist import CoatAdamW, engine, initialize
+    from coat_dist.optim import zero
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    calls = []
+    if not fused:
+        engine.fuse_step = lambda *_: False
+    else:
+        original = engine.fuse_step
+        engine.fuse_step = lambda *a: calls.append(original(*a))
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(96, 160), torch.nn.GELU(), torch.nn.Linear(160, 96))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": clip,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
+        "coat": {"activation": {"enabled": False}},
+    } | ({"data_types": {"grad_accum_dtype": "fp32"}} if stage == 2 else {})
+    built, *_ = initialize(model=net, config=config)
+    assert isinstance(built.basic_optimizer, CoatAdamW) and zero.FUSED_VERSIONS
+    generator = torch.Generator().manual_seed(rank)
+    norms, applied = [], []
+    for step in range(12):
+        x = torch.randn(2, 96, generator=generator).bfloat16()
+        loss = (built(x).float() - x.float()).square().sum()
+        if step in (6, 7) and rank == 1:
+            loss = loss * float("nan")
+        built.backward(loss)
+        boundary = built.is_gradient_accumulation_boundary()
+        built.step()
+        if boundary:
+            norms.append(float(built.get_global_grad_norm()))
+            applied.append(built.was_step_applied())
+    states = [s[k] for s in built.optimizer.optimizer.state.values() for k in sorted(s)]
+    weights = [p.detach().clone() for p in net.parameters()]
+    return calls, norms, applied, [t for t in states if isinstance(t, torch.Tensor)], weights
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-3, 1e6])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fused_step_gives_the_same_bits(stage, clip):
+    for fused, plain in zip(
+        run_ranks(2, train, stage, clip, True), run_ranks(2, train, stage, clip, False), strict=True
+    ):
+        assert fused[0] == [True] and plain[0] == []
+        assert fused[2] == plain[2] and fused[2].count(False) == 1, "the step with NaN gradients is skipped"
+        assert [n for n, ok in zip(fused[1], fused[2], strict=True) if ok] == [
+            n for n, ok in zip(plain[1], plain[2], strict=True) if ok
+        ]
+        for a, b in zip(fused[3] + fused[4], plain[3] + plain[4], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_stage_three_is_left_alone():
+    assert run_ranks(2, train, 3, 1.0, True)[0][0] == [False]

@@ -1,0 +1,74 @@
+"""SIGKILL at random points of saving: the last finished checkpoint is always there, whole, and continues."""
+
+import random
+import time
+from pathlib import Path
+
+from launch import checkpoint
+from tests.support import start_ranks
+
+KILLS = 20
+
+
+def save_for_ever(rank, world, folder):
+    """Continue from the latest checkpoint and save one step after the other; a file says which are done."""
+    import coat_dist
+    from megatron_patches import initialize_model_parallel
+
+    import deepspeed  # isort: skip
+    import torch
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    initialize_model_parallel(1)
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
+        "coat": {"activation": {"enabled": False}},
+    }
+    engine, *_ = coat_dist.initialize(model=torch.nn.Linear(256, 256), config=config)
+    step, found = 0, checkpoint.find(folder)
+    if found is not None:
+        step = checkpoint.load(engine, found, {})[0]["step"]  # verifies every file
+    x = torch.randn(4, 256).bfloat16()
+    Path(folder, f"loaded{rank}").write_text(str(step))
+    while True:
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+        step += 1
+        checkpoint.save(engine, folder, {}, {"step": step}, keep_last=2)
+        Path(folder, f"done{rank}").write_text(str(step))
+
+
+def number(path):
+    try:
+        return int(path.read_text() or 0)
+    except FileNotFoundError:
+        return 0
+
+
+def test_kills_lose_no_finished_checkpoint(tmp_path):
+    chance = random.Random()
+    done = 0
+    for kill in range(KILLS):
+        for name in ("loaded0", "loaded1"):
+            (tmp_path / name).unlink(missing_ok=True)
+        out = tmp_path / f"ranks{kill}"
+        out.mkdir()
+        ranks = start_ranks(2, save_for_ever, str(tmp_path), out=str(out))
+        give_up = time.monotonic() + 60
+        while not (tmp_path / "loaded0").exists() or number(tmp_path / "done0") < done + (kill == 0):
+            failed = [(out / f"{r}.pt").exists() for r in range(2)]
+            assert not any(failed) and time.monotonic() < give_up, f"kill {kill}: ranks did not come back: {failed}"
+            time.sleep(0.01)
+        assert number(tmp_path / "loaded0") >= done, f"kill {kill}: a finished checkpoint was lost"
+        time.sleep(chance.uniform(0, 0.3))
+        for process in ranks:
+            process.kill()
+            process.join()
+        done = max(number(tmp_path / f"done{r}") for r in range(2))
+        found = checkpoint.find(tmp_path)
+        assert found is not None and checkpoint.read_manifest(found)["progress"]["step"] >= done
+    assert done > KILLS, "too few saves between kills to mean anything"
