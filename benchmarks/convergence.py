@@ -1,6 +1,6 @@
 """Paired training: CoatAdamW against fp32 AdamW, same weights, same batches, on a CPU.
 
-    python -m benchmarks.convergence [--steps 500] [--seeds 0 1] [--runs adamw adamw-nudged coat coat-stochastic]
+    python -m benchmarks.convergence [--steps 500] [--seeds 0 1] [--runs adamw adamw-nudged coat]
 
 The model is `benchmarks/small_gpt.py`, the text the running Python's standard library. Prints the held-out loss of every
 run and its gap to the fp32 run of the same seed; writes `convergence.json` and `docs/figures/convergence.png`.
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["adamw", "adamw-nudged", "coat", "coat-stochastic"])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["adamw", "adamw-nudged", "coat"])
     parser.add_argument("--lr", type=float, default=3e-3, help="peak")
     parser.add_argument("--output", default=None, help="folder of JSON and picture (default: those of the repository)")
     arguments = parser.parse_args()
