@@ -2,8 +2,8 @@
 
     python -m benchmarks.convergence [--steps 500] [--seeds 0 1] [--runs adamw adamw-nudged coat]
 
-The model is `benchmarks/small_gpt.py`, the text the running Python's standard library. Prints the held-out loss of every
-run and its gap to the fp32 run of the same seed; writes `convergence.json` and `docs/figures/convergence.png`.
+The model is `benchmarks/small_gpt.py`, the text the running Python's standard library. Prints the held-out loss of
+every run and its gap to the fp32 run of the same seed; writes `convergence.json` and `docs/figures/convergence.png`.
 `adamw-nudged` is fp32 AdamW from initial weights that differ by one part in a million: the gap that arises without any
 quantization, because training amplifies every difference.
 """

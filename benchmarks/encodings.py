@@ -121,7 +121,7 @@ def table(kind: str, log2_range: float, group_size: int = 128, *, second: bool) 
 
 
 def flash_m() -> Encoding:
-    """FlashOptim's first moment (arXiv 2602.23349, algorithm 2): groups of 32, fp16 scale, softsign companding, int8."""
+    """FlashOptim's first moment (arXiv 2602.23349, algorithm 2): groups of 32, fp16 scale, softsign, int8."""
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
         grouped = _groups(x, 32)

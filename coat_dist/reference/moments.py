@@ -12,11 +12,12 @@ magnitude fill the range R that the format keeps::
 
     k = floor(16 * log2(R) / log2(a / b)) clamped to [1, 255],   b = the smallest non-zero |x|
 
-A larger R means a finer grid, and less room below the smallest element. The second moment is divided by, so R = F**2 / 2
-puts b at F / R = 2 / F, 2.3 steps of the subnormal grid in both formats: neither kind of rounding can turn it into zero.
-Of the first moment only absolute errors count: R = 2 * F**2 puts b at 0.57 steps, just where rounding to nearest still
-keeps it from zero. Measured on the moments of a real run (docs/numerics.md): with COAT's F**2 / 2 for both, the mean
-square error of m / (sqrt(v) + eps) is a fifth larger; beyond these values lie cliffs, where small elements become zero.
+A larger R means a finer grid, and less room below the smallest element. The second moment is divided by, so
+R = F**2 / 2 puts b at F / R = 2 / F, 2.3 steps of the subnormal grid in both formats: neither kind of rounding can turn
+it into zero. Of the first moment only absolute errors count: R = 2 * F**2 puts b at 0.57 steps, just where rounding to
+nearest still keeps it from zero. Measured on the moments of a real run (docs/numerics.md): with COAT's F**2 / 2 for
+both, the mean square error of m / (sqrt(v) + eps) is a fifth larger; not far beyond these values lie cliffs, where
+small elements become zero.
 FP8 has more range than most groups of moments have spread, so k is mostly above one and the grid becomes finer than
 plain FP8; where the spread is larger, k below one compresses it. k = 1/16 reaches ratios of 2**265, more than fp32's
 normal range.
