@@ -25,9 +25,11 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
+    module = sys.modules["__main__"].__spec__  # of `python -m`; a path would name a folder of this machine
+    program = ["-m", module.name] if module else [Path(sys.argv[0]).name]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *program, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip() or None,
         "python": platform.python_version(),
