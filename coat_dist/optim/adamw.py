@@ -38,6 +38,8 @@ class CoatAdamW(torch.optim.Optimizer):
         group_size: elements that share one amax and exponent: 64, 128 or 256.
         stochastic_rounding: round codes stochastically instead of to nearest. The noise depends on the order in which
             parameters got their state, the step and the element, so runs are reproducible and resume exactly.
+            Needed with ``betas[1]`` above about 0.98: rounding to nearest drops changes of the second moment that are
+            smaller than half a code step, and the moment drifts (docs/numerics.md).
 
     Raises:
         ValueError, TypeError: names the option, what was given and what is accepted.

@@ -10,22 +10,25 @@ and read back as ``sign(q) * a * (|q| / F) ** (16 / k)``. This is dynamic range 
 section 4), in 3 bytes of metadata a group. The exponent makes the group's ratio of largest to smallest non-zero
 magnitude fill the range R that the format keeps::
 
-    k = floor(16 * log2(R) / log2(a / b)) clamped to [1, 255],   b = the smallest non-zero |x|,   R = F**2 / 2
+    k = floor(16 * log2(R) / log2(a / b)) clamped to [1, 255],   b = the smallest non-zero |x|
 
-R puts the smallest element at F / R = 2 / F, which is 2.3 steps of the subnormal grid in both formats: high enough that
-neither kind of rounding can turn the element into zero. Measured, it is also where the error of m / (sqrt(v) + eps) is
-least or within 4 % of it: moments of gradients with log-normal scales (sigma 0.5, 1, 2), E4M3, root mean square error
-0.0041, 0.0056, 0.0091; R half as large 0.0043, 0.0058, 0.0095; twice 0.0041, 0.0057, 0.0093; E5M2 is flatter. Four
-times R is beyond the cliff: elements of v become zero. FP8 has more range than most groups of moments have spread,
-so k is mostly above one and the grid becomes finer than plain FP8; where the spread is larger, k below one compresses
-it. k = 1/16 reaches ratios of 2**265, more than fp32's normal range.
+A larger R means a finer grid, and less room below the smallest element. The second moment is divided by, so
+R = F**2 / 2 puts b at F / R = 2 / F, 2.3 steps of the subnormal grid in both formats: neither kind of rounding can turn
+it into zero. Of the first moment only absolute errors count: R = 2 * F**2 puts b at 0.57 steps, just where rounding to
+nearest still keeps it from zero. Measured on the moments of a real run (docs/numerics.md): with COAT's F**2 / 2 for
+both, the mean square error of m / (sqrt(v) + eps) is a fifth larger; not far beyond these values lie cliffs, where
+small elements become zero.
+FP8 has more range than most groups of moments have spread, so k is mostly above one and the grid becomes finer than
+plain FP8; where the spread is larger, k below one compresses it. k = 1/16 reaches ratios of 2**265, more than fp32's
+normal range.
 
 What holds for every input, and is tested:
 
 * Finite input decodes to finite values: constant groups (k clamps), tails of one element, zeros anywhere, groups of
   nothing but zeros (a = 0), values next to fp32's maximum (a stops at bfloat16's).
 * Zero decodes to zero. With ``keep_nonzero``, which the second moment needs because it is divided by, magnitudes from
-  2**-126 up never become zero nor subnormal.
+  2**-126 up never become zero nor subnormal. Without it but with expansion, rounding to nearest gives them non-zero
+  codes; stochastic rounding may round the smallest to zero.
 * fp32 subnormals (below 2**-126) count as zero, as GPU arithmetic treats them.
 * Infinity or NaN anywhere makes its whole group decode to NaN: it is never hidden.
 * Error of one element, with y = F * (|x| / a) ** (k / 16): ``|log2(decoded / |x|)| <= -log2(1 - d) * 16 / k``, where
@@ -72,8 +75,8 @@ class MomentCodec:
     """How one moment is stored.
 
     ``expand`` off means k = 16 always: plain per-group FP8. ``keep_nonzero``, meant for the second moment, keeps codes
-    and decoded values of non-zero elements from reaching zero: it rounds up to the smallest code (without expansion
-    only; with it none is that small) and to 2**-126.
+    and decoded values of non-zero elements from reaching zero: it takes the smaller R, rounds up to the smallest code
+    (without expansion only; with it none is that small) and to 2**-126.
     """
 
     format: str = "e4m3"
@@ -88,7 +91,7 @@ class MomentCodec:
     @cached_property
     def k_numerator(self) -> float:
         """16 * log2(R)."""
-        return 16.0 * math.log2(self.fp8.max**2 / 2.0)
+        return 16.0 * math.log2(self.fp8.max**2 * (0.5 if self.keep_nonzero else 2.0))
 
     def groups(self, n: int) -> int:
         """Groups that n elements take."""

@@ -1,0 +1,280 @@
+"""Error of encoded Adam moments on the moments of a real training run: COAT's Table 1, our options, rivals, ranges.
+
+    python -m benchmarks.numerics [--steps 500] [--output DIR]
+
+Trains `benchmarks/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of all matrices
+after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of encodings,
+
+* ``table1``: mean square error of m / (sqrt(v) + eps), the quantity of COAT's Table 1,
+* ``next``: mean square error of the update that the next step takes, after decoded moments have met the next gradient,
+
+over the mean square of the exact value, averaged over the four steps; with and without the embedding, whose rows are
+mostly sparse. Prints tables, writes `numerics.json` and `docs/figures/numerics-*.png`. Takes some minutes on a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.common import write_result
+from benchmarks.convergence import BETAS, optimizer_for
+from benchmarks.encodings import Encoding, coat, dynamic, flash_m, flash_v, plain_fp8, table
+from benchmarks.numerics_plot import plot_ranges, plot_rivals, plot_table
+from benchmarks.small_gpt import GPT, ROOT, Shape, prepare_tokens, train
+from coat_dist.reference.moments import MomentCodec, decode, encode
+
+EPS = 1e-8
+SHARES = (0.04, 0.2, 0.5, 0.99)
+COAT_TABLE_1 = (
+    (20.10, 18.08, 25.65, 18.16),
+    (15.13, 12.31, 21.96, 12.43),
+    (37.02, 35.96, 40.30, 36.00),
+    (17.79, 15.48, 23.84, 15.57),
+)
+"""arXiv 2410.19313, Table 1; rows m, columns v, both in the order of FORMATS."""
+FORMATS = {
+    "E4M3": ("e4m3", False),
+    "E4M3+expand": ("e4m3", True),
+    "E5M2": ("e5m2", False),
+    "E5M2+expand": ("e5m2", True),
+}
+EXACT = Encoding(lambda x: x, 4.0)
+METRICS = ("table1", "next", "table1_no_embedding", "next_no_embedding")
+
+
+class Snapshot(NamedTuple):
+    """Moments after one step and the next step's gradient, each fp32 [n]: the matrices in order, the embedding first;
+    ``bounds`` are the offsets where a matrix ends."""
+
+    m: torch.Tensor
+    v: torch.Tensor
+    grad: torch.Tensor
+    bounds: list[int]
+
+
+def capture(steps: int, tokens: torch.Tensor, seed: int = 0, lr: float = 3e-3) -> dict[int, Snapshot]:
+    """Train with fp32 AdamW; {step: Snapshot}."""
+    shape = Shape()
+    model = GPT(shape, seed)
+    optimizer = optimizer_for("adamw", model)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    bounds = torch.tensor([p.numel() for p in matrices]).cumsum(0).tolist()
+    wanted = {max(1, min(steps - 1, round(steps * share))) for share in SHARES}
+    moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    taken: dict[int, Snapshot] = {}
+
+    def after_step(step: int) -> None:
+        if step - 1 in moments:
+            grad = torch.cat([_of(p.grad) for p in matrices])
+            taken[step - 1] = Snapshot(*moments.pop(step - 1), grad, bounds)
+        if step in wanted:
+            states = [optimizer.state[p] for p in matrices]
+            m, v = (torch.cat([_of(s[key]) for s in states]) for key in ("exp_avg", "exp_avg_sq"))
+            moments[step] = m, v
+
+    train(model, optimizer, tokens, shape, steps=steps, seed=seed, lr=lr, after_step=after_step)
+    return taken
+
+
+def _of(x: torch.Tensor | None) -> torch.Tensor:
+    assert x is not None  # every matrix takes part in every step
+    return x.detach().reshape(-1)
+
+
+class Study:
+    """Errors of encodings over snapshots. Decoded moments of named encodings are kept, so that pairs cost little."""
+
+    def __init__(self, snapshots: dict[int, Snapshot]) -> None:
+        self.snapshots = snapshots
+        self._kept: dict[str, list[torch.Tensor]] = {}
+
+    def decoded(self, which: str, encoding: Encoding, keep: str | None = None) -> list[torch.Tensor]:
+        """Moment ``which`` ("m" or "v") of each snapshot after a round trip of each matrix on its own."""
+        key = f"{which} {keep}"
+        if key in self._kept:
+            return self._kept[key]
+        out = []
+        for s in self.snapshots.values():
+            parts = getattr(s, which).tensor_split(s.bounds[:-1])
+            out.append(torch.cat([encoding.round_trip(part) for part in parts]))
+        if keep:
+            self._kept[key] = out
+        return out
+
+    def errors(self, ms: list[torch.Tensor], vs: list[torch.Tensor]) -> dict[str, float]:
+        """Relative mean square errors of the two metrics, over all matrices and without the embedding."""
+        total = dict.fromkeys(METRICS, 0.0)
+        beta1, beta2 = BETAS
+        for s, m, v in zip(self.snapshots.values(), ms, vs, strict=True):
+            pairs = {
+                "table1": (_update(m, v), _update(s.m, s.v)),
+                "next": (
+                    _update(beta1 * m + (1 - beta1) * s.grad, beta2 * v + (1 - beta2) * s.grad**2),
+                    _update(beta1 * s.m + (1 - beta1) * s.grad, beta2 * s.v + (1 - beta2) * s.grad**2),
+                ),
+            }
+            for name, (got, exact) in pairs.items():
+                for metric, first in ((name, 0), (f"{name}_no_embedding", s.bounds[0])):
+                    square = (got[first:] - exact[first:]).double().square().mean()
+                    total[metric] += (square / exact[first:].double().square().mean()).item() / len(self.snapshots)
+        return total
+
+    def pair(self, name: str, m: Encoding, v: Encoding) -> dict[str, Any]:
+        """A row of the result: errors of a pair, B/param, and how many non-zero second moments became zero."""
+        ms, vs = self.decoded("m", m), self.decoded("v", v)
+        lost = [
+            ((new == 0) & (s.v >= 2.0**-126)).double().mean()
+            for new, s in zip(vs, self.snapshots.values(), strict=True)
+        ]
+        row = {"name": name, "bytes": round(m.bytes + v.bytes, 4), "v_lost": max(lost).item(), **self.errors(ms, vs)}
+        print(
+            f"{name:<44} {row['bytes']:.3f} B  "
+            + "  ".join(f"{row[k]:.3e}" for k in METRICS)
+            + f"  {row['v_lost']:.1e}",
+            flush=True,
+        )
+        return row
+
+    def sweep(self, which: str, make: Any, ranges: list[float]) -> dict[str, Any]:
+        """Error over the range of one moment's encoding while the other moment stays exact."""
+        exact = {"m": self.decoded("m", EXACT, "exact"), "v": self.decoded("v", EXACT, "exact")}
+        rows = []
+        for log2_range in ranges:
+            exact_or_not = {**exact, which: self.decoded(which, make(log2_range))}
+            rows.append({"log2_range": log2_range, **self.errors(exact_or_not["m"], exact_or_not["v"])})
+        return {"moment": which, "rows": rows, "best": min(rows, key=lambda r: r["table1"])["log2_range"]}
+
+
+def _update(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return m / (v.sqrt() + EPS)
+
+
+def sixteen_cells(study: Study) -> list[list[dict[str, float]]]:
+    """Errors of all pairs of FORMATS: rows m, columns v."""
+    cells = []
+    for m_name, (m_format, m_expand) in FORMATS.items():
+        ms = study.decoded("m", coat(m_format, m_expand, second=False), m_name)
+        row = []
+        for v_name, (v_format, v_expand) in FORMATS.items():
+            row.append(study.errors(ms, study.decoded("v", coat(v_format, v_expand, second=True), v_name)))
+        cells.append(row)
+    return cells
+
+
+def options_and_rivals(study: Study) -> list[dict[str, Any]]:
+    """Our options, code tables that spend no bit on the sign of v, and published encodings."""
+    m, v = coat(second=False), coat(second=True)
+    pair = study.pair
+    coat_range = math.log2(448**2 / 2)
+    rows = [
+        pair("E4M3+expand (default)", m, v),
+        pair("E4M3+expand, R = F^2/2 for both (COAT)", coat(second=False, log2_range=coat_range), v),
+        pair("E4M3+expand, stochastic", coat(second=False, seed=1), coat(second=True, seed=2)),
+        pair("E4M3+expand, group 64", coat(group_size=64, second=False), coat(group_size=64, second=True)),
+        pair("E4M3+expand, group 256", coat(group_size=256, second=False), coat(group_size=256, second=True)),
+        pair("E5M2+expand", coat("e5m2", second=False), coat("e5m2", second=True)),
+        pair("m E4M3+expand, v UE4M4+expand", m, table("u-e4m4", 16, second=True)),
+        pair("m E4M3+expand, v UE5M3+expand", m, table("u-e5m3", 32, second=True)),
+        pair("m E4M3+expand, v 8-bit logarithm", m, table("u-log", 16, second=True)),
+        pair("m int8+expand, v 8-bit logarithm", table("s-linear", 5, second=False), table("u-log", 16, second=True)),
+        pair(
+            "m int8+expand, v 8-bit logarithm, group 64",
+            table("s-linear", 5, 64, second=False),
+            table("u-log", 16, 64, second=True),
+        ),
+        pair("FlashOptim: softsign int8, root uint8", flash_m(), flash_v()),
+        pair("dynamic 8-bit, block 256 (AdamW8bit)", dynamic(second=False), dynamic(second=True)),
+        pair("E4M3, fp32 scale, block 256 (AdamWFp8)", plain_fp8("e4m3", 256), plain_fp8("e4m3", 256)),
+        pair("E4M3, fp32 scale, block 128, v to zero", plain_fp8("e4m3", 128), plain_fp8("e4m3", 128)),
+    ]
+    rows += [
+        pair("m only: E4M3+expand", m, EXACT),
+        pair("m only: int8+expand", table("s-linear", 5, second=False), EXACT),
+        pair("m only: FlashOptim", flash_m(), EXACT),
+        pair("v only: E4M3+expand", EXACT, v),
+        pair("v only: 8-bit logarithm", EXACT, table("u-log", 16, second=True)),
+        pair("v only: FlashOptim", EXACT, flash_v()),
+    ]
+    return rows
+
+
+def ranges(study: Study) -> dict[str, Any]:
+    """Error over R; log2_range is relative to log2(F**2 / 2), COAT's choice, for the two FP8 formats."""
+    out: dict[str, Any] = {}
+    for format, largest in (("e4m3", 448.0), ("e5m2", 57344.0)):
+        base = math.log2(largest**2 / 2)
+        for which, second in (("m", False), ("v", True)):
+            swept = [base + step for step in (-2, -1, -0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3, 4)]
+            found = study.sweep(which, lambda r, f=format, s=second: coat(f, second=s, log2_range=r), swept)
+            found["relative_to"] = base
+            out[f"{which} {format}"] = found
+            print(f"R of {which}, {format}: best at {found['best'] - base:+.1f} of log2(F^2/2)", flush=True)
+    return out
+
+
+def forgetting(steps: int = 2000, elements: int = 128 * 64) -> list[dict[str, Any]]:
+    """What rounding does to a second moment over many steps, per beta2: mean of log2(encoded / fp32) after ``steps``
+    steps of gradients of constant deviation, and after as many steps of zero gradients, in which fp32 decays."""
+    rows = []
+    for beta2 in (0.95, 0.99, 0.999):
+        for stochastic in (False, True):
+            codec = MomentCodec(keep_nonzero=True)
+            generator = torch.Generator().manual_seed(0)
+            deviation = torch.exp(torch.randn(elements, generator=generator))
+            exact, coded = torch.zeros(elements), codec.zeros(elements)
+            drift = []
+            for phase_scale, phase_steps in ((1.0, steps), (0.0, 200)):
+                for _ in range(phase_steps):
+                    g = phase_scale * deviation * torch.randn(elements, generator=generator)
+                    exact = beta2 * exact + (1 - beta2) * g * g
+                    v = beta2 * decode(coded, codec, elements) + (1 - beta2) * g * g
+                    coded = encode(v, codec, torch.rand(elements, generator=generator) if stochastic else None)
+                drift.append((decode(coded, codec, elements) / exact).log2().double().mean().item())
+            row = {"beta2": beta2, "stochastic": stochastic, "steady_log2": drift[0], "after_200_zeros_log2": drift[1]}
+            row["fp32_decay_log2"] = 200 * math.log2(beta2)
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=500, help="of training; at least 8")
+    parser.add_argument("--output", default=None, help="folder of JSON and pictures (default: those of the repository)")
+    arguments = parser.parse_args()
+    if arguments.steps < 8:
+        parser.error(f"--steps: got {arguments.steps}, accepted: an integer >= 8")
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = prepare_tokens(folder, Shape().vocabulary)
+    study = Study(capture(arguments.steps, tokens))
+    cells = sixteen_cells(study)
+    ours = [[cell["table1"] / cells[0][0]["table1"] for cell in row] for row in cells]
+    published = [[cell / COAT_TABLE_1[0][0] for cell in row] for row in COAT_TABLE_1]
+    for name, mine, theirs in zip(FORMATS, ours, published, strict=True):
+        print(f"m {name:<12}" + "".join(f"  {a:6.3f} ({b:.3f})" for a, b in zip(mine, theirs, strict=True)))
+    result: dict[str, Any] = {
+        "settings": {"steps": sorted(study.snapshots), "elements": study.snapshots[min(study.snapshots)].bounds[-1]},
+        "formats": list(FORMATS),
+        "cells": cells,
+        "ratio_to_plain_e4m3": ours,
+        "coat_ratio_to_plain_e4m3": published,
+        "pairs": options_and_rivals(study),
+        "ranges": ranges(study),
+        "forgetting": forgetting(),
+    }
+    print("wrote", write_result("numerics", result, arguments.output))
+    figures = Path(arguments.output or ROOT / "docs" / "figures")
+    figures.mkdir(parents=True, exist_ok=True)
+    plot_table(ours, published, list(FORMATS), figures / "numerics-table1.png")
+    plot_ranges(result["ranges"], figures / "numerics-range.png")
+    plot_rivals([r for r in result["pairs"] if "only" not in r["name"]], figures / "numerics-rivals.png")
+
+
+if __name__ == "__main__":
+    main()
