@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from .config import CoatConfig, CoatConfigError, check_deepspeed, load_json
 from .optim import CoatAdamW, param_groups
+from .optim.accessors import register
+from .optim.universal_load import enable_universal_load
 
 __all__ = ["check_same_on_all_ranks", "initialize"]
 
@@ -93,7 +95,7 @@ def initialize(
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
         optimizer, model_parameters = _coat_adamw(settings, coat or CoatConfig(), model, model_parameters)
-    return deepspeed.initialize(
+    engine, *others = deepspeed.initialize(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -104,6 +106,9 @@ def initialize(
         config=settings,
         **kwargs,
     )
+    register(engine.optimizer)
+    enable_universal_load(engine)
+    return engine, *others
 
 
 def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parameters: Iterable | None):

@@ -1,0 +1,146 @@
+"""Universal checkpoints: other data-parallel sizes and ZeRO stages, moments within the encoding's error."""
+
+import pytest
+import torch
+
+from tests.distributed.test_zero import CASES, Model, run
+from tests.support import run_ranks
+
+
+def build(settings, universal=False, model=None, coat=None, **more):
+    """An engine of ``coat_dist.initialize``, with a group of one element and its own learning rate."""
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    import coat_dist
+
+    __compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        **({"checkpoint": {"load_universal": True}} if universal else {}),
+        **({"coat": {"optimizer": coat, "activation": {"enabled": False}}} if coat else {}),
+        **settings,
+        **more,
+    }
+    if model is None:
+        plain = {k: v for k, v in config.items() if k != "coat"}
+        with deepspeed.zero.Init(config_dict_or_path=plain, enabled=settings["zero_optimization"]["stage"] == 3):
+            model = Model()
+    named = list(model.named_parameters())
+    groups = coat_dist.param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
+    groups += [{"params": [model.scale], "moments": "fp32", "weight_decay": 0.0, "lr": 0.005}]
+    return coat_dist.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+def contents(engine):
+    """fp32 weights, moments (trained parameters), 16-bit weights and steps, whole, on every rank."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import coat_dist
+
+    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    everything = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(everything, enabled=hasattr(everything[0], "ds_id")):
+        weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    return {
+        "fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()},
+        "first": {n: coat_dist.safe_get_full_moment(p, "first") for n, p in trained.items()},
+        "second": {n: coat_dist.safe_get_full_moment(p, "second") for n, p in trained.items()},
+        "weights": weights,
+        "steps": sorted({s["step"] for s in engine.optimizer.optimizer.state.values()}),
+        "groups": [(g["lr"], g["weight_decay"], g["moments"]) for g in engine.optimizer.param_groups],
+    }
+
+
+def train_and_save(rank, world, settings, folder, coat=None, more=0):
+    """Five steps, saved; then ``more`` steps, whose losses are returned."""
+    import deepspeed
+
+    engine = build(settings, coat=coat)
+    frozen = engine.module.frozen.weight
+    with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0, enabled=hasattr(frozen, "ds_id")):
+        frozen.data.add_(0.25)  # not what a new model has
+    run(engine, rank, 0, 5)
+    engine.save_checkpoint(folder, tag="plain")
+    return contents(engine), run(engine, rank, 5, 5 + more)
+
+
+def load_and_train(rank, world, settings, folder, saved, coat=None, steps=0, save=False):
+    """What loading gave, by comparison with ``saved``; then the losses of ``steps`` more steps."""
+    engine = build(settings, universal=True, coat=coat)
+    run(engine, rank, 20, 21)  # state that loading has to replace
+    engine.load_checkpoint(folder, tag="universal")
+    problems = differences(contents(engine), saved) + wrong_codes(engine, saved)
+    mappings = [getattr(p, "_hp_mapping", None) for p in engine.module.parameters()]
+    held = {n for m in mappings if m is not None for n in m.optim_fragment}
+    states = engine.optimizer.optimizer.state.values()
+    keys = sorted({k for s in states for k in s})
+    losses = run(engine, rank, 5, 5 + steps)
+    if save:
+        engine.save_checkpoint(folder, tag="plain")
+    return {"problems": problems, "linked": held, "keys": keys, "losses": losses, "contents": contents(engine)}
+
+
+def differences(loaded, saved):
+    """Names of what must be equal and is not: all but FP8 moments."""
+    found = [k for k in ("steps", "groups") if loaded[k] != saved[k]]
+    for kind in ("fp32", "weights", "first", "second"):
+        for name, value in saved[kind].items():
+            if kind in ("fp32", "weights") or value.ndim < 2:
+                found += [] if torch.equal(loaded[kind][name], value) else [f"{kind} {name}"]
+    return found
+
+
+def wrong_codes(engine, saved):
+    """FP8 states that are not, to the byte, the encoding of the saved moments; elements beyond the stated error."""
+    from coat_dist.optim.partitions import partitions
+    from coat_dist.optim.state import codecs, moment
+    from coat_dist.reference.moments import decode, encode
+
+    found = []
+    for part in partitions(engine.optimizer):
+        if part.group["moments"] == "fp32":
+            continue
+        for kind, which, codec in zip(("first", "second"), "mv", codecs(part.group), strict=True):
+            flat = torch.zeros(part.flat.numel())
+            for f in part.fragments:
+                full = saved[kind][engine.param_names[f.param]].flatten()
+                flat[f.start : f.start + f.numel] = full[f.first : f.first + f.numel]
+            stored = moment(engine.optimizer.optimizer.state[part.flat], which)
+            expected = encode(flat, codec)
+            found += [f"{kind} {n}" for n in "qak" if not torch.equal(getattr(stored, n), getattr(expected, n))]
+            got, a, k = decode(stored, codec, flat.numel()), stored.a.float(), stored.k.float() / 16
+            a, k = (t.repeat_interleave(codec.group_size)[: flat.numel()] for t in (a, k))
+            y = codec.fp8.max * (flat.abs() / a) ** k
+            d = torch.maximum(torch.tensor(2.0 ** -(codec.fp8.mantissa_bits + 1)), codec.fp8.smallest / (2 * y))
+            some = flat != 0
+            error, limit = (got / flat).log2().abs()[some], (-torch.log2(1 - d) / k)[some]
+            found += [f"{kind} error"] if not (error <= limit * 1.001 + 1e-5).all() or got[~some].any() else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks", "target", "to"),
+    [
+        ("zero-1", 2, "zero-1", 1),
+        ("zero-2", 1, "zero-2", 2),
+        ("zero-2", 2, "zero-3", 2),
+        ("zero-3, sub-groups", 2, "zero-3", 1),
+        ("zero-3", 2, "zero-1, BF16_Optimizer", 2),
+        ("zero-1, BF16_Optimizer", 2, "zero-2", 1),
+    ],
+)
+def test_other_sizes_and_stages(source, ranks, target, to, tmp_path):
+    from coat_dist import convert_to_universal
+
+    saved = run_ranks(ranks, train_and_save, CASES[source], str(tmp_path))[0][0]
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    for r in run_ranks(to, load_and_train, CASES[target], str(tmp_path), saved):
+        assert r["problems"] == []
+        assert r["linked"] <= {"exp_avg", "exp_avg_sq"}  # of groups with fp32 moments; no fp32 copy of the others
+        assert set(r["keys"]) == {"exp_avg", "exp_avg_sq", "step"} | {f"coat_{m}_{t}" for m in "mv" for t in "qak"}
