@@ -107,7 +107,8 @@ def initialize(
         **kwargs,
     )
     register(engine.optimizer)
-    enable_universal_load(engine)
+    if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):
+        enable_universal_load(engine)
     return engine, *others
 
 

@@ -127,6 +127,12 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
     first = models[0][0]
     if first.get("ds_autoep_layers") or list(source.glob("*expert*_states.pt")):
         raise ValueError(f"{source}: holds expert-parallel files, accepted: checkpoints without expert parallelism")
+    wanted, given = (first["mp_world_size"], first["dp_world_size"]), (len(shards), len(shards[0]))
+    if given != wanted:
+        raise ValueError(
+            f"{source}: got optimizer files of {given[0]} tensor- x {given[1]} data-parallel ranks, accepted: of "
+            f"{wanted[0]} x {wanted[1]}, which wrote it"
+        )
     rules = first.get("universal_checkpoint_info")
     if len(shards) > 1 and rules is None:
         raise ValueError(

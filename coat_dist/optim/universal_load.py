@@ -1,4 +1,4 @@
-"""Loading universal checkpoints into CoatAdamW, at any data-parallel size, ZeRO stage and tensor-parallel size.
+"""Loading universal checkpoints into CoatAdamW or torch's AdamW, at any parallel sizes and ZeRO stage.
 
 DeepSpeed's own loader leaves fp32 moments in the optimizer's state and links parameters to them, so that 8 bytes a
 parameter stay alive; it fails where a rank has no part of a group, restores neither frozen parameters nor buffers, and
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..ops.moments import encode
-from .partitions import Partition, base_optimizer, partitions
+from .adamw import CoatAdamW
+from .partitions import Partition, partitions
 from .state import codecs, moment, new_state
 from .universal import KEYS
 
@@ -28,13 +29,14 @@ _CHUNK = 1 << 24
 def enable_universal_load(engine: Any) -> None:
     """Let ``engine.load_checkpoint`` with ``"checkpoint": {"load_universal": true}`` fill a CoatAdamW.
 
-    Engines with another optimizer are left alone.
+    Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left alone.
+    ``coat_dist.initialize`` calls it for CoatAdamW.
 
     Raises:
         RuntimeError: this DeepSpeed has no such method.
     """
     zero = engine.optimizer
-    if base_optimizer(zero) is None or not hasattr(zero, "load_state_dict") or zero is base_optimizer(zero):
+    if not isinstance(getattr(zero, "optimizer", None), CoatAdamW | torch.optim.Adam):  # AdamW is an Adam
         return
     if not hasattr(zero, "_load_universal_checkpoint"):
         raise RuntimeError(
@@ -56,7 +58,7 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True) -> Non
     group keeps its own. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed does.
 
     Args:
-        engine: DeepSpeed engine with a CoatAdamW under ZeRO-1, 2, 3 or BF16_Optimizer.
+        engine: DeepSpeed engine with a CoatAdamW or torch's AdamW under ZeRO-1, 2, 3 or BF16_Optimizer.
         folder: holds ``zero/``.
         moments: false loads weights only.
 
@@ -92,7 +94,7 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True) -> Non
         # A rank that holds nothing of a group still steps it: its count has to agree for bias correction to be one.
         for part in parts:
             if not part.fragments:
-                zero.optimizer.state[part.flat]["step"] = max(steps, default=0)
+                zero.optimizer.state[part.flat]["step"] += max(steps, default=0)
         _relink(parts, zero.optimizer)
     _renew_stage3(zero)
     _load_rest(engine, folder, tp)
@@ -100,6 +102,12 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True) -> Non
 
 def _fill_state(base: Any, part: Partition, folder: Path, names: Mapping, tp: tuple[int, int], step: int | None):
     """Replace the state of one partition."""
+    if not isinstance(base, CoatAdamW):
+        moments = {key: _gather(part, folder, names, key, tp).to(part.flat.device) for key in KEYS[1:]}
+        on_device = part.group.get("fused") or part.group.get("capturable")
+        count = torch.tensor(float(step or 0), device=part.flat.device if on_device else "cpu")
+        base.state[part.flat] = {"step": count, **moments}
+        return
     state = new_state(part.flat, part.group)
     state["step"] = step or 0
     for key, which, codec in zip(KEYS[1:], "mv", codecs(part.group), strict=True):
