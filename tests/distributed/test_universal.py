@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.distributed.test_zero import CASES, Model, run
+from tests.distributed.test_zero import CASES, Model, run, snapshot
+from tests.distributed.test_zero import differences as changes
 from tests.support import run_ranks
 
 
@@ -144,3 +145,108 @@ def test_other_sizes_and_stages(source, ranks, target, to, tmp_path):
         assert r["problems"] == []
         assert r["linked"] <= {"exp_avg", "exp_avg_sq"}  # of groups with fp32 moments; no fp32 copy of the others
         assert set(r["keys"]) == {"exp_avg", "exp_avg_sq", "step"} | {f"coat_{m}_{t}" for m in "mv" for t in "qak"}
+
+
+def test_without_expansion_the_way_back_gives_the_same_bytes(tmp_path):
+    """DP 2, 1, 2, where shards start on group borders: 4096 elements of one matrix, halved."""
+    from coat_dist import convert_to_universal
+
+    first, second = str(tmp_path / "two"), str(tmp_path / "one")
+    before = run_ranks(2, bordered, first, None)
+    convert_to_universal(f"{first}/plain", f"{first}/universal")
+    run_ranks(1, bordered, second, first)
+    convert_to_universal(f"{second}/plain", f"{second}/universal")
+    after = run_ranks(2, bordered, None, second)
+    for one, other in zip(before, after, strict=True):
+        assert one.keys() == other.keys() and len(one) == 6
+        assert all(torch.equal(one[k], other[k]) for k in one)
+    assert not torch.equal(before[0]["coat_m_q"], before[1]["coat_m_q"]) and before[0]["coat_m_q"].any()
+
+
+def bordered(rank, world, save, load):
+    """FP8 state of a model of one matrix, without expansion, after three steps or after loading."""
+    from tests.distributed.test_engine import quiet_deepspeed
+
+    quiet_deepspeed()
+    import coat_dist
+
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        "coat": {"optimizer": {"expand": False}, "activation": {"enabled": False}},
+        **({"checkpoint": {"load_universal": True}} if load else {}),
+    }
+    engine = coat_dist.initialize(model=torch.nn.Linear(64, 64, bias=False), config=config)[0]
+    if load:
+        engine.load_checkpoint(load, tag="universal")
+    for step in range(0 if load else 3):
+        torch.manual_seed(10 * step + rank)
+        engine.backward(engine(torch.randn(2, 64).bfloat16()).float().square().mean())
+        engine.step()
+    if save:
+        engine.save_checkpoint(save, tag="plain")
+    (state,) = engine.optimizer.optimizer.state.values()
+    return {k: v for k, v in state.items() if k.startswith("coat_")}
+
+
+def load_refusals(rank, world, settings, folder, files):
+    """Messages of loading with each of ``files`` (name: None to remove it, or another to copy) spoilt in turn."""
+    import os
+    import shutil
+
+    engine = build(settings, universal=True)
+    run(engine, rank, 0, 1)
+    before, messages = snapshot(engine), []
+    for name, other in files.items():
+        path = f"{folder}/universal/zero/{name}"
+        os.rename(path, f"{path}.aside")
+        if other is not None:
+            shutil.copy(f"{folder}/universal/zero/{other}", path)
+        try:
+            engine.load_checkpoint(folder, tag="universal")
+        except ValueError as error:
+            messages.append(str(error))
+        os.rename(f"{path}.aside", path)
+    return messages, changes(before, snapshot(engine))
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_a_foreign_universal_checkpoint_changes_nothing(case, tmp_path):
+    from coat_dist import convert_to_universal
+
+    run_ranks(1, train_and_save, CASES[case], str(tmp_path))
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    spoilt = {"up.bias/exp_avg.pt": None, "up.weight/exp_avg_sq.pt": "down.weight/fp32.pt", "optimizer_state.pt": None}
+    ((missing, foreign, no_globals), changed) = run_ranks(1, load_refusals, CASES[case], str(tmp_path), spoilt)[0]
+    assert "missing up.bias/exp_avg.pt, accepted: a universal checkpoint of this model" in missing
+    assert "up.weight/exp_avg_sq.pt: got shape [61, 129], accepted: one that gives [129, 47] on tensor-" in foreign
+    assert "missing optimizer_state.pt" in no_globals
+    assert changed == []
+
+
+def save_new(rank, world, folder):
+    build(CASES["zero-2"]).save_checkpoint(folder, tag="plain")
+
+
+def test_what_cannot_be_converted_is_refused(tmp_path):
+    from coat_dist import convert_to_universal
+
+    with pytest.raises(ValueError, match="no file matches .*accepted: a folder that DeepSpeed's ZeRO saved"):
+        convert_to_universal(tmp_path / "nothing", tmp_path / "out")
+    run_ranks(1, save_new, str(tmp_path))
+    with pytest.raises(ValueError, match=r"state of .*: got nothing \(saved before the first step\), accepted"):
+        convert_to_universal(tmp_path / "plain", tmp_path / "out")
+    for kind in ("mp_rank_00_model", "bf16_zero_pp_rank_0_mp_rank_00_optim"):
+        file = tmp_path / "plain" / f"{kind}_states.pt"
+        (tmp_path / "plain" / file.name.replace("mp_rank_00", "mp_rank_01")).write_bytes(file.read_bytes())
+    model = torch.load(tmp_path / "plain" / "mp_rank_00_model_states.pt", weights_only=False)
+    torch.save({**model, "mp_world_size": 2}, tmp_path / "plain" / "mp_rank_00_model_states.pt")
+    with pytest.raises(ValueError, match="2 tensor-parallel ranks and without universal_checkpoint_info, accepted"):
+        convert_to_universal(tmp_path / "plain", tmp_path / "out")
+    whole = (tmp_path / "plain" / "mp_rank_00_model_states.pt").read_bytes()
+    (tmp_path / "plain" / "mp_rank_00_model_states.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="mp_rank_00_model_states.pt: cannot be read"):
+        convert_to_universal(tmp_path / "plain", tmp_path / "out")

@@ -26,6 +26,7 @@ LEGS = {
     "DP 2, 1, 2": [(2, 2, 1, True), (1, 2, 1, True), (2, 2, 1, True)],
     "stages 1, 3, 2": [(2, 1, 1, True), (2, 3, 1, True), (1, 2, 1, True)],
     "TP 2, 1, 2": [(2, 2, 2, True), (2, 2, 1, True), (2, 1, 2, True)],
+    "TP 1, 2 at stage 3, 1": [(1, 3, 1, True), (2, 3, 2, True), (2, 3, 1, True)],
     "fp32 moments, FP8, fp32": [(2, 2, 1, False), (2, 2, 1, True), (1, 3, 1, False)],
 }
 
