@@ -47,6 +47,7 @@ _STRUCTURE = (
     "format",
 )
 _UNIVERSAL_STRUCTURE = ("model.", "format")
+_CONVERSION = "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers"
 _FREE = ("model.hidden_dropout", "model.attention_dropout", "model.seq_length", "parallel.sequence_parallel")
 
 
@@ -155,7 +156,8 @@ def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[st
     structure = _UNIVERSAL_STRUCTURE if universal else _STRUCTURE
     fatal = [line for key, line in changed.items() if _among(key, structure)]
     if fatal:
-        raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal))
+        hint = "" if any(_among(key, _UNIVERSAL_STRUCTURE) for key in changed) else f"\n{_CONVERSION}"
+        raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal) + hint)
     verify(checkpoint, manifest["files"])
     kept = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
     path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)

@@ -96,6 +96,7 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True) -> Non
             if not part.fragments:
                 zero.optimizer.state[part.flat]["step"] += max(steps, default=0)
         _relink(parts, zero.optimizer)
+    _load_loss_scale(zero, folder)
     _renew_stage3(zero)
     _load_rest(engine, folder, tp)
 
@@ -181,6 +182,14 @@ def _renew_stage3(zero: Any) -> None:
         params = zero.fp16_partitioned_groups[i]
         for param, renewed in zip(params, zero.unflatten(half, params), strict=True):
             param.data = renewed.data
+
+
+def _load_loss_scale(zero: Any, folder: Path) -> None:
+    """The loss scale, where saved and present run scale in the same way (fp16 by fp16, not fp16 by bf16)."""
+    saved = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    for key in ("loss_scaler", "dynamic_loss_scale"):
+        if key in saved and type(saved[key]) is type(getattr(zero, key, None)):
+            setattr(zero, key, saved[key])
 
 
 def _load_rest(engine: Any, folder: Path, tp: tuple[int, int]) -> None:
