@@ -8,6 +8,12 @@ from tests.distributed.test_zero import differences as changes
 from tests.support import run_ranks
 
 
+class WithBuffer(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+
 def build(settings, universal=False, **more):
     """An engine of ``coat_dist.initialize``, with a group of one element and its own learning rate."""
     import deepspeed
@@ -27,7 +33,7 @@ def build(settings, universal=False, **more):
         **more,
     }
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
-        model = Model()
+        model = WithBuffer()
     named = list(model.named_parameters())
     groups = coat_dist.param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
     groups += [{"params": [model.scale], "moments": "fp32", "weight_decay": 0.0, "lr": 0.005}]
@@ -45,6 +51,7 @@ def contents(engine):
     everything = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(everything, enabled=hasattr(everything[0], "ds_id")):
         weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    weights["seen"] = engine.module.seen.clone()
     return {
         "fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()},
         "first": {n: coat_dist.safe_get_full_moment(p, "first") for n, p in trained.items()},
@@ -63,6 +70,7 @@ def train_and_save(rank, world, settings, folder):
     frozen = engine.module.frozen.weight
     with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0, enabled=hasattr(frozen, "ds_id")):
         frozen.data.add_(0.25)  # not what a new model has
+    engine.module.seen.add_(torch.tensor([1, 2, 3]))
     run(engine, rank, 0, 5)
     engine.save_checkpoint(folder, tag="plain")
     return contents(engine)
@@ -83,6 +91,10 @@ def load_and_compare(rank, world, settings, folder, saved, from_loss_scaler):
     held = {n for m in mappings if m is not None for n in m.optim_fragment}
     states = engine.optimizer.optimizer.state.values()
     keys = sorted({k for s in states for k in s})
+    kept = {t.untyped_storage().data_ptr() for s in states for t in s.values() if isinstance(t, torch.Tensor)}
+    fragments = [t for m in mappings if m is not None for t in m.optim_fragment.values()]
+    if any(t.untyped_storage().data_ptr() not in kept for t in fragments):
+        problems.append("a parameter is linked to a state of before")
     return {"problems": problems, "linked": held, "keys": keys}
 
 
