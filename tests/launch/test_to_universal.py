@@ -24,9 +24,8 @@ def convert(source, target):
 # Rank counts, ZeRO stages, tensor-parallel sizes and CoatAdamW or not, in three legs. A step is 8 samples in all.
 LEGS = {
     "DP 2, 1, 2": [(2, 2, 1, True), (1, 2, 1, True), (2, 2, 1, True)],
-    "stages 1, 3, 2": [(2, 1, 1, True), (2, 3, 1, True), (1, 2, 1, True)],
+    "stages 1, 3, 2 and TP 1, 2, 1": [(2, 1, 1, True), (2, 3, 2, True), (1, 2, 1, True)],
     "TP 2, 1, 2": [(2, 2, 2, True), (2, 2, 1, True), (2, 1, 2, True)],
-    "TP 1, 2 at stage 3, 1": [(1, 3, 1, True), (2, 3, 2, True), (2, 3, 1, True)],
     "fp32 moments, FP8, fp32": [(2, 2, 1, False), (2, 2, 1, True), (1, 3, 1, False)],
 }
 
@@ -53,7 +52,7 @@ def test_three_legs_are_one_run(work, tmp_path, case):  # noqa: F811
     assert [(step, lr) for step, _, _, lr in legs] == [(step, lr) for step, _, _, lr in straight[4:]]
     worst = max(abs(a[1] - b[1]) / b[1] for a, b in zip(legs, straight[4:], strict=True))
     print(f"{case}: losses differ by at most {worst:.2e}")
-    assert worst < 2e-4
+    assert worst < 4e-4  # data are drawn anew: up to 1.1e-4 seen; moments off by a tenth give 7e-4
 
 
 def test_what_cannot_be_converted_is_named(work, tmp_path, capsys):  # noqa: F811
