@@ -8,9 +8,18 @@ from typing import Any
 import torch
 
 from .config import CoatConfig, CoatConfigError
-from .optim import CoatAdamW, param_groups
+from .optim import CoatAdamW, convert_to_universal, param_groups, safe_get_full_moment, safe_set_full_moment
 
-__all__ = ["CoatAdamW", "CoatConfig", "CoatConfigError", "initialize", "param_groups"]
+__all__ = [
+    "CoatAdamW",
+    "CoatConfig",
+    "CoatConfigError",
+    "convert_to_universal",
+    "initialize",
+    "param_groups",
+    "safe_get_full_moment",
+    "safe_set_full_moment",
+]
 __version__ = "0.1.0"
 
 # DeepSpeed looks an optimizer type it does not know up in torch.optim, so `"type": "CoatAdamW"` works in any DeepSpeed

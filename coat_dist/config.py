@@ -220,8 +220,11 @@ def check_deepspeed(
     refuse(
         "checkpoint.load_universal",
         f"false with zero_optimization.stage 3 and tensor parallelism {tp}: DeepSpeed does not "
-        "slice universal checkpoints over TP there; use stage 1 or 2",
-        bool(_get(config, "checkpoint", "load_universal")) and stage == 3 and tp > 1,
+        "slice universal checkpoints over TP there; use stage 1 or 2, or CoatAdamW",
+        bool(_get(config, "checkpoint", "load_universal"))
+        and stage == 3
+        and tp > 1
+        and _get(config, "optimizer", "type") != "CoatAdamW",  # has a loader of its own
     )
     if coat is not None and coat.activation.enabled:
         refuse(

@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from .config import CoatConfig, CoatConfigError, check_deepspeed, load_json
 from .optim import CoatAdamW, param_groups
+from .optim.accessors import register
+from .optim.universal_load import enable_universal_load
 from .optim.zero import fuse_step
 
 __all__ = ["check_same_on_all_ranks", "initialize"]
@@ -94,7 +96,7 @@ def initialize(
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
         optimizer, model_parameters = _coat_adamw(settings, coat or CoatConfig(), model, model_parameters)
-    result = deepspeed.initialize(
+    engine, *others = deepspeed.initialize(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -105,10 +107,12 @@ def initialize(
         config=settings,
         **kwargs,
     )
-    engine = result[0]
+    register(engine.optimizer)
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)
-    return result
+    if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):
+        enable_universal_load(engine)
+    return engine, *others
 
 
 def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parameters: Iterable | None):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
+from coat_dist.config import check_deepspeed
 from launch import data
 from launch.loop import Batch
 from launch.model import build_model
@@ -18,10 +19,14 @@ from launch.plan import Plan
 __all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss"]
 
 
-def build_engine(p: Plan, note: Callable[[str], None]) -> Any:
-    """Model, patches, gradient hooks and optimizer behind a DeepSpeed engine. Process groups are set up before."""
+def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) -> Any:
+    """Model, patches, gradient hooks and optimizer behind a DeepSpeed engine. Process groups are set up before.
+
+    ``universal``: what it will load is a universal checkpoint, whatever the configuration says.
+    """
     import coat_dist
-    from megatron_patches import patch_model
+    from coat_dist.optim.universal_load import enable_universal_load
+    from megatron_patches import patch_model, universal_checkpoint_info
     from megatron_patches.parallel import MPUAdapter, install_replicated_grad_hooks
 
     model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel)
@@ -31,6 +36,9 @@ def build_engine(p: Plan, note: Callable[[str], None]) -> Any:
         except ValueError as problem:
             raise CoatConfigError(f"coat.activation: {problem}") from problem
     install_replicated_grad_hooks(model)
+    model.universal_checkpoint_info = universal_checkpoint_info(model)  # type: ignore[assignment]
+    settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
+    check_deepspeed(settings, tp=p.args.tensor_parallel, mpu=True)
     optimizer = torch_adamw(model, p.settings) if p.settings["optimizer"]["type"] == "AdamW" else None
     note(
         f"optimizer: {'torch AdamW, fp32 moments' if optimizer else 'CoatAdamW, FP8 moments'}; "
@@ -39,8 +47,9 @@ def build_engine(p: Plan, note: Callable[[str], None]) -> Any:
     )
     with contextlib.redirect_stdout(io.StringIO()):  # some of DeepSpeed's optimizers print while they are built
         engine, *_ = coat_dist.initialize(
-            model=model, optimizer=optimizer, mpu=MPUAdapter(), config=p.settings, dist_init_required=False
+            model=model, optimizer=optimizer, mpu=MPUAdapter(), config=settings, dist_init_required=False
         )
+    enable_universal_load(engine)
     return engine
 
 

@@ -19,9 +19,20 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from launch.runtime import get_random_state, set_random_state
+from launch.runtime import get_random_state, reseed, set_random_state
 
-__all__ = ["CheckpointError", "differences", "find", "load", "read_manifest", "save", "verify"]
+__all__ = [
+    "CheckpointError",
+    "checksums",
+    "differences",
+    "find",
+    "is_universal",
+    "load",
+    "publish",
+    "read_manifest",
+    "save",
+    "verify",
+]
 
 FORMAT = 1
 _MANIFEST, _LATEST, _UNFINISHED = "manifest.json", "latest", ".unfinished-"
@@ -35,6 +46,8 @@ _STRUCTURE = (
     "deepspeed.data_types",
     "format",
 )
+_UNIVERSAL_STRUCTURE = ("model.", "format")
+_CONVERSION = "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers"
 _FREE = ("model.hidden_dropout", "model.attention_dropout", "model.seq_length", "parallel.sequence_parallel")
 
 
@@ -81,20 +94,29 @@ def save(
     dist.barrier()
     listing: list[Any] = [sorted(p.name for p in temporary.iterdir() if p.is_file()) if rank == 0 else None]
     dist.broadcast_object_list(listing)
-    sums = _checksums(temporary, listing[0], sync=True)
+    sums = checksums(temporary, listing[0], sync=True)
     if rank == 0:
         try:
             manifest = {"format": FORMAT, "progress": dict(progress), "run": run, "files": sums}
-            _write(temporary / _MANIFEST, json.dumps(manifest, indent=1))
-            if final.exists():  # the same step again, after a restart from an older checkpoint
-                os.rename(final, folder / f"{_UNFINISHED}replaced-{name}")
-            os.rename(temporary, final)
-            _write(folder / _LATEST, name)
+            publish(temporary, final, manifest)
             _remove_old(folder, keep_last)
         except OSError as error:
             problem = error
     _agree(problem, f"cannot finish {final}")
     return final
+
+
+def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    """Turn a written folder into the newest checkpoint, in an order that survives a kill at any point.
+
+    Raises:
+        OSError: the checkpoint that was ``final`` before is then under a name with ``.unfinished-`` or untouched.
+    """
+    _write(temporary / _MANIFEST, json.dumps(manifest, indent=1))
+    if final.exists():  # the same step again, after a restart from an older checkpoint
+        os.rename(final, final.parent / f"{_UNFINISHED}replaced-{final.name}")
+    os.rename(temporary, final)
+    _write(final.parent / _LATEST, final.name)
 
 
 def find(folder: str | Path) -> Path | None:
@@ -119,6 +141,9 @@ def find(folder: str | Path) -> Path | None:
 def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Restore model, optimizer and random states; collective.
 
+    A universal checkpoint fits any parallel layout and ZeRO stage, and either optimizer. It holds no random states:
+    they start anew, from the run's seed and the step.
+
     Returns:
         The ``progress`` given to :func:`save`, and a line for every setting that differs from the checkpoint's.
 
@@ -127,9 +152,12 @@ def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[st
     """
     manifest = read_manifest(checkpoint)
     changed = differences(manifest["run"], run)
-    fatal = [line for key, line in changed.items() if _structural(key)]
+    universal = bool(manifest.get("universal"))
+    structure = _UNIVERSAL_STRUCTURE if universal else _STRUCTURE
+    fatal = [line for key, line in changed.items() if _among(key, structure)]
     if fatal:
-        raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal))
+        hint = "" if any(_among(key, _UNIVERSAL_STRUCTURE) for key in changed) else f"\n{_CONVERSION}"
+        raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal) + hint)
     verify(checkpoint, manifest["files"])
     kept = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
     path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
@@ -137,8 +165,16 @@ def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[st
         raise CheckpointError(f"{checkpoint}: DeepSpeed found no model states in it")
     for group, own in zip(engine.optimizer.param_groups, kept, strict=True):
         group.update(own)  # hyperparameters are the configuration's, also where DeepSpeed restores one group's for all
-    set_random_state(torch.load(checkpoint / _random_file(dist.get_rank()), weights_only=True))
-    return manifest["progress"], [line for key, line in changed.items() if not _structural(key)]
+    if universal:
+        reseed(run["seed"] + manifest["progress"]["step"])
+    else:
+        set_random_state(torch.load(checkpoint / _random_file(dist.get_rank()), weights_only=True))
+    return manifest["progress"], [line for key, line in changed.items() if not _among(key, structure)]
+
+
+def is_universal(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written by ``launch/to_universal.py``."""
+    return bool(read_manifest(checkpoint).get("universal"))
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -165,7 +201,7 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]]) -> None:
     Raises:
         CheckpointError: on every rank; lists the files that are missing or damaged.
     """
-    found = _checksums(checkpoint, sorted(files))
+    found = checksums(checkpoint, sorted(files))
     wrong = []
     for name, (size, checksum) in files.items():
         if found[name] is None:
@@ -186,8 +222,8 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[st
     }
 
 
-def _structural(key: str) -> bool:
-    return key not in _FREE and key.startswith(_STRUCTURE)
+def _among(key: str, structure: tuple[str, ...]) -> bool:
+    return key not in _FREE and key.startswith(structure)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -202,12 +238,12 @@ def _random_file(rank: int) -> str:
     return f"random_rank_{rank:05d}.pt"
 
 
-def _checksums(folder: Path, names: list[str], sync: bool = False) -> dict[str, Any]:
+def checksums(folder: Path, names: list[str], sync: bool = False) -> dict[str, Any]:
     """[bytes, CRC-32] of each file, None for a missing one; files are dealt out to the ranks.
 
-    ``sync``: also wait until they are on disk.
+    ``sync``: also wait until they are on disk. Without torch.distributed, this process reads them all.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine: dict[str, Any] = {}
     for name in names[rank::world]:
         try:
@@ -220,8 +256,9 @@ def _checksums(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
             mine[name] = [size, checksum]
         except OSError:
             mine[name] = None
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, mine)
+    everyone: list[Any] = [mine] * world
+    if world > 1:
+        dist.all_gather_object(everyone, mine)
     return {name: entry for part in everyone for name, entry in part.items()}
 
 

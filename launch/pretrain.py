@@ -58,7 +58,7 @@ def train(
     source = checkpoint.require_loadable(p.args.load, p.args.save)
     sets = build.datasets(p)
     say(p.describe())
-    engine = build.build_engine(p, say)
+    engine = build.build_engine(p, say, universal=source is not None and checkpoint.is_universal(source))
     progress = resume(p, engine, source)
     loop = make_loop(p, device, engine, sets, progress)
     loop.stop, loop.last_checkpoint = stop, source

@@ -77,6 +77,15 @@ def seed_hosts_generators(seed: int) -> None:
     np.random.seed(seed)
 
 
+def reseed(seed: int) -> None:
+    """Seed every generator that training draws from; Megatron's groups exist."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    seed_hosts_generators(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
 def quiet() -> None:
     """Let libraries speak from warnings upwards, and drop those that no reader of the log can act on."""
     for name in ("DeepSpeed", "megatron", "torch.distributed", "matplotlib"):

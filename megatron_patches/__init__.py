@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     )
     from .patch import PatchReport, patch_model, patched, unpatch_model
     from .spec import gpt_layer_spec
+    from .universal import universal_checkpoint_info
 
 __all__ = [
     "MPUAdapter",
@@ -32,5 +33,6 @@ __all__ = [
     "rng_state",
     "set_rng_state",
     "tensor_parallel",
+    "universal_checkpoint_info",
     "unpatch_model",
 ]

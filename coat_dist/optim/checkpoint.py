@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from ..ops.moments import decode, encode
+from ..reference.moments import Moment
 from .sharded import like, local
 from .state import check_state, codecs, moment, pack
 
-__all__ = ["export_moments", "import_moments"]
+__all__ = ["export_moments", "import_moments", "read_moment", "write_moment"]
+
+_KEYS = ("exp_avg", "exp_avg_sq")
 
 
 def export_moments(
@@ -73,3 +76,39 @@ def import_moments(
         for x, codec in zip((exp_avg, exp_avg_sq), codecs(group), strict=True)
     ]
     return pack(encoded[0], encoded[1], step)
+
+
+def read_moment(state: Mapping[str, Any], group: Mapping[str, Any], which: int, start: int, numel: int) -> torch.Tensor:
+    """Elements ``start`` to ``start + numel`` of the first (``which`` 0) or second (1) moment: a new flat fp32 tensor.
+
+    Decodes no more than the 128-element groups that hold them.
+    """
+    if group["moments"] == "fp32":
+        return state[_KEYS[which]].reshape(-1)[start : start + numel].clone()
+    codec = codecs(group)[which]
+    rows, first = _rows(state, group, which, start, numel)
+    return decode(rows, codec).narrow(0, start - first, numel)
+
+
+def write_moment(
+    state: Mapping[str, Any], group: Mapping[str, Any], which: int, start: int, values: torch.Tensor
+) -> None:
+    """Replace elements from ``start`` on by ``values``, flat, rounded to nearest.
+
+    Elements that share a 128-element group with them are decoded and encoded again; no others change.
+    """
+    if group["moments"] == "fp32":
+        state[_KEYS[which]].view(-1)[start : start + values.numel()].copy_(values)
+        return
+    codec = codecs(group)[which]
+    rows, first = _rows(state, group, which, start, values.numel())
+    decoded = decode(rows, codec)
+    decoded[start - first : start - first + values.numel()] = values
+    rows.copy_(encode(decoded, codec))
+
+
+def _rows(state: Mapping[str, Any], group: Mapping[str, Any], which: int, start: int, numel: int) -> tuple[Moment, int]:
+    """Views of the groups that hold these elements, and the index of their first element."""
+    size = codecs(group)[which].group_size
+    first, last = start // size, -(-(start + numel) // size)
+    return Moment(*(tensor[first:last] for tensor in moment(state, "mv"[which]))), first * size

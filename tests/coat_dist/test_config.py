@@ -116,7 +116,7 @@ def test_all_problems_are_listed_at_once():
         ({"zero_optimization__stage": 0}, {}, ["zero_optimization.stage: got 0", "1, 2 or 3"]),
         ({"tensor_parallel__autotp_size": 2}, {"tp": 2}, ["tensor_parallel.autotp_size: got 2"]),
         (
-            {"checkpoint__load_universal": True, "zero_optimization__stage": 3},
+            {"checkpoint__load_universal": True, "zero_optimization__stage": 3, "optimizer__type": "AdamW"},
             {"tp": 2},
             ["checkpoint.load_universal: got true"],
         ),

@@ -258,13 +258,14 @@ def test_checkpoints_of_other_runs_and_damaged_ones_are_refused(work, tmp_path):
         return run_ranks(world, rank_main, argv)[0]
 
     bigger = end([*go_on, "--model-override", "ffn_hidden_size=384"])
+    assert "to_universal" not in bigger
     assert bigger.startswith(
         f"CheckpointError: {save}/step00000002 was made by a different run:\nmodel.ffn_hidden_size: checkpoint has 256"
     )
     assert "parallel.tensor: checkpoint has 1, this run has 2" in end([*go_on, "--tensor-parallel", "2"])
     assert "parallel.data: checkpoint has 2, this run has 1" in end(go_on, world=1)
     other = command(work, run, configuration(tmp_path, 3), "--load", save, steps=4)
-    assert "deepspeed.zero_optimization.stage: checkpoint has 2, this run has 3" in end(other)
+    assert "deepspeed.zero_optimization.stage: checkpoint has 2, this run has 3\nlaunch/to_universal.py" in end(other)
     other = command(work, run, configuration(tmp_path, 2, coat=False), "--load", save, steps=4)
     assert "deepspeed.optimizer.type: checkpoint has 'CoatAdamW', this run has 'AdamW'" in end(other)
     assert len(read_metrics(run)) == 2  # a refused start leaves the record of the run alone

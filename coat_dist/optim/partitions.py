@@ -1,0 +1,86 @@
+"""What ZeRO hands an optimizer, seen from the model's side: which part of which parameter lies where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .adamw import CoatAdamW
+
+__all__ = ["Fragment", "Partition", "base_optimizer", "members", "partitions"]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """This rank's part of one parameter."""
+
+    param: Any
+    """``torch.nn.Parameter`` with DeepSpeed's attributes."""
+    shape: torch.Size
+    """Of the whole parameter (of this tensor-parallel rank)."""
+    first: int
+    """First element, in the flattened parameter."""
+    start: int
+    """First element, in the partition."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One flat fp32 tensor that the optimizer steps, the group whose options apply, and what lies in it."""
+
+    flat: torch.Tensor
+    group: dict[str, Any]
+    fragments: list[Fragment]
+
+
+def base_optimizer(zero: Any) -> CoatAdamW | None:
+    """The CoatAdamW inside a ZeRO optimizer; None where there is another one."""
+    inner = getattr(zero, "optimizer", None)
+    return inner if isinstance(inner, CoatAdamW) else None
+
+
+def members(zero: Any) -> list[list[Any]]:
+    """The model's parameters by parameter group (ZeRO-3: by sub-group).
+
+    Raises:
+        TypeError: not one of DeepSpeed's ZeRO-1, 2 or 3 optimizers nor its BF16_Optimizer.
+    """
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO-1 and 2, BF16_Optimizer, ZeRO-3
+        if hasattr(zero, name):
+            return getattr(zero, name)
+    raise TypeError(f"optimizer: got {type(zero).__name__}, accepted: ZeRO stage 1, 2 or 3, or BF16_Optimizer")
+
+
+def partitions(zero: Any) -> Iterator[Partition]:
+    """Partitions of one of DeepSpeed's ZeRO-1, 2 or 3 optimizers or its BF16_Optimizer, in a fixed order."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
+        for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            fragments, start = [], 0
+            for param in members(zero)[i]:
+                part = param.ds_tensor.ds_numel  # padded at the end of the parameter
+                first = part * torch.distributed.get_rank(param.ds_process_group)
+                numel = max(0, min(part, param.ds_numel - first))
+                fragments.append(Fragment(param, torch.Size(param.ds_shape), first, start, numel))
+                start += part
+            yield Partition(flat, zero.optimizer.param_groups[zero.sub_group_to_group_id[i]], fragments)
+        return
+    for group, params in zip(zero.optimizer.param_groups, members(zero), strict=True):
+        found = [(p, p._hp_mapping) for p in params if p._hp_mapping is not None]
+        yield Partition(
+            group["params"][0],
+            group,
+            [
+                Fragment(
+                    p,
+                    p.shape,
+                    m.lp_fragment_address.start,
+                    m.hp_fragment_address.start,
+                    m.lp_fragment_address.numel,
+                )
+                for p, m in found
+            ],
+        )

@@ -1,0 +1,50 @@
+"""How Megatron divides each parameter over tensor-parallel ranks, in the words of DeepSpeed's universal checkpoints."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+__all__ = ["universal_checkpoint_info"]
+
+_VERSION = 0.4
+"""Of DeepSpeed's description, as DeepSpeed 0.19 reads it."""
+
+
+def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
+    """The description to set as ``model.universal_checkpoint_info`` before ``deepspeed.initialize``.
+
+    DeepSpeed saves it with the model, and converters join tensor-parallel shards by it. Parameters that no list names
+    are divided along dimension 0 (column-parallel weights and biases, the vocabulary).
+
+    * Parameters without a true ``tensor_model_parallel`` are replicated.
+    * ``partition_dim`` 1 is row parallel.
+    * ``linear_fc1`` of a gated MLP holds ``[gate; up]`` of its rank: its halves are joined separately.
+
+    Args:
+        model: Megatron-core modules, unsharded by ZeRO or ZeRO-3's.
+
+    Returns:
+        Lists of regular expressions, each of which matches one parameter's name.
+    """
+    info: dict[str, Any] = {
+        "universal_checkpoint_version": _VERSION,
+        "tp_replicated_parameter_patterns": [],
+        "parameter_with_row_parallelism_patterns": [],
+        "parameter_with_2_sub_params_cat_dim_0": [],
+    }
+    modules = dict(model.named_modules())
+    for name, p in model.named_parameters():
+        owner = modules[name.rpartition(".")[0]]
+        if not getattr(p, "tensor_model_parallel", False):
+            kind = "tp_replicated_parameter_patterns"
+        elif getattr(p, "partition_dim", 0) == 1:
+            kind = "parameter_with_row_parallelism_patterns"
+        elif ".linear_fc1." in name and getattr(getattr(owner, "config", None), "gated_linear_unit", False):
+            kind = "parameter_with_2_sub_params_cat_dim_0"
+        else:
+            continue
+        info[kind].append(f"^{re.escape(name)}$")
+    return info

@@ -1,0 +1,135 @@
+"""``safe_get_full_moment`` and ``safe_set_full_moment``; DeepSpeed's own accessors never hand out codes."""
+
+import pytest
+import torch
+
+from tests.distributed.test_universal import build
+from tests.distributed.test_zero import CASES, run
+from tests.support import run_ranks
+
+
+def moments_of_one_step(rank, world, settings):
+    """Moments after the first step, beside what AdamW's are: (1 - beta) times the gradient, or its square."""
+    from deepspeed.utils import safe_get_full_grad
+
+    import coat_dist
+
+    engine = build(settings, gradient_clipping=0.0)
+    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    before = {n: coat_dist.safe_get_full_moment(p, "second") for n, p in trained.items()}
+    torch.manual_seed(rank)
+    engine.backward(engine(torch.randint(61, (2, 32))))
+    grads = {n: safe_get_full_grad(p).float().clone() for n, p in trained.items()}
+    engine.step()
+    problems = []
+    for name, p in trained.items():
+        shape = getattr(p, "ds_shape", p.shape)
+        for which, exact in (("first", 0.1 * grads[name]), ("second", 0.001 * grads[name] ** 2)):
+            got = coat_dist.safe_get_full_moment(p, which)
+            if got.shape != shape or got.dtype != torch.float32 or before[name].any():
+                problems.append(f"{name} {which}: {got.dtype} {got.shape}")
+            error = ((got - exact).norm() / exact.norm().clamp(min=1e-12)).item()
+            if error > (1e-5 if exact.ndim < 2 else 0.03):
+                problems.append(f"{name} {which}: off by {error}")
+    return problems
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_moments_are_those_of_adamw(case):
+    assert run_ranks(2, moments_of_one_step, CASES[case]) == [[], []]
+
+
+def set_and_get(rank, world, settings):
+    import coat_dist
+
+    engine = build(settings)
+    run(engine, rank, 0, 2)
+    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+
+    def moments():
+        return {(n, w): coat_dist.safe_get_full_moment(p, w) for n, p in trained.items() for w in ("first", "second")}
+
+    before, problems = moments(), []
+    torch.manual_seed(5)
+    for name, which in (("up.weight", "first"), ("up.weight", "second"), ("norm.weight", "second"), ("scale", "first")):
+        value = torch.rand(before[name, which].shape) + 0.5
+        coat_dist.safe_set_full_moment(trained[name], value, which)
+        after = moments()
+        error = (after.pop((name, which)) / value).log2().abs().flatten()
+        # Coarser only in groups that are shared with a neighbour's much smaller values.
+        if (error > (0.0 if value.ndim < 2 else 0.02)).sum() > 512 or error.max() > 0.3:
+            problems.append(f"{name} {which}: off by {error.max()} in log2")
+        for key, moment in after.items():
+            moved = (moment != before[key]).sum().item()  # neighbours in groups that straddle the border
+            if moved > (512 if key[1] == which and moment.ndim > 1 and name == "up.weight" else 0):
+                problems.append(f"{name} {which} moved {moved} of {key}")
+        before = moments()
+    return problems + [f"loss {x}" for x in run(engine, rank, 2, 3) if not 0 < x < 10]
+
+
+@pytest.mark.parametrize("case", ["zero-1", "zero-1, BF16_Optimizer", "zero-3, sub-groups"])
+def test_what_is_set_is_read_back_and_no_more(case):
+    assert run_ranks(2, set_and_get, CASES[case]) == [[], []]
+
+
+def deepspeeds_own(rank, world, settings):
+    """What DeepSpeed's accessor does for every name of a state, on a parameter with FP8 moments and one with fp32."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    import coat_dist
+
+    engine = build(settings)
+    outcome = {}
+    for when in ("new", "stepped"):
+        for name in ("up.weight", "up.bias"):
+            p = dict(engine.module.named_parameters())[name]
+            for key in ("exp_avg", "exp_avg_sq", "coat_m_q", "coat_v_q", "coat_m_a", "coat_m_k", "step"):
+                try:
+                    got = safe_get_full_optimizer_state(p, key)
+                    good = torch.equal(got, coat_dist.safe_get_full_moment(p, "second" if "sq" in key else "first"))
+                    outcome[when, name, key] = "the moment" if good else f"wrong {got.dtype} {list(got.shape)}"
+                except Exception as error:
+                    outcome[when, name, key] = type(error).__name__
+        run(engine, rank, 0, 1)
+    return outcome
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-1, BF16_Optimizer", "zero-3"])
+def test_deepspeeds_accessor_gives_the_moment_or_raises(case):
+    for outcome in run_ranks(2, deepspeeds_own, CASES[case]):
+        for (when, name, key), what in outcome.items():
+            fp32 = when == "stepped" and name == "up.bias" and key.startswith("exp_avg")
+            assert what.endswith("Error") or fp32 and what == "the moment", (when, name, key, what)
+
+
+def refusals(rank, world):
+    import coat_dist
+
+    engine = build(CASES["zero-2"])
+    run(engine, rank, 0, 1)
+    p, frozen = engine.module.up.weight, engine.module.frozen.weight
+    messages = []
+    for call in (
+        lambda: coat_dist.safe_get_full_moment(p, "exp_avg"),
+        lambda: coat_dist.safe_get_full_moment(frozen, "first"),
+        lambda: coat_dist.safe_get_full_moment(torch.nn.Parameter(torch.ones(3)), "first"),
+        lambda: coat_dist.safe_set_full_moment(p, torch.ones(3), "first"),
+        lambda: coat_dist.safe_set_full_moment(p, torch.ones(p.shape, dtype=torch.int32), "first"),
+        lambda: coat_dist.safe_set_full_moment(p, -torch.ones(p.shape), "second"),
+        lambda: coat_dist.safe_set_full_moment(p, torch.full(p.shape, torch.nan), "first"),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_bad_arguments_are_named():
+    which, frozen, foreign, shape, kind, negative, nan = run_ranks(1, refusals)[0]
+    assert which == "which: got 'exp_avg', accepted: 'first' or 'second'"
+    assert frozen.startswith("param: got a Parameter of shape [47, 47] that no CoatAdamW under ZeRO trains")
+    assert foreign.startswith("param: got a Parameter of shape [3] that no CoatAdamW under ZeRO trains")
+    assert shape.startswith("value: got torch.float32 [3], accepted: floating point [129, 47]")
+    assert kind.startswith("value: got torch.int32 [129, 47], accepted: floating point")
+    assert negative == nan and "not finite or, of the second moment, negative" in nan

@@ -1,0 +1,286 @@
+"""Universal checkpoints: other data-parallel sizes and ZeRO stages, moments within the encoding's error."""
+
+import pytest
+import torch
+
+from tests.distributed.test_zero import CASES, Model, run, snapshot
+from tests.distributed.test_zero import differences as changes
+from tests.support import run_ranks
+
+
+class WithBuffer(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+
+def build(settings, universal=False, **more):
+    """An engine of ``coat_dist.initialize``, with a group of one element and its own learning rate."""
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    import coat_dist
+
+    __compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        **({"checkpoint": {"load_universal": True}} if universal else {}),
+        **settings,
+        **more,
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
+        model = WithBuffer()
+    named = list(model.named_parameters())
+    groups = coat_dist.param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
+    groups += [{"params": [model.scale], "moments": "fp32", "weight_decay": 0.0, "lr": 0.005}]
+    return coat_dist.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+def contents(engine):
+    """fp32 weights, moments (trained parameters), 16-bit weights and steps, whole, on every rank."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import coat_dist
+
+    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    everything = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(everything, enabled=hasattr(everything[0], "ds_id")):
+        weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    weights["seen"] = engine.module.seen.clone()
+    return {
+        "fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()},
+        "first": {n: coat_dist.safe_get_full_moment(p, "first") for n, p in trained.items()},
+        "second": {n: coat_dist.safe_get_full_moment(p, "second") for n, p in trained.items()},
+        "weights": weights,
+        "steps": sorted({s["step"] for s in engine.optimizer.optimizer.state.values()}),
+        "groups": [(g["lr"], g["weight_decay"], g["moments"]) for g in engine.optimizer.param_groups],
+    }
+
+
+def train_and_save(rank, world, settings, folder):
+    """Five steps, saved."""
+    import deepspeed
+
+    engine = build(settings)
+    frozen = engine.module.frozen.weight
+    with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0, enabled=hasattr(frozen, "ds_id")):
+        frozen.data.add_(0.25)  # not what a new model has
+    engine.module.seen.add_(torch.tensor([1, 2, 3]))
+    run(engine, rank, 0, 5)
+    engine.save_checkpoint(folder, tag="plain")
+    return contents(engine)
+
+
+def load_and_compare(rank, world, settings, folder, saved, from_loss_scaler):
+    """What loading gave, by comparison with ``saved``."""
+    engine = build(settings, universal=True)
+    run(engine, rank, 20, 21)  # state that loading has to replace
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is not None:
+        scaler.cur_scale = 7.0
+    engine.load_checkpoint(folder, tag="universal")
+    problems = differences(contents(engine), saved) + wrong_codes(engine, saved)
+    if scaler is not None and from_loss_scaler and engine.optimizer.loss_scaler.cur_scale != 1.0:
+        problems.append("loss scale")
+    mappings = [getattr(p, "_hp_mapping", None) for p in engine.module.parameters()]
+    held = {n for m in mappings if m is not None for n in m.optim_fragment}
+    states = engine.optimizer.optimizer.state.values()
+    keys = sorted({k for s in states for k in s})
+    kept = {t.untyped_storage().data_ptr() for s in states for t in s.values() if isinstance(t, torch.Tensor)}
+    fragments = [t for m in mappings if m is not None for t in m.optim_fragment.values()]
+    if any(t.untyped_storage().data_ptr() not in kept for t in fragments):
+        problems.append("a parameter is linked to a state of before")
+    return {"problems": problems, "linked": held, "keys": keys}
+
+
+def differences(loaded, saved):
+    """Names of what must be equal and is not: all but FP8 moments."""
+    found = [k for k in ("steps", "groups") if loaded[k] != saved[k]]
+    for kind in ("fp32", "weights", "first", "second"):
+        for name, value in saved[kind].items():
+            if kind in ("fp32", "weights") or value.ndim < 2:
+                found += [] if torch.equal(loaded[kind][name], value) else [f"{kind} {name}"]
+    return found
+
+
+def wrong_codes(engine, saved):
+    """FP8 states that are not, to the byte, the encoding of the saved moments; elements beyond the stated error."""
+    from coat_dist.optim.partitions import partitions
+    from coat_dist.optim.state import codecs, moment
+    from coat_dist.reference.moments import decode, encode
+
+    found = []
+    for part in partitions(engine.optimizer):
+        if part.group["moments"] == "fp32":
+            continue
+        for kind, which, codec in zip(("first", "second"), "mv", codecs(part.group), strict=True):
+            flat = torch.zeros(part.flat.numel())
+            for f in part.fragments:
+                full = saved[kind][engine.param_names[f.param]].flatten()
+                flat[f.start : f.start + f.numel] = full[f.first : f.first + f.numel]
+            stored = moment(engine.optimizer.optimizer.state[part.flat], which)
+            expected = encode(flat, codec)
+            found += [f"{kind} {n}" for n in "qak" if not torch.equal(getattr(stored, n), getattr(expected, n))]
+            got, a, k = decode(stored, codec, flat.numel()), stored.a.float(), stored.k.float() / 16
+            a, k = (t.repeat_interleave(codec.group_size)[: flat.numel()] for t in (a, k))
+            y = codec.fp8.max * (flat.abs() / a) ** k
+            d = torch.maximum(torch.tensor(2.0 ** -(codec.fp8.mantissa_bits + 1)), codec.fp8.smallest / (2 * y))
+            some = flat != 0
+            error, limit = (got / flat).log2().abs()[some], (-torch.log2(1 - d) / k)[some]
+            found += [f"{kind} error"] if not (error <= limit * 1.001 + 1e-5).all() or got[~some].any() else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks", "target", "to"),
+    [
+        ("zero-1", 2, "zero-1", 1),
+        ("zero-2", 1, "zero-2", 2),
+        ("zero-2", 2, "zero-3", 2),
+        ("zero-3, sub-groups", 2, "zero-3", 1),
+        ("zero-3", 2, "zero-1, BF16_Optimizer", 2),
+        ("zero-1, BF16_Optimizer", 2, "zero-2", 1),
+    ],
+)
+def test_other_sizes_and_stages(source, ranks, target, to, tmp_path):
+    from coat_dist import convert_to_universal
+
+    saved = run_ranks(ranks, train_and_save, CASES[source], str(tmp_path))[0]
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    for r in run_ranks(to, load_and_compare, CASES[target], str(tmp_path), saved, "BF16" not in source):
+        assert r["problems"] == []
+        assert r["linked"] <= {"exp_avg", "exp_avg_sq"}  # of groups with fp32 moments; no fp32 copy of the others
+        assert set(r["keys"]) == {"exp_avg", "exp_avg_sq", "step"} | {f"coat_{m}_{t}" for m in "mv" for t in "qak"}
+
+
+def test_without_expansion_the_way_back_gives_the_same_bytes(tmp_path):
+    """DP 2, 1, 2, where shards start on group borders: 4096 elements of one matrix, halved."""
+    from coat_dist import convert_to_universal
+
+    first, second = str(tmp_path / "two"), str(tmp_path / "one")
+    before = run_ranks(2, bordered, first, None)
+    convert_to_universal(f"{first}/plain", f"{first}/universal")
+    run_ranks(1, bordered, second, first)
+    convert_to_universal(f"{second}/plain", f"{second}/universal")
+    after = run_ranks(2, bordered, None, second)
+    for one, other in zip(before, after, strict=True):
+        assert one.keys() == other.keys() and len(one) == 6
+        assert all(torch.equal(one[k], other[k]) for k in one)
+    assert not torch.equal(before[0]["coat_m_q"], before[1]["coat_m_q"]) and before[0]["coat_m_q"].any()
+
+
+def bordered(rank, world, save, load):
+    """FP8 state of a model of one matrix, without expansion, after three steps or after loading."""
+    from tests.distributed.test_engine import quiet_deepspeed
+
+    quiet_deepspeed()
+    import coat_dist
+
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        "coat": {"optimizer": {"expand": False}, "activation": {"enabled": False}},
+        **({"checkpoint": {"load_universal": True}} if load else {}),
+    }
+    engine = coat_dist.initialize(model=torch.nn.Linear(64, 64, bias=False), config=config)[0]
+    if load:
+        engine.load_checkpoint(load, tag="universal")
+    for step in range(0 if load else 3):
+        torch.manual_seed(10 * step + rank)
+        engine.backward(engine(torch.randn(2, 64).bfloat16()).float().square().mean())
+        engine.step()
+    if save:
+        engine.save_checkpoint(save, tag="plain")
+    (state,) = engine.optimizer.optimizer.state.values()
+    return {k: v for k, v in state.items() if k.startswith("coat_")}
+
+
+def load_refusals(rank, world, settings, folder, files):
+    """Messages of loading with each of ``files`` (name: None to remove it, or another to copy) spoilt in turn."""
+    import os
+    import shutil
+
+    engine = build(settings, universal=True)
+    run(engine, rank, 0, 1)
+    before, messages = snapshot(engine), []
+    for name, other in files.items():
+        path = f"{folder}/universal/zero/{name}"
+        os.rename(path, f"{path}.aside")
+        if other is not None:
+            shutil.copy(f"{folder}/universal/zero/{other}", path)
+        try:
+            engine.load_checkpoint(folder, tag="universal")
+        except ValueError as error:
+            messages.append(str(error))
+        os.rename(f"{path}.aside", path)
+    return messages, changes(before, snapshot(engine))
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_a_foreign_universal_checkpoint_changes_nothing(case, tmp_path):
+    from coat_dist import convert_to_universal
+
+    run_ranks(1, train_and_save, CASES[case], str(tmp_path))
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    spoilt = {"up.bias/exp_avg.pt": None, "up.weight/exp_avg_sq.pt": "down.weight/fp32.pt", "optimizer_state.pt": None}
+    ((missing, foreign, no_globals), changed) = run_ranks(1, load_refusals, CASES[case], str(tmp_path), spoilt)[0]
+    assert "missing up.bias/exp_avg.pt, accepted: a universal checkpoint of this model" in missing
+    assert "up.weight/exp_avg_sq.pt: got shape [61, 129], accepted: one that gives [129, 47] on tensor-" in foreign
+    assert "missing optimizer_state.pt" in no_globals
+    assert changed == []
+
+
+def save_new(rank, world, folder):
+    build(CASES["zero-2"]).save_checkpoint(folder, tag="plain")
+
+
+def test_what_cannot_be_converted_is_refused(tmp_path):
+    from coat_dist import convert_to_universal
+
+    with pytest.raises(ValueError, match="no file matches .*accepted: a folder that DeepSpeed's ZeRO saved"):
+        convert_to_universal(tmp_path / "nothing", tmp_path / "out")
+    run_ranks(1, save_new, str(tmp_path))
+    with pytest.raises(ValueError, match=r"state of .*: got nothing \(saved before the first step\), accepted"):
+        convert_to_universal(tmp_path / "plain", tmp_path / "out")
+    for kind in ("mp_rank_00_model", "bf16_zero_pp_rank_0_mp_rank_00_optim"):
+        file = tmp_path / "plain" / f"{kind}_states.pt"
+        (tmp_path / "plain" / file.name.replace("mp_rank_00", "mp_rank_01")).write_bytes(file.read_bytes())
+    model = torch.load(tmp_path / "plain" / "mp_rank_00_model_states.pt", weights_only=False)
+    torch.save({**model, "mp_world_size": 2}, tmp_path / "plain" / "mp_rank_00_model_states.pt")
+    with pytest.raises(ValueError, match="2 tensor-parallel ranks and without universal_checkpoint_info, accepted"):
+        convert_to_universal(tmp_path / "plain", tmp_path / "out")
+    whole = (tmp_path / "plain" / "mp_rank_00_model_states.pt").read_bytes()
+    (tmp_path / "plain" / "mp_rank_00_model_states.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="mp_rank_00_model_states.pt: cannot be read"):
+        convert_to_universal(tmp_path / "plain", tmp_path / "out")
+
+
+def loaded_by_deepspeed(rank, world, folder):
+    """The first step after DeepSpeed's own loader filled a CoatAdamW that ``coat_dist.initialize`` did not build."""
+    from tests.distributed.test_zero import build as build_without
+
+    engine = build_without({**CASES["zero-2"], "checkpoint": {"load_universal": True}})
+    engine.load_checkpoint(folder, tag="universal")
+    try:
+        return run(engine, rank, 5, 6)
+    except ValueError as error:
+        return str(error)
+
+
+def test_fp32_moments_that_nobody_encoded_stop_the_first_step(tmp_path):
+    from coat_dist import convert_to_universal
+
+    run_ranks(1, train_and_save, CASES["zero-2"], str(tmp_path))
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    assert (
+        "got exp_avg, exp_avg_sq, step, accepted with moments='fp8'"
+        in run_ranks(1, loaded_by_deepspeed, str(tmp_path))[0]
+    )
