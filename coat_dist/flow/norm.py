@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.norm import NormStats, norm_apply, norm_backward, norm_compress, norm_quantize, norm_stats
+from ..ops.norm import NormStats, norm_apply, norm_backward, norm_compress, norm_forward, norm_quantize
 from ..ops.quantize import quantize_tensor
-from .scaling import TensorParallel, shared_scale, transposed
+from ..ops.quantize import transpose as transposed
+from .scaling import TensorParallel, shared_scale
 
 __all__ = ["Norm", "NormedInput", "norm"]
 
@@ -77,19 +78,20 @@ def norm(x: torch.Tensor, norm: Norm, tp: TensorParallel, exact: bool = False) -
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, bias, norm: Norm, tp: TensorParallel, exact: bool) -> torch.Tensor:
-        stats = norm_stats(x, norm.kind, norm.eps)
+        y, stats = norm_forward(x, norm.kind, norm.eps, weight, bias)
         ctx.save_for_backward(x, weight, bias, *stats)
         ctx.args = norm.bare(), tp, exact
-        return norm_apply(x, stats, weight, bias).to(x.dtype)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor):
         x, weight, bias, *stats = ctx.saved_tensors
         norm, tp, exact = ctx.args
-        dx, dweight, dbias = norm_backward(dy, x, NormStats(*stats), weight, torch.float64 if exact else torch.float32)
+        sum_dtype = torch.float64 if exact else torch.float32
+        dx, dweight, dbias = norm_backward(dy, x, NormStats(*stats), weight, sum_dtype, x.dtype)
         grads = finish_grads(dweight, dbias, weight, bias, ctx.needs_input_grad[1:3], norm, tp)
-        return dx.to(x.dtype) if ctx.needs_input_grad[0] else None, *grads, None, None, None
+        return dx if ctx.needs_input_grad[0] else None, *grads, None, None, None
 
 
 def finish_grads(
@@ -153,9 +155,9 @@ class NormedInput:
     def backward(self, dy: torch.Tensor, wanted: tuple[bool, ...]) -> tuple[torch.Tensor | None, ParameterGrads]:
         """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x, weight, bias which."""
         sum_dtype = torch.float64 if self.settings.tp_invariant else torch.float32
-        dx, dweight, dbias = norm_backward(dy, self.x8, self.stats, self.norm.weight, sum_dtype)
+        dx, dweight, dbias = norm_backward(dy, self.x8, self.stats, self.norm.weight, sum_dtype, self.dtype)
         grads = finish_grads(dweight, dbias, self.norm.weight, self.norm.bias, wanted[1:], self.norm, self.tp)
-        return dx.to(self.dtype) if wanted[0] else None, grads
+        return dx if wanted[0] else None, grads
 
     def save(self) -> tuple[torch.Tensor | None, ...]:
         """Tensors for ``save_for_backward``, seven of them, parameters included."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..config import ActivationConfig
 from ..formats import FP8Format, QuantizedTensor, fp8_format
 from ..ops.gemm import code_products, scale_and_round, scaled_mm
-from ..ops.quantize import amax, quantize_tensor, tensor_scale
+from ..ops.quantize import amax, quantize_tensor, tensor_scale, transpose
 
 __all__ = [
     "TensorParallel",
@@ -30,7 +30,6 @@ __all__ = [
     "quantize_weight",
     "shared_scale",
     "summed_gemm",
-    "transposed",
 ]
 
 # torch 2.13 renamed both collectives and deprecated the old names.
@@ -102,11 +101,6 @@ def shared_scale(amax: torch.Tensor, fmt: FP8Format, tp: TensorParallel, shared:
     return tensor_scale(tp.max_(amax) if shared else amax, fmt)
 
 
-def transposed(q: QuantizedTensor) -> QuantizedTensor:
-    """A 2-D per-tensor FP8 tensor in the other memory order, codes unchanged."""
-    return QuantizedTensor(q.codes.t().contiguous(), q.scales, q.layout)
-
-
 def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
     """The input ``[rows, k / tp]`` of a row-parallel GEMM in per-tensor FP8."""
     fmt = fp8_format(settings.format)
@@ -136,7 +130,7 @@ def quantize_gradient(
         d8 = quantize_tensor(dy, fmt, scale)
         if gather:
             d8 = QuantizedTensor(tp.gather_rows(d8.codes), scale, "tensor")
-    return d8, transposed(d8)
+    return d8, transpose(d8)
 
 
 def gemm(

@@ -1,15 +1,8 @@
 """Gated activations around quantized tensors; the definitions are in ``reference/activation.py``."""
 
-from ..reference.activation import (
-    ACTIVATIONS,
-    ActivationForward,
-    ActivationGradients,
-    activation_backward,
-    activation_compress,
-    activation_grad_amax,
-    activation_quantize,
-    check_activation,
-)
+from ..reference import activation as reference
+from ..reference.activation import ACTIVATIONS, ActivationForward, ActivationGradients, check_activation
+from .dispatch import operation
 
 __all__ = [
     "ACTIVATIONS",
@@ -21,3 +14,8 @@ __all__ = [
     "activation_quantize",
     "check_activation",
 ]
+
+activation_backward = operation(reference.activation_backward)
+activation_compress = operation(reference.activation_compress)
+activation_grad_amax = operation(reference.activation_grad_amax)
+activation_quantize = operation(reference.activation_quantize)

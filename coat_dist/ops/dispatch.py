@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-__all__ = ["use_kernels"]
+from ..formats import QuantizedTensor
+
+__all__ = ["operation", "use_kernels"]
 
 
 def use_kernels(tensor: torch.Tensor) -> bool:
@@ -30,3 +35,22 @@ def _capable(device: torch.device) -> bool:
         and torch.cuda.get_device_capability(device) >= (8, 9)
         and importlib.util.find_spec("triton") is not None
     )
+
+
+def operation(definition: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation that ``definition`` defines: its kernel where the first argument's device calls for one.
+
+    The kernel is the function of the same name in the module of the same name under ``kernels``.
+    """
+    module = f"coat_dist.kernels.{definition.__module__.rpartition('.')[2]}"
+
+    @functools.cache
+    def kernel() -> Callable[..., Any]:  # imported late: needs triton, which a machine without a GPU may lack
+        return getattr(importlib.import_module(module), definition.__name__)
+
+    @functools.wraps(definition)
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = kernel() if use_kernels(first.codes if isinstance(first, QuantizedTensor) else first) else definition
+        return chosen(first, *args, **kwargs)
+
+    return call

@@ -1,5 +1,12 @@
 """FP8 quantization of activations, weights and gradients; the definitions are in ``reference/quantize.py``."""
 
-from ..reference.quantize import amax, dequantize, quantize_groups, quantize_tensor, tensor_scale
+from ..reference import quantize as reference
+from ..reference.quantize import dequantize, tensor_scale
+from .dispatch import operation
 
-__all__ = ["amax", "dequantize", "quantize_groups", "quantize_tensor", "tensor_scale"]
+__all__ = ["amax", "dequantize", "quantize_groups", "quantize_tensor", "tensor_scale", "transpose"]
+
+amax = operation(reference.amax)
+quantize_groups = operation(reference.quantize_groups)
+quantize_tensor = operation(reference.quantize_tensor)
+transpose = operation(reference.transpose)

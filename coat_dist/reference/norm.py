@@ -60,6 +60,14 @@ def norm_apply(
     return y if bias is None else y + bias.float()
 
 
+def norm_forward(
+    x: torch.Tensor, kind: str, eps: float, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, NormStats]:
+    """y in the dtype of x, and the statistics, of x ``[..., h]``; nothing is quantized."""
+    stats = norm_stats(x, kind, eps)
+    return norm_apply(x, stats, weight, bias).to(x.dtype), stats
+
+
 def norm_compress(
     x: torch.Tensor,
     kind: str,
@@ -103,6 +111,7 @@ def norm_backward(
     stats: NormStats,
     weight: torch.Tensor | None,
     sum_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, weight and bias.
 
@@ -110,8 +119,10 @@ def norm_backward(
         dy: gradient of y, the shape of x.
         sum_dtype: type in which the gradients of weight and bias are summed over rows and returned.
 
+        dtype: of dx.
+
     Returns:
-        dx (fp32, shape of x), dweight and dbias (``[h]``, ``sum_dtype``).
+        dx (shape of x), dweight and dbias (``[h]``, ``sum_dtype``).
     """
     dy = dy.float()
     normalized = _normalized(x, stats)
@@ -120,7 +131,7 @@ def norm_backward(
     if stats.mean is not None:
         dx = dx - _row_mean(weighted)
     rows = tuple(range(dy.dim() - 1))
-    return dx * stats.rstd, (dy * normalized).sum(rows, dtype=sum_dtype), dy.sum(rows, dtype=sum_dtype)
+    return (dx * stats.rstd).to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dy.sum(rows, dtype=sum_dtype)
 
 
 def _normalized(x: torch.Tensor | QuantizedTensor, stats: NormStats) -> torch.Tensor:

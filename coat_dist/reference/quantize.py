@@ -31,6 +31,7 @@ __all__ = [
     "quantize_tensor",
     "scale_values",
     "tensor_scale",
+    "transpose",
 ]
 
 SMALLEST_SCALE = 2.0**-126
@@ -116,6 +117,11 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
     scales = group_scales(amax(filled, -1), fmt, scale)
     codes = _codes(filled, scale_values(scales)[..., None], fmt).flatten(-2)[..., :n]
     return QuantizedTensor(codes.contiguous(), scales, "group", group_size)
+
+
+def transpose(q: QuantizedTensor) -> QuantizedTensor:
+    """A 2-D per-tensor FP8 tensor in the other memory order, codes unchanged."""
+    return QuantizedTensor(q.codes.t().contiguous(), q.scales, q.layout)
 
 
 def dequantize(q: QuantizedTensor) -> torch.Tensor:

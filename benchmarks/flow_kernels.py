@@ -1,0 +1,86 @@
+"""Element-wise kernels of the flow on one layer's tensors: time, and bytes moved against copy bandwidth.
+
+python -m benchmarks.flow_kernels [--tokens 16384] [--hidden 4096] [--ffn 11008] [--output DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from benchmarks.common import write_result
+from benchmarks.optimizer import copy_bandwidth, timed
+from coat_dist.formats import E4M3
+from coat_dist.kernels import activation, norm, quantize
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--ffn", type=int, default=11008)
+    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    m, h, f = arguments.tokens, arguments.hidden, arguments.ffn
+    x, dy = (torch.randn(m, h, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.rand(h, device="cuda", dtype=torch.bfloat16)
+    gate_up = torch.randn(m, 2 * f, device="cuda", dtype=torch.bfloat16)
+    da = torch.randn(m, f, device="cuda", dtype=torch.bfloat16)
+    scale = torch.tensor(0.01, device="cuda")
+    entry = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True)
+    gu8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True).gate_up8
+    q = quantize.quantize_tensor(x, E4M3, scale)
+    wide = 33 / 32  # a code and its share of a scale
+    calls = {
+        "amax": (lambda: quantize.amax(x), 2 * m * h),
+        "quantize": (lambda: quantize.quantize_tensor(x, E4M3, scale), 3 * m * h),
+        "quantize transposed": (lambda: quantize.quantize_tensor(x, E4M3, scale, True), 3 * m * h),
+        "transpose codes": (lambda: quantize.transpose(q), 2 * m * h),
+        "norm": (lambda: norm.norm_forward(x, "rmsnorm", 1e-5, weight, None), 4 * m * h),
+        "norm_compress": (
+            lambda: norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True),
+            (2 + wide) * m * h,
+        ),
+        "norm_quantize from x": (
+            lambda: norm.norm_quantize(x, entry.stats, weight, None, E4M3, scale),
+            3 * m * h,
+        ),
+        "norm_quantize from x8, transposed": (
+            lambda: norm.norm_quantize(entry.x8, entry.stats, weight, None, E4M3, scale, True),
+            (1 + wide) * m * h,
+        ),
+        "norm_backward": (
+            lambda: norm.norm_backward(dy, entry.x8, entry.stats, weight, dtype=torch.bfloat16),
+            (4 + wide) * m * h,
+        ),
+        "activation_compress": (
+            lambda: activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True),
+            (4 + 2 * wide) * m * f,
+        ),
+        "activation_quantize from BF16": (
+            lambda: activation.activation_quantize(gate_up, "swiglu", E4M3, scale),
+            5 * m * f,
+        ),
+        "activation_grad_amax": (
+            lambda: activation.activation_grad_amax(da, gu8, "swiglu"),
+            (2 + 2 * wide) * m * f,
+        ),
+        "activation_backward": (
+            lambda: activation.activation_backward(da, gu8, "swiglu", E4M3, scale, E4M3, scale),
+            (2 + 2 * wide + 5) * m * f,
+        ),
+    }
+    bandwidth = copy_bandwidth()
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, {m} tokens, h {h}, f {f}")
+    rows = []
+    for name, (call, size) in calls.items():
+        ms = timed(call)
+        rows.append({"kernel": name, "us": 1e3 * ms, "fraction_of_copy_bandwidth": size / (ms * 1e-3) / bandwidth})
+        print(f"{name:<36} {1e3 * ms:8.1f} us  {rows[-1]['fraction_of_copy_bandwidth']:6.1%}", flush=True)
+    shapes = {"tokens": m, "hidden": h, "ffn": f}
+    write_result("flow-kernels", {**shapes, "copy_bytes_per_second": bandwidth, "kernels": rows}, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Device functions that the kernels of the flow share: scales, codes, and the amax of a tensor.
+
+They follow ``reference/quantize.py`` to the bit. Magnitudes are compared as integers, where NaN > infinity > any
+number, so that a reduction cannot lose a NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import FP8Format, QuantizedTensor
+
+__all__ = [
+    "Format",
+    "amax_buffer",
+    "atomic_amax",
+    "constants",
+    "group_decode",
+    "group_encode",
+    "parts",
+    "read_amax",
+    "to_fp8",
+]
+
+INF_BITS = tl.constexpr(0x7F800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+TINY = tl.constexpr(2.0**-126)
+_ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: rounds to an integer, ties to even
+
+
+class Format(NamedTuple):
+    """An FP8 format as compile-time constants. ``lowest`` is the biased fp32 exponent of its smallest normal number;
+    ``power`` the exponent of its largest, 1.75 * 2**power."""
+
+    fp8: tl.dtype
+    max: float
+    inverse_max: float
+    mantissa_bits: int
+    lowest: int
+    power: int
+    fast: bool
+
+
+def constants(fmt: FP8Format, tensor: torch.Tensor) -> Format:
+    """``fast`` is false in the interpreter, whose FP8 conversion does not round to nearest."""
+    e4m3 = fmt.name == "e4m3"
+    return Format(
+        tl.float8e4nv if e4m3 else tl.float8e5,
+        fmt.max,
+        1.0 / fmt.max,
+        fmt.mantissa_bits,
+        121 if e4m3 else 113,
+        8 if e4m3 else 15,
+        tensor.is_cuda,
+    )
+
+
+@triton.jit
+def to_fp8(y, C: tl.constexpr):
+    """Nearest code, ties to even, saturating; NaN stays NaN."""
+    if not C.fast:
+        y = tl.minimum(y, C.max, propagate_nan=tl.PropagateNan.ALL)
+        y = tl.maximum(y, -C.max, propagate_nan=tl.PropagateNan.ALL)
+        exponent = tl.maximum(tl.abs(y).to(tl.int32, bitcast=True) >> 23, C.lowest) - C.mantissa_bits
+        step = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        rounded = tl.where(y == y, ((tl.abs(y) * inverse + _ROUND) - _ROUND) * step, y)
+        y = (rounded.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & -0x80000000)).to(
+            tl.float32, bitcast=True
+        )
+        return tl.where(y == y, y.to(C.fp8).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8).to(C.fp8, bitcast=True)
+    return y.to(C.fp8)
+
+
+@triton.jit
+def magnitude_bits(x):
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def atomic_amax(out, x):
+    """Raise ``out`` (int32 bits of an fp32 amax) to the largest magnitude in ``x``; infinity for the non-finite."""
+    bits = tl.max(magnitude_bits(x).reshape(x.numel), 0)
+    tl.atomic_max(out, tl.minimum(bits, INF_BITS))
+
+
+@triton.jit
+def group_encode(x, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, C: tl.constexpr):
+    """Quantize a tile [BM, BN] with one scale per G columns: codes [BM, BN] and stored scales [BM, BN / G]."""
+    groups = tl.reshape(x, (BM, BN // G, G))
+    top = tl.max(magnitude_bits(groups), 2)
+    finite = top < INF_BITS
+    if E8M0:
+        exponent = tl.maximum(((tl.where(finite, top, 0) + 0x1FFFFF) >> 23) - C.power, 1)
+        inverse = tl.where(finite, (254 - exponent) << 23, NAN_BITS).to(tl.float32, bitcast=True)
+        stored = tl.where(finite, exponent, 255).to(tl.uint8)
+    else:
+        amax = tl.where(finite, top, 0).to(tl.float32, bitcast=True)
+        bits = tl.maximum(amax * C.inverse_max, TINY).to(tl.int32, bitcast=True)
+        scale = tl.where(finite, (bits + 0xFFFF) & -0x10000, NAN_BITS).to(tl.float32, bitcast=True)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        stored = scale.to(tl.bfloat16)
+    return tl.reshape(to_fp8(groups * inverse[:, :, None], C), (BM, BN)), stored
+
+
+@triton.jit
+def group_decode(codes, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr):
+    """Values of a tile of codes [BM, BN] with stored scales [BM, BN / G]."""
+    if E8M0:
+        bits = stored.to(tl.int32)
+        scale = tl.where(bits == 255, NAN_BITS, tl.where(bits == 0, 0x400000, bits << 23)).to(tl.float32, bitcast=True)
+    else:
+        scale = stored.to(tl.float32)
+    values = tl.reshape(codes.to(tl.float32), (BM, BN // G, G)) * scale[:, :, None]
+    return tl.reshape(values, (BM, BN))
+
+
+def amax_buffer(device: torch.device) -> torch.Tensor:
+    """Where kernels collect an amax: one int32 zero."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def parts(x: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
+    """What kernels take of a tensor that may be quantized by groups: values or codes, stored scales, group size (0 for
+    plain values), and whether the scales are E8M0."""
+    if isinstance(x, QuantizedTensor):
+        return x.codes, x.scales, x.group_size, x.scales.dtype == torch.uint8
+    return x, None, 0, False
+
+
+def read_amax(buffer: torch.Tensor) -> torch.Tensor:
+    """What was collected, fp32 scalar."""
+    return buffer.view(torch.float32)[0]

@@ -1,0 +1,116 @@
+"""How the flow's kernels must agree with their definitions; run in the interpreter, and on the GPU in tests/gpu.
+
+Quantization is the same to the byte. Norms and activations sum or exponentiate differently in the last bits of fp32, so
+a code may be the neighbour where its value sits that close to the middle: at most three in a thousand.
+"""
+
+import itertools
+
+import torch
+
+from coat_dist.formats import E4M3, E5M2
+from coat_dist.kernels import activation, norm, quantize
+from coat_dist.reference import activation as reference_activation
+from coat_dist.reference import norm as reference_norm
+from coat_dist.reference import quantize as reference_quantize
+from coat_dist.reference.quantize import tensor_scale
+
+SCALES = (("e8m0", 32), ("bf16", 16))
+
+
+def same(got, wanted):
+    """Codes equal byte for byte; NaN has several codes."""
+    nan = wanted.float().isnan()
+    assert got.shape == wanted.shape and got.is_contiguous()
+    assert torch.equal(got.float().isnan(), nan)
+    assert torch.equal(got.contiguous().view(torch.uint8)[~nan], wanted.contiguous().view(torch.uint8)[~nan])
+
+
+def close(got, wanted, fraction=3e-3):
+    assert got.shape == wanted.shape and got.is_contiguous()
+    a, b = (t.contiguous().view(torch.uint8) for t in (got, wanted))
+    different = a != b
+    assert different.float().mean() <= fraction
+    steps = (a & 0x7F).int() - (b & 0x7F).int()
+    assert (steps[different].abs() <= 1).all()
+
+
+def check_quantize(device="cpu", shapes=((3, 70), (130, 300), (2, 3, 64))):
+    """All codes and scales, with zeros, tails and every kind of non-finite value."""
+    for fmt, shape, dtype in itertools.product((E4M3, E5M2), shapes, (torch.float32, torch.bfloat16)):
+        x = (torch.randn(shape) * torch.exp(3 * torch.randn(shape))).to(device, dtype)
+        x.view(-1)[::7] = 0
+        x.view(-1)[3] = 1e-39
+        for bad in (None, torch.inf, torch.nan):
+            if bad is not None:
+                x.view(-1)[5] = bad
+            amax = reference_quantize.amax(x)
+            assert torch.equal(quantize.amax(x), amax)
+            for kind, size in SCALES:
+                got, wanted = (m.quantize_groups(x, fmt, size, kind) for m in (quantize, reference_quantize))
+                same(got.codes, wanted.codes)
+                assert torch.equal(got.scales.float().nan_to_num(-1), wanted.scales.float().nan_to_num(-1))
+            scale = tensor_scale(amax, fmt)
+            for turn in (False, True):
+                got, wanted = (m.quantize_tensor(x, fmt, scale, turn) for m in (quantize, reference_quantize))
+                same(got.codes, wanted.codes)
+            if x.dim() == 2:
+                same(quantize.transpose(wanted).codes, wanted.codes.t())
+
+
+def check_norm(device="cpu", sizes=(64, 200), rows=7):
+    for kind, h, fmt, (scale, size), exact in itertools.product(
+        ("rmsnorm", "layernorm"), sizes, (E4M3, E5M2), SCALES, (True, False)
+    ):
+        x = (torch.randn(2, rows, h) * torch.exp(torch.randn(2, rows, 1))).to(device)
+        weight = (torch.rand(h) + 0.5).to(device)
+        bias = torch.randn(h).to(device) if kind == "layernorm" else None
+        arguments = (x, kind, 1e-5, weight, bias)
+        got, wanted = (m.norm_compress(*arguments, fmt, size, scale, exact) for m in (norm, reference_norm))
+        same(got.x8.codes, wanted.x8.codes)
+        assert torch.equal(got.x8.scales, wanted.x8.scales)
+        torch.testing.assert_close(got.stats.rstd, wanted.stats.rstd, rtol=1e-6, atol=0)
+        torch.testing.assert_close(got.amax, wanted.amax, rtol=1e-5, atol=0)
+        if bias is not None:
+            torch.testing.assert_close(got.stats.mean, wanted.stats.mean, rtol=1e-5, atol=1e-6)
+        for a, b in zip(norm.norm_forward(*arguments)[0], reference_norm.norm_forward(*arguments)[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        t8 = tensor_scale(wanted.amax, fmt)
+        dy = torch.randn_like(x)
+        for source in (x, wanted.x8):
+            for turn in (False, True):
+                rest = (source, wanted.stats, weight, bias, fmt, t8, turn)
+                close(norm.norm_quantize(*rest).codes, reference_norm.norm_quantize(*rest).codes)
+            rest = (dy, source, wanted.stats, weight)
+            for a, b in zip(norm.norm_backward(*rest), reference_norm.norm_backward(*rest), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def check_activation(device="cpu", sizes=(64, 176), rows=37):
+    for act, f, grad_fmt, (scale, size), exact in itertools.product(
+        ("swiglu", "geglu", "geglu_tanh"), sizes, (E4M3, E5M2), SCALES, (True, False)
+    ):
+        x = (torch.randn(rows, 2 * f) * 2).to(device)
+        got, wanted = (
+            m.activation_compress(x, act, E4M3, size, scale, exact) for m in (activation, reference_activation)
+        )
+        same(got.gate_up8.codes, wanted.gate_up8.codes)
+        assert torch.equal(got.gate_up8.scales, wanted.gate_up8.scales)
+        torch.testing.assert_close(got.amax, wanted.amax, rtol=1e-5, atol=0)
+        t8 = tensor_scale(wanted.amax, E4M3)
+        for source, turn in itertools.product((x, wanted.gate_up8), (False, True)):
+            rest = (source, act, E4M3, t8, turn)
+            close(activation.activation_quantize(*rest).codes, reference_activation.activation_quantize(*rest).codes)
+        da = torch.randn(rows, f).to(device)
+        amax = reference_activation.activation_grad_amax(da, wanted.gate_up8, act)
+        torch.testing.assert_close(activation.activation_grad_amax(da, wanted.gate_up8, act), amax, rtol=1e-5, atol=0)
+        rest = (da, wanted.gate_up8, act, grad_fmt, tensor_scale(amax, grad_fmt), E4M3, t8)
+        for a, b in zip(
+            activation.activation_backward(*rest), reference_activation.activation_backward(*rest), strict=True
+        ):
+            # The tanh form's derivative loses all digits where the gate saturates, in both: compare values, not codes.
+            if act == "geglu_tanh":
+                values = [q.codes.float() * q.scales for q in (a, b)]
+                assert (values[0] - values[1]).norm() <= 1e-2 * values[1].norm()
+            else:
+                close(a.codes, b.codes)
