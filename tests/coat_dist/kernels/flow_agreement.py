@@ -1,7 +1,7 @@
 """How the flow's kernels must agree with their definitions; run in the interpreter, and on the GPU in tests/gpu.
 
 Quantization is the same to the byte. Norms and activations sum or exponentiate differently in the last bits of fp32, so
-a code may be the neighbour where its value sits that close to the middle: at most three in a thousand.
+a code may be the neighbour where its value sits that close to the middle.
 """
 
 import itertools
@@ -26,13 +26,15 @@ def same(got, wanted):
     assert torch.equal(got.contiguous().view(torch.uint8)[~nan], wanted.contiguous().view(torch.uint8)[~nan])
 
 
-def close(got, wanted, fraction=3e-3):
+def close(got, wanted):
+    """Few codes differ, and those by one step; below 1e-5 of the largest value, where activations cancel, by anything."""
     assert got.shape == wanted.shape and got.is_contiguous()
     a, b = (t.contiguous().view(torch.uint8) for t in (got, wanted))
-    different = a != b
-    assert different.float().mean() <= fraction
+    values, exact = got.float(), wanted.float()
+    different = (a != b) & (torch.maximum(values.abs(), exact.abs()) > 1e-5 * exact.abs().max())
+    assert different.sum() <= 3e-3 * different.numel() + 3
     steps = (a & 0x7F).int() - (b & 0x7F).int()
-    assert (steps[different].abs() <= 1).all()
+    assert (steps[different].abs() <= 1).all() and (values[different] * exact[different] >= 0).all()
 
 
 def check_quantize(device="cpu", shapes=((3, 70), (130, 300), (2, 3, 64))):
@@ -108,9 +110,4 @@ def check_activation(device="cpu", sizes=(64, 176), rows=37):
         for a, b in zip(
             activation.activation_backward(*rest), reference_activation.activation_backward(*rest), strict=True
         ):
-            # The tanh form's derivative loses all digits where the gate saturates, in both: compare values, not codes.
-            if act == "geglu_tanh":
-                values = [q.codes.float() * q.scales for q in (a, b)]
-                assert (values[0] - values[1]).norm() <= 1e-2 * values[1].norm()
-            else:
-                close(a.codes, b.codes)
+            close(a.codes, b.codes)
