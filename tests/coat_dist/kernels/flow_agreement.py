@@ -27,7 +27,7 @@ def same(got, wanted):
 
 
 def close(got, wanted):
-    """Few codes differ, and those by one step; below 1e-5 of the largest value, where activations cancel, by anything."""
+    """Few codes differ, and by one step; below 1e-5 of the largest value, where activations cancel, by anything."""
     assert got.shape == wanted.shape and got.is_contiguous()
     a, b = (t.contiguous().view(torch.uint8) for t in (got, wanted))
     values, exact = got.float(), wanted.float()
