@@ -89,7 +89,7 @@ def paths() -> dict[str, str]:
     kernels = use_kernels(torch.empty(0, device="cuda"))
     return {
         "optimizer step": "Triton kernel" if kernels else "definition in plain torch",
-        "quantization": "plain torch, unfused",
+        "quantization": "Triton kernels" if kernels else "definition in plain torch",
         "FP8 GEMM": "torch._scaled_mm"
         if fast
         else f"definition: compute capability below {FP8_GEMM_CAPABILITY} has no FP8",
