@@ -1,5 +1,6 @@
 """SIGKILL at random points of saving: the last finished checkpoint is always there, whole, and continues."""
 
+import os
 import random
 import time
 from pathlib import Path
@@ -33,13 +34,20 @@ def save_for_ever(rank, world, folder):
     if found is not None:
         step = checkpoint.load(engine, found, {})[0]["step"]  # verifies every file
     x = torch.randn(4, 256).bfloat16()
-    Path(folder, f"loaded{rank}").write_text(str(step))
+    publish(Path(folder, f"loaded{rank}"), step)
     while True:
         engine.backward(engine(x).float().square().mean())
         engine.step()
         step += 1
         checkpoint.save(engine, folder, {}, {"step": step}, keep_last=2)
-        Path(folder, f"done{rank}").write_text(str(step))
+        publish(Path(folder, f"done{rank}"), step)
+
+
+def publish(path, value):
+    """In one go: whoever reads the file meanwhile must not find it empty."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(str(value))
+    os.replace(temporary, path)
 
 
 def number(path):
