@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..config import ActivationConfig
 from ..formats import FP8Format, QuantizedTensor, fp8_format
 from ..ops.gemm import code_products, scale_and_round, scaled_mm
-from ..ops.quantize import amax, quantize_tensor, tensor_scale, transpose
+from ..ops.quantize import amax, quantize_both, quantize_tensor, tensor_scale, transpose
 
 __all__ = [
     "TensorParallel",
@@ -124,13 +124,10 @@ def quantize_gradient(
     fmt = fp8_format(settings.grad_format)
     gather = gather and tp.sharded
     scale = shared_scale(amax(dy), fmt, tp, gather or settings.tp_invariant)
-    if gather and not settings.fp8_gather:
-        d8 = quantize_tensor(tp.gather_rows(dy), fmt, scale)
-    else:
-        d8 = quantize_tensor(dy, fmt, scale)
-        if gather:
-            d8 = QuantizedTensor(tp.gather_rows(d8.codes), scale, "tensor")
-    return d8, transpose(d8)
+    if gather and settings.fp8_gather:
+        d8 = QuantizedTensor(tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor")
+        return d8, transpose(d8)
+    return quantize_both(tp.gather_rows(dy) if gather else dy, fmt, scale)
 
 
 def gemm(

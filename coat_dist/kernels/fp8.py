@@ -21,8 +21,11 @@ __all__ = [
     "constants",
     "group_decode",
     "group_encode",
+    "inverse",
+    "load_tile",
     "parts",
     "read_amax",
+    "store_turned",
     "to_fp8",
 ]
 
@@ -83,9 +86,19 @@ def magnitude_bits(x):
 
 @triton.jit
 def atomic_amax(out, x):
-    """Raise ``out`` (int32 bits of an fp32 amax) to the largest magnitude in ``x``; infinity for the non-finite."""
-    bits = tl.max(magnitude_bits(x).reshape(x.numel), 0)
-    tl.atomic_max(out, tl.minimum(bits, INF_BITS))
+    """Raise ``out`` (int32 bits of an fp32 amax) to the largest magnitude in ``x``; infinity for the non-finite.
+
+    All tiles raise one word, and the memory system serves its atomics one by one, so a tile looks first: what it reads
+    may be old, and is then too small, which costs an atomic and no more.
+    """
+    bits = tl.minimum(tl.max(magnitude_bits(x).reshape(x.numel), 0), INF_BITS)
+    tl.atomic_max(out, bits, mask=bits > tl.load(out))
+
+
+@triton.jit
+def inverse(scale):
+    """The reciprocal, correctly rounded, of the fp32 number that ``scale`` points to, as a [1, 1] tile."""
+    return tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.load(scale) + tl.zeros((1, 1), tl.float32))
 
 
 @triton.jit
@@ -117,6 +130,28 @@ def group_decode(codes, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.conste
         scale = stored.to(tl.float32)
     values = tl.reshape(codes.to(tl.float32), (BM, BN // G, G)) * scale[:, :, None]
     return tl.reshape(values, (BM, BN))
+
+
+@triton.jit
+def load_tile(
+    x, scales, row, column, group, inside, in_group, columns, groups,
+    BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
+):  # fmt: skip
+    """A tile of a tensor [rows, columns] as fp32, from plain values (G = 0) or from codes of G columns a scale."""
+    value = tl.load(x + row * columns + column, mask=inside, other=0.0)
+    if G == 0:
+        out = value.to(tl.float32)
+    else:
+        stored = tl.load(scales + row * groups + group, mask=in_group, other=0)
+        out = group_decode(value, stored, BM, BN, G, E8M0)
+    return out
+
+
+@triton.jit
+def store_turned(out, codes, row, column, rows, inside):
+    """Store a tile transposed into ``out`` [columns, rows]."""
+    at = tl.trans(column).to(tl.int64) * rows + tl.trans(row)
+    tl.store(out + at, tl.trans(codes).to(out.dtype.element_ty), mask=tl.trans(inside))
 
 
 def amax_buffer(device: torch.device) -> torch.Tensor:

@@ -3,10 +3,6 @@
 Row statistics are fp32 sums here and fp64 sums in the definition, so ``rstd`` may differ in its last bits, and a code
 where a value sits that close to the middle between two. Passes that need whole rows take a row a program, in registers;
 :func:`norm_quantize`, which has the statistics, works on tiles and can write its result transposed.
-
-The first pass of the "quantized" forward mode reads back, in registers, the codes it has just made. On an H200 with
-Triton 3.6 those values came out different from the codes that were stored, though not in the interpreter. Until that is
-understood this pass is the definition, in plain torch; the default mode, "exact", does not read them back.
 """
 
 from __future__ import annotations
@@ -16,14 +12,29 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference import norm as reference
 from ..reference.norm import NormForward, NormStats
-from .fp8 import amax_buffer, atomic_amax, constants, group_decode, group_encode, parts, read_amax, to_fp8
-from .quantize import launch_rows
+from .fp8 import (
+    amax_buffer,
+    atomic_amax,
+    constants,
+    group_decode,
+    group_encode,
+    inverse,
+    load_tile,
+    parts,
+    read_amax,
+    store_turned,
+    to_fp8,
+)
+from .quantize import launch_rows, packet
 
 __all__ = ["norm_backward", "norm_compress", "norm_forward", "norm_quantize"]
 
-BACKWARD_PROGRAMS = 528  # four a multiprocessor of an H200: each keeps a partial weight gradient of its rows
+# Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
+ROWS_TILE = (32, 256, 4)
+TURNED_TILE = (64, 128, 4)
+COMPRESS_WARPS = 8
+BACKWARD = (528, 8, 1)  # programs, each of which keeps a partial weight gradient of its rows; warps; stages
 
 
 @triton.jit
@@ -36,9 +47,20 @@ def _affine(y, weight, bias, column, inside, WEIGHT: tl.constexpr, BIAS: tl.cons
 
 
 @triton.jit
+def _row_stats(value, inside, columns, eps, CENTER: tl.constexpr):
+    """Centered values of a row, its mean (0 without CENTER) and rstd."""
+    center = tl.zeros((1,), tl.float32)
+    if CENTER:
+        center = tl.sum(value, 1) / columns
+        value = tl.where(inside, value - center[:, None], 0.0)
+    spread = tl.sum(value * value, 1) / columns
+    return value, center, tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(spread + eps))
+
+
+@triton.jit
 def _compress_kernel(
     x, weight, bias, codes, scales, rstd, mean, amax, columns, groups, eps,
-    C: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr,
+    C: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, EXACT: tl.constexpr, CENTER: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -49,14 +71,13 @@ def _compress_kernel(
     tl.store(codes + row * columns + column, q, mask=inside)
     group = tl.arange(0, BN // G)[None, :]
     tl.store(scales + row * groups + group, stored, mask=group < groups)
+    if not EXACT:
+        value = group_decode(q, stored, 1, BN, G, E8M0)
+    value, center, reciprocal = _row_stats(value, inside, columns, eps, CENTER)
     if CENTER:
-        center = tl.sum(value, 1) / columns
         tl.store(mean + row + tl.arange(0, 1), center)
-        value = tl.where(inside, value - center[:, None], 0.0)
-    spread = tl.sum(value * value, 1) / columns
-    inverse = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(spread + eps))
-    tl.store(rstd + row + tl.arange(0, 1), inverse)
-    y = _affine(value * inverse[:, None], weight, bias, column, inside, WEIGHT, BIAS)
+    tl.store(rstd + row + tl.arange(0, 1), reciprocal)
+    y = _affine(value * reciprocal[:, None], weight, bias, column, inside, WEIGHT, BIAS)
     atomic_amax(amax, tl.where(inside, y, 0.0))
 
 
@@ -71,9 +92,7 @@ def norm_compress(
     scale: str,
     exact: bool,
 ) -> NormForward:
-    """See :func:`coat_dist.reference.norm.norm_compress`; with ``exact`` only, see the top of this file."""
-    if not exact:
-        return reference.norm_compress(x, kind, eps, weight, bias, fmt, group_size, scale, exact)
+    """See :func:`coat_dist.reference.norm.norm_compress`."""
     flat = launch_rows(x)
     rows, columns = flat.shape
     groups, e8m0, center = triton.cdiv(columns, group_size), scale == "e8m0", kind == "layernorm"
@@ -85,9 +104,9 @@ def norm_compress(
     with torch.cuda.device_of(x):
         _compress_kernel[(rows,)](
             flat, weight, bias, codes, scales, rstd, mean, amax, columns, groups, eps,
-            C=constants(fmt, x), G=group_size, E8M0=e8m0, CENTER=center,
+            C=constants(fmt, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
             WEIGHT=weight is not None, BIAS=bias is not None,
-            BN=max(triton.next_power_of_2(columns), group_size), num_warps=8,
+            BN=max(triton.next_power_of_2(columns), group_size), num_warps=COMPRESS_WARPS,
         )  # fmt: skip
     x8 = QuantizedTensor(codes, scales, "group", group_size)
     return NormForward(x8, NormStats(rstd, mean), read_amax(amax))
@@ -102,14 +121,11 @@ def _forward_kernel(
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
     value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    value, center, reciprocal = _row_stats(value, inside, columns, eps, CENTER)
     if CENTER:
-        center = tl.sum(value, 1) / columns
         tl.store(mean + row + tl.arange(0, 1), center)
-        value = tl.where(inside, value - center[:, None], 0.0)
-    spread = tl.sum(value * value, 1) / columns
-    inverse = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(spread + eps))
-    tl.store(rstd + row + tl.arange(0, 1), inverse)
-    out = _affine(value * inverse[:, None], weight, bias, column, inside, WEIGHT, BIAS)
+    tl.store(rstd + row + tl.arange(0, 1), reciprocal)
+    out = _affine(value * reciprocal[:, None], weight, bias, column, inside, WEIGHT, BIAS)
     tl.store(y + row * columns + column, out.to(y.dtype.element_ty), mask=inside)
 
 
@@ -131,43 +147,36 @@ def norm_forward(
 
 
 @triton.jit
-def _load_tile(
-    x, scales, row, column, group, inside, in_group, columns, groups,
-    BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
-):  # fmt: skip
-    """A tile of x as fp32, from plain values (G = 0) or from per-group codes."""
-    value = tl.load(x + row * columns + column, mask=inside, other=0.0)
-    if G == 0:
-        out = value.to(tl.float32)
-    else:
-        stored = tl.load(scales + row * groups + group, mask=in_group, other=0)
-        out = group_decode(value, stored, BM, BN, G, E8M0)
-    return out
-
-
-@triton.jit
 def _norm_quantize_kernel(
     x, scales, rstd, mean, weight, bias, scale, out, rows, columns, groups,
     C: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, TRANSPOSE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+    BIAS: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    """PACK rows of codes make an element of a transposed ``out``; 0: ``out`` is not transposed."""
+    STEP: tl.constexpr = max(PACK, 1)
+    packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     group = (tl.program_id(1) * BG + tl.arange(0, BG))[None, :]
-    inside = (row < rows) & (column < columns)
-    in_group = (row < rows) & (group < groups)
-    value = _load_tile(x, scales, row, column, group, inside, in_group, columns, groups, BM, BN, G, E8M0)
-    if CENTER:
-        value = value - tl.load(mean + row, mask=row < rows, other=0.0)
-    y = value * tl.load(rstd + row, mask=row < rows, other=0.0)
-    y = _affine(y, weight, bias, column, column < columns, WEIGHT, BIAS)
-    inverse = tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.load(scale) + tl.zeros((1, 1), tl.float32))
-    q = to_fp8(y * inverse, C)
-    if TRANSPOSE:
-        at = tl.trans(column.to(tl.int64)) * rows + tl.trans(row)
-        tl.store(out + at, tl.trans(q), mask=tl.trans(inside))
-    else:
-        tl.store(out + row * columns + column, q, mask=inside)
+    factor = inverse(scale)
+    packed = tl.zeros((BM, BN), tl.int32)
+    for i in tl.static_range(STEP):
+        row = packet.to(tl.int64) * STEP + i
+        here = row < rows
+        inside = here & (column < columns)
+        value = load_tile(
+            x, scales, row, column, group, inside, here & (group < groups), columns, groups, BM, BN, G, E8M0
+        )
+        if CENTER:
+            value = value - tl.load(mean + row, mask=here, other=0.0)
+        y = value * tl.load(rstd + row, mask=here, other=0.0)
+        y = _affine(y, weight, bias, column, column < columns, WEIGHT, BIAS)
+        q = to_fp8(y * factor, C)
+        if PACK == 0:
+            tl.store(out + row * columns + column, q, mask=inside)
+        else:
+            packed |= q.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * i)
+    if PACK > 0:
+        store_turned(out, packed, packet, column, rows // PACK, (packet < rows // PACK) & (column < columns))
 
 
 def norm_quantize(
@@ -184,15 +193,17 @@ def norm_quantize(
     flat = launch_rows(source)
     rows, columns = flat.shape
     out = torch.empty((columns, rows) if transpose else source.shape, dtype=fmt.dtype, device=source.device)
-    # Measured on an H200 at 16 384 × 4096: rows of 256 bytes are best untransposed, near-square tiles transposed.
-    bm, bn = (64, 128) if transpose else (32, 256)
+    bm, bn, warps = TURNED_TILE if transpose else ROWS_TILE
+    bn = max(bn, size)
+    pack, word = packet(rows) if transpose else (0, fmt.dtype)
+    bm //= max(pack, 1)
     with torch.cuda.device_of(source):
-        _norm_quantize_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
-            flat, scales, stats.rstd, stats.mean, weight, bias, scale, out, rows, columns,
+        _norm_quantize_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
+            flat, scales, stats.rstd, stats.mean, weight, bias, scale, out.view(word), rows, columns,
             triton.cdiv(columns, size) if size else 0,
             C=constants(fmt, source), G=size, E8M0=e8m0,
-            CENTER=stats.mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, TRANSPOSE=transpose,
-            BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=4,
+            CENTER=stats.mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,
+            BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
         )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")
 
@@ -201,7 +212,7 @@ def norm_quantize(
 def _backward_kernel(
     dy, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
     G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
-    BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
+    BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BN)[None, :]
@@ -212,15 +223,15 @@ def _backward_kernel(
     gain = tl.full((1, BN), 1.0, tl.float32)
     if WEIGHT:
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    for turn in range(TURNS):
+    for turn in tl.range(TURNS, num_stages=STAGES):
         row = (first + turn * step).to(tl.int64)
         here = inside & (row < rows)
         in_group = (group < groups) & (row < rows)
-        value = _load_tile(x, scales, row, column, group, here, in_group, columns, groups, 1, BN, G, E8M0)
-        inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
+        value = load_tile(x, scales, row, column, group, here, in_group, columns, groups, 1, BN, G, E8M0)
+        reciprocal = tl.load(rstd + row, mask=row < rows, other=0.0)
         if CENTER:
             value = tl.where(here, value - tl.load(mean + row, mask=row < rows, other=0.0), 0.0)
-        normalized = value * inverse
+        normalized = value * reciprocal
         grad = tl.load(dy + row * columns + column, mask=here, other=0.0).to(tl.float32)
         weighted = grad * gain
         out = weighted - normalized * (tl.sum(weighted * normalized, 1) / columns)[:, None]
@@ -228,7 +239,7 @@ def _backward_kernel(
             out = out - (tl.sum(weighted, 1) / columns)[:, None]
         sum_bias += grad
         sum_weight += grad * normalized
-        tl.store(dx + row * columns + column, (out * inverse).to(dx.dtype.element_ty), mask=here)
+        tl.store(dx + row * columns + column, (out * reciprocal).to(dx.dtype.element_ty), mask=here)
     at = first.to(tl.int64) * columns + column
     tl.store(dweight + at, sum_weight, mask=inside)
     tl.store(dbias + at, sum_bias, mask=inside)
@@ -247,7 +258,8 @@ def norm_backward(
     source = launch_rows(source)
     rows, columns = source.shape
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
-    programs = min(rows, BACKWARD_PROGRAMS)
+    programs, warps, stages = BACKWARD
+    programs = min(rows, programs)
     center = stats.mean is not None
     partial = torch.empty(2, programs, columns, dtype=torch.float32, device=dy.device)
     width = max(triton.next_power_of_2(columns), size)
@@ -257,7 +269,7 @@ def norm_backward(
             triton.cdiv(columns, size) if size else 0,
             G=size, E8M0=e8m0,
             CENTER=center, WEIGHT=weight is not None, BN=width, BG=width // size if size else 1,
-            TURNS=triton.cdiv(rows, programs), num_warps=8,
+            TURNS=triton.cdiv(rows, programs), STAGES=stages, num_warps=warps,
         )  # fmt: skip
     dweight, dbias = partial.sum(1, dtype=sum_dtype)
     return dx, dweight, dbias

@@ -1,7 +1,7 @@
 """Quantization kernels: the functions of ``reference/quantize.py`` that touch whole tensors, with the same codes.
 
-One read of the input and one write of the codes each. Tiles are 2-D so that a transposed result is written along its
-own rows: 128 × 128 bytes of codes, the shape at which both sides are whole cache lines.
+One read of the input and one write of each result. Codes are transposed as packets: four rows of a column are one
+int32, put together in registers, so that the exchange between threads and the stores move words instead of bytes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from .fp8 import Format, amax_buffer, atomic_amax, constants, group_encode, read_amax, to_fp8
+from .fp8 import Format, amax_buffer, atomic_amax, constants, group_encode, inverse, read_amax, store_turned, to_fp8
 
-__all__ = ["amax", "launch_rows", "quantize_groups", "quantize_tensor", "transpose"]
+__all__ = ["amax", "launch_rows", "packet", "quantize_both", "quantize_groups", "quantize_tensor", "transpose"]
 
-TILE_M, TILE_N = 128, 128
-AMAX_TILE = 16384
+# Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
+AMAX_TILE = (16384, 8)
+GROUPS_TILE = (16, 256, 4)
+ROWS_TILE = (32, 256, 4)
+TURNED_TILE = (128, 128, 8)
 
 
 @triton.jit
@@ -31,28 +34,37 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     """See :func:`coat_dist.reference.quantize.amax` (over everything)."""
     x = x.contiguous()
     out = amax_buffer(x.device)
+    tile, warps = AMAX_TILE
     if x.numel():
         with torch.cuda.device_of(x):
-            _amax_kernel[(triton.cdiv(x.numel(), AMAX_TILE),)](x, out, x.numel(), TILE=AMAX_TILE, num_warps=8)
+            _amax_kernel[(triton.cdiv(x.numel(), tile),)](x, out, x.numel(), TILE=tile, num_warps=warps)
     return read_amax(out)
 
 
 @triton.jit
-def _quantize_kernel(
-    x, scale, out, rows, columns, C: tl.constexpr, COPY: tl.constexpr, TRANSPOSE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+def _tensor_kernel(
+    x, scale, out, turned, rows, columns, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
+    PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    """PACK rows of codes make an element of ``turned``; 0: nothing is transposed. ROWS: ``out`` is written."""
+    STEP: tl.constexpr = max(PACK, 1)
+    packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
+    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     if not COPY:
-        inverse = tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.load(scale) + tl.zeros((1, 1), tl.float32))
-        value = to_fp8(value.to(tl.float32) * inverse, C)
-    if TRANSPOSE:
-        tl.store(out + column.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(value), mask=tl.trans(inside))
-    else:
-        tl.store(out + row.to(tl.int64)[:, None] * columns + column[None, :], value, mask=inside)
+        factor = inverse(scale)
+    packed = tl.zeros((BM, BN), tl.int32)
+    for i in tl.static_range(STEP):
+        row = packet.to(tl.int64) * STEP + i
+        inside = (row < rows) & (column < columns)
+        value = tl.load(x + row * columns + column, mask=inside, other=0.0)
+        if not COPY:
+            value = to_fp8(value.to(tl.float32) * factor, C).to(tl.uint8, bitcast=True)
+        if ROWS:
+            tl.store(out + row * columns + column, value, mask=inside)
+        packed |= value.to(tl.int32) << (8 * i)
+    if PACK > 0:
+        inside = (packet < rows // PACK) & (column < columns)
+        store_turned(turned, packed, packet, column, rows // PACK, inside)
 
 
 def launch_rows(x: torch.Tensor) -> torch.Tensor:
@@ -60,34 +72,50 @@ def launch_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def packet(rows: int) -> tuple[int, torch.dtype]:
+    """How many rows of codes are transposed as one element, and the type of that element."""
+    return (4, torch.int32) if rows % 4 == 0 else (1, torch.uint8)
+
+
 def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.quantize_tensor`."""
     flat = launch_rows(x)
-    rows, columns = flat.shape
-    codes = torch.empty((columns, rows) if transpose else x.shape, dtype=fmt.dtype, device=x.device)
-    _launch(flat, scale, codes, transpose, constants(fmt, x), copy=False)
+    codes = torch.empty(flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device)
+    _launch(flat, scale, *((None, codes) if transpose else (codes, None)), constants(fmt, x))
     return QuantizedTensor(codes, scale, "tensor")
+
+
+def quantize_both(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """See :func:`coat_dist.reference.quantize.quantize_both`."""
+    flat = launch_rows(x)
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    turned = torch.empty(flat.shape[::-1], dtype=fmt.dtype, device=x.device)
+    _launch(flat, scale, codes, turned, constants(fmt, x))
+    return QuantizedTensor(codes, scale, "tensor"), QuantizedTensor(turned, scale, "tensor")
 
 
 def transpose(q: QuantizedTensor) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.transpose`."""
-    rows, columns = q.codes.shape
-    codes = torch.empty(columns, rows, dtype=q.codes.dtype, device=q.codes.device)
+    codes = torch.empty(q.codes.shape[::-1], dtype=q.codes.dtype, device=q.codes.device)
     # As bytes: nothing is converted, and the format does not matter.
-    _launch(q.codes.contiguous().view(torch.uint8), q.scales, codes.view(torch.uint8), True, None, copy=True)
+    _launch(q.codes.contiguous().view(torch.uint8), q.scales, None, codes, None)
     return QuantizedTensor(codes, q.scales, q.layout)
 
 
 def _launch(
-    x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, transpose: bool, c: Format | None, copy: bool
+    x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None, turned: torch.Tensor | None, c: Format | None
 ) -> None:
+    """Codes of x ``[rows, columns]`` (its bytes, where ``c`` is None) into ``out`` and, transposed, into ``turned``."""
     rows, columns = x.shape
     if not x.numel():
         return
-    grid = (triton.cdiv(rows, TILE_M), triton.cdiv(columns, TILE_N))
+    bm, bn, warps = ROWS_TILE if turned is None else TURNED_TILE
+    pack, kind = (0, None) if turned is None else packet(rows)
+    bm = max(bm // max(pack, 1), 1)
     with torch.cuda.device_of(x):
-        _quantize_kernel[grid](
-            x, scale, out, rows, columns, C=c, COPY=copy, TRANSPOSE=transpose, BM=TILE_M, BN=TILE_N, num_warps=8
+        _tensor_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
+            x, scale, None if out is None else out.view(torch.uint8), None if turned is None else turned.view(kind),
+            rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm, BN=bn, num_warps=warps,
         )  # fmt: skip
 
 
@@ -114,11 +142,11 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
     e8m0 = scale == "e8m0"
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], groups), dtype=torch.uint8 if e8m0 else torch.bfloat16, device=x.device)
+    bm, bn, warps = GROUPS_TILE
     if x.numel():
-        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, 256))
         with torch.cuda.device_of(x):
-            _groups_kernel[grid](
+            _groups_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
                 flat, codes, scales, rows, columns, groups, C=constants(fmt, x), G=group_size, E8M0=e8m0,
-                BM=16, BN=256, num_warps=4,
+                BM=bm, BN=max(bn, group_size), num_warps=warps,
             )  # fmt: skip
     return QuantizedTensor(codes, scales, "group", group_size)

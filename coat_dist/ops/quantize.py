@@ -4,9 +4,18 @@ from ..reference import quantize as reference
 from ..reference.quantize import dequantize, tensor_scale
 from .dispatch import operation
 
-__all__ = ["amax", "dequantize", "quantize_groups", "quantize_tensor", "tensor_scale", "transpose"]
+__all__ = [
+    "amax",
+    "dequantize",
+    "quantize_both",
+    "quantize_groups",
+    "quantize_tensor",
+    "tensor_scale",
+    "transpose",
+]
 
 amax = operation(reference.amax)
+quantize_both = operation(reference.quantize_both)
 quantize_groups = operation(reference.quantize_groups)
 quantize_tensor = operation(reference.quantize_tensor)
 transpose = operation(reference.transpose)

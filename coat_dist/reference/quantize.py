@@ -27,6 +27,7 @@ __all__ = [
     "amax",
     "dequantize",
     "group_scales",
+    "quantize_both",
     "quantize_groups",
     "quantize_tensor",
     "scale_values",
@@ -69,6 +70,12 @@ def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transp
     if transpose:
         codes = codes.flatten(0, -2).t().contiguous()
     return QuantizedTensor(codes, scale, "tensor")
+
+
+def quantize_both(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """:func:`quantize_tensor` in both memory orders: codes of the shape of x ``[..., n]``, and ``[n, rows]``."""
+    q = quantize_tensor(x, fmt, scale)
+    return q, transpose(QuantizedTensor(q.codes.flatten(0, -2), scale, "tensor"))
 
 
 def group_scales(amax: torch.Tensor, fmt: FP8Format, scale: str) -> torch.Tensor:

@@ -56,7 +56,11 @@ def check_quantize(device="cpu", shapes=((3, 70), (130, 300), (2, 3, 64))):
             for turn in (False, True):
                 got, wanted = (m.quantize_tensor(x, fmt, scale, turn) for m in (quantize, reference_quantize))
                 same(got.codes, wanted.codes)
+            both, wanted_both = (m.quantize_both(x, fmt, scale) for m in (quantize, reference_quantize))
+            for got, wanted in zip(both, wanted_both, strict=True):
+                same(got.codes, wanted.codes)
             if x.dim() == 2:
+                wanted = wanted_both[0]
                 same(quantize.transpose(wanted).codes, wanted.codes.t())
 
 

@@ -1,0 +1,198 @@
+"""Transformer layers, forward and backward, with and without the FP8 flow: time, saved bytes, and where the time goes.
+
+    python -m benchmarks.layer [--presets llama2-7b ...] [--tokens 16384 ...] [--peers DIR]
+
+Builds a stack of Megatron layers from a preset, times it as BF16, patches it in place and times it again, all in one
+process. Saved bytes are what the allocator holds between forward and backward, a token and layer. The kernel table is
+of one profiled pass of the patched stack. With ``--peers`` the program ``DIR/layer_anchors.py`` runs Transformer
+Engine's layer of the same shape afterwards, and ratios to it are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import median, write_result
+from coat_dist import CoatConfig
+from launch.model import ModelConfig, build_model, load_model_config
+from megatron_patches import initialize_model_parallel, patched
+
+ROOT = Path(__file__).resolve().parent.parent
+SEQUENCE = 4096
+REPEATS = 12
+
+
+def stack(model: ModelConfig, tokens: int) -> tuple[Callable[[], torch.Tensor], Any, torch.Tensor]:
+    """A function that runs the layers once, the model they belong to, and their input ``[s, b, h]``."""
+    gpt: Any = build_model(model.model_copy(update={"vocab_size": 128}))
+    gpt.train()
+    rope, layers = gpt.rotary_pos_emb(SEQUENCE), list(gpt.decoder.layers)
+    shape = (SEQUENCE, tokens // SEQUENCE, model.hidden_size)
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        y = x
+        for layer in layers:
+            y, _ = layer(hidden_states=y, attention_mask=None, rotary_pos_emb=rope)
+        return y
+
+    return forward, gpt, x
+
+
+def measure(forward: Callable[[], torch.Tensor], gpt: torch.nn.Module, x: torch.Tensor, layers: int) -> dict[str, Any]:
+    """Median milliseconds a layer of forward and backward, bytes saved a token and layer, and the peak's share."""
+    tokens = x.shape[0] * x.shape[1]
+    y = forward()
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    for _ in range(2):
+        forward().backward(dy)
+    del y
+    x.grad = None
+    gpt.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a tensor counts with the whole of the cached block that it is given
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = forward()
+    saved = torch.cuda.memory_allocated() - before - y.nbytes
+    y.backward(dy)
+    del y
+    peak = torch.cuda.max_memory_allocated() - before
+    grads = sum(p.grad.nbytes for p in gpt.parameters() if p.grad is not None)
+    times = []
+    for _ in range(REPEATS):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        marks[0].record()
+        y = forward()
+        marks[1].record()
+        y.backward(dy)
+        marks[2].record()
+        del y
+        times.append(marks)
+    torch.cuda.synchronize()
+    return {
+        "forward_ms": median([a.elapsed_time(b) for a, b, _ in times]) / layers,
+        "backward_ms": median([b.elapsed_time(c) for _, b, c in times]) / layers,
+        "saved_bytes_per_token": saved / layers / tokens,
+        "peak_bytes": peak,
+        "gradient_bytes": grads,
+    }
+
+
+def kernels(forward: Callable[[], torch.Tensor], dy: torch.Tensor, layers: int) -> list[dict[str, Any]]:
+    """GPU time of each kernel, microseconds and calls a layer, of one forward and backward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        forward().backward(dy)
+        torch.cuda.synchronize()
+    found = [
+        {"kernel": e.key, "us": e.self_device_time_total / layers, "calls": e.count / layers}
+        for e in record.key_averages()
+        if e.self_device_time_total > 0
+    ]
+    return sorted(found, key=lambda k: -k["us"])
+
+
+def flops(model: ModelConfig, tokens: int) -> float:
+    """Of one layer, forward and backward; attention counts half of the keys, and its backward 2.5 times its forward."""
+    h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
+    weights = h * d * 2 * (heads + model.kv_heads) + h * model.ffn_hidden_size * (
+        2 if model.activation == "gelu" else 3
+    )
+    return tokens * (6.0 * weights + 3.5 * 2 * SEQUENCE * heads * d)
+
+
+def peers(folder: str, model: ModelConfig, tokens: int) -> dict[str, dict[str, float]]:
+    """Milliseconds and saved bytes of Transformer Engine's layers, from the peers' own program."""
+    shape = f"{model.hidden_size},{model.ffn_hidden_size},{model.num_attention_heads}"
+    program = str(Path(folder) / "layer_anchors.py")
+    command = [sys.executable, program, "te", str(tokens // SEQUENCE), str(SEQUENCE), shape]
+    path = os.pathsep.join([folder, str(Path(folder) / "deps"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    line = re.compile(r"(TE .+?)\s+fwd ([\d.]+) bwd ([\d.]+) tot ([\d.]+) ms/layer\s+act (\d+)")
+    keys = "forward_ms", "backward_ms", "ms", "saved_bytes_per_token"
+    found = {m[1]: dict(zip(keys, map(float, m.groups()[1:]), strict=True)) for m in line.finditer(result.stdout)}
+    if not found:
+        raise RuntimeError(f"--peers: no result from {program}\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+    return found
+
+
+def variants(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The "activation" blocks to measure, by name."""
+    chosen = {"coat": {}, "coat quantized": {"forward": "quantized"}, "coat fp8 attention": {"attention": "fp8"}}
+    return {name: chosen[name] for name in arguments.variants}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--presets", nargs="+", default=["llama2-7b"], help="names in configs/models")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16384], help=f"multiples of {SEQUENCE}")
+    parser.add_argument("--variants", nargs="+", default=["coat"])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel table, 0 = none")
+    parser.add_argument("--peers", help="folder with layer_anchors.py and Transformer Engine")
+    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    initialize_model_parallel(1)
+    results = []
+    for preset in arguments.presets:
+        model = load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"])
+        for tokens in arguments.tokens:
+            torch.manual_seed(0)
+            forward, gpt, x = stack(model, tokens)
+            runs = {"bf16": measure(forward, gpt, x, arguments.layers)}
+            table: list[dict[str, Any]] = []
+            for name, changes in variants(arguments).items():
+                settings = CoatConfig.parse({"activation": changes}).activation
+                with patched(gpt, settings):
+                    runs[name] = measure(forward, gpt, x, arguments.layers)
+                    if arguments.kernels and not table:
+                        table = kernels(forward, torch.randn_like(x), arguments.layers)
+            del forward, gpt, x
+            torch.cuda.empty_cache()
+            theirs = peers(arguments.peers, model, tokens) if arguments.peers else {}
+            results.append(report(preset, tokens, model, runs, theirs, table, arguments))
+    chosen = {k: v for k, v in vars(arguments).items() if k not in ("output", "peers")}
+    print("wrote", write_result("layer", {"settings": chosen, "results": results}, arguments.output))
+
+
+def report(preset, tokens, model, runs, theirs, table, arguments) -> dict[str, Any]:
+    """Print one shape's results and return them."""
+    for one in runs.values():
+        one["ms"] = one["forward_ms"] + one["backward_ms"]
+    everything = {**runs, **theirs}
+    base, te = runs["bf16"]["ms"], theirs.get("TE bf16", {}).get("ms")
+    print(f"== {preset}, {tokens} tokens")
+    for name, one in everything.items():
+        one["ratio_to_bf16"], one["tflops"] = one["ms"] / base, flops(model, tokens) / one["ms"] / 1e9
+        one.update({"ratio_to_te_bf16": one["ms"] / te} if te else {})
+        print(
+            f"{name:<24} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} ms  "
+            f"total {one['ms']:7.3f} ms  "
+            f"{one['ratio_to_bf16']:.3f} x bf16  {one['ms'] / te if te else float('nan'):.3f} x TE bf16  "
+            f"{one['tflops']:5.0f} TFLOP/s  saved {one['saved_bytes_per_token']:,.0f} B/token",
+            flush=True,
+        )
+    for row in table[: arguments.kernels]:
+        print(f"  {row['us']:9.1f} us  {row['calls']:5.1f} x  {row['kernel'][:110]}")
+    if table:
+        print(f"  {sum(r['us'] for r in table):9.1f} us  all kernels", flush=True)
+    return {"preset": preset, "tokens": tokens, "runs": everything, "kernels": table}
+
+
+if __name__ == "__main__":
+    main()
