@@ -21,6 +21,7 @@ from .fp8 import (
     group_encode,
     inverse,
     load_tile,
+    pack_rows,
     parts,
     read_amax,
     store_turned,
@@ -159,6 +160,7 @@ def _norm_quantize_kernel(
     group = (tl.program_id(1) * BG + tl.arange(0, BG))[None, :]
     factor = inverse(scale)
     packed = tl.zeros((BM, BN), tl.int32)
+    y = tl.zeros((BM, BN), tl.float32)
     for i in tl.static_range(STEP):
         row = packet.to(tl.int64) * STEP + i
         here = row < rows
@@ -168,13 +170,13 @@ def _norm_quantize_kernel(
         )
         if CENTER:
             value = value - tl.load(mean + row, mask=here, other=0.0)
-        y = value * tl.load(rstd + row, mask=here, other=0.0)
-        y = _affine(y, weight, bias, column, column < columns, WEIGHT, BIAS)
-        q = to_fp8(y * factor, C)
+        value = value * tl.load(rstd + row, mask=here, other=0.0)
+        value = _affine(value, weight, bias, column, column < columns, WEIGHT, BIAS)
+        last, y = y, value * factor
         if PACK == 0:
-            tl.store(out + row * columns + column, q, mask=inside)
+            tl.store(out + row * columns + column, to_fp8(y, C), mask=inside)
         else:
-            packed |= q.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * i)
+            packed = pack_rows(packed, last, y, i, PACK, C)
     if PACK > 0:
         store_turned(out, packed, packet, column, rows // PACK, (packet < rows // PACK) & (column < columns))
 

@@ -11,9 +11,30 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from .fp8 import Format, amax_buffer, atomic_amax, constants, group_encode, inverse, read_amax, store_turned, to_fp8
+from .fp8 import (
+    TINY,
+    Format,
+    amax_buffer,
+    atomic_amax,
+    constants,
+    group_encode,
+    inverse,
+    pack_rows,
+    read_amax,
+    store_turned,
+    to_fp8,
+)
 
-__all__ = ["amax", "launch_rows", "packet", "quantize_both", "quantize_groups", "quantize_tensor", "transpose"]
+__all__ = [
+    "amax",
+    "launch_rows",
+    "packet",
+    "quantize_both",
+    "quantize_groups",
+    "quantize_tensor",
+    "tensor_scale",
+    "transpose",
+]
 
 # Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
 AMAX_TILE = (16384, 8)
@@ -42,6 +63,26 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _scale_kernel(amax, scale, n, INVERSE_MAX: tl.constexpr, TILE: tl.constexpr):
+    offset = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    value = tl.load(amax + offset, mask=offset < n, other=0.0)
+    bits = tl.maximum(value * INVERSE_MAX, TINY)
+    tl.store(scale + offset, tl.where(value < float("inf"), bits, float("nan")), mask=offset < n)
+
+
+def tensor_scale(amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
+    """See :func:`coat_dist.reference.quantize.tensor_scale`: one launch instead of five."""
+    amax = amax.contiguous()
+    scale = torch.empty_like(amax)
+    if amax.numel():
+        with torch.cuda.device_of(amax):
+            _scale_kernel[(triton.cdiv(amax.numel(), 1024),)](
+                amax, scale, amax.numel(), INVERSE_MAX=1.0 / fmt.max, TILE=1024, num_warps=4
+            )  # fmt: skip
+    return scale
+
+
+@triton.jit
 def _tensor_kernel(
     x, scale, out, turned, rows, columns, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
     PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -50,18 +91,22 @@ def _tensor_kernel(
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
+    packed = tl.zeros((BM, BN), tl.int32)
     if not COPY:
         factor = inverse(scale)
-    packed = tl.zeros((BM, BN), tl.int32)
+        y = tl.zeros((BM, BN), tl.float32)
     for i in tl.static_range(STEP):
         row = packet.to(tl.int64) * STEP + i
         inside = (row < rows) & (column < columns)
         value = tl.load(x + row * columns + column, mask=inside, other=0.0)
-        if not COPY:
-            value = to_fp8(value.to(tl.float32) * factor, C).to(tl.uint8, bitcast=True)
-        if ROWS:
-            tl.store(out + row * columns + column, value, mask=inside)
-        packed |= value.to(tl.int32) << (8 * i)
+        if COPY:
+            packed |= value.to(tl.int32) << (8 * i)
+        else:
+            last, y = y, value.to(tl.float32) * factor
+            if ROWS:
+                tl.store(out + row * columns + column, to_fp8(y, C), mask=inside)
+            if PACK > 0:
+                packed = pack_rows(packed, last, y, i, PACK, C)
     if PACK > 0:
         inside = (packet < rows // PACK) & (column < columns)
         store_turned(turned, packed, packet, column, rows // PACK, inside)
@@ -88,6 +133,8 @@ def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transp
 def quantize_both(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
     """See :func:`coat_dist.reference.quantize.quantize_both`."""
     flat = launch_rows(x)
+    if packet(len(flat))[0] == 1:  # see pack_rows
+        return quantize_tensor(x, fmt, scale), quantize_tensor(x, fmt, scale, transpose=True)
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     turned = torch.empty(flat.shape[::-1], dtype=fmt.dtype, device=x.device)
     _launch(flat, scale, codes, turned, constants(fmt, x))
@@ -114,7 +161,7 @@ def _launch(
     bm = max(bm // max(pack, 1), 1)
     with torch.cuda.device_of(x):
         _tensor_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
-            x, scale, None if out is None else out.view(torch.uint8), None if turned is None else turned.view(kind),
+            x, scale, out, None if turned is None else turned.view(kind),
             rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm, BN=bn, num_warps=warps,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """FP8 quantization of activations, weights and gradients; the definitions are in ``reference/quantize.py``."""
 
 from ..reference import quantize as reference
-from ..reference.quantize import dequantize, tensor_scale
+from ..reference.quantize import dequantize
 from .dispatch import operation
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
 amax = operation(reference.amax)
 quantize_both = operation(reference.quantize_both)
 quantize_groups = operation(reference.quantize_groups)
+tensor_scale = operation(reference.tensor_scale)
 quantize_tensor = operation(reference.quantize_tensor)
 transpose = operation(reference.transpose)

@@ -48,6 +48,9 @@ def check_quantize(device="cpu", shapes=((3, 70), (130, 300), (2, 3, 64))):
                 x.view(-1)[5] = bad
             amax = reference_quantize.amax(x)
             assert torch.equal(quantize.amax(x), amax)
+            many = torch.cat([amax[None], amax.new_tensor([0.0, 1e-38, torch.inf]), torch.rand(1100, device=device)])
+            got, wanted = (m.tensor_scale(many, fmt) for m in (quantize, reference_quantize))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
             for kind, size in SCALES:
                 got, wanted = (m.quantize_groups(x, fmt, size, kind) for m in (quantize, reference_quantize))
                 same(got.codes, wanted.codes)
