@@ -146,7 +146,15 @@ def check_activation_of_bad_values(device="cpu"):
         assert torch.equal(a.dbias.isfinite(), b.dbias.isfinite())
         amaxes = [m.activation_grad_amax(da, wanted.pre8, act) for m in (activation, reference_activation)]
         torch.testing.assert_close(*amaxes, rtol=1e-5, atol=0)
-    for rows, f, act in ((0, 32, "swiglu"), (0, 32, "gelu"), (1, 1, "geglu"), (1, 1, "squared_relu"), (17, 1, "gelu")):
+    shapes = (
+        (0, 32, "swiglu"),
+        (0, 32, "gelu"),
+        (1, 1, "geglu"),
+        (1, 1, "squared_relu"),
+        (17, 1, "gelu"),
+        (70, 5, "geglu"),
+    )
+    for rows, f, act in shapes:
         x, da = torch.randn(rows, f * ACTIVATIONS[act].parts).to(device), torch.randn(rows, f).to(device)
         bias = torch.ones(x.shape[1]).to(device)
         got, wanted = (
