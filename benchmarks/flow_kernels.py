@@ -29,7 +29,7 @@ def main() -> None:
     da = torch.randn(m, f, device="cuda", dtype=torch.bfloat16)
     scale = torch.tensor(0.01, device="cuda")
     entry = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True)
-    gu8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True).gate_up8
+    gu8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True).pre8
     q = quantize.quantize_tensor(x, E4M3, scale)
     wide = 33 / 32  # a code and its share of a scale
     calls = {

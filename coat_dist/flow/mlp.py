@@ -1,7 +1,7 @@
-"""norm → fc1 → gated activation → fc2, as one autograd function.
+"""norm → fc1 → activation → fc2, as one autograd function.
 
-Saved per token: x8 and its group scales, rstd (and mean), gate and up in per-group FP8; per call: four scales. Not
-saved: fc1's output, the activation, any copy of the weights.
+Saved per token: x8 and its group scales, rstd (and mean), the pre-activation in per-group FP8 (gate and up, or one
+tensor without a gate); per call: four scales. Not saved: fc1's output, the activation, any copy of the weights.
 """
 
 from __future__ import annotations
@@ -35,14 +35,19 @@ def norm_mlp(
     activation: str,
     tp: TensorParallel,
     settings: ActivationConfig,
+    fc1_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A gated MLP and the norm before it, with FP8 products, split over ranks by intermediate features.
+    """An MLP and the norm before it, with FP8 products, split over ranks by intermediate features.
+
+    A bias of fc2 is not added: it is replicated over ranks, and belongs to the dropout and residual that follow.
 
     Args:
         x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
-        fc1_weight: this rank's ``[2 f / tp, h]``: its gate rows, then its up rows.
+        fc1_weight: this rank's ``[2 f / tp, h]``: its gate rows, then its up rows; ``[f / tp, h]`` without a gate.
         fc2_weight: this rank's ``[h, f / tp]``.
-        activation: "swiglu", "geglu" (erf) or "geglu_tanh".
+        activation: with a gate "swiglu", "geglu" (erf), "geglu_tanh" or "quick_geglu"; without "gelu" (erf),
+            "gelu_tanh", "quick_gelu" or "squared_relu".
+        fc1_bias: this rank's ``[2 f / tp]`` or ``[f / tp]``; added in fp32.
 
     Returns:
         The shape and dtype of x.
@@ -52,18 +57,21 @@ def norm_mlp(
     """
     check_input(x, fc1_weight, "fc1_weight")
     check_normed(x, norm, tp)
-    check_activation(activation)
+    parts = check_activation(activation).parts
     rows, width = fc1_weight.shape[0], fc2_weight.shape[-1]
-    if fc2_weight.dim() != 2 or rows != 2 * width:
+    if fc2_weight.dim() != 2 or rows != parts * width:
         raise ValueError(
-            f"fc2_weight: got shape {list(fc2_weight.shape)}, accepted: [out, {rows}/2], half of fc1_weight's rows"
+            f"fc2_weight: got shape {list(fc2_weight.shape)}, accepted: [out, {rows}/{parts}], as many columns as "
+            f"fc1_weight has rows for each of the {parts} tensors that {activation!r} takes"
         )
+    if fc1_bias is not None and fc1_bias.shape != (rows,):
+        raise ValueError(f"fc1_bias: got shape {list(fc1_bias.shape)}, accepted: [{rows}]")
     if settings.tp_invariant and tp.size > 1 and width % settings.group_size:
         raise ValueError(
             f"fc2_weight: got {width} input features a rank, accepted with tp_invariant: a multiple of group_size "
             f"{settings.group_size}, or groups would depend on the number of ranks"
         )
-    return _NormMLP.apply(x, norm.weight, norm.bias, fc1_weight, fc2_weight, norm, activation, tp, settings)
+    return _NormMLP.apply(x, norm.weight, norm.bias, fc1_weight, fc1_bias, fc2_weight, norm, activation, tp, settings)
 
 
 class _NormMLP(torch.autograd.Function):
@@ -74,6 +82,7 @@ class _NormMLP(torch.autograd.Function):
         norm_weight,
         norm_bias,
         fc1_weight,
+        fc1_bias,
         fc2_weight,
         norm: Norm,
         activation: str,
@@ -83,21 +92,23 @@ class _NormMLP(torch.autograd.Function):
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
         entry, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
         w1 = quantize_weight(fc1_weight, tp, settings)
-        gate_up = gemm(y8, w1, x.dtype, settings, fast_accum=True)
+        pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
         del y8
-        found = activation_compress(gate_up, activation, fmt, settings.group_size, settings.scale, exact)
+        found = activation_compress(pre, activation, fmt, settings.group_size, settings.scale, exact, fc1_bias)
         a_scale = shared_scale(found.amax, fmt, tp, settings.tp_invariant)
-        a8 = activation_quantize(gate_up if exact else found.gate_up8, activation, fmt, a_scale)
-        del gate_up
+        source = (pre, fc1_bias) if exact else (found.pre8, None)
+        a8 = activation_quantize(source[0], activation, fmt, a_scale, bias=source[1])
+        del pre, source
         w2 = quantize_weight(fc2_weight, tp, settings)
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True)
         ctx.save_for_backward(
             *entry.save(),
-            found.gate_up8.codes,
-            found.gate_up8.scales,
+            found.pre8.codes,
+            found.pre8.scales,
             a_scale,
             fc1_weight,
             w1.scales,
+            fc1_bias,
             fc2_weight,
             w2.scales,
         )
@@ -107,20 +118,25 @@ class _NormMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor):
-        *saved, codes, scales, a_scale, fc1_weight, w1_scale, fc2_weight, w2_scale = ctx.saved_tensors
+        *saved, codes, scales, a_scale, fc1_weight, w1_scale, fc1_bias, fc2_weight, w2_scale = ctx.saved_tensors
         bare, activation, shape = ctx.args
         entry = NormedInput.restore(saved, *bare)
         tp, settings, dtype = entry.tp, entry.settings, entry.dtype
         fmt, grad_fmt = fp8_format(settings.format), fp8_format(settings.grad_format)
-        gate_up8 = QuantizedTensor(codes, scales, "group", settings.group_size)
-        dx = dnorm_weight = dnorm_bias = dfc1 = dfc2 = None
+        pre8 = QuantizedTensor(codes, scales, "group", settings.group_size)
+        dx = dnorm_weight = dnorm_bias = dfc1 = dfc1_bias = dfc2 = None
 
         d8, d8_t = quantize_gradient(dout.reshape(-1, fc2_weight.shape[0]), tp, settings, gather=True)
         da = gemm(d8, quantize_tensor(fc2_weight, fmt, w2_scale, transpose=True), dtype, settings)
-        d_scale = shared_scale(activation_grad_amax(da, gate_up8, activation), grad_fmt, tp, settings.tp_invariant)
-        inner = activation_backward(da, gate_up8, activation, grad_fmt, d_scale, fmt, a_scale)
-        del da
+        d_scale = shared_scale(activation_grad_amax(da, pre8, activation), grad_fmt, tp, settings.tp_invariant)
+        bias_sum = None
         if ctx.needs_input_grad[4]:
+            bias_sum = torch.float64 if settings.tp_invariant else torch.float32
+        inner = activation_backward(da, pre8, activation, grad_fmt, d_scale, fmt, a_scale, bias_sum)
+        del da
+        if inner.dbias is not None:
+            dfc1_bias = inner.dbias.to(fc1_bias.dtype)
+        if ctx.needs_input_grad[5]:
             dfc2 = gemm(d8_t, inner.a8_t, fc2_weight.dtype, settings)
         if any(ctx.needs_input_grad[:3]):
             w1_t = quantize_tensor(fc1_weight, fmt, w1_scale, transpose=True)
@@ -129,4 +145,4 @@ class _NormMLP(torch.autograd.Function):
             dx = None if dx is None else dx.view(shape)
         if ctx.needs_input_grad[3]:
             dfc1 = gemm(inner.d8_t, entry.y8(entry.x8, transpose=True), fc1_weight.dtype, settings)
-        return dx, dnorm_weight, dnorm_bias, dfc1, dfc2, None, None, None, None
+        return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None

@@ -1,11 +1,12 @@
-"""Gated activations around quantized tensors; the definitions are in ``reference/activation.py``."""
+"""Activations around quantized tensors; the definitions are in ``reference/activation.py``."""
 
 from ..reference import activation as reference
-from ..reference.activation import ACTIVATIONS, ActivationForward, ActivationGradients, check_activation
+from ..reference.activation import ACTIVATIONS, Activation, ActivationForward, ActivationGradients, check_activation
 from .dispatch import operation
 
 __all__ = [
     "ACTIVATIONS",
+    "Activation",
     "ActivationForward",
     "ActivationGradients",
     "activation_backward",

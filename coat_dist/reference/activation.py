@@ -1,11 +1,12 @@
-"""Gated activations around quantized tensors: ``a = act(gate) * up``.
+"""Activations between fc1 and fc2 around quantized tensors: ``a = act(gate) * up``, or ``a = act(p)`` without a gate.
 
-``gate_up`` is what fc1 writes, ``[..., 2 f]``: the gates, then the ups. Its FP8 form keeps the two apart, codes
-``[..., 2, f]``, so that no group spans both. All arithmetic is fp32.
+``pre`` is what fc1 writes: with a gate ``[..., 2 f]``, the gates, then the ups; without one ``[..., f]``. fc1's bias is
+added here, in fp32. Its FP8 form, codes ``[..., parts, f]`` with 2 parts or 1, is taken after the bias and keeps gate
+and up apart, so that no group spans both. All arithmetic is fp32.
 
 Forward and backward take two passes each, because a per-tensor scale is known only when the whole tensor has been seen:
 one pass for the amax, one that writes codes. Backward's second pass also writes ``a`` again, transposed, for wgrad, so
-that nothing of size f is kept but gate and up in FP8 (COAT section 5.2).
+that nothing of size f is kept but the pre-activation in FP8 (COAT section 5.2).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from .quantize import amax, dequantize, quantize_groups, quantize_tensor
 
 __all__ = [
     "ACTIVATIONS",
+    "FUNCTIONS",
+    "Activation",
     "ActivationForward",
     "ActivationGradients",
     "activation_apply",
@@ -32,20 +35,34 @@ __all__ = [
 ]
 
 
-class ActivationForward(NamedTuple):
-    """What the first pass finds: gate and up in per-group FP8 and the amax of a (fp32 scalar)."""
+class Activation(NamedTuple):
+    """``gated``: ``function(gate) * up``; otherwise ``function(p)``. ``function`` is a key of :data:`FUNCTIONS`."""
 
-    gate_up8: QuantizedTensor
+    function: str
+    gated: bool
+
+    @property
+    def parts(self) -> int:
+        """Tensors of size f that fc1 writes."""
+        return 2 if self.gated else 1
+
+
+class ActivationForward(NamedTuple):
+    """What the first pass finds: the pre-activation in per-group FP8 and the amax of a (fp32 scalar)."""
+
+    pre8: QuantizedTensor
     amax: torch.Tensor
 
 
 class ActivationGradients(NamedTuple):
-    """What backward's second pass writes, per-tensor FP8: ``d8`` ``[rows, 2 f]`` is the gradient of gate_up, ``d8_t``
-    ``[2 f, rows]`` the same codes transposed, ``a8_t`` ``[f, rows]`` the activation again, transposed."""
+    """What backward's second pass writes, per-tensor FP8: ``d8`` ``[rows, parts f]`` is the gradient of pre, ``d8_t``
+    ``[parts f, rows]`` the same codes transposed, ``a8_t`` ``[f, rows]`` the activation again, transposed. ``dbias``
+    ``[parts f]`` is the sum over rows of the gradient before it is quantized; None where not asked for."""
 
     d8: QuantizedTensor
     d8_t: QuantizedTensor
     a8_t: QuantizedTensor
+    dbias: torch.Tensor | None
 
 
 def _silu(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,79 +82,138 @@ def _gelu_tanh(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return 0.5 * g * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * slope
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
-    "swiglu": _silu,
-    "geglu": _gelu,
-    "geglu_tanh": _gelu_tanh,
+def _quick_gelu(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    s = torch.sigmoid(1.702 * g)
+    return g * s, s * (1.0 + 1.702 * g * (1.0 - s))
+
+
+def _squared_relu(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r = g.clamp(min=0.0)  # keeps NaN
+    return r * r, 2.0 * r
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "squared_relu": _squared_relu,
 }
-"""Name -> function of the gate (fp32) that returns its value and its derivative. "geglu" is the exact GELU (erf)."""
+"""Name -> function of a tensor (fp32) that returns its value and its derivative. "gelu" is the exact GELU (erf)."""
+
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": Activation("silu", True),
+    "geglu": Activation("gelu", True),
+    "geglu_tanh": Activation("gelu_tanh", True),
+    "quick_geglu": Activation("quick_gelu", True),
+    "gelu": Activation("gelu", False),
+    "gelu_tanh": Activation("gelu_tanh", False),
+    "quick_gelu": Activation("quick_gelu", False),
+    "squared_relu": Activation("squared_relu", False),
+}
+"""The activations that can be asked for, by the names that the functions below take."""
 
 
-def check_activation(name: str) -> None:
-    """Raises ValueError, naming what is accepted, unless ``name`` is a gated activation known here."""
+def check_activation(name: str) -> Activation:
+    """What ``name`` stands for.
+
+    Raises:
+        ValueError: an unknown name; lists what is accepted.
+    """
     if name not in ACTIVATIONS:
         raise ValueError(f"activation: got {name!r}, accepted: {', '.join(map(repr, ACTIVATIONS))}")
+    return ACTIVATIONS[name]
 
 
-def activation_apply(gate_up: torch.Tensor | QuantizedTensor, activation: str) -> torch.Tensor:
-    """a, fp32 ``[..., f]``, from gate_up in either form."""
-    gate, up = _gate_and_up(gate_up)
-    return ACTIVATIONS[activation](gate)[0] * up
+def activation_apply(
+    pre: torch.Tensor | QuantizedTensor, activation: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """a, fp32 ``[..., f]``, from either form of the pre-activation.
+
+    Args:
+        bias: fc1's, ``[parts f]``; added to plain values. The FP8 form holds it already and takes None.
+    """
+    first, *up = _parts(pre, activation, bias)
+    value = FUNCTIONS[ACTIVATIONS[activation].function](first)[0]
+    return value * up[0] if up else value
 
 
 def activation_compress(
-    gate_up: torch.Tensor, activation: str, fmt: FP8Format, group_size: int, scale: str, exact: bool
+    pre: torch.Tensor,
+    activation: str,
+    fmt: FP8Format,
+    group_size: int,
+    scale: str,
+    exact: bool,
+    bias: torch.Tensor | None = None,
 ) -> ActivationForward:
-    """First pass over gate_up ``[..., 2 f]``; ``exact``: amax of a from gate_up, otherwise from its FP8 values."""
-    gate_up8 = quantize_groups(gate_up.unflatten(-1, (2, -1)), fmt, group_size, scale)
-    return ActivationForward(gate_up8, amax(activation_apply(gate_up if exact else gate_up8, activation)))
+    """First pass over pre ``[..., parts f]``; ``exact``: amax of a from pre + bias, otherwise from its FP8 values."""
+    values = torch.stack(_parts(pre, activation, bias), -2)
+    pre8 = quantize_groups(values, fmt, group_size, scale)
+    a = activation_apply(pre, activation, bias) if exact else activation_apply(pre8, activation)
+    return ActivationForward(pre8, amax(a))
 
 
 def activation_quantize(
-    gate_up: torch.Tensor | QuantizedTensor,
+    pre: torch.Tensor | QuantizedTensor,
     activation: str,
     fmt: FP8Format,
     scale: torch.Tensor,
     transpose: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """a in per-tensor FP8 with the given scale; codes ``[..., f]``, or ``[f, rows]`` if ``transpose``."""
-    return quantize_tensor(activation_apply(gate_up, activation), fmt, scale, transpose)
+    """a in per-tensor FP8 with the given scale; codes ``[..., f]``, or ``[f, rows]`` if ``transpose``.
+
+    ``bias`` as in :func:`activation_apply`.
+    """
+    return quantize_tensor(activation_apply(pre, activation, bias), fmt, scale, transpose)
 
 
-def activation_grad_amax(da: torch.Tensor, gate_up8: QuantizedTensor, activation: str) -> torch.Tensor:
-    """Backward's first pass: the amax (fp32 scalar) of the gradient of gate_up, given da ``[..., f]``."""
-    return amax(_gradient(da, gate_up8, activation))
+def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
+    """Backward's first pass: the amax (fp32 scalar) of the gradient of pre, given da ``[..., f]``."""
+    return amax(_gradient(da, pre8, activation))
 
 
 def activation_backward(
     da: torch.Tensor,
-    gate_up8: QuantizedTensor,
+    pre8: QuantizedTensor,
     activation: str,
     grad_fmt: FP8Format,
     grad_scale: torch.Tensor,
     fmt: FP8Format,
     scale: torch.Tensor,
+    bias_sum: torch.dtype | None = None,
 ) -> ActivationGradients:
     """Backward's second pass.
 
     Args:
         da: gradient of a, ``[rows, f]``.
-        grad_fmt, grad_scale: of the gradient of gate_up.
+        grad_fmt, grad_scale: of the gradient of pre.
         fmt, scale: of a, as in forward.
+        bias_sum: dtype in which the gradient of fc1's bias is summed over rows; None = there is none to sum.
     """
-    d8 = quantize_tensor(_gradient(da, gate_up8, activation), grad_fmt, grad_scale)
+    gradient = _gradient(da, pre8, activation)
+    d8 = quantize_tensor(gradient, grad_fmt, grad_scale)
     d8_t = QuantizedTensor(d8.codes.t().contiguous(), grad_scale, "tensor")
-    return ActivationGradients(d8, d8_t, activation_quantize(gate_up8, activation, fmt, scale, transpose=True))
+    a8_t = activation_quantize(pre8, activation, fmt, scale, transpose=True)
+    return ActivationGradients(d8, d8_t, a8_t, None if bias_sum is None else gradient.sum(0, dtype=bias_sum))
 
 
-def _gate_and_up(gate_up: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, ...]:
-    values = dequantize(gate_up) if isinstance(gate_up, QuantizedTensor) else gate_up.float().unflatten(-1, (2, -1))
-    return values.unbind(-2)
+def _parts(
+    pre: torch.Tensor | QuantizedTensor, activation: str, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """fp32 ``[..., f]`` each: gate and up, or the one tensor of an activation without a gate."""
+    if isinstance(pre, QuantizedTensor):
+        if bias is not None:
+            raise ValueError("bias: got a tensor with a quantized pre-activation, accepted: None (it holds the bias)")
+        return dequantize(pre).unbind(-2)
+    values = pre.float() if bias is None else pre.float() + bias.float()
+    return values.unflatten(-1, (ACTIVATIONS[activation].parts, -1)).unbind(-2)
 
 
-def _gradient(da: torch.Tensor, gate_up8: QuantizedTensor, activation: str) -> torch.Tensor:
-    """fp32 ``[..., 2 f]``."""
-    gate, up = _gate_and_up(gate_up8)
-    value, slope = ACTIVATIONS[activation](gate)
+def _gradient(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
+    """fp32 ``[..., parts f]``."""
+    first, *up = _parts(pre8, activation)
+    value, slope = FUNCTIONS[ACTIVATIONS[activation].function](first)
     da = da.float()
-    return torch.cat([da * up * slope, da * value], dim=-1)
+    return torch.cat([da * up[0] * slope, da * value], dim=-1) if up else da * slope

@@ -21,3 +21,7 @@ def test_norm():
 
 def test_activation():
     agreement.check_activation("cuda", sizes=(176, 2752), rows=257)
+
+
+def test_activation_of_bad_values():
+    agreement.check_activation_of_bad_values("cuda")

@@ -13,6 +13,7 @@ from coat_dist.kernels import activation, norm, quantize
 from coat_dist.reference import activation as reference_activation
 from coat_dist.reference import norm as reference_norm
 from coat_dist.reference import quantize as reference_quantize
+from coat_dist.reference.activation import ACTIVATIONS
 from coat_dist.reference.quantize import tensor_scale
 
 SCALES = (("e8m0", 32), ("bf16", 16))
@@ -29,6 +30,8 @@ def same(got, wanted):
 def close(got, wanted):
     """Few codes differ, and by one step; below 1e-5 of the largest value, where activations cancel, by anything."""
     assert got.shape == wanted.shape and got.is_contiguous()
+    if not wanted.numel():
+        return
     a, b = (t.contiguous().view(torch.uint8) for t in (got, wanted))
     values, exact = got.float(), wanted.float()
     different = (a != b) & (torch.maximum(values.abs(), exact.abs()) > 1e-5 * exact.abs().max())
@@ -96,25 +99,83 @@ def check_norm(device="cpu", sizes=(64, 200), rows=7):
 
 
 def check_activation(device="cpu", sizes=(64, 176), rows=37):
-    for act, f, grad_fmt, (scale, size), exact in itertools.product(
-        ("swiglu", "geglu", "geglu_tanh"), sizes, (E4M3, E5M2), SCALES, (True, False)
-    ):
-        x = (torch.randn(rows, 2 * f) * 2).to(device)
+    """Every activation, with and without a bias, over tails of rows, columns and groups."""
+    kinds = itertools.cycle(itertools.product((E4M3, E5M2), SCALES, (True, False), (torch.float32, torch.bfloat16)))
+    for act, f, biased in itertools.product(ACTIVATIONS, sizes, (False, True)):
+        for grad_fmt, (scale, size), exact, dtype in itertools.islice(kinds, 5):  # 5 and 16 share no divisor
+            width = f * ACTIVATIONS[act].parts
+            x = (torch.randn(rows, width) * 2).to(device, dtype)
+            x[0, ::3] = 0
+            # Large where x is not: a bias that reached rows or columns outside would raise the amax.
+            bias = (torch.randn(width) * 3).to(device, dtype) if biased else None
+            arguments = (x, act, E4M3, size, scale, exact, bias)
+            got, wanted = (m.activation_compress(*arguments) for m in (activation, reference_activation))
+            same(got.pre8.codes, wanted.pre8.codes)
+            assert torch.equal(got.pre8.scales, wanted.pre8.scales)
+            torch.testing.assert_close(got.amax, wanted.amax, rtol=1e-5, atol=0)
+            t8 = tensor_scale(wanted.amax, E4M3)
+            for (source, b), turn in itertools.product(((x, bias), (wanted.pre8, None)), (False, True)):
+                rest = (source, act, E4M3, t8, turn, b)
+                close(*(m.activation_quantize(*rest).codes for m in (activation, reference_activation)))
+            da = torch.randn(rows, f).to(device, dtype)
+            amax = reference_activation.activation_grad_amax(da, wanted.pre8, act)
+            torch.testing.assert_close(
+                activation.activation_grad_amax(da, wanted.pre8, act), amax, rtol=1e-5, atol=0
+            )  # fmt: skip
+            sums = torch.float32 if biased else None
+            rest = (da, wanted.pre8, act, grad_fmt, tensor_scale(amax, grad_fmt), E4M3, t8, sums)
+            got, wanted = (m.activation_backward(*rest) for m in (activation, reference_activation))
+            for a, b in zip(got[:3], wanted[:3], strict=True):
+                close(a.codes, b.codes)
+            assert (got.dbias is None) == (wanted.dbias is None) == (not biased)
+            if biased:
+                torch.testing.assert_close(got.dbias, wanted.dbias, rtol=1e-5, atol=1e-5 * amax.item() * rows)
+
+
+def check_activation_of_bad_values(device="cpu"):
+    """NaN and infinity reach the amax and the codes; no rows, and one row of one column, are shapes like any other."""
+    for act, bad, where in itertools.product(ACTIVATIONS, (torch.inf, -torch.inf, torch.nan), ("pre", "bias", "da")):
+        parts = ACTIVATIONS[act].parts
+        x, bias, da = torch.randn(5, 48 * parts), torch.randn(48 * parts), torch.randn(5, 48)
+        {"pre": x[2], "bias": bias, "da": da[2]}[where][7] = bad
+        x, bias, da = x.to(device), bias.to(device), da.to(device)
         got, wanted = (
-            m.activation_compress(x, act, E4M3, size, scale, exact) for m in (activation, reference_activation)
+            m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias) for m in (activation, reference_activation)
         )
-        same(got.gate_up8.codes, wanted.gate_up8.codes)
-        assert torch.equal(got.gate_up8.scales, wanted.gate_up8.scales)
+        same(got.pre8.codes, wanted.pre8.codes)
+        assert torch.equal(got.pre8.scales, wanted.pre8.scales)
+        assert got.amax == wanted.amax or torch.isclose(got.amax, wanted.amax, rtol=1e-5)
+        one = torch.ones((), device=device)
+        rest = (da, wanted.pre8, act, E4M3, one, E4M3, one, torch.float32)
+        a, b = (m.activation_backward(*rest) for m in (activation, reference_activation))
+        for mine, expected in zip(a[:3], b[:3], strict=True):
+            assert torch.equal(mine.codes.float().isnan(), expected.codes.float().isnan())
+        assert torch.equal(a.dbias.isfinite(), b.dbias.isfinite())
+        amaxes = [m.activation_grad_amax(da, wanted.pre8, act) for m in (activation, reference_activation)]
+        torch.testing.assert_close(*amaxes, rtol=1e-5, atol=0)
+    shapes = (
+        (0, 32, "swiglu"),
+        (0, 32, "gelu"),
+        (1, 1, "geglu"),
+        (1, 1, "squared_relu"),
+        (17, 1, "gelu"),
+        (70, 5, "geglu"),
+    )
+    for rows, f, act in shapes:
+        x, da = torch.randn(rows, f * ACTIVATIONS[act].parts).to(device), torch.randn(rows, f).to(device)
+        bias = torch.ones(x.shape[1]).to(device)
+        got, wanted = (
+            m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias) for m in (activation, reference_activation)
+        )
+        same(got.pre8.codes, wanted.pre8.codes)
         torch.testing.assert_close(got.amax, wanted.amax, rtol=1e-5, atol=0)
-        t8 = tensor_scale(wanted.amax, E4M3)
-        for source, turn in itertools.product((x, wanted.gate_up8), (False, True)):
-            rest = (source, act, E4M3, t8, turn)
-            close(activation.activation_quantize(*rest).codes, reference_activation.activation_quantize(*rest).codes)
-        da = torch.randn(rows, f).to(device)
-        amax = reference_activation.activation_grad_amax(da, wanted.gate_up8, act)
-        torch.testing.assert_close(activation.activation_grad_amax(da, wanted.gate_up8, act), amax, rtol=1e-5, atol=0)
-        rest = (da, wanted.gate_up8, act, grad_fmt, tensor_scale(amax, grad_fmt), E4M3, t8)
-        for a, b in zip(
-            activation.activation_backward(*rest), reference_activation.activation_backward(*rest), strict=True
-        ):
-            close(a.codes, b.codes)
+        scale = tensor_scale(wanted.amax, E4M3)
+        close(
+            *(m.activation_quantize(x, act, E4M3, scale, False, bias).codes for m in (activation, reference_activation))
+        )
+        rest = (da, wanted.pre8, act, E4M3, scale, E4M3, scale, torch.float64)
+        a, b = (m.activation_backward(*rest) for m in (activation, reference_activation))
+        for mine, expected in zip(a[:3], b[:3], strict=True):
+            close(mine.codes, expected.codes)
+        assert a.dbias.dtype == torch.float64
+        torch.testing.assert_close(a.dbias, b.dbias, rtol=1e-5, atol=1e-5)

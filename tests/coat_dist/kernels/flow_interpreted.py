@@ -13,3 +13,7 @@ def test_norm():
 
 def test_activation():
     agreement.check_activation(sizes=(72,), rows=9)
+
+
+def test_activation_of_bad_values():
+    agreement.check_activation_of_bad_values()

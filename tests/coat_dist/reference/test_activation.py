@@ -1,4 +1,4 @@
-"""Gated activations: values and gradients against torch's, and the passes against their parts."""
+"""Activations: values and gradients against torch's, and the passes against their parts."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from coat_dist.formats import E4M3, E5M2
 from coat_dist.reference.activation import (
     ACTIVATIONS,
+    FUNCTIONS,
     activation_apply,
     activation_backward,
     activation_compress,
@@ -14,19 +15,31 @@ from coat_dist.reference.activation import (
     activation_quantize,
     check_activation,
 )
-from coat_dist.reference.quantize import amax, dequantize, quantize_groups, tensor_scale
+from coat_dist.reference.quantize import amax, dequantize, quantize_groups, quantize_tensor, tensor_scale
 
-TORCH = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": lambda g: F.gelu(g, approximate="tanh")}
+TORCH = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
+    "quick_gelu": lambda g: g * torch.sigmoid(1.702 * g),
+    "squared_relu": lambda g: F.relu(g).square(),
+}
+
+
+def expected_activation(name, parts):
+    """a, by torch, from one or two tensors."""
+    value = TORCH[ACTIVATIONS[name].function](parts[0])
+    return value * parts[1] if ACTIVATIONS[name].gated else value
 
 
 def u8(q):
     return q.codes.view(torch.uint8)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_slopes(name):
     gate = torch.cat([torch.linspace(-30, 30, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4])])
-    value, slope = ACTIVATIONS[name](gate)
+    value, slope = FUNCTIONS[name](gate)
     leaf = gate.double().requires_grad_()
     expected = TORCH[name](leaf)
     (expected_slope,) = torch.autograd.grad(expected.sum(), leaf)
@@ -36,42 +49,61 @@ def test_values_and_slopes(name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("f", [1, 32, 45])
-def test_passes_are_the_sum_of_their_parts(name, f):
-    gate_up, da = torch.randn(6, 2 * f) * 3, torch.randn(6, f)
-    gate, up = gate_up.chunk(2, -1)
-    g8, up8 = (dequantize(quantize_groups(t, E4M3, 32, "e8m0")) for t in (gate, up))
-    exact = activation_compress(gate_up, name, E4M3, 32, "e8m0", exact=True)
-    rough = activation_compress(gate_up, name, E4M3, 32, "e8m0", exact=False)
-    assert torch.equal(dequantize(exact.gate_up8), torch.stack([g8, up8], -2))  # no group spans gate and up
-    assert torch.equal(u8(exact.gate_up8), u8(rough.gate_up8))
-    torch.testing.assert_close(exact.amax, (TORCH[name](gate) * up).abs().max())
-    torch.testing.assert_close(rough.amax, (TORCH[name](g8) * up8).abs().max())
+@pytest.mark.parametrize("biased", [False, True])
+def test_passes_are_the_sum_of_their_parts(name, f, biased):
+    parts = ACTIVATIONS[name].parts
+    pre, da = torch.randn(6, parts * f) * 3, torch.randn(6, f)
+    bias = torch.randn(parts * f) if biased else None
+    plain = (pre + bias if biased else pre).chunk(parts, -1)
+    rounded = [dequantize(quantize_groups(t, E4M3, 32, "e8m0")) for t in plain]
+    exact = activation_compress(pre, name, E4M3, 32, "e8m0", True, bias)
+    rough = activation_compress(pre, name, E4M3, 32, "e8m0", False, bias)
+    assert torch.equal(dequantize(exact.pre8), torch.stack(rounded, -2))  # no group spans gate and up
+    assert torch.equal(u8(exact.pre8), u8(rough.pre8))
+    torch.testing.assert_close(exact.amax, expected_activation(name, plain).abs().max())
+    torch.testing.assert_close(rough.amax, expected_activation(name, rounded).abs().max())
 
     scale = tensor_scale(rough.amax, E4M3)
-    a8 = activation_quantize(rough.gate_up8, name, E4M3, scale)
-    assert torch.equal(a8.codes.float().abs().max(), torch.tensor(E4M3.max))
+    a8 = activation_quantize(rough.pre8, name, E4M3, scale)
+    if rough.amax:
+        assert torch.equal(a8.codes.float().abs().max(), torch.tensor(E4M3.max))
+    wanted = quantize_tensor(activation_apply(torch.cat(plain, -1), name), E4M3, scale)
+    assert torch.equal(u8(activation_quantize(pre, name, E4M3, scale, False, bias)), u8(wanted))
 
-    leaves = [g8.double().requires_grad_(), up8.double().requires_grad_()]
-    grads = torch.autograd.grad(TORCH[name](leaves[0]) * leaves[1], leaves, da.double())
+    leaves = [t.double().requires_grad_() for t in rounded]
+    grads = torch.autograd.grad(expected_activation(name, leaves), leaves, da.double())
     expected = torch.cat(grads, -1).float()
-    largest = activation_grad_amax(da, rough.gate_up8, name)
+    largest = activation_grad_amax(da, rough.pre8, name)
     torch.testing.assert_close(largest, amax(expected), rtol=1e-5, atol=1e-6)
     grad_scale = tensor_scale(largest, E5M2)
-    out = activation_backward(da, rough.gate_up8, name, E5M2, grad_scale, E4M3, scale)
+    bias_sum = torch.float64 if biased else None
+    out = activation_backward(da, rough.pre8, name, E5M2, grad_scale, E4M3, scale, bias_sum)
     assert out.d8.codes.dtype == torch.float8_e5m2 and out.a8_t.codes.dtype == torch.float8_e4m3fn
     assert torch.equal(u8(out.d8_t), u8(out.d8).t()) and out.d8_t.codes.is_contiguous()
     assert torch.equal(u8(out.a8_t), u8(a8).t()) and out.a8_t.codes.is_contiguous()
     error = (dequantize(out.d8) - expected).abs()
     # 1e-5: gelu of very negative gates cancels in fp32, here as in torch
     assert (error <= expected.abs() * 0.126 + grad_scale * E5M2.smallest + 1e-5).all()
+    assert (out.dbias is None) == (not biased)
+    if biased:
+        assert out.dbias.dtype == bias_sum
+        torch.testing.assert_close(out.dbias, torch.cat(grads, -1).sum(0), rtol=1e-5, atol=1e-5)
 
 
 def test_nan_is_not_lost():
-    gate_up = torch.randn(2, 16)
-    gate_up[0, 3] = torch.nan
-    found = activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", exact=True)
+    pre = torch.randn(2, 16)
+    pre[0, 3] = torch.nan
+    found = activation_compress(pre, "swiglu", E4M3, 32, "e8m0", exact=True)
     assert found.amax == torch.inf
-    assert activation_apply(found.gate_up8, "swiglu")[0].isnan().all()
+    assert activation_apply(found.pre8, "swiglu")[0].isnan().all()
+
+
+def test_a_bias_is_added_once():
+    """The FP8 form holds it: a second one is a mistake."""
+    pre, bias = torch.randn(2, 16), torch.ones(16)
+    pre8 = activation_compress(pre, "gelu", E4M3, 32, "e8m0", True, bias).pre8
+    with pytest.raises(ValueError, match="bias: got a tensor with a quantized pre-activation"):
+        activation_apply(pre8, "gelu", bias)
 
 
 def test_unknown_activation_is_refused():
