@@ -64,6 +64,11 @@ class ActivationConfig(_Block):
     """Send FP8 instead of BF16 when sequence parallelism gathers activations and gradients."""
     tp_invariant: bool = False
     """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not depend on the TP size."""
+    weights: Literal["on_use", "cached"] = "on_use"
+    """Quantize weights on every use, or keep their codes until the weights change: 1 byte a parameter and rank."""
+    wgrad: Literal["grad", "main_grad"] = "grad"
+    """Weight gradients: returned to autograd in the weight's dtype, or added to ``weight.main_grad`` in its own dtype.
+    The latter is Megatron's ``gradient_accumulation_fusion``, which ``patch_model`` honours by itself."""
     attention: Literal["bf16"] = "bf16"
     """What attention keeps of q, k, v and its output."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
@@ -231,6 +236,16 @@ def check_deepspeed(
             "fp16.enabled",
             "false with coat.activation.enabled: the flow runs in bf16",
             bool(_get(config, "fp16", "enabled")),
+        )
+        refuse(
+            "coat.activation.weights",
+            '"on_use" with zero_optimization.stage 3: a cache would hold whole weights on every rank',
+            coat.activation.weights == "cached" and stage == 3,
+        )
+        refuse(
+            "coat.activation.wgrad",
+            '"grad" under DeepSpeed, whose parameters have no main_grad',
+            coat.activation.wgrad == "main_grad",
         )
     if problems:
         raise CoatConfigError("\n".join(problems))

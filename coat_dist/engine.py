@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .config import CoatConfig, CoatConfigError, check_deepspeed, load_json
+from .flow.weights import invalidate_after
 from .optim import CoatAdamW, param_groups
 from .optim.accessors import register
 from .optim.universal_load import enable_universal_load
@@ -107,6 +108,9 @@ def initialize(
         config=settings,
         **kwargs,
     )
+    if coat is not None and coat.activation.enabled and coat.activation.weights == "cached":
+        invalidate_after(engine, "load_checkpoint", "load_module_state_dict")
+        invalidate_after(engine.optimizer, "step", "load_state_dict", "update_lp_params")
     register(engine.optimizer)
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)

@@ -120,7 +120,7 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
             raise ValueError(f"activation.tp_invariant: got true, accepted: false with BF16 blocks\n{report}")
         report.patched += [f"{n}.output_layer".lstrip(".") for n, _ in outputs]
     for layer, block in plan:
-        _PATCHERS[block](layer, settings, report)
+        _PATCHERS[block](layer, _with_wgrad(layer, settings, report), report)
     if settings.tp_invariant:
         for _, output_layer in outputs:
             _swap(output_layer, InvariantColumnParallelLinear, Patch(settings, tensor_parallel(output_layer)))
@@ -173,6 +173,16 @@ def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport) -> N
 
 
 _PATCHERS = {"self_attention": _patch_attention, "mlp": _patch_mlp}
+
+
+def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> ActivationConfig:
+    """``settings`` with weight gradients where the layer's configuration wants them."""
+    if not getattr(layer.config, "gradient_accumulation_fusion", False) or settings.wgrad == "main_grad":
+        return settings
+    note = "weight gradients of patched blocks are added to main_grad, as config.gradient_accumulation_fusion asks"
+    if note not in report.notes:
+        report.notes.append(note)
+    return settings.model_copy(update={"wgrad": "main_grad"})
 
 
 def _fold_norm(layer: Any, name: str, report: PatchReport) -> nn.Module:

@@ -29,7 +29,6 @@ _SETTINGS: tuple[tuple[str, Any], ...] = (
     ("fp8", None),
     ("fp4", None),
     ("fp32_residual_connection", False),
-    ("gradient_accumulation_fusion", False),
     ("cpu_offloading", False),
     ("fine_grained_activation_offloading", False),
     ("delay_wgrad_compute", False),

@@ -10,10 +10,12 @@ from .mlp import norm_mlp
 from .norm import Norm, norm
 from .norm_linear import norm_linear
 from .scaling import TensorParallel
+from .weights import invalidate_weights
 
 __all__ = [
     "Norm",
     "TensorParallel",
+    "invalidate_weights",
     "invariant_linear",
     "linear",
     "norm",

@@ -11,7 +11,8 @@ from ..config import ActivationConfig
 from ..formats import fp8_format
 from ..ops.gemm import exact_mm
 from ..ops.quantize import quantize_tensor
-from .scaling import TensorParallel, check_input, gemm, quantize_gradient, quantize_input, quantize_weight, summed_gemm
+from .scaling import TensorParallel, check_input, gemm, quantize_gradient, quantize_input, summed_gemm
+from .weights import Weight
 
 __all__ = ["invariant_linear", "linear"]
 
@@ -39,7 +40,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, tp: TensorParallel, settings: ActivationConfig) -> torch.Tensor:
         x8 = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings)
-        w8 = quantize_weight(weight, tp, settings)
+        ctx.weight = Weight(weight, tp, settings)
+        w8 = ctx.weight.quantized()
         ctx.save_for_backward(x, weight, x8.scales, w8.scales)
         ctx.args = tp, settings
         out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True)
@@ -50,15 +52,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor):
         x, weight, x_scale, w_scale = ctx.saved_tensors
         tp, settings = ctx.args
-        fmt = fp8_format(settings.format)
         dx = dweight = None
         d8, d8_t = quantize_gradient(dout.reshape(-1, weight.shape[0]), tp, settings, gather=True)
         if ctx.needs_input_grad[0]:
-            w8_t = quantize_tensor(weight, fmt, w_scale, transpose=True)
-            dx = gemm(d8, w8_t, x.dtype, settings).view(x.shape)
+            dx = gemm(d8, ctx.weight.transposed(weight, w_scale), x.dtype, settings).view(x.shape)
         if ctx.needs_input_grad[1]:
-            x8_t = quantize_tensor(x, fmt, x_scale, transpose=True)
-            dweight = gemm(d8_t, x8_t, weight.dtype, settings)
+            x8_t = quantize_tensor(x, fp8_format(settings.format), x_scale, transpose=True)
+            dweight = ctx.weight.gradient(d8_t, x8_t)
         return dx, dweight, None, None
 
 

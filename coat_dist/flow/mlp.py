@@ -20,9 +20,9 @@ from ..ops.activation import (
     activation_quantize,
     check_activation,
 )
-from ..ops.quantize import quantize_tensor
 from .norm import Norm, NormedInput, check_normed
-from .scaling import TensorParallel, check_input, gemm, quantize_gradient, quantize_weight, shared_scale, summed_gemm
+from .scaling import TensorParallel, check_input, gemm, quantize_gradient, shared_scale, summed_gemm
+from .weights import Weight
 
 __all__ = ["norm_mlp"]
 
@@ -91,7 +91,8 @@ class _NormMLP(torch.autograd.Function):
     ) -> torch.Tensor:
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
         entry, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
-        w1 = quantize_weight(fc1_weight, tp, settings)
+        ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings)
+        w1 = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
         del y8
         found = activation_compress(pre, activation, fmt, settings.group_size, settings.scale, exact, fc1_bias)
@@ -99,7 +100,7 @@ class _NormMLP(torch.autograd.Function):
         source = (pre, fc1_bias) if exact else (found.pre8, None)
         a8 = activation_quantize(source[0], activation, fmt, a_scale, bias=source[1])
         del pre, source
-        w2 = quantize_weight(fc2_weight, tp, settings)
+        w2 = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True)
         ctx.save_for_backward(
             *entry.save(),
@@ -127,7 +128,7 @@ class _NormMLP(torch.autograd.Function):
         dx = dnorm_weight = dnorm_bias = dfc1 = dfc1_bias = dfc2 = None
 
         d8, d8_t = quantize_gradient(dout.reshape(-1, fc2_weight.shape[0]), tp, settings, gather=True)
-        da = gemm(d8, quantize_tensor(fc2_weight, fmt, w2_scale, transpose=True), dtype, settings)
+        da = gemm(d8, ctx.fc2.transposed(fc2_weight, w2_scale), dtype, settings)
         d_scale = shared_scale(activation_grad_amax(da, pre8, activation), grad_fmt, tp, settings.tp_invariant)
         bias_sum = None
         if ctx.needs_input_grad[4]:
@@ -137,12 +138,11 @@ class _NormMLP(torch.autograd.Function):
         if inner.dbias is not None:
             dfc1_bias = inner.dbias.to(fc1_bias.dtype)
         if ctx.needs_input_grad[5]:
-            dfc2 = gemm(d8_t, inner.a8_t, fc2_weight.dtype, settings)
+            dfc2 = ctx.fc2.gradient(d8_t, inner.a8_t)
         if any(ctx.needs_input_grad[:3]):
-            w1_t = quantize_tensor(fc1_weight, fmt, w1_scale, transpose=True)
-            dy = summed_gemm(inner.d8, w1_t, dtype, tp, settings)
+            dy = summed_gemm(inner.d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
             dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3])
             dx = None if dx is None else dx.view(shape)
         if ctx.needs_input_grad[3]:
-            dfc1 = gemm(inner.d8_t, entry.y8(entry.x8, transpose=True), fc1_weight.dtype, settings)
+            dfc1 = ctx.fc1.gradient(inner.d8_t, entry.y8(entry.x8, transpose=True))
         return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None

@@ -12,10 +12,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
-from ..formats import fp8_format
-from ..ops.quantize import quantize_tensor
 from .norm import Norm, NormedInput, check_normed
-from .scaling import TensorParallel, check_input, gemm, quantize_gradient, quantize_weight, summed_gemm
+from .scaling import TensorParallel, check_input, gemm, quantize_gradient, summed_gemm
+from .weights import Weight
 
 __all__ = ["norm_linear"]
 
@@ -53,7 +52,8 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any, x, norm_weight, norm_bias, weight, bias, norm: Norm, tp: TensorParallel, settings: ActivationConfig
     ) -> torch.Tensor:
         entry, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
-        w8 = quantize_weight(weight, tp, settings)
+        ctx.weight = Weight(weight, tp, settings)
+        w8 = ctx.weight.quantized()
         out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
         if bias is not None:
             out += bias
@@ -72,12 +72,11 @@ class _NormLinear(torch.autograd.Function):
         dout = dout.reshape(-1, weight.shape[0])
         d8, d8_t = quantize_gradient(dout, tp, settings, gather=False)
         if any(ctx.needs_input_grad[:3]):
-            w8_t = quantize_tensor(weight, fp8_format(settings.format), w_scale, transpose=True)
-            dy = summed_gemm(d8, w8_t, entry.dtype, tp, settings)
+            dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), entry.dtype, tp, settings)
             dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3])
             dx = None if dx is None else dx.view(shape)
         if ctx.needs_input_grad[3]:
-            dweight = gemm(d8_t, entry.y8(entry.x8, transpose=True), weight.dtype, settings)
+            dweight = ctx.weight.gradient(d8_t, entry.y8(entry.x8, transpose=True))
         if ctx.needs_input_grad[4]:
             dbias = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).to(bias.dtype)
         return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None

@@ -27,7 +27,6 @@ __all__ = [
     "gemm",
     "quantize_gradient",
     "quantize_input",
-    "quantize_weight",
     "shared_scale",
     "summed_gemm",
 ]
@@ -102,14 +101,9 @@ def shared_scale(amax: torch.Tensor, fmt: FP8Format, tp: TensorParallel, shared:
 
 
 def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
-    """The input ``[rows, k / tp]`` of a row-parallel GEMM in per-tensor FP8."""
+    """The input ``[rows, k / tp]`` of a row-parallel GEMM in per-tensor FP8; also a weight shard."""
     fmt = fp8_format(settings.format)
     return quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, settings.tp_invariant))
-
-
-def quantize_weight(weight: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
-    """A weight shard ``[out, in]`` in per-tensor FP8. Backward quantizes it again, transposed, with the same scale."""
-    return quantize_input(weight, tp, settings)
 
 
 def quantize_gradient(

@@ -210,7 +210,6 @@ def test_blocks_that_cannot_run_the_flow_are_left_with_their_reason(options, blo
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"gradient_accumulation_fusion": True}, "config.gradient_accumulation_fusion=True"),
         ({"fp8": "hybrid"}, "config.fp8=hybrid"),
         ({"fp16": True}, "config.fp16=True"),
         ({"fp32_residual_connection": True}, "config.fp32_residual_connection=True"),

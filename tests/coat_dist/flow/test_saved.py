@@ -76,7 +76,7 @@ def test_bytes_of_a_llama_2_7b_layer():
 def products(monkeypatch):
     """Operands of every FP8 product, in the order in which they ran."""
     seen = []
-    for name in ("linear", "norm_linear", "mlp"):
+    for name in ("linear", "norm_linear", "mlp", "weights"):
         module = importlib.import_module(f"coat_dist.flow.{name}")
         for function in ("gemm", "summed_gemm"):
             if hasattr(module, function):

@@ -1,0 +1,201 @@
+"""Weights of the FP8 products: quantized for forward, transposed for dgrad, and where their gradient goes.
+
+Every autograd function of the flow handles a weight through one :class:`Weight`, made in forward and kept in its
+context: ``quantized()`` for the forward product, ``transposed()`` for dgrad, ``gradient()`` for wgrad.
+
+**Cached codes** (``weights: "cached"``). The codes of forward are kept until the weights change: 1 byte a parameter.
+Backward transposes them, which moves a quarter of the bytes that quantizing on every use moves (2 of 8 a parameter
+and micro-batch); keeping the transposed codes too would save that quarter for another byte a parameter. What is
+multiplied is the same to the bit either way. Codes are dropped
+
+* after every step of any ``torch.optim.Optimizer`` in the process, by a hook that torch offers. DeepSpeed and Megatron
+  write their flat buffers through such an optimizer and into the parameters after it, without a trace in the
+  parameter: but no forward runs in between, so codes made later are made of the new weights;
+* where the parameter shows a change: other storage, other dtype or shape, another version counter. That is the sign of
+  ``load_state_dict`` and of plain loops. It is never the only one, since flat buffers do not give it;
+* by :func:`invalidate_weights`, which ``coat_dist.initialize`` ties to the engine's steps and loads.
+
+What no sign shows is writing through ``parameter.data`` or a flat buffer without an optimizer's step, as code that
+swaps averaged weights in may do: such code calls :func:`invalidate_weights`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..config import ActivationConfig
+from ..formats import QuantizedTensor, fp8_format
+from ..ops.quantize import quantize_tensor, transpose
+from .scaling import TensorParallel, gemm, quantize_input
+
+__all__ = ["Weight", "cached_weight_bytes", "invalidate_after", "invalidate_weights"]
+
+_CHUNK = 2**24
+"""Elements of a weight's gradient on their way into ``main_grad`` at a time: 64 MiB."""
+
+
+class Weight:
+    """One weight shard ``[out, in]`` in one call of an autograd function.
+
+    Holds the parameter itself, not what ``saved_tensors`` returns for it: under checkpointing and offloading that is
+    another tensor, without the attributes of the parameter. Its values are read from the saved one.
+    """
+
+    def __init__(self, parameter: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> None:
+        self.parameter = parameter
+        self.tp = tp
+        self.settings = settings
+        # Weak: a graph that outlives the step keeps no stale codes alive.
+        self._cached: weakref.ref[QuantizedTensor] | None = None
+
+    def quantized(self) -> QuantizedTensor:
+        """In per-tensor FP8, codes ``[out, in]``. Its scale is to be saved for :meth:`transposed`.
+
+        Raises:
+            ValueError: codes of a parameter that ZeRO-3 partitions were to be cached.
+        """
+        if self.settings.weights == "cached" and _cacheable(self.parameter):
+            w8 = _from_cache(self.parameter, self.tp, self.settings)
+            self._cached = weakref.ref(w8)
+            return w8
+        return quantize_input(self.parameter, self.tp, self.settings)
+
+    def transposed(self, weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """The codes of :meth:`quantized` as ``[in, out]``.
+
+        Args:
+            weight, scale: the parameter and forward's scale as ``saved_tensors`` returns them.
+        """
+        w8 = self._cached and self._cached()
+        if w8 is not None:
+            return transpose(w8)
+        return quantize_tensor(weight, fp8_format(self.settings.format), scale, transpose=True)
+
+    def gradient(self, d8_t: QuantizedTensor, x8_t: QuantizedTensor) -> torch.Tensor | None:
+        """wgrad, ``[out, in]``: what autograd is to be given as the parameter's gradient.
+
+        With ``wgrad: "grad"`` that is the gradient in the parameter's dtype. With ``"main_grad"`` the gradient is
+        added to ``parameter.main_grad``; see :func:`_into_main_grad`.
+
+        Args:
+            d8_t: gradient of the product's output, ``[out, rows]``.
+            x8_t: input of the product, ``[in, rows]``.
+
+        Raises:
+            ValueError: there is no ``main_grad`` that could take it.
+        """
+        if self.settings.wgrad == "main_grad":
+            return _into_main_grad(self.parameter, d8_t, x8_t, self.settings)
+        return gemm(d8_t, x8_t, self.parameter.dtype, self.settings)
+
+
+def _into_main_grad(
+    weight: Any, d8_t: QuantizedTensor, x8_t: QuantizedTensor, settings: ActivationConfig
+) -> torch.Tensor | None:
+    """``main_grad += wgrad``, by the protocol of Megatron's ``gradient_accumulation_fusion``.
+
+    The product is fp32 and the sum is rounded once, to main_grad's dtype. ``torch._scaled_mm`` cannot add to its
+    output, so the product passes through a temporary of at most 64 MiB, block by block of the weight's rows.
+
+    ``weight.overwrite_main_grad`` replaces main_grad instead. ``weight.grad_added_to_main_grad`` is set where it is:
+    DistributedDataParallel then discards what autograd is given, which only makes its hook run. That has no meaningful
+    values, or zeros where ``weight.zero_out_wgrad`` asks for them. Without the attribute autograd gets None.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or main_grad.shape != weight.shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
+        given = "none" if main_grad is None else f"{main_grad.dtype} {list(main_grad.shape)}"
+        raise ValueError(
+            f"weight.main_grad: got {given}, accepted with wgrad 'main_grad' (gradient_accumulation_fusion): "
+            f"torch.float32 or torch.bfloat16 {list(weight.shape)}, as Megatron's DistributedDataParallel makes it"
+        )
+    overwrite = getattr(weight, "overwrite_main_grad", False)
+    step = max(128, _CHUNK // weight.shape[1] // 128 * 128)  # whole tiles of the product
+    for first in range(0, weight.shape[0], step):
+        rows = slice(first, first + step)
+        part = gemm(QuantizedTensor(d8_t.codes[rows], d8_t.scales, d8_t.layout), x8_t, torch.float32, settings)
+        if overwrite:
+            main_grad[rows].copy_(part)
+        else:
+            main_grad[rows].add_(part)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zero = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if zero else torch.empty_like(weight)
+
+
+class _Entry(NamedTuple):
+    stamp: tuple
+    w8: QuantizedTensor
+
+
+_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameter -> :class:`_Entry`. Weak and outside of the parameter, so that copies and pickles of a model have none."""
+
+
+def invalidate_weights() -> None:
+    """Drop all cached FP8 weights of this process; the next use quantizes again.
+
+    To be called after weights were changed in a way that the cache cannot see, which the module's text lists.
+    """
+    _cache.clear()
+
+
+def invalidate_after(owner: Any, *methods: str) -> None:
+    """Call :func:`invalidate_weights` after each call of these methods of one object, those that it has."""
+    for name in methods:
+        method = getattr(owner, name, None)
+        if callable(method):
+            setattr(owner, name, _then_invalidate(method))
+
+
+def cached_weight_bytes() -> int:
+    """Bytes of the codes and scales that are cached now."""
+    return sum(entry.w8.nbytes for entry in _cache.values())
+
+
+def _then_invalidate(method: Any) -> Any:
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            invalidate_weights()
+
+    return wrapped
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once in a process."""
+    register_optimizer_step_post_hook(lambda *_: invalidate_weights())
+
+
+def _cacheable(parameter: torch.Tensor) -> bool:
+    """Whether codes may be kept. Not for tensors without a version counter, nor in a CUDA graph: each replay has to
+    quantize the weights of its time."""
+    if hasattr(parameter, "ds_id"):
+        raise ValueError(
+            "activation.weights: got 'cached' with a parameter that ZeRO-3 partitions, accepted: 'on_use' there (the "
+            "cache would hold whole weights on every rank)"
+        )
+    return not parameter.is_inference() and not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _from_cache(parameter: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
+    shared_by = tp.group if settings.tp_invariant else None
+    state = parameter.data_ptr(), parameter._version, parameter.dtype, parameter.shape, parameter.stride()
+    stamp = (*state, settings.format, shared_by)
+    entry = _cache.get(parameter)
+    if entry is None or entry.stamp != stamp:
+        _watch_optimizers()
+        # Tensors made in inference mode could not be saved for backward later. Leaving it switches gradients on.
+        with torch.inference_mode(False), torch.no_grad():
+            entry = _cache[parameter] = _Entry(stamp, quantize_input(parameter, tp, settings))
+    return entry.w8
