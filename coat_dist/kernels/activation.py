@@ -4,6 +4,8 @@ The pre-activation is one tensor, [rows, parts, f]: with a gate (GATED) gate and
 tile, otherwise one part. Backward's second pass reads da and all parts once and writes their gradients, the same
 transposed, and the activation transposed: no intermediate of size f is ever written in BF16. fc1's bias (BIAS) costs
 no pass of its own: it is added as pre is read, and its gradient is summed by columns of each tile.
+
+Tiles that are written transposed are taken by packets of four rows, as in ``kernels/quantize.py``.
 """
 
 from __future__ import annotations
@@ -13,38 +15,60 @@ import triton
 import triton.language as tl
 
 from ..formats import E4M3, FP8Format, QuantizedTensor
-from ..reference import activation as reference
 from ..reference.activation import ACTIVATIONS, ActivationForward, ActivationGradients
-from .fp8 import amax_buffer, atomic_amax, constants, group_decode, group_encode, parts, read_amax, to_fp8
+from .approximations import exp2, sigmoid
+from .fp8 import (
+    amax_buffer,
+    atomic_amax,
+    constants,
+    group_decode,
+    group_encode,
+    inverse,
+    load_tile,
+    magnitude_bits,
+    pack_rows,
+    parts,
+    read_amax,
+    store_turned,
+    to_fp8,
+)
+from .quantize import packet
 
 __all__ = ["activation_backward", "activation_compress", "activation_grad_amax", "activation_quantize"]
 
+# Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
+COMPRESS_TILE = (16, 128, 4)
+ROWS_TILE = (16, 256, 4)
+TURNED_TILE = (64, 64, 4)
+AMAX_TILE = (16, 128, 4)
+BACKWARD_TILE = (32, 128, 4)
+
 
 @triton.jit
-def _activate(g, ACT: tl.constexpr):
+def _activate(g, ACT: tl.constexpr, FAST: tl.constexpr):
     """Value and derivative of the function called ACT."""
-    if ACT == "silu":
-        s = 1.0 / (1.0 + tl.exp(-g))
-        value = g * s
-        slope = s * (1.0 + g * (1.0 - s))
-    elif ACT == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-        value = g * cdf
-        slope = cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
-    elif ACT == "gelu_tanh":
-        inner = 0.7978845608028654 * g * (1.0 + 0.044715 * g * g)
-        t = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
-        value = 0.5 * g * (1.0 + t)
-        slope = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * (0.7978845608028654 * (1.0 + 0.134145 * g * g))
-    elif ACT == "quick_gelu":
-        s = 1.0 / (1.0 + tl.exp(-1.702 * g))
-        value = g * s
-        slope = s * (1.0 + 1.702 * g * (1.0 - s))
-    else:
-        tl.static_assert(ACT == "squared_relu")
+    if ACT == "squared_relu":
         r = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         value = r * r
         slope = 2.0 * r
+    elif ACT == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        value = g * cdf
+        slope = cdf + g * exp2(g * g * -0.7213475204444817, FAST) * 0.3989422804014327
+    else:  # g * sigmoid(z); "inner" is dz/dg
+        if ACT == "silu":
+            z = g
+            inner = 1.0
+        elif ACT == "quick_gelu":
+            z = g * 1.702
+            inner = 1.702
+        else:
+            tl.static_assert(ACT == "gelu_tanh")
+            z = 1.5957691216057308 * g * (1.0 + 0.044715 * g * g)
+            inner = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+        s = sigmoid(z, FAST)
+        value = g * s
+        slope = s + value * (1.0 - s) * inner
     return value, slope
 
 
@@ -54,26 +78,19 @@ def _load_part(
     PARTS: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
     """A tile of the gate (part 0) or of up (part 1), fp32, from plain values (G = 0) or from per-group codes."""
-    value = tl.load(x + (row * PARTS + part) * columns + column, mask=inside, other=0.0)
-    if G == 0:
-        out = value.to(tl.float32)
-        if BIAS:  # zero outside, where an amax would see it
-            out = tl.where(inside, out + _load_bias(bias, part, column, columns), 0.0)
-    else:
-        stored = tl.load(scales + (row * PARTS + part) * groups + group, mask=in_group, other=0)
-        out = group_decode(value, stored, BM, BN, G, E8M0)
+    at = row * PARTS + part
+    out = load_tile(x, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, E8M0)
+    if BIAS:  # zero outside, where an amax would see it
+        more = tl.load(bias + part * columns + column, mask=column < columns, other=0.0)
+        out = tl.where(inside, out + more.to(tl.float32), 0.0)
     return out
-
-
-@triton.jit
-def _load_bias(bias, part, column, columns):
-    return tl.load(bias + part * columns + column, mask=column < columns, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _compress_part(
     x, bias, codes, scales, part, row, column, group, inside, in_group, columns, groups, C: tl.constexpr,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
+    EXACT: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
+    E8M0: tl.constexpr,
 ):  # fmt: skip
     value = _load_part(
         x, None, bias, part, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, 0, E8M0
@@ -81,13 +98,15 @@ def _compress_part(
     q, stored = group_encode(value, BM, BN, G, E8M0, C)
     tl.store(codes + (row * PARTS + part) * columns + column, q, mask=inside)
     tl.store(scales + (row * PARTS + part) * groups + group, stored, mask=in_group)
+    if not EXACT:
+        value = group_decode(q, stored, BM, BN, G, E8M0)
     return value
 
 
 @triton.jit
 def _compress_kernel(
     x, bias, codes, scales, amax, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
@@ -96,16 +115,16 @@ def _compress_kernel(
     inside = (row < rows) & (column < columns)
     in_group = (row < rows) & (group < groups)
     g = _compress_part(
-        x, bias, codes, scales, 0, row, column, group, inside, in_group, columns, groups, C, PARTS, BIAS, BM, BN, G,
-        E8M0,
+        x, bias, codes, scales, 0, row, column, group, inside, in_group, columns, groups, C, EXACT, PARTS, BIAS,
+        BM, BN, G, E8M0,
     )  # fmt: skip
-    value, _ = _activate(g, ACT)
+    value, _ = _activate(g, ACT, C.fast)
     if GATED:
         value *= _compress_part(
-            x, bias, codes, scales, 1, row, column, group, inside, in_group, columns, groups, C, PARTS, BIAS, BM, BN, G,
-            E8M0,
+            x, bias, codes, scales, 1, row, column, group, inside, in_group, columns, groups, C, EXACT, PARTS, BIAS,
+            BM, BN, G, E8M0,
         )  # fmt: skip
-    atomic_amax(amax, value)
+    atomic_amax(amax, magnitude_bits(value))
 
 
 def activation_compress(
@@ -117,9 +136,7 @@ def activation_compress(
     exact: bool,
     bias: torch.Tensor | None = None,
 ) -> ActivationForward:
-    """See :func:`coat_dist.reference.activation.activation_compress`; with ``exact`` only, see ``kernels/norm.py``."""
-    if not exact:
-        return reference.activation_compress(pre, activation, fmt, group_size, scale, exact, bias)
+    """See :func:`coat_dist.reference.activation.activation_compress`."""
     act = ACTIVATIONS[activation]
     columns = pre.shape[-1] // act.parts
     flat = pre.reshape(-1, pre.shape[-1]).contiguous()
@@ -128,11 +145,13 @@ def activation_compress(
     codes = torch.empty(*shape, columns, dtype=fmt.dtype, device=device)
     scales = torch.empty(*shape, groups, dtype=torch.uint8 if e8m0 else torch.bfloat16, device=device)
     amax = amax_buffer(device)
-    bm, bn = 16, 128
+    bm, bn, warps = COMPRESS_TILE
+    bn = max(bn, group_size)
     with torch.cuda.device_of(pre):
         _compress_kernel[(triton.cdiv(flat.shape[0], bm), triton.cdiv(columns, bn))](
             flat, bias, codes, scales, amax, flat.shape[0], columns, groups, C=constants(fmt, pre), ACT=act.function,
-            GATED=act.gated, BIAS=bias is not None, G=group_size, E8M0=e8m0, BM=bm, BN=bn, num_warps=4,
+            GATED=act.gated, BIAS=bias is not None, EXACT=exact, G=group_size, E8M0=e8m0, BM=bm, BN=bn,
+            num_warps=warps,
         )  # fmt: skip
     return ActivationForward(QuantizedTensor(codes, scales, "group", group_size), read_amax(amax))
 
@@ -140,33 +159,37 @@ def activation_compress(
 @triton.jit
 def _quantize_kernel(
     x, scales, bias, scale, out, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, TRANSPOSE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BG: tl.constexpr,
+    BIAS: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BG: tl.constexpr,
 ):  # fmt: skip
+    """PACK rows of codes make an element of a transposed ``out``; 0: ``out`` is not transposed."""
     PARTS: tl.constexpr = 2 if GATED else 1
-    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    STEP: tl.constexpr = max(PACK, 1)
+    packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     group = (tl.program_id(1) * BG + tl.arange(0, BG))[None, :]
-    inside = (row < rows) & (column < columns)
-    in_group = (row < rows) & (group < groups)
-    g = _load_part(
-        x, scales, bias, 0, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, E8M0
-    )  # fmt: skip
-    value, _ = _activate(g, ACT)
-    if GATED:
-        value *= _load_part(
-            x, scales, bias, 1, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, E8M0
+    factor = inverse(scale)
+    packed = tl.zeros((BM, BN), tl.int32)
+    y = tl.zeros((BM, BN), tl.float32)
+    for i in tl.static_range(STEP):
+        row = packet.to(tl.int64) * STEP + i
+        inside = (row < rows) & (column < columns)
+        in_group = (row < rows) & (group < groups)
+        g = _load_part(
+            x, scales, bias, 0, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, E8M0
         )  # fmt: skip
-    q = to_fp8(value * _inverse(scale), C)
-    if TRANSPOSE:
-        tl.store(out + tl.trans(column).to(tl.int64) * rows + tl.trans(row), tl.trans(q), mask=tl.trans(inside))
-    else:
-        tl.store(out + row * columns + column, q, mask=inside)
-
-
-@triton.jit
-def _inverse(scale):
-    return tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.load(scale) + tl.zeros((1, 1), tl.float32))
+        value, _ = _activate(g, ACT, C.fast)
+        if GATED:
+            value *= _load_part(
+                x, scales, bias, 1, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, E8M0
+            )  # fmt: skip
+        last, y = y, value * factor
+        if PACK == 0:
+            tl.store(out + row * columns + column, to_fp8(y, C), mask=inside)
+        else:
+            packed = pack_rows(packed, last, y, i, PACK, C)
+    if PACK > 0:
+        store_turned(out, packed, packet, column, rows // PACK, (packet < rows // PACK) & (column < columns))
 
 
 def activation_quantize(
@@ -185,12 +208,15 @@ def activation_quantize(
     flat = source.reshape(-1, act.parts * columns).contiguous()
     rows = flat.shape[0]
     out = torch.empty((columns, rows) if transpose else shape, dtype=fmt.dtype, device=source.device)
-    bm, bn = (64, 64) if transpose else (16, 256)
+    bm, bn, warps = TURNED_TILE if transpose else ROWS_TILE
+    bn = max(bn, size)
+    pack, word = packet(rows) if transpose else (0, fmt.dtype)
+    bm //= max(pack, 1)
     with torch.cuda.device_of(source):
-        _quantize_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
-            flat, scales, bias, scale, out, rows, columns, triton.cdiv(columns, size) if size else 0,
+        _quantize_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
+            flat, scales, bias, scale, out.view(word), rows, columns, triton.cdiv(columns, size) if size else 0,
             C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, E8M0=e8m0,
-            TRANSPOSE=transpose, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=4,
+            PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
         )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")
 
@@ -199,77 +225,89 @@ def activation_quantize(
 def _backward_kernel(
     da, x, scales, grad_scale, scale, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
     D: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr,
-    E8M0: tl.constexpr, AMAX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    E8M0: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """PACK rows of codes make an element of a transposed result; 0: nothing is written but the amax."""
     PARTS: tl.constexpr = 2 if GATED else 1
-    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    STEP: tl.constexpr = max(PACK, 1)
+    packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
-    inside = (row < rows) & (column < columns)
-    in_group = (row < rows) & (group < groups)
-    grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    g = _load_part(
-        x, scales, None, 0, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
-    )  # fmt: skip
-    value, slope = _activate(g, ACT)
-    if GATED:
-        u = _load_part(
-            x, scales, None, 1, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
+    zero = tl.zeros((BM, BN), tl.float32)
+    gate, up, act = zero, zero, zero  # what goes into the codes, of the row before
+    gates, ups, acts = (tl.zeros((BM, BN), tl.int32),) * 3  # packets
+    gate_sum, up_sum = zero, zero
+    if PACK > 0:
+        grad_factor = inverse(grad_scale)
+        factor = inverse(scale)
+    for i in tl.static_range(STEP):
+        row = packet.to(tl.int64) * STEP + i
+        inside = (row < rows) & (column < columns)
+        in_group = (row < rows) & (group < groups)
+        grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        g = _load_part(
+            x, scales, None, 0, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
         )  # fmt: skip
-        dg = grad * u * slope
+        value, slope = _activate(g, ACT, C.fast)
         du = grad * value
-        value *= u
-    else:
-        dg = grad * slope
-    if AMAX:
-        atomic_amax(amax, dg)
         if GATED:
-            atomic_amax(amax, du)
-    else:
-        _store_gradient(
-            dg, grad_scale, d8, d8_t, dbias, 0, row, column, inside, rows, columns, D, PARTS, BIAS
-        )  # fmt: skip
-        if GATED:
-            _store_gradient(
-                du, grad_scale, d8, d8_t, dbias, 1, row, column, inside, rows, columns, D, PARTS, BIAS
+            u = _load_part(
+                x, scales, None, 1, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
             )  # fmt: skip
-        a8 = to_fp8(value * _inverse(scale), C)
-        turned = tl.trans(column).to(tl.int64) * rows + tl.trans(row)
-        tl.store(a8_t + turned, tl.trans(a8), mask=tl.trans(inside))
+            grad *= u
+            value *= u
+        dg = grad * slope
+        if PACK == 0:
+            bits = magnitude_bits(dg)
+            if GATED:
+                bits = tl.maximum(bits, magnitude_bits(du))
+            atomic_amax(amax, bits)
+        else:
+            at = row * PARTS * columns + column
+            last, act = act, value * factor
+            acts = pack_rows(acts, last, act, i, PACK, C)
+            last, gate = gate, dg * grad_factor
+            gates = pack_rows(gates, last, gate, i, PACK, D)
+            tl.store(d8 + at, to_fp8(gate, D), mask=inside)
+            if GATED:
+                last, up = up, du * grad_factor
+                ups = pack_rows(ups, last, up, i, PACK, D)
+                tl.store(d8 + at + columns, to_fp8(up, D), mask=inside)
+            if BIAS:
+                gate_sum += dg
+                up_sum += du
+    if PACK > 0:
+        height = rows // PACK
+        there = (packet < height) & (column < columns)
+        store_turned(a8_t, acts, packet, column, height, there)
+        store_turned(d8_t, gates, packet, column, height, there)
+        at = tl.program_id(0).to(tl.int64) * PARTS * columns + column
+        if GATED:
+            store_turned(d8_t + columns.to(tl.int64) * height, ups, packet, column, height, there)
+        if BIAS:
+            tl.store(dbias + at, tl.sum(gate_sum, 0)[None, :], mask=column < columns)
+            if GATED:
+                tl.store(dbias + at + columns, tl.sum(up_sum, 0)[None, :], mask=column < columns)
 
 
-@triton.jit
-def _store_gradient(
-    d, grad_scale, d8, d8_t, dbias, part, row, column, inside, rows, columns, D: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-):  # fmt: skip
-    """Codes of a tile of the gradient, as it is and transposed; with BIAS also the sums of its columns."""
-    q = to_fp8(d * _inverse(grad_scale), D)
-    tl.store(d8 + (row * PARTS + part) * columns + column, q, mask=inside)
-    turned = (tl.trans(column).to(tl.int64) + part * columns) * rows + tl.trans(row)
-    tl.store(d8_t + turned, tl.trans(q), mask=tl.trans(inside))
-    if BIAS:
-        at = (tl.program_id(0).to(tl.int64) * PARTS + part) * columns + column
-        tl.store(dbias + at, tl.sum(d, 0)[None, :], mask=column < columns)
-
-
-def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, bm, bn) -> None:
+def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, pack, tile) -> None:
     act, columns = ACTIVATIONS[activation], da.shape[-1]
     flat = da.reshape(-1, columns).contiguous()
     rows, size = flat.shape[0], pre8.group_size
+    bm, bn, warps = tile
     with torch.cuda.device_of(da):
         _backward_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
             flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
             triton.cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
             GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
-            AMAX=amax is not None, BM=bm, BN=bn, num_warps=4,
+            PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
         )  # fmt: skip
 
 
 def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
     """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
     amax = amax_buffer(da.device)
-    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 16, 128)
+    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE)
     return read_amax(amax)
 
 
@@ -285,15 +323,17 @@ def activation_backward(
 ) -> ActivationGradients:
     """See :func:`coat_dist.reference.activation.activation_backward`.
 
-    The bias's gradient: fp32 sums of each tile's 32 rows, then their sum in ``bias_sum``. In the same order every time.
+    The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same order every time.
     """
     (rows, columns), width, device = da.shape, da.shape[1] * ACTIVATIONS[activation].parts, da.device
-    bm, bn = 32, 128
+    tiles = triton.cdiv(rows, BACKWARD_TILE[0])
     d8 = torch.empty(rows, width, dtype=grad_fmt.dtype, device=device)
     d8_t = torch.empty(width, rows, dtype=grad_fmt.dtype, device=device)
     a8_t = torch.empty(columns, rows, dtype=fmt.dtype, device=device)
-    sums = None if bias_sum is None else torch.empty(triton.cdiv(rows, bm), width, dtype=torch.float32, device=device)
-    _backward(da, pre8, activation, grad_scale, scale, None, (d8, d8_t, a8_t, sums), grad_fmt, fmt, bm, bn)
+    sums = None if bias_sum is None else torch.empty(tiles, width, dtype=torch.float32, device=device)
+    pack, word = packet(rows)
+    outputs = d8, d8_t.view(word), a8_t.view(word), sums
+    _backward(da, pre8, activation, grad_scale, scale, None, outputs, grad_fmt, fmt, pack, BACKWARD_TILE)
     return ActivationGradients(
         QuantizedTensor(d8, grad_scale, "tensor"),
         QuantizedTensor(d8_t, grad_scale, "tensor"),

@@ -25,7 +25,8 @@ import triton.language as tl
 from ..reference.adamw import AdamWStep, AdamWTensors
 from ..reference.moments import Moment, MomentCodec
 from . import table
-from .moments import constants, decode, encode, mix, reciprocal, square_root
+from .approximations import reciprocal, square_root
+from .moments import constants, decode, encode, mix
 
 __all__ = ["adamw_step", "adamw_steps"]
 

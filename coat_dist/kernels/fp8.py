@@ -23,6 +23,7 @@ __all__ = [
     "group_encode",
     "inverse",
     "load_tile",
+    "magnitude_bits",
     "pack_rows",
     "parts",
     "read_amax",
@@ -115,18 +116,19 @@ def pack_rows(packed, last, y, i: tl.constexpr, PACK: tl.constexpr, C: tl.conste
 
 @triton.jit
 def magnitude_bits(x):
+    """|x| as int32, in the order of magnitudes, with NaN above infinity."""
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def atomic_amax(out, x):
-    """Raise ``out`` (int32 bits of an fp32 amax) to the largest magnitude in ``x``; infinity for the non-finite.
+def atomic_amax(out, bits):
+    """Raise ``out`` (int32 bits of an fp32 amax) to the largest of a tile's :func:`magnitude_bits`; infinity for NaN.
 
     All tiles raise one word, and the memory system serves its atomics one by one, so a tile looks first: what it reads
     may be old, and is then too small, which costs an atomic and no more.
     """
-    bits = tl.minimum(tl.max(magnitude_bits(x).reshape(x.numel), 0), INF_BITS)
-    tl.atomic_max(out, bits, mask=bits > tl.load(out))
+    top = tl.minimum(tl.max(bits.reshape(bits.numel), 0), INF_BITS)
+    tl.atomic_max(out, top, mask=top > tl.load(out))
 
 
 @triton.jit

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from ..reference.moments import MomentCodec, lowest_exponent
+from .approximations import exp2, log2
 
-__all__ = ["Constants", "constants", "decode", "encode", "mix", "reciprocal", "square_root"]
+__all__ = ["Constants", "constants", "decode", "encode", "mix"]
 
 # A literal below the smallest normal fp32 would turn the kernel to fp64; this one is exactly that number.
 TINY = tl.constexpr(2.0**-126)
@@ -25,38 +26,6 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
 _ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: rounds to an integer, ties to even
-
-
-@triton.jit
-def log2(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.log2(x)
-
-
-@triton.jit
-def exp2(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
-def reciprocal(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return 1.0 / x
-
-
-@triton.jit
-def square_root(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.sqrt(x)
 
 
 @triton.jit

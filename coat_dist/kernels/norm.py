@@ -21,6 +21,7 @@ from .fp8 import (
     group_encode,
     inverse,
     load_tile,
+    magnitude_bits,
     pack_rows,
     parts,
     read_amax,
@@ -79,7 +80,7 @@ def _compress_kernel(
         tl.store(mean + row + tl.arange(0, 1), center)
     tl.store(rstd + row + tl.arange(0, 1), reciprocal)
     y = _affine(value * reciprocal[:, None], weight, bias, column, inside, WEIGHT, BIAS)
-    atomic_amax(amax, tl.where(inside, y, 0.0))
+    atomic_amax(amax, magnitude_bits(tl.where(inside, y, 0.0)))
 
 
 def norm_compress(

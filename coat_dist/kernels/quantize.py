@@ -19,6 +19,7 @@ from .fp8 import (
     constants,
     group_encode,
     inverse,
+    magnitude_bits,
     pack_rows,
     read_amax,
     store_turned,
@@ -48,7 +49,7 @@ def _amax_kernel(x, out, n, TILE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
     offset = tl.arange(0, TILE)
     value = tl.load(x + first + offset, mask=offset < n - first, other=0.0).to(tl.float32)
-    atomic_amax(out, value)
+    atomic_amax(out, magnitude_bits(value))
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +120,7 @@ def launch_rows(x: torch.Tensor) -> torch.Tensor:
 
 def packet(rows: int) -> tuple[int, torch.dtype]:
     """How many rows of codes are transposed as one element, and the type of that element."""
-    return (4, torch.int32) if rows % 4 == 0 else (1, torch.uint8)
+    return (4, torch.int32) if rows and rows % 4 == 0 else (1, torch.uint8)
 
 
 def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False) -> QuantizedTensor:
