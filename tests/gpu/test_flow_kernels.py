@@ -12,15 +12,17 @@ from tests.coat_dist.kernels import flow_agreement as agreement
 
 
 def test_quantize():
-    agreement.check_quantize("cuda", shapes=((3, 70), (257, 1040), (2, 130, 4096)))
+    agreement.check_quantize("cuda", shapes=((3, 70), (257, 1040), (2, 130, 4096), (2, 131, 200)))
 
 
-def test_norm():
-    agreement.check_norm("cuda", sizes=(200, 4096, 5120), rows=130)
+@pytest.mark.parametrize("rows", [130, 65])  # of two: with packets of rows in transposes, and without
+def test_norm(rows):
+    agreement.check_norm("cuda", sizes=(200, 4096, 5120), rows=rows)
 
 
-def test_activation():
-    agreement.check_activation("cuda", sizes=(176, 2752), rows=257)
+@pytest.mark.parametrize("rows", [260, 257])
+def test_activation(rows):
+    agreement.check_activation("cuda", sizes=(176, 2752), rows=rows)
 
 
 def test_activation_of_bad_values():
