@@ -37,11 +37,11 @@ from .quantize import packet
 __all__ = ["activation_backward", "activation_compress", "activation_grad_amax", "activation_quantize"]
 
 # Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
-COMPRESS_TILE = (16, 128, 4)
-ROWS_TILE = (16, 256, 4)
+COMPRESS_TILE = (8, 256, 4)
+ROWS_TILE = (8, 256, 8)
 TURNED_TILE = (64, 64, 4)
-AMAX_TILE = (16, 128, 4)
-BACKWARD_TILE = (32, 128, 4)
+AMAX_TILE = (8, 256, 4)
+BACKWARD_TILE = (32, 256, 8)
 
 
 @triton.jit

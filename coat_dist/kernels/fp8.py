@@ -19,9 +19,11 @@ __all__ = [
     "amax_buffer",
     "atomic_amax",
     "constants",
+    "decode_raw",
     "group_decode",
     "group_encode",
     "inverse",
+    "load_raw",
     "load_tile",
     "magnitude_bits",
     "pack_rows",
@@ -104,11 +106,11 @@ def _pair(low, high, C: tl.constexpr):
 def pack_rows(packed, last, y, i: tl.constexpr, PACK: tl.constexpr, C: tl.constexpr):
     """Add the codes of y, row i of each packet of PACK rows, to ``packed`` (int32); ``last`` is row i - 1.
 
-    Rows are converted in pairs, straight into words. On an H200 with Triton 3.6 a tile of converted bytes that is both
-    stored and put into words by shifts came out wrong, in a quarter of its bytes; so nothing here is used twice.
+    Rows are converted straight into words. On an H200 with Triton 3.6 a tile of converted bytes that is both stored and
+    widened to words came out wrong, in a quarter of its elements; so bytes are never widened here.
     """
     if PACK == 1:
-        packed = to_fp8(y, C).to(tl.uint8, bitcast=True).to(tl.int32)
+        packed = _pair(y, y, C) & 0xFF
     elif i % 2 == 1:
         packed |= _pair(last, y, C) << (8 * i - 8)
     return packed
@@ -174,12 +176,21 @@ def load_tile(
     BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
     """A tile of a tensor [rows, columns] as fp32, from plain values (G = 0) or from codes of G columns a scale."""
+    value, stored = load_raw(x, scales, row, column, group, inside, in_group, columns, groups, G)
+    return decode_raw(value, stored, BM, BN, G, E8M0)
+
+
+@triton.jit
+def load_raw(x, scales, row, column, group, inside, in_group, columns, groups, G: tl.constexpr):
+    """What :func:`load_tile` reads, for :func:`decode_raw`."""
     value = tl.load(x + row * columns + column, mask=inside, other=0.0)
-    if G == 0:
-        out = value.to(tl.float32)
-    else:
-        stored = tl.load(scales + row * groups + group, mask=in_group, other=0)
-        out = group_decode(value, stored, BM, BN, G, E8M0)
+    stored = value if G == 0 else tl.load(scales + row * groups + group, mask=in_group, other=0)
+    return value, stored
+
+
+@triton.jit
+def decode_raw(value, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr):
+    out = value.to(tl.float32) if G == 0 else group_decode(value, stored, BM, BN, G, E8M0)
     return out
 
 

@@ -17,9 +17,11 @@ from .fp8 import (
     amax_buffer,
     atomic_amax,
     constants,
+    decode_raw,
     group_decode,
     group_encode,
     inverse,
+    load_raw,
     load_tile,
     magnitude_bits,
     pack_rows,
@@ -34,9 +36,9 @@ __all__ = ["norm_backward", "norm_compress", "norm_forward", "norm_quantize"]
 
 # Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
 ROWS_TILE = (32, 256, 4)
-TURNED_TILE = (64, 128, 4)
-COMPRESS_WARPS = 8
-BACKWARD = (528, 8, 1)  # programs, each of which keeps a partial weight gradient of its rows; warps; stages
+TURNED_TILE = (128, 128, 8)
+COMPRESS_WARPS = 4
+BACKWARD = (264, 8)  # programs, each of which keeps a partial weight gradient of its rows; warps
 
 
 @triton.jit
@@ -212,10 +214,22 @@ def norm_quantize(
 
 
 @triton.jit
+def _load_row(
+    dy, x, scales, rstd, row, rows, column, group, columns, groups, G: tl.constexpr
+):  # fmt: skip
+    """One row of dy and x as they lie in memory, and its rstd."""
+    here = row < rows
+    inside = here & (column < columns)
+    value, stored = load_raw(x, scales, row, column, group, inside, here & (group < groups), columns, groups, G)
+    grad = tl.load(dy + row * columns + column, mask=inside, other=0.0)
+    return grad, value, stored, tl.load(rstd + row, mask=here, other=0.0)
+
+
+@triton.jit
 def _backward_kernel(
     dy, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
     G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
-    BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BN)[None, :]
@@ -226,16 +240,20 @@ def _backward_kernel(
     gain = tl.full((1, BN), 1.0, tl.float32)
     if WEIGHT:
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    for turn in tl.range(TURNS, num_stages=STAGES):
-        row = (first + turn * step).to(tl.int64)
+    row = first.to(tl.int64)
+    raw_grad, raw, stored, reciprocal = _load_row(dy, x, scales, rstd, row, rows, column, group, columns, groups, G)
+    for _ in range(TURNS):
+        # The next row is on its way while this one is reduced: the reductions wait for all warps.
+        ahead = row + step
+        next_grad, next_raw, next_stored, next_reciprocal = _load_row(
+            dy, x, scales, rstd, ahead, rows, column, group, columns, groups, G
+        )
         here = inside & (row < rows)
-        in_group = (group < groups) & (row < rows)
-        value = load_tile(x, scales, row, column, group, here, in_group, columns, groups, 1, BN, G, E8M0)
-        reciprocal = tl.load(rstd + row, mask=row < rows, other=0.0)
+        value = decode_raw(raw, stored, 1, BN, G, E8M0)
         if CENTER:
             value = tl.where(here, value - tl.load(mean + row, mask=row < rows, other=0.0), 0.0)
         normalized = value * reciprocal
-        grad = tl.load(dy + row * columns + column, mask=here, other=0.0).to(tl.float32)
+        grad = raw_grad.to(tl.float32)
         weighted = grad * gain
         out = weighted - normalized * (tl.sum(weighted * normalized, 1) / columns)[:, None]
         if CENTER:
@@ -243,6 +261,7 @@ def _backward_kernel(
         sum_bias += grad
         sum_weight += grad * normalized
         tl.store(dx + row * columns + column, (out * reciprocal).to(dx.dtype.element_ty), mask=here)
+        row, raw_grad, raw, stored, reciprocal = ahead, next_grad, next_raw, next_stored, next_reciprocal
     at = first.to(tl.int64) * columns + column
     tl.store(dweight + at, sum_weight, mask=inside)
     tl.store(dbias + at, sum_bias, mask=inside)
@@ -261,7 +280,7 @@ def norm_backward(
     source = launch_rows(source)
     rows, columns = source.shape
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
-    programs, warps, stages = BACKWARD
+    programs, warps = BACKWARD
     programs = min(rows, programs)
     center = stats.mean is not None
     partial = torch.empty(2, programs, columns, dtype=torch.float32, device=dy.device)
@@ -272,7 +291,7 @@ def norm_backward(
             triton.cdiv(columns, size) if size else 0,
             G=size, E8M0=e8m0,
             CENTER=center, WEIGHT=weight is not None, BN=width, BG=width // size if size else 1,
-            TURNS=triton.cdiv(rows, programs), STAGES=stages, num_warps=warps,
+            TURNS=triton.cdiv(rows, programs), num_warps=warps,
         )  # fmt: skip
     dweight, dbias = partial.sum(1, dtype=sum_dtype)
     return dx, dweight, dbias

@@ -134,8 +134,6 @@ def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transp
 def quantize_both(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
     """See :func:`coat_dist.reference.quantize.quantize_both`."""
     flat = launch_rows(x)
-    if packet(len(flat))[0] == 1:  # see pack_rows
-        return quantize_tensor(x, fmt, scale), quantize_tensor(x, fmt, scale, transpose=True)
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     turned = torch.empty(flat.shape[::-1], dtype=fmt.dtype, device=x.device)
     _launch(flat, scale, codes, turned, constants(fmt, x))
