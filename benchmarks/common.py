@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,34 @@ def write_result(name: str, data: dict[str, Any], folder: str | Path | None = No
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), **data}, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def graph_ms(calls: Sequence[Callable[[], Any]], replays: int = 20) -> float:
+    """Median milliseconds of one of ``calls`` on the GPU, with nothing of the host in it: all of them, captured one after
+    the other in a CUDA graph, after a warm-up. Calls that work on buffers of their own find them out of the cache, if
+    the buffers of all exceed it.
+    """
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    graph.replay()
+    marks = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        marks.append((start, end))
+    torch.cuda.synchronize()
+    return median([a.elapsed_time(b) for a, b in marks]) / len(calls)
 
 
 def median(values: list[float]) -> float:

@@ -3,13 +3,16 @@
     python -m benchmarks.optimizer [--sizes 1e6 1e8 1e9] [--bytes-size 1.3e9] [--output DIR]
 
 Prints, for each size, milliseconds, the fraction of this run's copy bandwidth that the bytes of a step amount to, and
-the ratio to torch's fused fp32 AdamW. Then the same for a plain model of 300 tensors, whose time is by wall clock too,
-as the host may be what takes it. Optimizers that are not installed are left out and named.
+the ratio to torch's fused fp32 AdamW. Sizes below 1e8, where launching takes longer than the kernel, are also timed
+without the host: steps of several optimizers, whose buffers together exceed the cache, in one CUDA graph, against
+copies of as many bytes timed in the same way. Then the same for a plain model of 300 tensors, whose time is by wall
+clock too, as the host may be what takes it. Optimizers that are not installed are left out and named.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import median, write_result
+from benchmarks.common import graph_ms, median, write_result
 from coat_dist import CoatAdamW
 
 # fp32 parameter read and written, fp32 gradient read, and the two moments read and written.
@@ -105,6 +108,38 @@ def measure(n: int, bandwidth: float) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_kernels(n: int) -> list[dict[str, Any]]:
+    """The steps' GPU time at a size where the host would be slower, against copies of as many bytes."""
+    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
+    builders: dict[str, Callable[[list], torch.optim.Optimizer]] = {
+        "torch fused AdamW": lambda p: torch.optim.AdamW(p, fused=True, capturable=True, **options),
+        "CoatAdamW": lambda p: CoatAdamW(p, **options),
+    }
+    copies = math.ceil(2**29 / (16 * n))  # ten times an H200's cache
+    rows: list[dict[str, Any]] = []
+    for name, build in builders.items():
+        milliseconds = graph_ms([build([flat_parameter(n)]).step for _ in range(copies)])
+        half = int(BYTES[name] * n / 2)
+        pairs = [torch.empty(2, half, dtype=torch.uint8, device="cuda").unbind() for _ in range(copies)]
+        copy = graph_ms([functools.partial(b.copy_, a) for a, b in pairs])
+        rows.append(
+            {
+                "optimizer": name,
+                "parameters": n,
+                "ms": milliseconds,
+                "fraction_of_copy_of_as_many_bytes": copy / milliseconds,
+                "ratio_to_torch_fused": milliseconds / rows[0]["ms"] if rows else 1.0,
+            }
+        )
+        print(
+            f"{n:>14,} {name:<24} {1e3 * milliseconds:9.2f} us  {copy / milliseconds:6.1%} of a copy of as many bytes  "
+            f"{rows[-1]['ratio_to_torch_fused']:.3f} x torch fused, kernels only",
+            flush=True,
+        )
+        torch.cuda.empty_cache()
+    return rows
+
+
 def model_of_many() -> list[torch.nn.Parameter]:
     """300 tensors, 48 million parameters: 25 blocks of six 512-wide matrices and six vectors, as transformers have."""
     matrices = [(512, 512)] * 4 + [(1024, 512), (512, 1024)]
@@ -166,6 +201,7 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     rows = [row for n in arguments.sizes for row in measure(int(n), bandwidth)]
+    kernel_rows = [row for n in arguments.sizes if n < 1e8 for row in measure_kernels(int(n))]
     model_rows = measure_model()
     per_parameter = state_bytes(int(arguments.bytes_size))
     print(f"CoatAdamW state: {per_parameter:.4f} bytes per parameter over {arguments.bytes_size:.2g} parameters")
@@ -175,6 +211,7 @@ def main() -> None:
             "copy_bytes_per_second": bandwidth,
             "state_bytes_per_parameter": per_parameter,
             "steps": rows,
+            "kernels": kernel_rows,
             "model_of_300_tensors": model_rows,
         },
         arguments.output,
