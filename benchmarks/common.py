@@ -57,8 +57,8 @@ def write_result(name: str, data: dict[str, Any], folder: str | Path | None = No
 
 
 def graph_ms(calls: Sequence[Callable[[], Any]], replays: int = 20) -> float:
-    """Median milliseconds of one of ``calls`` on the GPU, with nothing of the host in it: all of them, captured one after
-    the other in a CUDA graph, after a warm-up. Calls that work on buffers of their own find them out of the cache, if
+    """Median milliseconds of one of ``calls`` on the GPU, with nothing of the host in it: all of them, one after the
+    other in a CUDA graph, after a warm-up. Calls that work on buffers of their own do not find them in the cache, if
     the buffers of all exceed it.
     """
     import torch

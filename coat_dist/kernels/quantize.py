@@ -127,7 +127,8 @@ def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transp
     """See :func:`coat_dist.reference.quantize.quantize_tensor`."""
     flat = launch_rows(x)
     codes = torch.empty(flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device)
-    _launch(flat, scale, *((None, codes) if transpose else (codes, None)), constants(fmt, x))
+    out, turned = (None, codes) if transpose else (codes, None)
+    _launch(flat, scale, out, turned, constants(fmt, x))
     return QuantizedTensor(codes, scale, "tensor")
 
 
@@ -156,12 +157,14 @@ def _launch(
     if not x.numel():
         return
     bm, bn, warps = ROWS_TILE if turned is None else TURNED_TILE
-    pack, kind = (0, None) if turned is None else packet(rows)
-    bm = max(bm // max(pack, 1), 1)
+    pack = 0
+    if turned is not None:
+        pack, word = packet(rows)
+        turned = turned.view(word)
+    bm //= max(pack, 1)
     with torch.cuda.device_of(x):
         _tensor_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
-            x, scale, out, None if turned is None else turned.view(kind),
-            rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm, BN=bn, num_warps=warps,
+            x, scale, out, turned, rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm, BN=bn, num_warps=warps,
         )  # fmt: skip
 
 
