@@ -38,7 +38,7 @@ __all__ = ["norm_backward", "norm_compress", "norm_forward", "norm_quantize"]
 ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4
-BACKWARD = (264, 8)  # programs, each of which keeps a partial weight gradient of its rows; warps
+BACKWARD = (264, 4)  # programs, each of which keeps a partial weight gradient of its rows; warps
 
 
 @triton.jit

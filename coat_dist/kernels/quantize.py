@@ -164,7 +164,8 @@ def _launch(
     bm //= max(pack, 1)
     with torch.cuda.device_of(x):
         _tensor_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
-            x, scale, out, turned, rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm, BN=bn, num_warps=warps,
+            x, scale, out, turned, rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm, BN=bn,
+            num_warps=warps,
         )  # fmt: skip
 
 
