@@ -55,7 +55,7 @@ def main() -> None:
             (1 + wide) * m * h,
         ),
         "norm_backward": (
-            lambda: norm.norm_backward(dy, entry.x8, entry.stats, weight, dtype=torch.bfloat16),
+            lambda: norm.norm_backward(dy, entry.x8, entry.stats, weight, dtype=torch.bfloat16, bias=False),
             (4 + wide) * m * h,
         ),
         "activation_compress": (

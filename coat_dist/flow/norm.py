@@ -89,14 +89,14 @@ class _NormFunction(torch.autograd.Function):
         x, weight, bias, *stats = ctx.saved_tensors
         norm, tp, exact = ctx.args
         sum_dtype = torch.float64 if exact else torch.float32
-        dx, dweight, dbias = norm_backward(dy, x, NormStats(*stats), weight, sum_dtype, x.dtype)
+        dx, dweight, dbias = norm_backward(dy, x, NormStats(*stats), weight, sum_dtype, x.dtype, bias is not None)
         grads = finish_grads(dweight, dbias, weight, bias, ctx.needs_input_grad[1:3], norm, tp)
         return dx if ctx.needs_input_grad[0] else None, *grads, None, None, None
 
 
 def finish_grads(
     dweight: torch.Tensor,
-    dbias: torch.Tensor,
+    dbias: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     wanted: tuple[bool, ...],
@@ -105,10 +105,13 @@ def finish_grads(
 ) -> ParameterGrads:
     """Sum gradients over ranks where the norm asks for it, in one collective; round them to the parameters' dtypes."""
     if norm.reduce_grad and any(wanted):
-        dweight, dbias = tp.sum(torch.stack([dweight, dbias])).unbind()
+        if dbias is None:
+            dweight = tp.sum(dweight)
+        else:
+            dweight, dbias = tp.sum(torch.stack([dweight, dbias])).unbind()
     return ParameterGrads(
         dweight.to(weight.dtype) if weight is not None and wanted[0] else None,
-        dbias.to(bias.dtype) if bias is not None and wanted[1] else None,
+        dbias.to(bias.dtype) if dbias is not None and bias is not None and wanted[1] else None,
     )
 
 
@@ -155,8 +158,9 @@ class NormedInput:
     def backward(self, dy: torch.Tensor, wanted: tuple[bool, ...]) -> tuple[torch.Tensor | None, ParameterGrads]:
         """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x, weight, bias which."""
         sum_dtype = torch.float64 if self.settings.tp_invariant else torch.float32
-        dx, dweight, dbias = norm_backward(dy, self.x8, self.stats, self.norm.weight, sum_dtype, self.dtype)
-        grads = finish_grads(dweight, dbias, self.norm.weight, self.norm.bias, wanted[1:], self.norm, self.tp)
+        weight, bias = self.norm.weight, self.norm.bias
+        dx, dweight, dbias = norm_backward(dy, self.x8, self.stats, weight, sum_dtype, self.dtype, bias is not None)
+        grads = finish_grads(dweight, dbias, weight, bias, wanted[1:], self.norm, self.tp)
         return dx if wanted[0] else None, grads
 
     def save(self) -> tuple[torch.Tensor | None, ...]:

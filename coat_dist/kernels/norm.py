@@ -228,7 +228,7 @@ def _load_row(
 @triton.jit
 def _backward_kernel(
     dy, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
-    G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
+    G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     first, step = tl.program_id(0), tl.num_programs(0)
@@ -236,10 +236,10 @@ def _backward_kernel(
     group = tl.arange(0, BG)[None, :]
     inside = column < columns
     sum_weight = tl.zeros((1, BN), tl.float32)
-    sum_bias = tl.zeros((1, BN), tl.float32)
-    gain = tl.full((1, BN), 1.0, tl.float32)
+    if BIAS:
+        sum_bias = tl.zeros((1, BN), tl.float32)
     if WEIGHT:
-        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        gain = tl.load(weight + column, mask=inside, other=0.0)
     row = first.to(tl.int64)
     raw_grad, raw, stored, reciprocal = _load_row(dy, x, scales, rstd, row, rows, column, group, columns, groups, G)
     for _ in range(TURNS):
@@ -254,17 +254,21 @@ def _backward_kernel(
             value = tl.where(here, value - tl.load(mean + row, mask=row < rows, other=0.0), 0.0)
         normalized = value * reciprocal
         grad = raw_grad.to(tl.float32)
-        weighted = grad * gain
+        weighted = grad
+        if WEIGHT:
+            weighted = grad * gain.to(tl.float32)
         out = weighted - normalized * (tl.sum(weighted * normalized, 1) / columns)[:, None]
         if CENTER:
             out = out - (tl.sum(weighted, 1) / columns)[:, None]
-        sum_bias += grad
+        if BIAS:
+            sum_bias += grad
         sum_weight += grad * normalized
         tl.store(dx + row * columns + column, (out * reciprocal).to(dx.dtype.element_ty), mask=here)
         row, raw_grad, raw, stored, reciprocal = ahead, next_grad, next_raw, next_stored, next_reciprocal
     at = first.to(tl.int64) * columns + column
     tl.store(dweight + at, sum_weight, mask=inside)
-    tl.store(dbias + at, sum_bias, mask=inside)
+    if BIAS:
+        tl.store(dbias + at, sum_bias, mask=inside)
 
 
 def norm_backward(
@@ -274,7 +278,8 @@ def norm_backward(
     weight: torch.Tensor | None,
     sum_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bias: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`coat_dist.reference.norm.norm_backward`."""
     source, scales, size, e8m0 = parts(x)
     source = launch_rows(source)
@@ -283,15 +288,15 @@ def norm_backward(
     programs, warps = BACKWARD
     programs = min(rows, programs)
     center = stats.mean is not None
-    partial = torch.empty(2, programs, columns, dtype=torch.float32, device=dy.device)
+    partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
     width = max(triton.next_power_of_2(columns), size)
     with torch.cuda.device_of(dy):
         _backward_kernel[(programs,)](
-            launch_rows(dy), source, scales, stats.rstd, stats.mean, weight, dx, partial[0], partial[1], rows, columns,
+            launch_rows(dy), source, scales, stats.rstd, stats.mean, weight, dx, partial[0], partial[-1], rows, columns,
             triton.cdiv(columns, size) if size else 0,
             G=size, E8M0=e8m0,
-            CENTER=center, WEIGHT=weight is not None, BN=width, BG=width // size if size else 1,
+            CENTER=center, WEIGHT=weight is not None, BIAS=bias, BN=width, BG=width // size if size else 1,
             TURNS=triton.cdiv(rows, programs), num_warps=warps,
         )  # fmt: skip
-    dweight, dbias = partial.sum(1, dtype=sum_dtype)
-    return dx, dweight, dbias
+    sums = partial.sum(1, dtype=sum_dtype)
+    return dx, sums[0], sums[1] if bias else None

@@ -112,17 +112,18 @@ def norm_backward(
     weight: torch.Tensor | None,
     sum_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bias: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of x, weight and bias.
 
     Args:
         dy: gradient of y, the shape of x.
         sum_dtype: type in which the gradients of weight and bias are summed over rows and returned.
-
         dtype: of dx.
+        bias: whether the bias's gradient is wanted.
 
     Returns:
-        dx (shape of x), dweight and dbias (``[h]``, ``sum_dtype``).
+        dx (shape of x), dweight and dbias (``[h]``, ``sum_dtype``; dbias None where it is not wanted).
     """
     dy = dy.float()
     normalized = _normalized(x, stats)
@@ -131,7 +132,8 @@ def norm_backward(
     if stats.mean is not None:
         dx = dx - _row_mean(weighted)
     rows = tuple(range(dy.dim() - 1))
-    return (dx * stats.rstd).to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dy.sum(rows, dtype=sum_dtype)
+    dbias = dy.sum(rows, dtype=sum_dtype) if bias else None
+    return (dx * stats.rstd).to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dbias
 
 
 def _normalized(x: torch.Tensor | QuantizedTensor, stats: NormStats) -> torch.Tensor:

@@ -93,7 +93,7 @@ def check_norm(device="cpu", sizes=(64, 200), rows=7):
             for turn in (False, True):
                 rest = (source, wanted.stats, weight, bias, fmt, t8, turn)
                 close(norm.norm_quantize(*rest).codes, reference_norm.norm_quantize(*rest).codes)
-            rest = (dy, source, wanted.stats, weight)
+            rest = (dy, source, wanted.stats, weight, torch.float32, torch.float32, bias is not None)
             for a, b in zip(norm.norm_backward(*rest), reference_norm.norm_backward(*rest), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
