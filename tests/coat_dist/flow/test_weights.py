@@ -394,3 +394,13 @@ def test_parameters_of_zero_3_are_refused():
     ):
         with pytest.raises(ValueError, match="activation.weights: got 'cached' with a parameter that ZeRO-3"):
             call()
+
+
+def test_compiled_code_does_not_keep_codes():
+    """What was traced once must quantize the weights of each call."""
+    weight, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
+    compiled = torch.compile(lambda t: plain_linear(weight, 2 * t), backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(x), plain_linear(weight, 2 * x, "on_use"))
+        weight.data.mul_(1.5)
+    assert weights.cached_weight_bytes() == 0
