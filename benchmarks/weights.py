@@ -30,7 +30,9 @@ def main() -> None:
     h, f = arguments.hidden, arguments.ffn
     shapes = {"qkv": (3 * h, h), "proj": (h, h), "fc1": (2 * f, h), "fc2": (h, f)}
     bandwidth = copy_bandwidth()
-    rows: list[dict[str, Any]] = [{"weight": name, **one(shape, arguments.tokens, bandwidth)} for name, shape in shapes.items()]
+    rows: list[dict[str, Any]] = [
+        {"weight": name, **one(shape, arguments.tokens, bandwidth)} for name, shape in shapes.items()
+    ]
     total = {key: sum(row[key] for row in rows) for key in rows[0] if key.endswith("_us")}
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, {arguments.tokens} tokens; us a micro-batch")
     for row in [*rows, {"weight": "layer", **total}]:

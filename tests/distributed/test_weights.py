@@ -79,6 +79,13 @@ def _train(rank, world, stage, grad_accum, weights, tp, folder, ours, changes):
             _evaluate(engine, losses)
             engine.load_checkpoint(folder, tag="here")
             _evaluate(engine, losses)  # the first forward after a load
+    if ours:  # master weights edited by hand
+        zero = engine.optimizer
+        for flat in getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition:
+            flat.data.mul_(1.25)
+        _evaluate(engine, losses)
+        zero.update_lp_params()
+        _evaluate(engine, losses)
     return losses
 
 
@@ -122,8 +129,8 @@ def test_cached_losses_are_the_same_to_the_bit(case):
             (plain, uncached), (cached, made) = runs["on_use"], runs["cached"]
             assert cached == plain
             assert len(set(plain)) > STEPS * ACCUMULATION  # weights did move
-            # Two layers of four weights, once after each step but the last and after the load, and at the start.
-            assert made == 2 * 4 * (STEPS + 1)
+            # Two layers of four weights: at the start, after all steps but the last, and after the load. By hand: two.
+            assert made == 2 * 4 * (STEPS + 1 + 2 * ours)
             assert uncached > 2 * made
 
 

@@ -1,5 +1,6 @@
 """Weights of the flow: gradients into main_grad, and cached codes that no change of the weights may survive."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -342,6 +343,25 @@ def test_what_no_sign_shows_needs_a_call():
     invalidate_weights()
     assert torch.equal(plain_linear(p, x), plain_linear(p, x, "on_use"))
     assert not torch.equal(plain_linear(p, x), before)
+
+
+def test_methods_that_write_weights_can_be_named():
+    class Owner:
+        def load(self, path, fails=False):
+            """Load."""
+            if fails:
+                raise OSError(path)
+            return path
+
+    owner, (x, p) = Owner(), (torch.randn(20, 48), torch.nn.Parameter(torch.randn(64, 48)))
+    weights.invalidate_after(owner, "load", "save")  # what it does not have is left out
+    assert owner.load.__doc__ == "Load." and not hasattr(owner, "save")
+    for fails in (False, True):
+        plain_linear(p, x)
+        assert weights.cached_weight_bytes()
+        with pytest.raises(OSError, match="here") if fails else contextlib.nullcontext():
+            assert owner.load("here", fails=fails) == "here"
+        assert not weights.cached_weight_bytes()
 
 
 def test_different_settings_do_not_share_codes():
