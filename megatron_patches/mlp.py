@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import fast_gelu
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 
@@ -56,6 +57,7 @@ class NormMLP(MLP):
         """``[s, b, h]`` → ``[s, b, h]`` (s/TP on both sides under sequence parallelism). There is no bias."""
         if per_token_scale is not None:
             raise ValueError("per_token_scale: got a tensor, accepted: None in a patched layer (it is for experts)")
+        _wait_for_parameters(self.linear_fc1, self.linear_fc2)
         assert self.coat.norm is not None
         y = flow.norm_mlp(
             hidden_states,
@@ -67,3 +69,15 @@ class NormMLP(MLP):
             self.coat.settings,
         )
         return y, None
+
+
+def _wait_for_parameters(*modules: torch.nn.Module) -> None:
+    """What Megatron's DistributedDataParallel does before a module's forward, for modules that are not called.
+
+    With ``overlap_param_gather`` its forward pre-hooks wait for the all-gather of the module's parameters and start
+    the next one.
+    """
+    for module in modules:
+        for hook in tuple(module._forward_pre_hooks.values()):
+            if getattr(hook, "__module__", None) == DistributedDataParallel.__module__:
+                hook(module)

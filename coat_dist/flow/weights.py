@@ -114,15 +114,12 @@ def _into_main_grad(
             f"weight.main_grad: got {given}, accepted with wgrad 'main_grad' (gradient_accumulation_fusion): "
             f"torch.float32 or torch.bfloat16 {list(weight.shape)}, as Megatron's DistributedDataParallel makes it"
         )
-    overwrite = getattr(weight, "overwrite_main_grad", False)
+    put = torch.Tensor.copy_ if getattr(weight, "overwrite_main_grad", False) else torch.Tensor.add_
     step = max(128, _CHUNK // weight.shape[1] // 128 * 128)  # whole tiles of the product
     for first in range(0, weight.shape[0], step):
         rows = slice(first, first + step)
-        part = gemm(QuantizedTensor(d8_t.codes[rows], d8_t.scales, d8_t.layout), x8_t, torch.float32, settings)
-        if overwrite:
-            main_grad[rows].copy_(part)
-        else:
-            main_grad[rows].add_(part)
+        part = QuantizedTensor(d8_t.codes[rows], d8_t.scales, d8_t.layout)
+        put(main_grad[rows], gemm(part, x8_t, torch.float32, settings))  # unnamed, so that one block lives at a time
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -171,21 +168,20 @@ def _then_invalidate(method: Any) -> Any:
     return wrapped
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    """Once in a process."""
-    register_optimizer_step_post_hook(lambda *_: invalidate_weights())
+register_optimizer_step_post_hook(lambda *_: invalidate_weights())
 
 
 def _cacheable(parameter: torch.Tensor) -> bool:
-    """Whether codes may be kept. Not for tensors without a version counter, nor in a CUDA graph: each replay has to
-    quantize the weights of its time."""
+    """Whether codes may be kept. Not for tensors without a version counter; nor in CUDA graphs and compiled code, where
+    each replay has to quantize the weights of its time."""
     if hasattr(parameter, "ds_id"):
         raise ValueError(
             "activation.weights: got 'cached' with a parameter that ZeRO-3 partitions, accepted: 'on_use' there (the "
             "cache would hold whole weights on every rank)"
         )
-    return not parameter.is_inference() and not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
+    if torch.compiler.is_compiling() or parameter.is_inference():
+        return False
+    return not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _from_cache(parameter: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
@@ -194,7 +190,6 @@ def _from_cache(parameter: torch.Tensor, tp: TensorParallel, settings: Activatio
     stamp = (*state, settings.format, shared_by)
     entry = _cache.get(parameter)
     if entry is None or entry.stamp != stamp:
-        _watch_optimizers()
         # Tensors made in inference mode could not be saved for backward later. Leaving it switches gradients on.
         with torch.inference_mode(False), torch.no_grad():
             entry = _cache[parameter] = _Entry(stamp, quantize_input(parameter, tp, settings))

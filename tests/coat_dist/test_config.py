@@ -25,6 +25,8 @@ BASE = {
             "scale": "e8m0",
             "fp8_gather": True,
             "tp_invariant": False,
+            "weights": "on_use",
+            "wgrad": "grad",
             "attention": "bf16",
             "bf16_layers": [0, -1],
         },
@@ -76,6 +78,8 @@ def test_no_block_is_none_and_unchecked():
         ({"optimizer": {"second_moment": "fp8"}}, ['coat.optimizer.second_moment: got "fp8"', "'e4m3' or 'e5m2'"]),
         ({"activation": {"forward": "fast"}}, ['coat.activation.forward: got "fast"', "'exact' or 'quantized'"]),
         ({"activation": {"attention": "fp8"}}, ['coat.activation.attention: got "fp8"', "'bf16'"]),
+        ({"activation": {"weights": "kept"}}, ['coat.activation.weights: got "kept"', "'on_use' or 'cached'"]),
+        ({"activation": {"wgrad": "fp32"}}, ['coat.activation.wgrad: got "fp32"', "'grad' or 'main_grad'"]),
         ({"activation": {"bf16_layers": ["first"]}}, ["coat.activation.bf16_layers.0", "an integer"]),
         ({"activation": {"bf16_layers": [0, 0]}}, ["coat.activation.bf16_layers", "distinct"]),
         (
@@ -114,6 +118,16 @@ def test_all_problems_are_listed_at_once():
         ({"zero_optimization__cpu_offload": True}, {}, ["zero_optimization.cpu_offload: got true"]),
         ({"zero_optimization__zenflow": {}}, {}, ["zero_optimization.zenflow: got {}"]),
         ({"zero_optimization__stage": 0}, {}, ["zero_optimization.stage: got 0", "1, 2 or 3"]),
+        (
+            {"zero_optimization__stage": 3, "coat__activation__weights": "cached"},
+            {},
+            ['coat.activation.weights: got "cached"', '"on_use" with zero_optimization.stage 3'],
+        ),
+        (
+            {"coat__activation__wgrad": "main_grad"},
+            {},
+            ['coat.activation.wgrad: got "main_grad"', '"grad" under DeepSpeed'],
+        ),
         ({"tensor_parallel__autotp_size": 2}, {"tp": 2}, ["tensor_parallel.autotp_size: got 2"]),
         (
             {"checkpoint__load_universal": True, "zero_optimization__stage": 3, "optimizer__type": "AdamW"},

@@ -1,5 +1,6 @@
 """Weights of the flow: gradients into main_grad, and cached codes that no change of the weights may survive."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -344,6 +345,25 @@ def test_what_no_sign_shows_needs_a_call():
     assert not torch.equal(plain_linear(p, x), before)
 
 
+def test_methods_that_write_weights_can_be_named():
+    class Owner:
+        def load(self, path, fails=False):
+            """Load."""
+            if fails:
+                raise OSError(path)
+            return path
+
+    owner, (x, p) = Owner(), (torch.randn(20, 48), torch.nn.Parameter(torch.randn(64, 48)))
+    weights.invalidate_after(owner, "load", "save")  # what it does not have is left out
+    assert owner.load.__doc__ == "Load." and not hasattr(owner, "save")
+    for fails in (False, True):
+        plain_linear(p, x)
+        assert weights.cached_weight_bytes()
+        with pytest.raises(OSError, match="here") if fails else contextlib.nullcontext():
+            assert owner.load("here", fails=fails) == "here"
+        assert not weights.cached_weight_bytes()
+
+
 def test_different_settings_do_not_share_codes():
     p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
     for fmt in ("e4m3", "e5m2", "e4m3"):
@@ -394,3 +414,13 @@ def test_parameters_of_zero_3_are_refused():
     ):
         with pytest.raises(ValueError, match="activation.weights: got 'cached' with a parameter that ZeRO-3"):
             call()
+
+
+def test_compiled_code_does_not_keep_codes():
+    """What was traced once must quantize the weights of each call."""
+    weight, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
+    compiled = torch.compile(lambda t: plain_linear(weight, 2 * t), backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(x), plain_linear(weight, 2 * x, "on_use"))
+        weight.data.mul_(1.5)
+    assert weights.cached_weight_bytes() == 0

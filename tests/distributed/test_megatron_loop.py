@@ -1,0 +1,137 @@
+"""Plain Megatron-core training without DeepSpeed: its DistributedDataParallel, optimizers and gradient accumulation."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from coat_dist.config import ActivationConfig
+from tests.support import run_ranks
+
+STEPS, ACCUMULATION = 3, 2
+
+
+class OnCPU(TorchFunctionMode):
+    """Megatron's optimizers ask for CUDA tensors by name."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        result = function(*args, **kwargs)
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.bfloat16, **changes: Any):
+    """Losses, main_grads of this rank after the first micro-batch and the first two, weights that were used stale."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from coat_dist.flow import weights as flow_weights
+    from megatron_patches import initialize_model_parallel, patch_model
+    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    initialize_model_parallel(tp)
+    bf16 = dtype == torch.bfloat16
+    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, bf16=bf16, params_dtype=dtype, **changes)
+    model.config.gradient_accumulation_fusion = fusion  # after construction, which asks for Apex
+    report = patch_model(model, ActivationConfig(weights=weights))
+    assert any("main_grad" in note for note in report.notes) == fusion
+    ddp = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed,
+            overlap_grad_reduce=distributed,
+            overlap_param_gather=distributed,
+            bucket_size=1,  # every parameter is gathered on its own
+        ),
+        model,
+    )
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=3e-3,
+        bf16=bf16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=distributed,
+        clip_grad=1.0,
+    )
+    optimizer = get_megatron_optimizer(options, [ddp], use_gloo_process_groups=False)
+
+    names = {id(p): n for n, p in model.named_parameters()}
+    used, original = [], flow_weights.quantize_input
+    flow_weights.quantize_input = lambda w, *rest: (used.append((w, w.detach().clone())), original(w, *rest))[1]
+    losses, gradients, stale = [], [], []
+    for step in range(STEPS):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        for micro in range(ACCUMULATION):
+            last = micro == ACCUMULATION - 1
+            loss = tiny_loss(ddp, tiny_batch(100 * step + 10 * micro + (rank if tp == 1 else 0)))
+            with torch.no_grad():
+                losses.append(tiny_loss(ddp, tiny_batch(999)).item())
+            if last:
+                loss.backward()
+            else:
+                with ddp.no_sync():
+                    loss.backward()
+            losses.append(loss.item())
+            if step == 0 and not (last and distributed):  # overlapped, the reduction over ranks is under way
+                gradients.append({n: p.main_grad.clone() for n, p in model.named_parameters()})
+            stale += [names[id(w)] for w, at_use in used if not torch.equal(w, at_use)]
+            used.clear()
+        finalize_model_grads([ddp])
+        optimizer.step()
+    flow_weights.quantize_input = original
+    return losses, gradients, stale
+
+
+def _in_loop(rank, world, tp, distributed):
+    """Losses with and without fusion, with and without the cache; fp32 parameters, then bf16."""
+    with OnCPU():
+        runs = {}
+        for dtype, fusion, weights in itertools.product(
+            (torch.float32, torch.bfloat16), (False, True), ("on_use", "cached")
+        ):
+            if distributed and dtype == torch.float32:
+                continue
+            runs[dtype, fusion, weights] = _train(rank, world, tp, distributed, fusion, weights, dtype)
+        return runs
+
+
+@pytest.mark.parametrize(("tp", "distributed"), [(1, False), (1, True), (2, False)], ids=["DP", "ZeRO", "TP and SP"])
+def test_main_grad_and_the_cache_in_megatrons_loop(tp, distributed):
+    for runs in run_ranks(2, _in_loop, tp, distributed):
+        for (dtype, fusion, _), (losses, gradients, stale) in runs.items():
+            assert not stale
+            plain = runs[dtype, fusion, "on_use"]
+            assert losses == plain[0] and len(set(losses)) == STEPS * (ACCUMULATION + 1)
+            assert _same(gradients, plain[1])
+        if not distributed:  # fp32 gradients in fp32 sums: it does not matter who adds them
+            separate, fused = (runs[torch.float32, fusion, "on_use"] for fusion in (False, True))
+            assert fused[0] == separate[0] and _same(fused[1], separate[1])
+        separate, fused = (runs[torch.bfloat16, fusion, "on_use"] for fusion in (False, True))
+        assert fused[0] == pytest.approx(separate[0], rel=0.02)
+        for name, rounded in separate[1][0].items():
+            exact = fused[1][0][name]
+            patched = ".linear_" in name and name.endswith(".weight")
+            assert torch.equal(exact.bfloat16().float() if patched else exact, rounded), name
+            assert torch.equal(exact, rounded) != patched, name
+
+
+def _same(left, right):
+    return all(torch.equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a)

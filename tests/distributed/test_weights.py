@@ -1,0 +1,179 @@
+"""Cached FP8 weights under DeepSpeed's flat buffers: losses are those without a cache, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import tempfile
+
+import pytest
+import torch
+
+from coat_dist.config import ActivationConfig
+from tests.support import run_ranks
+
+STEPS, ACCUMULATION = 7, 2
+
+
+def _config(stage, grad_accum, weights):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "data_types": {"grad_accum_dtype": grad_accum},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
+        "coat": {"activation": {"weights": weights}},
+    }
+
+
+def _evaluate(engine, losses):
+    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
+
+    engine.eval()
+    with torch.no_grad() if len(losses) % 2 else torch.inference_mode():
+        losses.append(tiny_loss(engine, tiny_batch(1000)).item())
+    engine.train()
+
+
+def _train(rank, world, stage, grad_accum, weights, tp, folder, ours, changes):
+    """Losses of two training micro-batches a step, evaluation before and after steps, a checkpoint loaded between."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    import coat_dist
+    from megatron_patches import MPUAdapter, install_replicated_grad_hooks, patch_model
+    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    config = _config(stage, grad_accum, weights)
+    settings = coat_dist.CoatConfig.from_deepspeed(config).activation
+    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, **changes)
+    patch_model(model, settings)
+    install_replicated_grad_hooks(model)
+    if ours:
+        engine, *_ = coat_dist.initialize(model=model, config=config, mpu=MPUAdapter())
+    else:
+        del config["coat"], config["optimizer"]
+        config["zero_allow_untested_optimizer"] = True
+        adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=MPUAdapter(), optimizer=adamw)
+    losses = []
+    for step in range(STEPS):
+        for micro in range(ACCUMULATION):
+            if step in (1, 4):
+                _evaluate(engine, losses)  # in the middle of a window
+            batch = tiny_batch(100 * step + 10 * micro + (rank if tp == 1 else 0))
+            loss = tiny_loss(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        if step in (2, 5):
+            _evaluate(engine, losses)  # the first forward after a step
+        if step == 1:
+            engine.save_checkpoint(folder, tag="here")
+        if step == 3:
+            _evaluate(engine, losses)
+            engine.load_checkpoint(folder, tag="here")
+            _evaluate(engine, losses)  # the first forward after a load
+    if ours:  # master weights edited by hand
+        zero = engine.optimizer
+        for flat in getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition:
+            flat.data.mul_(1.25)
+        _evaluate(engine, losses)
+        zero.update_lp_params()
+        _evaluate(engine, losses)
+    return losses
+
+
+def _modes(rank, world, stage, grad_accum, tp, folder, ours, blind, changes):
+    from coat_dist.flow import weights
+    from megatron_patches import initialize_model_parallel
+
+    initialize_model_parallel(tp)
+    quantized, original = [], weights.quantize_input
+    weights.quantize_input = lambda w, *rest: (quantized.append(w), original(w, *rest))[1]
+    if blind:
+        weights.invalidate_weights = lambda: None
+    runs = {}
+    for mode in ("on_use", "cached"):
+        place = f"{folder}/{mode}"
+        runs[mode] = _train(rank, world, stage, grad_accum, mode, tp, place, ours, changes), len(quantized)
+        quantized.clear()
+    return runs
+
+
+CASES = {
+    "ZeRO-1": (1, "bf16", 1, True, {}),
+    "BF16_Optimizer": (1, "fp32", 1, True, {}),
+    "ZeRO-2": (2, "fp32", 1, True, {}),
+    "ZeRO-2, DeepSpeed alone": (2, "fp32", 1, False, {}),
+    "ZeRO-2, TP 2 and SP, recompute": (
+        2,
+        "fp32",
+        2,
+        True,
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cached_losses_are_the_same_to_the_bit(case):
+    stage, grad_accum, tp, ours, changes = CASES[case]
+    with tempfile.TemporaryDirectory() as folder:
+        for runs in run_ranks(2, _modes, stage, grad_accum, tp, folder, ours, False, changes):
+            (plain, uncached), (cached, made) = runs["on_use"], runs["cached"]
+            assert cached == plain
+            assert len(set(plain)) > STEPS * ACCUMULATION  # weights did move
+            # Two layers of four weights: at the start, after all steps but the last, and after the load. By hand: two.
+            assert made == 2 * 4 * (STEPS + 1 + 2 * ours)
+            assert uncached > 2 * made
+
+
+def test_flat_buffers_leave_no_trace_in_the_parameters():
+    """Without the hooks the version counter alone would keep stale codes: this is what the hooks are for."""
+    with tempfile.TemporaryDirectory() as folder:
+        for runs in run_ranks(2, _modes, 2, "fp32", 1, folder, True, True, {}):
+            assert runs["cached"][0][0] == runs["on_use"][0][0]
+            assert runs["cached"][0] != runs["on_use"][0]
+            assert runs["cached"][1] < 2 * 4 * STEPS
+
+
+def _invariant(rank, world):
+    """tp_invariant reduces the scale of every weight: with the cache once a step."""
+    import torch.distributed as dist
+
+    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
+    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+
+    initialize_model_parallel(2)
+    reduced, original = [], dist.all_reduce
+    runs = []
+    for mode in ("on_use", "cached"):
+        reduced.clear()
+        model = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=True)
+        patch_model(model, ActivationConfig(tp_invariant=True, weights=mode))
+        install_replicated_grad_hooks(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        dist.all_reduce = lambda t, op=dist.ReduceOp.SUM, **rest: (reduced.append(op), original(t, op, **rest))[1]
+        losses = []
+        for step, micro in itertools.product(range(3), range(4)):
+            loss = tiny_loss(model, tiny_batch(10 * step + micro))
+            loss.backward()
+            losses.append(loss.item())
+            if micro == 3:
+                optimizer.step()
+        dist.all_reduce = original
+        runs.append((losses, sum(op == dist.ReduceOp.MAX for op in reduced)))
+    return runs
+
+
+def test_scales_of_weights_are_reduced_once_a_step():
+    for (plain, many), (cached, few) in run_ranks(2, _invariant):
+        assert cached == plain
+        weights, steps, micro = 2 * 4, 3, 4
+        assert many - few == weights * steps * (micro - 1)

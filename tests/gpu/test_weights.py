@@ -1,0 +1,134 @@
+"""Weights of the flow on a GPU: cached codes are those of every use, main_grad takes no second copy, graphs replay."""
+
+import pytest
+import torch
+
+from coat_dist.config import ActivationConfig
+from coat_dist.flow import TensorParallel, invalidate_weights, linear, norm_linear, norm_mlp, weights
+from coat_dist.formats import E4M3, E5M2, QuantizedTensor
+from coat_dist.ops.quantize import amax, quantize_tensor, tensor_scale, transpose
+from coat_dist.reference import gemm as reference
+from tests.coat_dist.flow.common import Layer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ONE = TensorParallel()
+NAMES = ("weight", "back", "fc1", "fc2")
+
+
+def on_gpu(layer):
+    return Layer(**{k: v.detach().cuda().requires_grad_() if isinstance(v, torch.Tensor) else v
+                    for k, v in vars(layer).items()})  # fmt: skip
+
+
+def quantized(rows, columns, fmt=E4M3):
+    t = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    return quantize_tensor(t, fmt, tensor_scale(amax(t), fmt))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(4096, 4096), (48, 80), (33, 17), (1, 300)])
+def test_transposed_codes_are_the_codes_of_transposing_quantization(fmt, dtype, shape):
+    w = torch.randn(shape, device="cuda", dtype=dtype) * 0.02
+    scale = tensor_scale(amax(w), fmt)
+    turned = transpose(quantize_tensor(w, fmt, scale))
+    direct = quantize_tensor(w, fmt, scale, transpose=True)
+    assert torch.equal(turned.codes.view(torch.uint8), direct.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cached_and_on_use_are_the_same_bits(dtype):
+    layer = on_gpu(Layer.random(h=512, n=768, f=1024, dtype=dtype))
+    xs = [torch.randn(64, 4, 512, device="cuda", dtype=dtype) for _ in range(3)]
+    for factor in (1.0, 0.5):
+        with torch.no_grad():
+            for name in NAMES:
+                getattr(layer, name).mul_(factor)
+        for x in xs:
+            runs = []
+            for mode in ("on_use", "cached"):
+                settings, leaf = ActivationConfig(weights=mode), x.clone().requires_grad_()
+                out = layer.flow(leaf, settings)
+                weighting = torch.sin(torch.arange(out.numel(), device="cuda")).view(out.shape).to(out.dtype)
+                runs.append((out, *torch.autograd.grad(out, [leaf, *(getattr(layer, n) for n in NAMES)], weighting)))
+            assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    invalidate_weights()
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 2**24])
+@pytest.mark.parametrize(("n", "k", "m"), [(768, 512, 1024), (336, 64, 4096), (1040, 48, 160)])
+def test_main_grad_against_the_definition(monkeypatch, main_dtype, chunk, n, k, m):
+    monkeypatch.setattr(weights, "_CHUNK", chunk)
+    d8_t, x8_t = quantized(n, m), quantized(k, m)
+    parameter = torch.nn.Parameter(torch.randn(n, k, device="cuda", dtype=torch.bfloat16))
+    before = torch.randn(n, k, device="cuda").to(main_dtype)
+    parameter.main_grad = before.clone()
+    handle = weights.Weight(parameter, ONE, ActivationConfig(wgrad="main_grad"))
+    assert handle.gradient(d8_t, x8_t) is None
+    cpu = [QuantizedTensor(q.codes.cpu(), q.scales.cpu(), "tensor") for q in (d8_t, x8_t)]
+    product = reference.scaled_mm(*cpu, torch.float32)
+    expected = before.float().cpu() + product
+    rounding = 2.0**-8 * expected.abs() if main_dtype == torch.bfloat16 else 0.0
+    error = (parameter.main_grad.float().cpu() - expected).abs()
+    assert (error <= rounding + 0.003 * product.square().mean().sqrt()).all()  # as tests/gpu/test_flow.py, split
+
+
+def test_main_grad_needs_no_second_copy():
+    n, k, m = 22016, 4096, 256
+    d8_t, x8_t = quantized(n, m), quantized(k, m)
+    parameter = torch.nn.Parameter(torch.zeros(n, k, device="cuda", dtype=torch.bfloat16))
+    parameter.main_grad = torch.zeros(n, k, device="cuda")
+    handle = weights.Weight(parameter, ONE, ActivationConfig(wgrad="main_grad"))
+    handle.gradient(d8_t, x8_t)  # first use allocates workspaces
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    handle.gradient(d8_t, x8_t)
+    assert torch.cuda.max_memory_allocated() - before <= 66 * 2**20  # one block, and small change
+    assert parameter.main_grad.abs().sum() > 0
+
+
+def test_nothing_waits_for_the_gpu():
+    layer = on_gpu(Layer.random(h=128, n=192, f=256))
+    for name in NAMES:
+        getattr(layer, name).main_grad = torch.zeros_like(getattr(layer, name))
+        getattr(layer, name).grad_added_to_main_grad = False
+    settings = ActivationConfig(weights="cached", wgrad="main_grad")
+    x = torch.randn(32, 4, 128, device="cuda", requires_grad=True)
+    layer.flow(x, settings).sum().backward()  # first use may synchronize: handles, workspaces
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            layer.flow(x, settings).sum().backward()
+            invalidate_weights()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(getattr(layer, name).main_grad.isfinite().all() for name in NAMES)
+
+
+def test_a_captured_graph_quantizes_the_weights_of_each_replay():
+    layer = on_gpu(Layer.random(h=128, n=192, f=256, dtype=torch.bfloat16))
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+
+    def forward(mode):
+        settings = ActivationConfig(weights=mode)
+        y = linear(norm_linear(x, layer.norm, layer.weight, None, ONE, settings), layer.back, ONE, settings)
+        return norm_mlp(y, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, settings)
+
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                forward("cached")
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = forward("cached")
+        for _ in range(2):
+            for name in NAMES:
+                getattr(layer, name).mul_(0.5)
+            graph.replay()
+            assert torch.equal(out, forward("on_use"))
+    invalidate_weights()
