@@ -64,8 +64,9 @@ class ActivationConfig(_Block):
     """Send FP8 instead of BF16 when sequence parallelism gathers activations and gradients."""
     tp_invariant: bool = False
     """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not depend on the TP size."""
-    attention: Literal["bf16"] = "bf16"
-    """What attention keeps of q, k, v and its output."""
+    attention: Literal["bf16", "fp8"] = "bf16"
+    """What attention keeps of q, k, v and its output: "fp8" rounds them by groups, and forward computes from the
+    rounded values."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
 

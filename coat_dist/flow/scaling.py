@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..config import ActivationConfig
 from ..formats import FP8Format, QuantizedTensor, fp8_format
 from ..ops.gemm import code_products, scale_and_round, scaled_mm
-from ..ops.quantize import amax, quantize_tensor, tensor_scale, transpose
+from ..ops.quantize import amax, power_of_two, quantize_tensor, tensor_scale, transpose
 
 __all__ = [
     "TensorParallel",
@@ -101,10 +101,13 @@ def shared_scale(amax: torch.Tensor, fmt: FP8Format, tp: TensorParallel, shared:
     return tensor_scale(tp.max_(amax) if shared else amax, fmt)
 
 
-def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
-    """The input ``[rows, k / tp]`` of a row-parallel GEMM in per-tensor FP8."""
+def quantize_input(
+    x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, aligned: bool = False
+) -> QuantizedTensor:
+    """The input ``[rows, k / tp]`` of a row-parallel GEMM in per-tensor FP8; ``aligned``: its scale a power of two."""
     fmt = fp8_format(settings.format)
-    return quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, settings.tp_invariant))
+    scale = shared_scale(amax(x), fmt, tp, settings.tp_invariant)
+    return quantize_tensor(x, fmt, power_of_two(scale) if aligned else scale)
 
 
 def quantize_weight(weight: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
@@ -113,17 +116,18 @@ def quantize_weight(weight: torch.Tensor, tp: TensorParallel, settings: Activati
 
 
 def quantize_gradient(
-    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool
+    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: torch.Tensor | None = None
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]`` for wgrad.
 
     Args:
         dy: ``[rows, n]``; with sequence parallelism and ``gather``, this rank's rows only.
         gather: the output was scattered over ranks (row-parallel GEMM), so its gradient is gathered.
+        top: dy's amax where the pass that made dy took it (overwritten).
     """
     fmt = fp8_format(settings.grad_format)
     gather = gather and tp.sharded
-    scale = shared_scale(amax(dy), fmt, tp, gather or settings.tp_invariant)
+    scale = shared_scale(amax(dy) if top is None else top, fmt, tp, gather or settings.tp_invariant)
     if gather and not settings.fp8_gather:
         d8 = quantize_tensor(tp.gather_rows(dy), fmt, scale)
     else:

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from .fp8 import Format, amax_buffer, atomic_amax, constants, group_encode, read_amax, to_fp8
+from ..reference import quantize as reference
+from .fp8 import Format, amax_buffer, atomic_amax, constants, group_decode, group_encode, read_amax, to_fp8
 
-__all__ = ["amax", "launch_rows", "quantize_groups", "quantize_tensor", "transpose"]
+__all__ = ["amax", "dequantize", "launch_rows", "quantize_groups", "quantize_tensor", "transpose"]
 
 TILE_M, TILE_N = 128, 128
 AMAX_TILE = 16384
@@ -122,3 +123,34 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
                 BM=16, BN=256, num_warps=4,
             )  # fmt: skip
     return QuantizedTensor(codes, scales, "group", group_size)
+
+
+@triton.jit
+def _dequantize_groups_kernel(
+    codes, scales, out, rows, columns, groups, G: tl.constexpr, E8M0: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
+    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
+    inside = (row < rows) & (column < columns)
+    q = tl.load(codes + row * columns + column, mask=inside, other=0.0)
+    stored = tl.load(scales + row * groups + group, mask=(row < rows) & (group < groups), other=0)
+    tl.store(
+        out + row * columns + column, group_decode(q, stored, BM, BN, G, E8M0).to(out.dtype.element_ty), mask=inside
+    )
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """See :func:`coat_dist.reference.quantize.dequantize`; the kernel is for groups, other layouts are one product."""
+    if q.layout != "group":
+        return reference.dequantize(q, dtype)
+    codes, scales = launch_rows(q.codes), launch_rows(q.scales)
+    rows, columns = codes.shape
+    out = torch.empty(q.codes.shape, dtype=dtype, device=codes.device)
+    if codes.numel():
+        with torch.cuda.device_of(codes):
+            _dequantize_groups_kernel[(triton.cdiv(rows, 16), triton.cdiv(columns, 256))](
+                codes, scales, out, rows, columns, scales.shape[1], G=q.group_size, E8M0=scales.dtype == torch.uint8,
+                BM=16, BN=256, num_warps=4,
+            )  # fmt: skip
+    return out

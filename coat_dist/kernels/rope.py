@@ -104,7 +104,7 @@ def split_rope(
     mixed: torch.Tensor, heads: Heads, table: RopeTable | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`coat_dist.reference.rope.split_rope`."""
-    heads.check(mixed, table)
+    heads.check(mixed.shape, table)
     s, b, _ = mixed.shape
     counts = (heads.groups * heads.per_group, heads.groups, heads.groups)
     q, k, v = (torch.empty(s, b, n, heads.size, dtype=mixed.dtype, device=mixed.device) for n in counts)

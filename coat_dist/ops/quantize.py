@@ -1,12 +1,21 @@
 """FP8 quantization of activations, weights and gradients; the definitions are in ``reference/quantize.py``."""
 
 from ..reference import quantize as reference
-from ..reference.quantize import dequantize, tensor_scale
+from ..reference.quantize import power_of_two, tensor_scale
 from .dispatch import operation
 
-__all__ = ["amax", "dequantize", "quantize_groups", "quantize_tensor", "tensor_scale", "transpose"]
+__all__ = [
+    "amax",
+    "dequantize",
+    "power_of_two",
+    "quantize_groups",
+    "quantize_tensor",
+    "tensor_scale",
+    "transpose",
+]
 
 amax = operation(reference.amax)
+dequantize = operation(reference.dequantize)
 quantize_groups = operation(reference.quantize_groups)
 quantize_tensor = operation(reference.quantize_tensor)
 transpose = operation(reference.transpose)

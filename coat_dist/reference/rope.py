@@ -20,6 +20,7 @@ section 3.4).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,15 +43,15 @@ class Heads:
         """Elements that a token has in the projection's output."""
         return self.groups * (self.per_group + 2) * self.size
 
-    def check(self, mixed: torch.Tensor, table: RopeTable | None) -> None:
-        """Raises ValueError where a projection's output ``mixed`` or a table does not fit these heads."""
-        if mixed.dim() != 3 or mixed.shape[2] != self.width:
-            raise ValueError(f"qkv: got shape {list(mixed.shape)}, accepted: [s, b, {self.width}] for {self}")
+    def check(self, shape: Sequence[int], table: RopeTable | None) -> None:
+        """Raises ValueError where a projection's output of ``shape``, or a table, does not fit these heads."""
+        if len(shape) != 3 or shape[2] != self.width:
+            raise ValueError(f"qkv: got shape {list(shape)}, accepted: [s, b, {self.width}] for {self}")
         if table is None:
             return
         s, b, rot = table.cos.shape
-        if rot > self.size or s != mixed.shape[0] or b not in (1, mixed.shape[1]):
-            accepted = f"[{mixed.shape[0]}, 1 or {mixed.shape[1]}, at most {self.size}]"
+        if rot > self.size or s != shape[0] or b not in (1, shape[1]):
+            accepted = f"[{shape[0]}, 1 or {shape[1]}, at most {self.size}]"
             raise ValueError(f"rope table: got shape {[s, b, rot]}, accepted: {accepted}")
 
 
@@ -104,7 +105,7 @@ def split_rope(
     Raises:
         ValueError: a shape that does not fit.
     """
-    heads.check(mixed, table)
+    heads.check(mixed.shape, table)
     s, b, _ = mixed.shape
     grouped = mixed.view(s, b, heads.groups, heads.per_group + 2, heads.size)
     q = grouped[..., : heads.per_group, :].reshape(s, b, -1, heads.size)

@@ -1,7 +1,7 @@
 """The flow's kernels in Triton's interpreter; run by test_interpreted.py, which sets TRITON_INTERPRET=1 first."""
 
 from tests.coat_dist.kernels import flow_agreement as agreement
-from tests.coat_dist.kernels.rope_agreement import check_rope
+from tests.coat_dist.kernels.attention_agreement import check_dequantize, check_rope
 
 
 def test_quantize():
@@ -18,3 +18,7 @@ def test_activation():
 
 def test_rope():
     check_rope()
+
+
+def test_dequantize():
+    check_dequantize()
