@@ -55,7 +55,7 @@ def sdpa(
     Returns:
         ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
     """
-    out = _sdpa(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), causal, scale, dropout)
+    out = _sdpa(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), causal=causal, scale=scale, dropout=dropout)
     # Kernels lay their output out like the queries, or as [b, s, heads, d]: merging heads copies neither.
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -113,7 +113,7 @@ class _Attention(torch.autograd.Function):
             ctx.node = _Node(values, causal, scale)
             out, extras = ctx.node.take()
         else:
-            out, extras = _sdpa(*values, causal, scale), []
+            out, extras = _sdpa(*values, causal=causal, scale=scale), []
         kept.append(_compress(out.permute(2, 0, 1, 3), settings))
         ctx.save_for_backward(*(t for c in kept for t in (c.codes, c.scales)), *extras)
         ctx.args = q.dtype, q.shape, k.shape, settings.group_size
@@ -127,7 +127,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 7
         dtype, q_shape, k_shape, group_size = ctx.args
         tensors = ctx.saved_tensors
-        kept = [QuantizedTensor(*tensors[i : i + 2], "group", group_size) for i in (0, 2, 4, 6)]
+        kept = [QuantizedTensor(tensors[i], tensors[i + 1], "group", group_size) for i in (0, 2, 4, 6)]
         shapes = q_shape, k_shape, k_shape, q_shape
         values = [_values(c, shape, dtype) for c, shape in zip(kept, shapes, strict=True)]
         grads = ctx.node.backward(dout.reshape(q_shape).permute(1, 2, 0, 3), values, tensors[8:])
@@ -149,7 +149,7 @@ class _Node:
             anchor = torch.zeros((), requires_grad=True)
             entries = [_Entry.apply(v, anchor) for v in values]
             with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
-                out = _sdpa(*entries, causal, scale)
+                out = _sdpa(*entries, causal=causal, scale=scale)
         self._entries, self._exit = [get_gradient_edge(e) for e in entries], get_gradient_edge(out)
         self._out: torch.Tensor | None = out.detach()
         self._extras: list[torch.Tensor] | None = self._saved.release([*values, self._out])
@@ -182,7 +182,7 @@ class _Saved:
 
     def release(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Forget all tensors; those that are none of ``values`` are returned."""
-        extras = []
+        extras: list[torch.Tensor] = []
         for t in self._tensors:
             same = (t.shape == v.shape and t.dtype == v.dtype and t.data_ptr() == v.data_ptr() for v in values)
             found = next((i for i, is_it in enumerate(same) if is_it), None)
@@ -234,7 +234,7 @@ def _values(q: QuantizedTensor, shape: torch.Size, dtype: torch.dtype) -> torch.
     return dequantize(q, dtype).view(shape).permute(1, 2, 0, 3)
 
 
-def _sdpa(q, k, v, causal: bool, scale: float | None, dropout: float = 0.0) -> torch.Tensor:
+def _sdpa(q, k, v, *, causal: bool, scale: float | None, dropout: float = 0.0) -> torch.Tensor:
     with _preferred_backend(q.device):
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
