@@ -75,7 +75,7 @@ def test_no_block_is_none_and_unchecked():
         ({"optimizer": {"expand": 1}}, ["coat.optimizer.expand: got 1", "true or false"]),
         ({"optimizer": {"second_moment": "fp8"}}, ['coat.optimizer.second_moment: got "fp8"', "'e4m3' or 'e5m2'"]),
         ({"activation": {"forward": "fast"}}, ['coat.activation.forward: got "fast"', "'exact' or 'quantized'"]),
-        ({"activation": {"attention": "fp8"}}, ['coat.activation.attention: got "fp8"', "'bf16'"]),
+        ({"activation": {"attention": "fp16"}}, ['coat.activation.attention: got "fp16"', "'bf16' or 'fp8'"]),
         ({"activation": {"bf16_layers": ["first"]}}, ["coat.activation.bf16_layers.0", "an integer"]),
         ({"activation": {"bf16_layers": [0, 0]}}, ["coat.activation.bf16_layers", "distinct"]),
         (
