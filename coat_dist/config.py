@@ -69,8 +69,9 @@ class ActivationConfig(_Block):
     wgrad: Literal["grad", "main_grad"] = "grad"
     """Weight gradients: returned to autograd in the weight's dtype, or added to ``weight.main_grad`` in its own dtype.
     The latter is Megatron's ``gradient_accumulation_fusion``, which ``patch_model`` honours by itself."""
-    attention: Literal["bf16"] = "bf16"
-    """What attention keeps of q, k, v and its output."""
+    attention: Literal["bf16", "fp8"] = "bf16"
+    """What attention keeps of q, k, v and its output: "fp8" rounds them by groups, and forward computes from the
+    rounded values."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
 

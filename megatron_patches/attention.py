@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["SDPA", "CompactSelfAttention", "PatchedSelfAttention"]
+from coat_dist import flow
+from coat_dist.config import ActivationConfig
+from coat_dist.formats import QuantizedTensor
 
-# Causal, 4096 tokens, H200: cuDNN 535 TFLOP/s forward and 466 backward, PyTorch's flash backend 299 and 257.
-_HOPPER_ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+from .compat import rope_mscale
+from .linear import Patch
+
+__all__ = ["PATCHED", "SDPA", "CompactSelfAttention", "PatchedSelfAttention", "unfused_reason"]
 
 
 class SDPA(MegatronModule):
@@ -89,6 +87,34 @@ class SDPA(MegatronModule):
         Raises:
             ValueError: a mask, bias, packed sequences, or causal attention between different lengths.
         """
+        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        with self._random():
+            dropout = self.dropout if self.training else 0.0
+            return flow.sdpa(query, key, value, causal=causal, scale=self.softmax_scale, dropout=dropout)
+
+    def compressed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attention_bias: torch.Tensor | None,
+        settings: ActivationConfig,
+    ) -> tuple[torch.Tensor, QuantizedTensor]:
+        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8."""
+        causal = self._check(query, key, attention_mask, None, attention_bias, None)
+        return flow.attention(query, key, value, settings, causal=causal, scale=self.softmax_scale)
+
+    def _check(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None,
+        attention_bias: torch.Tensor | None,
+        packed_seq_params: Any,
+    ) -> bool:
+        """Whether attention is causal; raises ValueError as :meth:`forward` says."""
         if attention_mask is not None:
             raise ValueError(
                 f"attention_mask: got a tensor of shape {list(attention_mask.shape)}, accepted: None "
@@ -102,19 +128,7 @@ class SDPA(MegatronModule):
             raise ValueError(
                 f"causal attention: got {query.shape[0]} queries for {key.shape[0]} keys, accepted: equal lengths"
             )
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        with self._random(), _preferred_backend(query.device):
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=causal,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        # Kernels lay their output out like the queries, or as [b, s, heads, d]: merging heads copies neither.
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return causal
 
     @contextmanager
     def _random(self) -> Iterator[None]:
@@ -133,20 +147,6 @@ def _is_causal(kind: AttnMaskType) -> bool:
     return accepted[kind]
 
 
-@contextmanager
-def _preferred_backend(device: torch.device) -> Iterator[None]:
-    if device.type == "cuda" and _is_hopper(device):
-        with sdpa_kernel(_HOPPER_ORDER, set_priority=True):
-            yield
-    else:
-        yield
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-
-
 class CompactSelfAttention(SelfAttention):
     """Self-attention that does not keep the whole of linear_qkv's output alive through the values.
 
@@ -157,14 +157,118 @@ class CompactSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         tensors = super().get_query_key_value_tensors(*args, **kwargs)
-        normed = any(n is not None and not isinstance(n, IdentityOp) for n in (self.q_layernorm, self.k_layernorm))
-        if normed or len(tensors) < 3:  # fewer: not split, Transformer Engine's fused rotary embedding will
+        if _normed(self) or len(tensors) < 3:  # fewer: not split, Transformer Engine's fused rotary embedding will
             return tensors
         query, key, value, *rest = tensors
         return query, key, value.contiguous(), *rest
 
 
 class PatchedSelfAttention(CompactSelfAttention):
-    """:class:`CompactSelfAttention` in the place of Megatron's own."""
+    """Self-attention of a patched layer, with one pass from linear_qkv's output to rotated heads, or FP8 attention.
+
+    Megatron's own forward runs wherever a call is not training or evaluation on whole sequences.
+    """
 
     coat_patched = True
+    coat: Patch
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        key_value_states: torch.Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron's: ``[s, b, h]`` → output ``[s, b, h]`` and bias (s/TP under sequence parallelism).
+
+        Raises:
+            ValueError: ``attention: "fp8"`` with an argument that Megatron's own forward alone can take.
+        """
+        freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        foreign = {"key_value_states": key_value_states, "inference_context": inference_context, **kwargs}
+        foreign |= {f"argument {i}": given for i, given in enumerate(args, 6)}
+        foreign |= {"rotary_pos_emb": None if freqs is k_freqs else rotary_pos_emb}
+        bias = foreign.pop("attention_bias", None)
+        fp8 = self.coat.settings.attention == "fp8"
+        for name, given in foreign.items():
+            if given is not None and fp8:
+                raise ValueError(
+                    f"{name}: got {type(given).__name__}, accepted: None (rotary_pos_emb: one for queries and keys) "
+                    'with activation.attention "fp8"'
+                )
+        if any(given is not None for given in foreign.values()) or (_unsplit_reason(self) and not fp8):
+            leading = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb
+            return super().forward(*leading, *args, **kwargs)
+
+        query, key, value = self._query_key_value(hidden_states, freqs)
+        if fp8:
+            settings = self.coat.settings
+            out, out8 = self.core_attention.compressed(query, key, value, attention_mask, bias, settings)
+            return self.linear_proj(out, compressed=out8)
+        recompute = self.checkpoint_core_attention and self.training
+        core = self._checkpointed_attention_forward if recompute else self.core_attention
+        out = core(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type, attention_bias=bias)
+        return self.linear_proj(out)
+
+    def _query_key_value(self, hidden_states: torch.Tensor, freqs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        config, normed = self.config, _normed(self)
+        if getattr(config, "no_rope_freq", None) and config.no_rope_freq[self.layer_number - 1]:
+            freqs = None
+        if _unsplit_reason(self) is not None:
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+        else:
+            groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+            heads = flow.Heads(groups, self.num_attention_heads_per_partition // groups, size)
+            table = None if freqs is None or normed else _table(freqs, config)
+            query, key, value = self.linear_qkv(hidden_states, heads=heads, table=table)[0]
+            if not normed:
+                return query, key, value
+            query = query if self.q_layernorm is None else self.q_layernorm(query)
+            key = key if self.k_layernorm is None else self.k_layernorm(key)
+        if freqs is not None:
+            mscale = rope_mscale(config)
+            query, key = (apply_rotary_pos_emb(t, freqs, config=config, mscale=mscale) for t in (query, key))
+        return query, key, value
+
+
+class PatchedCompactSelfAttention(PatchedSelfAttention):
+    """:class:`PatchedSelfAttention` in the place of :class:`CompactSelfAttention`."""
+
+
+PATCHED: dict[type, type] = {SelfAttention: PatchedSelfAttention, CompactSelfAttention: PatchedCompactSelfAttention}
+
+
+def unfused_reason(attention: Any) -> str | None:
+    """Why the rotary embedding of a patched self-attention stays Megatron's, or None where it is part of the split."""
+    return _unsplit_reason(attention) or ("norms on queries and keys" if _normed(attention) else None)
+
+
+def _unsplit_reason(attention: Any) -> str | None:
+    """Why Megatron splits linear_qkv's output, or None where a kernel of ours does."""
+    for key in ("test_mode", "flash_decode", "attention_output_gate"):
+        if getattr(attention.config, key, False):
+            return f"config.{key}=True"
+    if attention.config.num_query_groups < attention.coat.tp.size:
+        return "fewer query groups than tensor-parallel ranks"
+    return None
+
+
+def _normed(attention: Any) -> bool:
+    norms = attention.q_layernorm, attention.k_layernorm
+    return any(n is not None and not isinstance(n, IdentityOp) for n in norms)
+
+
+_TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _table(freqs: torch.Tensor, config: TransformerConfig) -> flow.RopeTable:
+    """Cosines and sines of ``freqs``, which Megatron hands to every layer: computed and kept once for all."""
+    kind = config.rotary_interleaved, rope_mscale(config)
+    tables = _TABLES.setdefault(freqs, {})
+    if kind not in tables:
+        with torch.inference_mode(False), torch.no_grad():  # training may come after evaluation
+            tables[kind] = flow.rope_table(freqs, *kind)
+    return tables[kind]

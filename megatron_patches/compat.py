@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from importlib import metadata
+from typing import Any
 
 import torch
 from packaging.version import Version
 
-__all__ = ["SUPPORTED", "check_version", "prepare_cpu"]
+__all__ = ["SUPPORTED", "check_version", "prepare_cpu", "rope_mscale"]
 
 SUPPORTED = ("0.14", "0.17")
 """Supported megatron-core versions: from the first (inclusive) to the second (exclusive)."""
@@ -41,6 +42,14 @@ def check_version(version: str | None = None) -> str:
     if Version(found.base_version) < Version(SUPPORTED[0]) or Version(found.base_version) >= Version(SUPPORTED[1]):
         raise ImportError(f"megatron-core: got {version}, accepted: {accepted}")
     return version
+
+
+def rope_mscale(config: Any) -> float:
+    """The factor on cosines and sines that Megatron's self-attention takes from ``config`` (YaRN): 1 before 0.15."""
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
+
+    factor = getattr(yarn, "_yarn_get_concentration_factor_from_config", None)
+    return 1.0 if factor is None else float(factor(config))
 
 
 def prepare_cpu() -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
+from coat_dist.formats import QuantizedTensor
 
 from .norm import describe
 
@@ -40,14 +41,19 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         input_: torch.Tensor,
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
+        heads: flow.Heads | None = None,
+        table: flow.RopeTable | None = None,
         **_: object,
-    ) -> tuple[torch.Tensor, None]:
-        """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``."""
+    ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], None]:
+        """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or with ``heads`` queries, keys and
+        values, rotated by ``table``."""
         if weight is not None or runtime_gather_output:
             raise ValueError("linear_qkv: got weight or runtime_gather_output, accepted: neither in a patched layer")
         assert self.coat.norm is not None
-        y = flow.norm_linear(input_, describe(self.coat.norm), self.weight, self.bias, self.coat.tp, self.coat.settings)
-        return y, None
+        norm, tp, settings = describe(self.coat.norm), self.coat.tp, self.coat.settings
+        if heads is not None:
+            return flow.norm_qkv(input_, norm, self.weight, self.bias, heads, table, tp, settings), None
+        return flow.norm_linear(input_, norm, self.weight, self.bias, tp, settings), None
 
 
 class FP8RowParallelLinear(RowParallelLinear):
@@ -56,9 +62,11 @@ class FP8RowParallelLinear(RowParallelLinear):
     coat_patched = True
     coat: Patch
 
-    def forward(self, input_: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[s, b, in/TP]`` → ``[s, b, h]`` (s/TP under sequence parallelism)."""
-        y = flow.linear(input_, self.weight, self.coat.tp, self.coat.settings)
+    def forward(
+        self, input_: torch.Tensor, compressed: QuantizedTensor | None = None, **_: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[s, b, in/TP]`` → ``[s, b, h]`` (s/TP under sequence parallelism). ``compressed``: see flow.linear."""
+        y = flow.linear(input_, self.weight, self.coat.tp, self.coat.settings, compressed)
         if self.bias is None or self.skip_bias_add:
             return y, self.bias
         return y + self.bias, None

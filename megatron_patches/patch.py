@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
@@ -23,13 +22,13 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 
-from .attention import PatchedSelfAttention
+from .attention import PATCHED, unfused_reason
 from .compat import check_version
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
 from .mlp import NormMLP
 from .norm import EXACT, FOLDED
 from .parallel import tensor_parallel
-from .reasons import attention_reason, layer_reason, mlp_reason, output_reason
+from .reasons import attention_reason, fp8_attention_reason, layer_reason, mlp_reason, output_reason
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
@@ -37,9 +36,8 @@ _ORIGINAL: dict[type, type] = {
     NormColumnParallelLinear: ColumnParallelLinear,
     InvariantColumnParallelLinear: ColumnParallelLinear,
     FP8RowParallelLinear: RowParallelLinear,
-    PatchedSelfAttention: SelfAttention,
     NormMLP: MLP,
-    **{swapped: original for table in (FOLDED, EXACT) for original, swapped in table.items()},
+    **{swapped: original for table in (FOLDED, EXACT, PATCHED) for original, swapped in table.items()},
 }
 # Megatron's flag on a layer that recomputes a norm's output, by the norm.
 _RECOMPUTE = {"input_layernorm": "recompute_input_layernorm", "pre_mlp_layernorm": "recompute_pre_mlp_layernorm"}
@@ -53,16 +51,20 @@ class PatchReport:
     """Blocks that run the flow."""
     left: dict[str, str] = field(default_factory=dict)
     """Blocks that stay BF16, and why."""
+    unfused: dict[str, str] = field(default_factory=dict)
+    """Patched attention whose rotary embedding stays Megatron's passes over queries and keys, and why."""
     notes: list[str] = field(default_factory=list)
     """Settings of the model that patching overrides."""
 
     def __str__(self) -> str:
         lines = [f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"]
         lines += [f"  patched  {names}" for names in _condensed(self.patched)]
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.left.items():
-            by_reason.setdefault(reason, []).append(name)
-        lines += [f"  left     {names}: {reason}" for reason, group in by_reason.items() for names in _condensed(group)]
+        for word, reasons in (("left   ", self.left), ("unfused", self.unfused)):
+            by_reason: dict[str, list[str]] = {}
+            for name, reason in reasons.items():
+                by_reason.setdefault(reason, []).append(name)
+            for reason, group in by_reason.items():
+                lines += [f"  {word}  {names}: {reason}" for names in _condensed(group)]
         return "\n".join(lines + [f"  note     {note}" for note in self.notes])
 
 
@@ -76,7 +78,8 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
 
     Raises:
         ValueError: the model is patched already, holds no transformer block, or nothing in it can be patched (lists
-            why); ``bf16_layers`` out of range; ``tp_invariant`` with blocks that would not be.
+            why); ``bf16_layers`` out of range; ``tp_invariant`` with blocks that would not be; ``attention: "fp8"``
+            with attention that cannot.
         ImportError: unsupported megatron-core.
     """
     check_version()
@@ -119,8 +122,19 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
         if report.left:
             raise ValueError(f"activation.tp_invariant: got true, accepted: false with BF16 blocks\n{report}")
         report.patched += [f"{n}.output_layer".lstrip(".") for n, _ in outputs]
+    if settings.attention == "fp8":
+        refused = [(layer, fp8_attention_reason(layer.self_attention)) for layer, b in plan if b == "self_attention"]
+        for layer, reason in refused:
+            if reason is not None:
+                raise ValueError(
+                    f'activation.attention: got "fp8", accepted: "bf16" with {reason} (layer {layer.layer_number})'
+                )
     for layer, block in plan:
         _PATCHERS[block](layer, _with_wgrad(layer, settings, report), report)
+    for name, layer in layers:
+        attention = f"{name}.self_attention"
+        if attention in report.patched and (reason := unfused_reason(layer.self_attention)) is not None:
+            report.unfused[attention] = reason
     if settings.tp_invariant:
         for _, output_layer in outputs:
             _swap(output_layer, InvariantColumnParallelLinear, Patch(settings, tensor_parallel(output_layer)))
@@ -163,8 +177,7 @@ def _patch_attention(layer: Any, settings: ActivationConfig, report: PatchReport
     norm = _fold_norm(layer, "input_layernorm", report)
     _swap(attention.linear_qkv, NormColumnParallelLinear, Patch(settings, tensor_parallel(attention.linear_qkv), norm))
     _swap(attention.linear_proj, FP8RowParallelLinear, Patch(settings, tensor_parallel(attention.linear_proj)))
-    if type(attention) is SelfAttention:
-        attention.__class__ = PatchedSelfAttention
+    _swap(attention, PATCHED[type(attention)], Patch(settings, tensor_parallel(attention.linear_qkv)))
 
 
 def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -14,11 +13,11 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 
-from .attention import CompactSelfAttention
+from .attention import PATCHED, SDPA
 from .mlp import activation_name
 from .norm import EXACT, FOLDED, describe
 
-__all__ = ["attention_reason", "layer_reason", "mlp_reason", "output_reason"]
+__all__ = ["attention_reason", "fp8_attention_reason", "layer_reason", "mlp_reason", "output_reason"]
 
 _ALIGNMENT = 16
 """FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding every time."""
@@ -60,7 +59,7 @@ def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
 def attention_reason(layer: Any, settings: ActivationConfig) -> str | None:
     """For input_layernorm, linear_qkv and linear_proj of a ``TransformerLayer``."""
     attention = layer.self_attention
-    if type(attention) not in (SelfAttention, CompactSelfAttention):
+    if type(attention) not in PATCHED:
         return f"self-attention class {type(attention).__name__}"
     reason = (
         _norm_reason(layer.input_layernorm)
@@ -75,6 +74,21 @@ def attention_reason(layer: Any, settings: ActivationConfig) -> str | None:
             if norm is not None and any(True for _ in norm.parameters()) and type(norm) not in EXACT:
                 return f"tp_invariant with {name} of class {type(norm).__name__}"
     return reason
+
+
+def fp8_attention_reason(attention: Any) -> str | None:
+    """Why a self-attention that can be patched cannot keep its tensors in FP8."""
+    core = attention.core_attention
+    if type(core) is not SDPA:
+        return f"core attention class {type(core).__name__}"
+    if core.dropout:
+        return f"attention_dropout {core.dropout}"
+    if attention.checkpoint_core_attention:
+        return "recompute_modules 'core_attn', which keeps q, k and v in BF16"
+    for key in ("attention_output_gate", "flash_decode", "test_mode"):
+        if getattr(attention.config, key, False):
+            return f"config.{key}=True"
+    return None
 
 
 def mlp_reason(layer: Any, settings: ActivationConfig) -> str | None:

@@ -4,22 +4,30 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 ``docs/flow.md`` says what is saved, what is recomputed and why that is safe.
 """
 
+from ..ops.rope import Heads, RopeTable, rope_table
+from .attention import attention, sdpa
 from .linear import invariant_linear, linear
 from .loss import vocab_parallel_cross_entropy
 from .mlp import norm_mlp
 from .norm import Norm, norm
-from .norm_linear import norm_linear
+from .norm_linear import norm_linear, norm_qkv
 from .scaling import TensorParallel
 from .weights import invalidate_weights
 
 __all__ = [
+    "Heads",
     "Norm",
+    "RopeTable",
     "TensorParallel",
+    "attention",
     "invalidate_weights",
     "invariant_linear",
     "linear",
     "norm",
     "norm_linear",
     "norm_mlp",
+    "norm_qkv",
+    "rope_table",
+    "sdpa",
     "vocab_parallel_cross_entropy",
 ]

@@ -8,16 +8,22 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
-from ..formats import fp8_format
+from ..formats import QuantizedTensor, fp8_format
 from ..ops.gemm import exact_mm
-from ..ops.quantize import quantize_tensor
+from ..ops.quantize import dequantize, quantize_tensor
 from .scaling import TensorParallel, check_input, gemm, quantize_gradient, quantize_input, summed_gemm
 from .weights import Weight
 
 __all__ = ["invariant_linear", "linear"]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    compressed: QuantizedTensor | None = None,
+) -> torch.Tensor:
     """``x @ weight.T`` with an FP8 product, split over ranks by input features.
 
     Saves an alias of x, which whoever made x keeps anyway (attention keeps its output), and two scales.
@@ -25,6 +31,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel, settings: 
     Args:
         x: ``[..., k / tp]``, bfloat16 or float32, the whole sequence.
         weight: this rank's ``[n, k / tp]``.
+        compressed: x by groups, saved in x's place; x must be exactly what it reads back as
+            (:func:`~coat_dist.flow.attention` returns both). Where its scales are powers of two, so is that of the
+            product's operand: codes then change exponents and are not rounded again, unless they become subnormal.
 
     Returns:
         ``[..., n]`` of x's dtype, summed over ranks; with sequence parallelism this rank's share of dimension 0.
@@ -33,33 +42,43 @@ def linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel, settings: 
         ValueError: a shape or dtype that does not fit; names the argument.
     """
     check_input(x, weight)
-    return _Linear.apply(x, weight, tp, settings)
+    if compressed is None:
+        return _Linear.apply(x, weight, None, None, 0, tp, settings)
+    if compressed.layout != "group" or compressed.codes.numel() != x.numel():
+        got = f"layout {compressed.layout!r}, {list(compressed.codes.shape)}"
+        raise ValueError(f"compressed: got {got}, accepted: layout 'group' with the elements of x, {list(x.shape)}")
+    return _Linear.apply(x, weight, compressed.codes, compressed.scales, compressed.group_size, tp, settings)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, tp: TensorParallel, settings: ActivationConfig) -> torch.Tensor:
-        x8 = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings)
+    def forward(
+        ctx: Any, x, weight, codes, scales, group_size: int, tp: TensorParallel, settings: ActivationConfig
+    ) -> torch.Tensor:
+        aligned = scales is not None and scales.dtype == torch.uint8
+        x8 = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings, aligned)
         ctx.weight = Weight(weight, tp, settings)
         w8 = ctx.weight.quantized()
-        ctx.save_for_backward(x, weight, x8.scales, w8.scales)
-        ctx.args = tp, settings
+        ctx.save_for_backward(x if codes is None else None, weight, x8.scales, w8.scales, codes, scales)
+        ctx.args = x.shape, x.dtype, group_size, tp, settings
         out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True)
         return out.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor):
-        x, weight, x_scale, w_scale = ctx.saved_tensors
-        tp, settings = ctx.args
+        x, weight, x_scale, w_scale, codes, scales = ctx.saved_tensors
+        shape, dtype, group_size, tp, settings = ctx.args
         dx = dweight = None
         d8, d8_t = quantize_gradient(dout.reshape(-1, weight.shape[0]), tp, settings, gather=True)
         if ctx.needs_input_grad[0]:
-            dx = gemm(d8, ctx.weight.transposed(weight, w_scale), x.dtype, settings).view(x.shape)
+            dx = gemm(d8, ctx.weight.transposed(weight, w_scale), dtype, settings).view(shape)
         if ctx.needs_input_grad[1]:
+            if codes is not None:
+                x = dequantize(QuantizedTensor(codes, scales, "group", group_size), dtype).view(shape)
             x8_t = quantize_tensor(x, fp8_format(settings.format), x_scale, transpose=True)
             dweight = ctx.weight.gradient(d8_t, x8_t)
-        return dx, dweight, None, None
+        return dx, dweight, None, None, None, None, None
 
 
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..config import ActivationConfig
 from ..formats import FP8Format, QuantizedTensor, fp8_format
 from ..ops.gemm import code_products, scale_and_round, scaled_mm
-from ..ops.quantize import amax, quantize_both, quantize_tensor, tensor_scale, transpose
+from ..ops.quantize import amax, power_of_two, quantize_both, quantize_tensor, tensor_scale, transpose
 
 __all__ = [
     "TensorParallel",
@@ -100,24 +100,32 @@ def shared_scale(amax: torch.Tensor, fmt: FP8Format, tp: TensorParallel, shared:
     return tensor_scale(tp.max_(amax) if shared else amax, fmt)
 
 
-def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
-    """The input ``[rows, k / tp]`` of a row-parallel GEMM in per-tensor FP8; also a weight shard."""
+def quantize_input(
+    x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, aligned: bool = False
+) -> QuantizedTensor:
+    """The input ``[rows, k / tp]`` of a row-parallel GEMM in per-tensor FP8; also a weight shard.
+
+    Args:
+        aligned: make the scale a power of two.
+    """
     fmt = fp8_format(settings.format)
-    return quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, settings.tp_invariant))
+    scale = shared_scale(amax(x), fmt, tp, settings.tp_invariant)
+    return quantize_tensor(x, fmt, power_of_two(scale) if aligned else scale)
 
 
 def quantize_gradient(
-    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool
+    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: torch.Tensor | None = None
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]`` for wgrad.
 
     Args:
         dy: ``[rows, n]``; with sequence parallelism and ``gather``, this rank's rows only.
         gather: the output was scattered over ranks (row-parallel GEMM), so its gradient is gathered.
+        top: dy's amax where the pass that made dy took it (overwritten).
     """
     fmt = fp8_format(settings.grad_format)
     gather = gather and tp.sharded
-    scale = shared_scale(amax(dy), fmt, tp, gather or settings.tp_invariant)
+    scale = shared_scale(amax(dy) if top is None else top, fmt, tp, gather or settings.tp_invariant)
     if gather and settings.fp8_gather:
         d8 = QuantizedTensor(tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor")
         return d8, transpose(d8)

@@ -38,7 +38,7 @@ __all__ = ["norm_backward", "norm_compress", "norm_forward", "norm_quantize"]
 ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4
-BACKWARD = (264, 4)  # programs, each of which keeps a partial weight gradient of its rows; warps
+BACKWARD = (264, 4, 255)  # programs, each with a partial weight gradient of its rows; warps; registers a thread
 
 
 @triton.jit
@@ -285,7 +285,7 @@ def norm_backward(
     source = launch_rows(source)
     rows, columns = source.shape
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
-    programs, warps = BACKWARD
+    programs, warps, registers = BACKWARD
     programs = min(rows, programs)
     center = stats.mean is not None
     partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
@@ -296,7 +296,7 @@ def norm_backward(
             triton.cdiv(columns, size) if size else 0,
             G=size, E8M0=e8m0,
             CENTER=center, WEIGHT=weight is not None, BIAS=bias, BN=width, BG=width // size if size else 1,
-            TURNS=triton.cdiv(rows, programs), num_warps=warps,
+            TURNS=triton.cdiv(rows, programs), num_warps=warps, maxnreg=registers,
         )  # fmt: skip
     sums = partial.sum(1, dtype=sum_dtype)
     return dx, sums[0], sums[1] if bias else None

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
+from ..reference import quantize as reference
 from .fp8 import (
     TINY,
     Format,
@@ -19,6 +20,7 @@ from .fp8 import (
     constants,
     group_encode,
     inverse,
+    load_tile,
     magnitude_bits,
     pack_rows,
     read_amax,
@@ -28,6 +30,7 @@ from .fp8 import (
 
 __all__ = [
     "amax",
+    "dequantize",
     "launch_rows",
     "packet",
     "quantize_both",
@@ -200,3 +203,33 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
                 BM=bm, BN=max(bn, group_size), num_warps=warps,
             )  # fmt: skip
     return QuantizedTensor(codes, scales, "group", group_size)
+
+
+@triton.jit
+def _dequantize_groups_kernel(
+    codes, scales, out, rows, columns, groups, G: tl.constexpr, E8M0: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
+    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
+    inside = (row < rows) & (column < columns)
+    in_group = (row < rows) & (group < groups)
+    value = load_tile(codes, scales, row, column, group, inside, in_group, columns, groups, BM, BN, G, E8M0)
+    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """See :func:`coat_dist.reference.quantize.dequantize`; the kernel is for groups, other layouts are one product."""
+    if q.layout != "group":
+        return reference.dequantize(q, dtype)
+    codes, scales = launch_rows(q.codes), launch_rows(q.scales)
+    rows, columns = codes.shape
+    out = torch.empty(q.codes.shape, dtype=dtype, device=codes.device)
+    bm, bn, warps = GROUPS_TILE
+    if codes.numel():
+        with torch.cuda.device_of(codes):
+            _dequantize_groups_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
+                codes, scales, out, rows, columns, scales.shape[1], G=q.group_size, E8M0=scales.dtype == torch.uint8,
+                BM=bm, BN=max(bn, q.group_size), num_warps=warps,
+            )  # fmt: skip
+    return out

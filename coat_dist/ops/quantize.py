@@ -1,12 +1,13 @@
 """FP8 quantization of activations, weights and gradients; the definitions are in ``reference/quantize.py``."""
 
 from ..reference import quantize as reference
-from ..reference.quantize import dequantize
+from ..reference.quantize import power_of_two
 from .dispatch import operation
 
 __all__ = [
     "amax",
     "dequantize",
+    "power_of_two",
     "quantize_both",
     "quantize_groups",
     "quantize_tensor",
@@ -15,6 +16,7 @@ __all__ = [
 ]
 
 amax = operation(reference.amax)
+dequantize = operation(reference.dequantize)
 quantize_both = operation(reference.quantize_both)
 quantize_groups = operation(reference.quantize_groups)
 tensor_scale = operation(reference.tensor_scale)

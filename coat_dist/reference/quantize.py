@@ -27,6 +27,7 @@ __all__ = [
     "amax",
     "dequantize",
     "group_scales",
+    "power_of_two",
     "quantize_both",
     "quantize_groups",
     "quantize_tensor",
@@ -55,6 +56,12 @@ def tensor_scale(amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
     """fp32 scale that maps ``amax`` (fp32, any shape) to the format's largest value; NaN where amax is not finite."""
     scale = (amax * (1.0 / fmt.max)).clamp(min=SMALLEST_SCALE)
     return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two not below a normal, positive fp32 scale; NaN stays NaN."""
+    bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.where(scale.isnan(), scale, bits.view(torch.float32))
 
 
 def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False) -> QuantizedTensor:
@@ -131,12 +138,15 @@ def transpose(q: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(q.codes.t().contiguous(), q.scales, q.layout)
 
 
-def dequantize(q: QuantizedTensor) -> torch.Tensor:
-    """The values of a quantized tensor of any layout, fp32, in the shape of its codes."""
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values of a quantized tensor of any layout, in the shape of its codes; fp32 products rounded to ``dtype``.
+
+    BF16 holds them exactly where scales are powers of two and values are no denormals.
+    """
     scales = scale_values(q.scales)
     if q.layout == "group":
         scales = scales.repeat_interleave(q.group_size, dim=-1)[..., : q.codes.shape[-1]]
-    return q.codes.float() * scales
+    return (q.codes.float() * scales).to(dtype)
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, fmt: FP8Format) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_no_block_is_none_and_unchecked():
         ({"optimizer": {"expand": 1}}, ["coat.optimizer.expand: got 1", "true or false"]),
         ({"optimizer": {"second_moment": "fp8"}}, ['coat.optimizer.second_moment: got "fp8"', "'e4m3' or 'e5m2'"]),
         ({"activation": {"forward": "fast"}}, ['coat.activation.forward: got "fast"', "'exact' or 'quantized'"]),
-        ({"activation": {"attention": "fp8"}}, ['coat.activation.attention: got "fp8"', "'bf16'"]),
+        ({"activation": {"attention": "fp16"}}, ['coat.activation.attention: got "fp16"', "'bf16' or 'fp8'"]),
         ({"activation": {"weights": "kept"}}, ['coat.activation.weights: got "kept"', "'on_use' or 'cached'"]),
         ({"activation": {"wgrad": "fp32"}}, ['coat.activation.wgrad: got "fp32"', "'grad' or 'main_grad'"]),
         ({"activation": {"bf16_layers": ["first"]}}, ["coat.activation.bf16_layers.0", "an integer"]),

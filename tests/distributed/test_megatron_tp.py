@@ -77,7 +77,8 @@ def _train(tp, sp, steps, settings, hooks=True, **changes):
 
 
 def _invariance(rank, world, changes):
-    runs = [_train(tp, sp, 6, INVARIANT, **changes) for tp, sp in ((1, False), (2, False), (2, True))]
+    settings = INVARIANT.model_copy(update={"attention": changes.pop("attention", "bf16")})
+    runs = [_train(tp, sp, 6, settings, **changes) for tp, sp in ((1, False), (2, False), (2, True))]
     (losses, first, last, _, _), *others = runs
     assert losses[-1] < losses[0] - 0.2, losses
     for other_losses, other_first, other_last, replicas, _ in others:
@@ -97,8 +98,9 @@ def _invariance(rank, world, changes):
         {"qk_layernorm": True, "num_query_groups": 2, "add_qkv_bias": True},
         {"bf16": False, "params_dtype": torch.float32, "qk_layernorm": True},
         {"normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}},
+        {"attention": "fp8", "num_query_groups": 2},
     ],
-    ids=["llama", "qk_norm_gqa_bias", "fp32", "olmo_tied"],
+    ids=["llama", "qk_norm_gqa_bias", "fp32", "olmo_tied", "fp8_attention_gqa"],
 )
 def test_losses_do_not_depend_on_tensor_parallelism(changes):
     """Six optimizer steps at TP 1, TP 2 and TP 2 with SP: losses and all weights are the same to the last bit."""
@@ -291,8 +293,11 @@ def test_zero2_norm_of_gradients_counts_replicas_once():
 
 
 def test_zero3_gathers_the_weights_that_patched_modules_reach_for():
-    """ZeRO-3 gathers a module's own weights; fc1, fc2 and folded norms belong to modules that are not called."""
-    runs = [run_ranks(2, _deepspeed, stage, 1, False, 6, ActivationConfig()) for stage in (3, 2)]
+    """ZeRO-3 gathers a module's own weights; fc1, fc2 and folded norms belong to modules that are not called.
+
+    Its hooks also wrap what modules return: with FP8 attention, the tensors that attention hands to linear_proj.
+    """
+    runs = [run_ranks(2, _deepspeed, stage, 1, False, 6, ActivationConfig(attention="fp8")) for stage in (3, 2)]
     for (losses, *_), (reference, *_) in zip(*runs, strict=True):
         assert losses == pytest.approx(reference, rel=2e-3)
 

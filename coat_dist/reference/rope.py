@@ -1,0 +1,146 @@
+"""Split of a query-key-value projection into heads, with rotary position embedding of queries and keys.
+
+The projection's output is ``[s, b, groups * (per_group + 2) * size]``: for each group of grouped-query attention its
+queries, then its key, then its value (Megatron-core's interleaved layout). Rotation turns pairs (a, b) of the first
+``rot`` elements of a head by an angle that depends on the position:
+
+    a' = a * cos_a - b * sin_a
+    b' = b * cos_b + a * sin_b
+
+Pairs are ``(i, i + rot / 2)``, or ``(2i, 2i + 1)`` where the table is interleaved. Elements beyond ``rot`` pass
+unchanged (``rotary_percent``), and so do values.
+
+Arithmetic is fp32, each product and each sum rounded, and the result is rounded once to the dtype of the heads. For
+fp32 heads that is Megatron-core's ``apply_rotary_pos_emb`` and its gradient, to the bit; for BF16 heads it is that
+function of the same numbers in fp32, rounded. Megatron's BF16 code also rounds cosines, sines and products to BF16.
+
+Sources: Su et al., RoFormer (arXiv 2104.09864), equation 34; ``mscale`` is YaRN's attention factor (arXiv 2309.00071,
+section 3.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .quantize import amax
+
+__all__ = ["Heads", "RopeTable", "rope_table", "split_rope", "split_rope_backward"]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one rank: ``groups`` of ``per_group`` queries, one key and one value, each of ``size`` elements."""
+
+    groups: int
+    per_group: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Elements that a token has in the projection's output."""
+        return self.groups * (self.per_group + 2) * self.size
+
+    def check(self, shape: Sequence[int], table: RopeTable | None) -> None:
+        """Raises ValueError where a projection's output of ``shape``, or a table, does not fit these heads."""
+        if len(shape) != 3 or shape[2] != self.width:
+            raise ValueError(f"qkv: got shape {list(shape)}, accepted: [s, b, {self.width}] for {self}")
+        if table is None:
+            return
+        s, b, rot = table.cos.shape
+        if rot > self.size or s != shape[0] or b not in (1, shape[1]):
+            accepted = f"[{shape[0]}, 1 or {shape[1]}, at most {self.size}]"
+            raise ValueError(f"rope table: got shape {[s, b, rot]}, accepted: {accepted}")
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """Cosines and sines, fp32 ``[s, 1 or b, rot]``, one for every rotated element; rot is even."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+    def pair(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two elements of every pair of ``x`` ``[..., rot]``, each ``[..., rot / 2]``."""
+        return (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, -1)  # type: ignore[return-value]
+
+    def join(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`pair`."""
+        return torch.stack((a, b), -1).flatten(-2) if self.interleaved else torch.cat((a, b), -1)
+
+
+def rope_table(freqs: torch.Tensor, interleaved: bool = False, mscale: float = 1.0) -> RopeTable:
+    """The table for angles as Megatron-core hands them to attention.
+
+    Args:
+        freqs: angles in radians, ``[s, 1 or b, 1, rot]``, any floating dtype; both elements of a pair have theirs.
+        interleaved: pairs are neighbours (``rotary_interleaved``).
+        mscale: factor on cosines and sines.
+
+    Raises:
+        ValueError: another shape, or an odd number of rotated elements.
+    """
+    if freqs.dim() != 4 or freqs.shape[2] != 1 or freqs.shape[3] % 2:
+        raise ValueError(f"freqs: got shape {list(freqs.shape)}, accepted: [s, 1 or b, 1, an even number]")
+    angles = freqs.float().squeeze(2)
+    return RopeTable(angles.cos() * mscale, angles.sin() * mscale, interleaved)
+
+
+def split_rope(
+    mixed: torch.Tensor, heads: Heads, table: RopeTable | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values, queries and keys rotated.
+
+    Args:
+        mixed: ``[s, b, heads.width]``, bfloat16 or float32.
+        table: None for a split alone.
+
+    Returns:
+        q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]``, contiguous, in mixed's dtype: the
+        layout that SDPA reads without copies and whose output is an alias of what the projection that follows takes.
+
+    Raises:
+        ValueError: a shape that does not fit.
+    """
+    heads.check(mixed.shape, table)
+    s, b, _ = mixed.shape
+    grouped = mixed.view(s, b, heads.groups, heads.per_group + 2, heads.size)
+    q = grouped[..., : heads.per_group, :].reshape(s, b, -1, heads.size)
+    k, v = grouped[..., heads.per_group, :], grouped[..., heads.per_group + 1, :]
+    if table is not None:
+        q, k = _rotate(q, table), _rotate(k, table)
+    return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def split_rope_backward(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, heads: Heads, table: RopeTable | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of :func:`split_rope`'s input from those of its outputs, of any strides.
+
+    Returns:
+        dmixed ``[s, b, heads.width]``, contiguous, in dq's dtype, and its amax (fp32 scalar).
+    """
+    s, b = dq.shape[:2]
+    if table is not None:
+        dq, dk = _rotate_back(dq, table), _rotate_back(dk, table)
+    parts = (dq.reshape(s, b, heads.groups, heads.per_group, heads.size), dk.unsqueeze(3), dv.unsqueeze(3))
+    dmixed = torch.cat(parts, 3).view(s, b, heads.width)
+    return dmixed, amax(dmixed)
+
+
+def _rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
+    return _turn(x, table, lambda a, b, ca, cb, sa, sb: (a * ca - b * sa, b * cb + a * sb))
+
+
+def _rotate_back(y: torch.Tensor, table: RopeTable) -> torch.Tensor:
+    return _turn(y, table, lambda a, b, ca, cb, sa, sb: (a * ca + b * sb, b * cb - a * sa))
+
+
+def _turn(x: torch.Tensor, table: RopeTable, formula) -> torch.Tensor:
+    rot = table.cos.shape[-1]
+    angles = (part.unsqueeze(2) for t in (table.cos, table.sin) for part in table.pair(t))
+    turned = table.join(*formula(*table.pair(x[..., :rot].float()), *angles))
+    return torch.cat((turned.to(x.dtype), x[..., rot:]), -1)

@@ -1,0 +1,220 @@
+"""FP8 attention: forward and gradients are SDPA's on the rounded values, and only codes are kept."""
+
+import contextlib
+import gc
+import importlib
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from coat_dist.flow import TensorParallel, attention, linear, sdpa
+from coat_dist.formats import QuantizedTensor, fp8_format
+from coat_dist.reference.quantize import dequantize, quantize_groups
+
+from .common import relative_error, settings
+from .test_saved import saved, scale_bytes
+
+S, B, HEADS = 40, 2, 4
+ONE = TensorParallel()
+FORMS = [("e4m3", "e8m0", 32), ("e5m2", "bf16", 16)]
+
+
+def qkv(groups=2, d=64, dtype=torch.bfloat16, keys=S):
+    shapes = (S, B, HEADS, d), (keys, B, groups, d), (keys, B, groups, d)
+    return [torch.randn(shape).mul(2).to(dtype).requires_grad_() for shape in shapes]
+
+
+def rounded(x, config, d):
+    """Rounded by groups within heads."""
+    x = x.detach()
+    q = quantize_groups(x.unflatten(-1, (-1, d)), fp8_format(config.format), config.group_size, config.scale)
+    return dequantize(q).to(x.dtype).view(x.shape)
+
+
+def heads_first(*tensors):
+    return [t.permute(1, 2, 0, 3) for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("groups", "d"), [(4, 64), (2, 64), (1, 24)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_and_gradients_are_sdpas_on_rounded_values(dtype, groups, d, causal, form):
+    config = settings(format=form[0], scale=form[1], group_size=form[2])
+    inputs = qkv(groups, d, dtype, S if causal else S + 7)
+    out, o8 = attention(*inputs, config, causal=causal, scale=0.2)
+    values = heads_first(*(rounded(t, config, d) for t in inputs))
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    plain, lse = kernel(*values, 0.0, causal, scale=0.2)
+    o = rounded(plain.permute(2, 0, 1, 3), config, d)
+    assert out.dtype == dtype and torch.equal(out, o.flatten(2))
+    assert torch.equal(out, dequantize(o8).to(dtype).view(out.shape))
+
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, dout)
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    d_heads = dout.view(S, B, HEADS, d).permute(1, 2, 0, 3)
+    expected = back(d_heads, *values, o.permute(1, 2, 0, 3), lse, 0.0, causal, scale=0.2)
+    for got, wanted in zip(grads, expected, strict=True):
+        assert torch.equal(got, wanted.permute(2, 0, 1, 3))
+
+
+def test_only_delta_sees_the_rounded_output():
+    """Against autograd through SDPA: dv is the same to the bit; dq and dk differ most where softmax is as peaked as
+    here, with scores of standard deviation 4."""
+    config = settings()
+    inputs = qkv(4, dtype=torch.float32)
+    out, _ = attention(*inputs, config)
+    values = [rounded(t, config, 64).requires_grad_() for t in inputs]
+    plain = sdpa(*values)
+    dout = torch.randn_like(out)
+    (dq, dk, dv), (eq, ek, ev) = (torch.autograd.grad(o, i, dout) for o, i in ((out, inputs), (plain, values)))
+    assert torch.equal(dv, ev)
+    assert 0 < relative_error(dq, eq) < 0.1 and 0 < relative_error(dk, ek) < 0.1
+
+
+@pytest.mark.parametrize("d", [64, 24])
+@pytest.mark.parametrize("form", FORMS)
+def test_saved_bytes_are_codes_scales_and_the_logarithms_of_sums(form, d):
+    config = settings(format=form[0], scale=form[1], group_size=form[2])
+    inputs, weight = qkv(2, d), torch.randn(48, HEADS * d, dtype=torch.bfloat16, requires_grad=True)
+
+    def block():
+        out, o8 = attention(*inputs, config)
+        return linear(out, weight, ONE, config, o8)
+
+    heads = 2 * HEADS + 2 * 2  # q, o; k, v
+    per_token = heads * (d + scale_bytes(d, config)) + 4 * HEADS
+    assert sum(saved(block, weight).values()) == S * B * per_token + 2 * 4
+
+
+def test_bytes_of_a_llama_2_7b_layer():
+    """The number in docs/flow.md."""
+    config = settings()
+    inputs = 2 * (4096 + scale_bytes(4096, config) + 4)
+    mlp = 2 * 11008 + 2 * scale_bytes(11008, config)
+    assert inputs + 4 * (4096 + 32 * scale_bytes(128, config)) + 4 * 32 + mlp == 48184
+
+
+def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch):
+    """x8 holds the values of o8, whose codes were rounded once; only values that become subnormal round again."""
+    config = settings()
+    operands = []
+    module = importlib.import_module("coat_dist.flow.linear")
+    for name in ("gemm", "summed_gemm"):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda a, b, *rest, _real=real, **named: (
+            operands.append((a, b)), _real(a, b, *rest, **named))[1])  # fmt: skip
+    out, o8 = attention(*qkv(), config)
+    weight = torch.randn(48, HEADS * 64, dtype=torch.bfloat16, requires_grad=True)
+    linear(out, weight, ONE, config, o8).float().square().sum().backward()
+    (x8, _), _, (_, x8_t) = operands
+    assert torch.equal(x8.codes.view(torch.uint8), x8_t.codes.view(torch.uint8).t()) and x8.scales is x8_t.scales
+    assert x8.scales.frexp()[0] == 0.5  # a power of two
+    normal = out.abs() >= 2.0**-6 * x8.scales
+    assert normal.float().mean() > 0.9
+    assert torch.equal(dequantize(x8).view(out.shape)[normal], out.float()[normal])
+    assert x8.codes.float().abs().max() > 224  # no bit is given away
+
+
+def gradients(run, inputs):
+    out = run(*inputs)
+    return out.detach(), torch.autograd.grad(out.float().sin().sum(), inputs)
+
+
+def first(*inputs):
+    return attention(*inputs, settings())[0]
+
+
+@contextlib.contextmanager
+def offloaded():
+    """Every saved tensor leaves and comes back as a copy."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+        yield
+
+
+def test_recompute_offload_and_repeated_backward_change_nothing():
+    inputs = qkv()
+    out, expected = gradients(first, inputs)
+
+    def offload(*inputs):
+        with offloaded():
+            return first(*inputs)
+
+    for run in (
+        lambda *i: checkpoint(first, *i, use_reentrant=False),
+        lambda *i: checkpoint(lambda *j: first(*j) * 1, *i, use_reentrant=False),
+        offload,
+    ):
+        got, grads = gradients(run, inputs)
+        assert torch.equal(got, out) and all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    loss = checkpoint(first, *inputs, use_reentrant=True).float().sin().sum()
+    loss.backward()
+    assert all(torch.equal(t.grad, g) for t, g in zip(inputs, expected, strict=True))
+    loss = first(*inputs).float().sin().sum()
+    again = [torch.autograd.grad(loss, inputs, retain_graph=keep) for keep in (True, False)]
+    assert all(torch.equal(a, b) for grads in again for a, b in zip(grads, expected, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_no_gradients_and_frozen_inputs():
+    inputs = qkv()
+    out, expected = gradients(first, inputs)
+    with torch.no_grad():
+        assert torch.equal(first(*inputs), out)
+    with torch.inference_mode():
+        assert torch.equal(first(*inputs), out)
+    inputs[1].requires_grad_(False)
+    _, (dq, dv) = gradients(lambda q, v: first(q, inputs[1], v), inputs[::2])
+    assert torch.equal(dq, expected[0]) and torch.equal(dv, expected[2])
+
+
+def test_nothing_outlives_the_graph():
+    """The graph inside holds hooks that must not refer back to it: such a circle is never collected."""
+    module = importlib.import_module("coat_dist.flow.attention")
+    gc.disable()
+    try:
+        out = first(*qkv())
+        node = out.grad_fn.node
+        alive = [weakref.ref(node), weakref.ref(node._saved)]
+        assert isinstance(node, module._Node)
+        out.sum().backward()
+        assert not node._saved._tensors
+        del node, out
+        assert not any(r() for r in alive)
+    finally:
+        gc.enable()
+
+
+def test_bad_arguments_are_named():
+    q, k, v = qkv()
+    for arguments, message in (
+        ((q[0], k, v), r"q: got torch.bfloat16 \[2, 4, 64\], accepted: \[s, b, heads, d\]"),
+        ((q, k.float(), v), r"k: got torch.float32"),
+        ((q.half(), k.half(), v.half()), r"q: got torch.float16"),
+        ((q, k, v[:-1]), "k, v: got shapes"),
+        ((q[:, :, :3], k, v), "a divisor of q's heads"),
+        ((q[1:], k, v), "k: got 40 keys for 39 queries, accepted: equal lengths where causal"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(*arguments, settings())
+    out, o8 = attention(q, k, v, settings())
+    weight = torch.randn(8, 256)
+    for wrong in (
+        QuantizedTensor(o8.codes, o8.scales, "tensor"),
+        QuantizedTensor(o8.codes[1:], o8.scales, "group", 32),
+    ):
+        with pytest.raises(ValueError, match=r"compressed: got layout .*, accepted: layout 'group'"):
+            linear(out, weight, ONE, settings(), wrong)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_sdpa_takes_sequence_first(groups):
+    q, k, v = qkv(groups, dtype=torch.float32)
+    expected = F.scaled_dot_product_attention(*heads_first(q, k, v), is_causal=True, enable_gqa=True)
+    assert torch.equal(sdpa(q, k, v), expected.permute(2, 0, 1, 3).flatten(2))

@@ -1,0 +1,67 @@
+"""norm → qkv → split and rotation as one function: the same bits as its parts, and nothing more kept."""
+
+import pytest
+import torch
+
+from coat_dist.flow import Heads, TensorParallel, norm_linear, norm_qkv, rope_table
+from coat_dist.reference.rope import split_rope, split_rope_backward
+
+from .common import ONE, Layer, settings
+from .test_saved import normed_bytes, saved
+
+S, B, H = 12, 3, 64
+HEADS = Heads(groups=2, per_group=2, size=16)
+
+
+def table(batch=1, rot=12):
+    return rope_table(torch.randn(S, batch, 1, rot) * 30)
+
+
+@pytest.mark.parametrize("config", [settings(), settings(forward="quantized", grad_format="e5m2")])
+@pytest.mark.parametrize("angles", [table(), table(B, 16), None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_as_the_parts(config, angles, dtype):
+    layer = Layer.random(h=H, n=HEADS.width, kind="layernorm", dtype=dtype)
+    x = torch.randn(S, B, H, dtype=dtype, requires_grad=True)
+    inputs = [x, layer.norm_weight, layer.norm_bias, layer.weight, layer.bias]
+    got = norm_qkv(x, layer.norm, layer.weight, layer.bias, HEADS, angles, ONE, config)
+    mixed = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config)
+    wanted = split_rope(mixed, HEADS, angles)
+    assert [t.shape for t in got] == [(S, B, 4, 16), (S, B, 2, 16), (S, B, 2, 16)]
+    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(got, wanted, strict=True))
+    douts = [torch.randn_like(t) for t in got]
+    dmixed, _ = split_rope_backward(*douts, HEADS, angles)
+    grads, expected = torch.autograd.grad(got, inputs, douts), torch.autograd.grad(mixed, inputs, dmixed)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def test_only_the_shared_table_is_kept_besides():
+    layer, angles, config = Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16), table(), settings()
+    x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
+    known = [*layer.parameters().values(), angles.cos, angles.sin]
+    kept = saved(lambda: norm_qkv(x, layer.norm, layer.weight, None, HEADS, angles, ONE, config)[0], *known)
+    assert sum(kept.values()) == S * B * normed_bytes(H, "rmsnorm", config) + 2 * 4
+
+
+def test_unused_outputs_have_zero_gradients():
+    layer, x = Layer.random(h=H, n=HEADS.width), torch.randn(S, B, H, requires_grad=True)
+    _, _, v = norm_qkv(x, layer.norm, layer.weight, None, HEADS, table(), ONE, settings())
+    v.sum().backward()
+    rows = layer.weight.grad.view(2, 4, 16, H).abs().amax((2, 3)) > 0
+    assert rows.tolist() == [[False, False, False, True]] * 2
+
+
+def test_bad_arguments_are_named():
+    layer, x = Layer.random(h=H, n=HEADS.width), torch.randn(S, B, H)
+
+    def call(x=x, heads=HEADS, angles=None, bias=None):
+        return norm_qkv(x, layer.norm, layer.weight, bias, heads, angles, TensorParallel(), settings())
+
+    with pytest.raises(ValueError, match=r"x: got shape \[36, 64\], accepted: \[s, b, h\]"):
+        call(x.flatten(0, 1))
+    with pytest.raises(ValueError, match=r"qkv: got shape \[12, 3, 128\], accepted: \[s, b, 160\]"):
+        call(heads=Heads(2, 3, 16))
+    with pytest.raises(ValueError, match=r"rope table: got shape \[12, 2, 12\]"):
+        call(angles=table(2))
+    with pytest.raises(ValueError, match="bias: got shape"):
+        call(bias=torch.zeros(3))

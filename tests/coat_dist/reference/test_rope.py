@@ -1,0 +1,73 @@
+"""The definition of split and rotation, against complex numbers and against autograd."""
+
+import pytest
+import torch
+
+from coat_dist.reference.quantize import amax
+from coat_dist.reference.rope import Heads, rope_table, split_rope, split_rope_backward
+
+HEADS = Heads(groups=2, per_group=3, size=16)
+
+
+def angles(s=5, b=1, rot=16, interleaved=False):
+    half = torch.randn(s, b, 1, rot // 2) * 30
+    return torch.stack((half, half), -1).flatten(-2) if interleaved else torch.cat((half, half), -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rot", [16, 10])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pairs_are_turned_by_their_angle_in_the_complex_plane(interleaved, rot, batch):
+    mixed, freqs = torch.randn(5, 3, HEADS.width), angles(b=batch, rot=rot, interleaved=interleaved)
+    q, k, v = split_rope(mixed, HEADS, rope_table(freqs, interleaved, 1.5))
+    for group in range(2):
+        slots = mixed.view(5, 3, 2, 5, 16)[:, :, group]
+        assert torch.equal(v[:, :, group], slots[:, :, 4])
+        for got, given in [(q[:, :, 3 * group + i], slots[:, :, i]) for i in range(3)] + [
+            (k[:, :, group], slots[:, :, 3])
+        ]:
+            pairs = given[..., :rot].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+            a, b = pairs.unbind(-1 if interleaved else -2)
+            theta = (freqs[..., ::2] if interleaved else freqs[..., : rot // 2]).squeeze(2).double()
+            turned = torch.complex(a.double(), b.double()) * torch.polar(torch.full_like(theta, 1.5), theta)
+            turned = torch.stack((turned.real, turned.imag), -1 if interleaved else -2).flatten(-2)
+            torch.testing.assert_close(got[..., :rot], turned.float(), rtol=1e-5, atol=1e-5)
+            assert torch.equal(got[..., rot:], given[..., rot:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rot", [16, 6, 0])
+def test_backward_is_autograds(interleaved, rot):
+    """Angles of a pair need not even be the same."""
+    table = rope_table(torch.randn(5, 3, 1, rot) * 9, interleaved, 0.7) if rot else None
+    mixed = torch.randn(5, 3, HEADS.width, requires_grad=True)
+    parts = split_rope(mixed, HEADS, table)
+    assert all(p.is_contiguous() for p in parts)
+    gradients = [torch.randn_like(p) for p in parts]
+    (wanted,) = torch.autograd.grad(parts, mixed, gradients)
+    got, top = split_rope_backward(*gradients, HEADS, table)
+    assert torch.equal(got, wanted) and got.is_contiguous()
+    assert torch.equal(top, amax(wanted))
+
+
+def test_bfloat16_is_fp32_rounded_once():
+    mixed, table = torch.randn(5, 3, HEADS.width).bfloat16(), rope_table(angles())
+    for got, exact in zip(split_rope(mixed, HEADS, table), split_rope(mixed.float(), HEADS, table), strict=True):
+        assert got.dtype == torch.bfloat16 and torch.equal(got, exact.bfloat16())
+    gradients = [torch.randn(5, 3, n, 16).bfloat16() for n in (6, 2, 2)]
+    got, _ = split_rope_backward(*gradients, HEADS, table)
+    exact, _ = split_rope_backward(*(g.float() for g in gradients), HEADS, table)
+    assert torch.equal(got, exact.bfloat16())
+
+
+def test_shapes_that_do_not_fit_are_named():
+    mixed, table = torch.randn(5, 3, HEADS.width), rope_table(angles())
+    with pytest.raises(ValueError, match=r"qkv: got shape \[5, 3, 159\], accepted: \[s, b, 160\]"):
+        split_rope(mixed[..., 1:], HEADS, table)
+    with pytest.raises(ValueError, match=r"rope table: got shape \[4, 1, 16\], accepted: \[5, 1 or 3, at most 16\]"):
+        split_rope(mixed, HEADS, rope_table(angles(s=4)))
+    with pytest.raises(ValueError, match=r"rope table: got shape \[5, 1, 18\]"):
+        split_rope(mixed, HEADS, rope_table(angles(rot=18)))
+    for shape in ((5, 16), (5, 1, 1, 7), (5, 1, 2, 8)):
+        with pytest.raises(ValueError, match="freqs: got shape .*, accepted: .*an even number"):
+            rope_table(torch.zeros(shape))

@@ -1,0 +1,156 @@
+"""FP8 attention on a GPU: SDPA's own kernels on the rounded values, the planned bytes, no host synchronization."""
+
+import pytest
+import torch
+
+from coat_dist.config import ActivationConfig
+from coat_dist.flow import Heads, Norm, TensorParallel, attention, linear, norm_qkv, rope_table, sdpa
+from coat_dist.formats import fp8_format
+from coat_dist.reference.quantize import dequantize, quantize_groups
+from tests.coat_dist.flow.common import relative_error
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
+
+ONE = TensorParallel()
+FP8 = ActivationConfig(attention="fp8")
+
+
+def qkv(s, b, heads, groups, d):
+    shapes = (s, b, heads, d), (s, b, groups, d), (s, b, groups, d)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+
+
+def rounded(x, d, config):
+    x = x.detach()
+    q = quantize_groups(x.unflatten(-1, (-1, d)), fp8_format(config.format), config.group_size, config.scale)
+    return dequantize(q).to(x.dtype).view(x.shape)
+
+
+SHAPES = [(512, 2, 8, 8, 128), (513, 1, 8, 2, 128), (256, 2, 6, 1, 64), (128, 1, 4, 4, 80)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", [("e4m3", "e8m0", 32), ("e5m2", "bf16", 16)])
+def test_forward_and_gradients_are_sdpas_on_rounded_values(shape, form):
+    config = ActivationConfig(attention="fp8", format=form[0], scale=form[1], group_size=form[2])
+    inputs, d = qkv(*shape), shape[-1]
+    out, o8 = attention(*inputs, config)
+    values = [rounded(t, d, config).requires_grad_() for t in inputs]
+    plain = sdpa(*values)
+    o = rounded(plain, d, config)
+    assert torch.equal(out, o)
+    assert torch.equal(out, dequantize(o8).bfloat16().view(out.shape))
+
+    # The same node of autograd's, given the rounded output where it asks for the one that it saved.
+    saved = []
+
+    def unpack(i):
+        t = saved[i]
+        if t.data_ptr() != plain.data_ptr():
+            return t
+        heads = o.view(shape[0], shape[1], shape[2], d).permute(1, 2, 0, 3)
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(heads)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or len(saved) - 1, unpack):
+        plain = sdpa(*values)
+    dout = torch.randn_like(out)
+    for got, wanted in zip(
+        torch.autograd.grad(out, inputs, dout), torch.autograd.grad(plain, values, dout), strict=True
+    ):
+        # The kernels add parts of dq in any order, so its last bit may differ from run to run.
+        assert relative_error(got, wanted) < 3e-3
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="prefers cuDNN on Hopper only")
+def test_cudnn_runs_inside():
+    out, _ = attention(*qkv(*SHAPES[0]), FP8)
+    assert "Cudnn" in out.grad_fn.node._exit.node.name()
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_bytes_that_stay_allocated(shape):
+    s, b, heads, groups, d = shape
+    config, weight = FP8, torch.randn(256, heads * d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def run(inputs):
+        out, o8 = attention(*inputs, config)
+        return linear(out, weight, ONE, config, o8)
+
+    inputs = qkv(*shape)
+    run(inputs).sum().backward()  # workspaces are allocated on first use
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = run(inputs)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before - out.nbytes
+    planned = s * b * ((2 * heads + 2 * groups) * (d + d // 32) + 4 * heads)
+    # cuDNN may fill logarithms of sums up to whole tiles; the allocator rounds each tensor up to 512 bytes.
+    assert planned <= held <= planned + 20 * 512 + 4 * b * heads * 128, (held, planned)
+    del out
+
+
+def layer(s=256, b=2, h=1024, heads=8):
+    def leaf(*shape):
+        return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).bfloat16().requires_grad_()
+
+    norm = Norm("rmsnorm", 1e-5, torch.ones(h, device="cuda", dtype=torch.bfloat16).requires_grad_())
+    split, table = Heads(heads, 1, h // heads), rope_table(torch.randn(s, 1, 1, h // heads, device="cuda"))
+    qkv_weight, proj_weight = leaf(3 * h, h), leaf(h, h)
+
+    def run(x):
+        q, k, v = norm_qkv(x, norm, qkv_weight, None, split, table, ONE, FP8)
+        out, o8 = attention(q, k, v, FP8)
+        return linear(out, proj_weight, ONE, FP8, o8)
+
+    return run, leaf(s, b, h), [norm.weight, qkv_weight, proj_weight]
+
+
+def test_nothing_waits_for_the_gpu():
+    run, x, _ = layer()
+    run(x).sum().backward()  # first use may synchronize: handles, plans, workspaces
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert x.grad.isfinite().all()
+
+
+def test_captured_in_a_cuda_graph():
+    run, x, parameters = layer()
+    inputs, static = [x, *parameters], torch.randn_like(x).requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(run(static).sum(), [static, *parameters])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(static)
+        captured_grads = torch.autograd.grad(captured.sum(), [static, *parameters])
+    with torch.no_grad():
+        static.copy_(x)
+    graph.replay()
+    out = run(x)
+    grads = torch.autograd.grad(out.sum(), inputs)
+    assert torch.equal(captured, out)
+    for got, wanted in zip(captured_grads, grads, strict=True):
+        # An amax that moves with the order of cuDNN's sums turns a few codes of the gradients that follow.
+        assert relative_error(got, wanted) < 5e-2
+
+
+def test_kernels_and_definitions_agree(monkeypatch):
+    """The whole block: codes of the same values, products by the same tensor cores."""
+    run, x, _ = layer()
+    out = run(x)
+    q = torch.randn(64, 2, 8, 128, device="cuda").bfloat16()
+    first = attention(q, q, q, FP8)
+    monkeypatch.setenv("COAT_REFERENCE", "1")
+    second = attention(q, q, q, FP8)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1].scales, second[1].scales)
+    assert torch.equal(first[1].codes.view(torch.uint8), second[1].codes.view(torch.uint8))
+    assert relative_error(run(x), out) < 0.1
