@@ -283,7 +283,8 @@ def _backward_kernel(
         store_turned(d8_t, gates, packet, column, height, there)
         at = tl.program_id(0).to(tl.int64) * PARTS * columns + column
         if GATED:
-            store_turned(d8_t + columns.to(tl.int64) * height, ups, packet, column, height, there)
+            up_t = d8_t + tl.full((), 1, tl.int64) * columns * height
+            store_turned(up_t, ups, packet, column, height, there)
         if BIAS:
             tl.store(dbias + at, tl.sum(gate_sum, 0)[None, :], mask=column < columns)
             if GATED:

@@ -38,7 +38,7 @@ __all__ = ["norm_backward", "norm_compress", "norm_forward", "norm_quantize"]
 ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4
-BACKWARD = (264, 4, 255)  # programs, each with a partial weight gradient of its rows; warps; registers a thread
+BACKWARD = (264, 8, 112)  # programs, each with a partial weight gradient of its rows; warps; registers a thread
 
 
 @triton.jit
