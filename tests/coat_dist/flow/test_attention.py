@@ -164,6 +164,20 @@ def test_recompute_offload_and_repeated_backward_change_nothing():
         loss.backward()
 
 
+def test_compiled_callers_get_the_same_bits():
+    inputs, weight = qkv(), torch.randn(48, HEADS * 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def block(*inputs):
+        out, o8 = attention(*(2 * t for t in inputs), settings())
+        return linear(out, weight, ONE, settings(), o8)
+
+    (out, grads), (compiled, compiled_grads) = (
+        gradients(run, inputs) for run in (block, torch.compile(block, backend="eager"))
+    )
+    assert torch.equal(out, compiled)
+    assert all(torch.equal(a, b) for a, b in zip(grads, compiled_grads, strict=True))
+
+
 def test_no_gradients_and_frozen_inputs():
     inputs = qkv()
     out, expected = gradients(first, inputs)
