@@ -15,13 +15,14 @@ import torch
 from benchmarks.common import graph_ms, write_result
 from benchmarks.optimizer import copy_bandwidth
 from coat_dist.formats import E4M3
-from coat_dist.kernels import activation, norm, quantize
+from coat_dist.kernels import activation, norm, quantize, rope
+from coat_dist.reference.rope import Heads, rope_table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=16384, help="a multiple of 4")
+    parser.add_argument("--hidden", type=int, default=4096, help="a multiple of 128, the size of a head")
     parser.add_argument("--ffn", type=int, default=11008)
     parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
     arguments = parser.parse_args()
@@ -34,6 +35,10 @@ def main() -> None:
     entry = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True)
     gu8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True).pre8
     q = quantize.quantize_tensor(x, E4M3, scale)
+    heads, batch, size = Heads(h // 128, 1, 128), 4, 128
+    table = rope_table(torch.randn(m // batch, 1, 1, size, device="cuda"))
+    mixed = torch.randn(m // batch, batch, heads.width, device="cuda", dtype=torch.bfloat16)
+    qkv = rope.split_rope(mixed, heads, table)
     wide = 33 / 32  # a code and its share of a scale
     calls = {
         "amax": (lambda: quantize.amax(x), 2 * m * h),
@@ -41,6 +46,10 @@ def main() -> None:
         "quantize transposed": (lambda: quantize.quantize_tensor(x, E4M3, scale, True), 3 * m * h),
         "quantize, both orders": (lambda: quantize.quantize_both(x, E4M3, scale), 4 * m * h),
         "transpose codes": (lambda: quantize.transpose(q), 2 * m * h),
+        "quantize_groups": (lambda: quantize.quantize_groups(x, E4M3, 32, "e8m0"), (2 + wide) * m * h),
+        "dequantize groups": (lambda: quantize.dequantize(entry.x8, torch.bfloat16), (2 + wide) * m * h),
+        "split_rope": (lambda: rope.split_rope(mixed, heads, table), 4 * mixed.numel()),
+        "split_rope_backward": (lambda: rope.split_rope_backward(*qkv, heads, table), 4 * mixed.numel()),
         "norm": (lambda: norm.norm_forward(x, "rmsnorm", 1e-5, weight, None), 4 * m * h),
         "norm_compress": (
             lambda: norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True),

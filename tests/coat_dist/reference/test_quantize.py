@@ -9,6 +9,7 @@ from coat_dist.reference.quantize import (
     amax,
     dequantize,
     group_scales,
+    power_of_two,
     quantize_groups,
     quantize_tensor,
     scale_values,
@@ -181,3 +182,19 @@ def test_e8m0_groups_read_back_exactly_when_quantized_again():
 def test_unknown_scale_is_refused():
     with pytest.raises(ValueError, match="scale: got 'fp32', accepted: 'e8m0', 'bf16'"):
         quantize_groups(torch.ones(4), E4M3, 2, "fp32")
+
+
+def test_power_of_two_is_the_next_one():
+    exponents = torch.arange(-126, 127).float()
+    powers = torch.exp2(exponents)
+    assert torch.equal(power_of_two(powers), powers)
+    above = torch.nextafter(powers, torch.tensor(torch.inf))
+    assert torch.equal(power_of_two(above), 2 * powers)
+    assert torch.equal(power_of_two(torch.nextafter(2 * powers, torch.tensor(0.0))), 2 * powers)
+    assert power_of_two(torch.tensor(torch.nan)).isnan()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_bfloat16_holds_what_power_of_two_scales_read_back_as(fmt):
+    q = quantize_groups(torch.randn(7, 100).mul(4).exp(), fmt, 32, "e8m0")
+    assert torch.equal(dequantize(q, torch.bfloat16).float(), dequantize(q))
