@@ -104,8 +104,8 @@ def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch):
     """x8 holds the values of o8, whose codes were rounded once; only values that become subnormal round again."""
     config = settings()
     operands = []
-    module = importlib.import_module("coat_dist.flow.linear")
-    for name in ("gemm", "summed_gemm"):
+    for where, name in (("linear", "summed_gemm"), ("linear", "gemm"), ("weights", "gemm")):
+        module = importlib.import_module(f"coat_dist.flow.{where}")
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda a, b, *rest, _real=real, **named: (
             operands.append((a, b)), _real(a, b, *rest, **named))[1])  # fmt: skip
