@@ -6,7 +6,7 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 
 from .linear import invariant_linear, linear
 from .loss import vocab_parallel_cross_entropy
-from .mlp import norm_mlp
+from .mlp import mlp, norm_mlp, scale_rows
 from .norm import Norm, norm
 from .norm_linear import norm_linear
 from .scaling import TensorParallel
@@ -16,8 +16,10 @@ __all__ = [
     "TensorParallel",
     "invariant_linear",
     "linear",
+    "mlp",
     "norm",
     "norm_linear",
     "norm_mlp",
+    "scale_rows",
     "vocab_parallel_cross_entropy",
 ]
