@@ -46,7 +46,8 @@ class PlainInput:
         if self.tp.sharded and not self.settings.fp8_gather:  # rounding to BF16 and back gives the same codes
             x = self.tp.gather_rows(dequantize(source).to(self.dtype))
             return quantize_tensor(x, fp8_format(self.settings.format), source.scales, transpose)
-        y8 = QuantizedTensor(self.tp.gather_rows(source.codes), source.scales, "tensor")
+        codes = self.tp.gather_rows(source.codes) if self.tp.sharded else source.codes
+        y8 = QuantizedTensor(codes, source.scales, "tensor")
         return transposed(y8) if transpose else y8
 
     def backward(self, dy: torch.Tensor, wanted: tuple[bool, ...]) -> tuple[torch.Tensor | None, ParameterGrads]:
