@@ -64,7 +64,7 @@ def rows(t, tp):
 
 
 def model(kind, x, p, labels, tp, config):
-    """Every piece: norm → linear → linear, norm → MLP gated and with a bias, MLP without norm, final norm, output layer, loss. Returns what to compare."""
+    """Every piece: norm → linear → linear; MLPs gated, with a bias, without norm; final norm, output layer, loss."""
     one = Norm(kind, 1e-5, p["gain"], p.get("shift"), reduce_grad=tp.sharded)
     middle = norm_linear(x, one, p["weight"], p["bias"], tp, config)
     x = x + linear(middle, p["back"], tp, config)
