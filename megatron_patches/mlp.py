@@ -1,20 +1,32 @@
-"""The gated MLP of a patched model."""
+"""The MLPs of a patched model: the one behind a layer's norm, and experts."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import fast_gelu
+from megatron.core import activations
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from coat_dist import flow
 
 from .linear import Patch
 from .norm import describe
 
-__all__ = ["NormMLP", "activation_name"]
+__all__ = ["ExpertMLP", "NormMLP", "SharedExperts", "activation_name"]
+
+# Without Transformer Engine megatron-core never defines this name, which its router compares with None.
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None
+
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "quick_gelu": "quick_geglu"}
+_UNGATED = ("gelu", "gelu_tanh", "quick_gelu", "squared_relu")
 
 
 def activation_name(config: TransformerConfig) -> str:
@@ -23,8 +35,6 @@ def activation_name(config: TransformerConfig) -> str:
     Raises:
         ValueError: the flow has no such activation; names the offending key.
     """
-    if not config.gated_linear_unit:
-        raise ValueError("gated_linear_unit False")
     if getattr(config, "activation_func_clamp_value", None) is not None:
         raise ValueError("activation_func_clamp_value set")
     if getattr(config, "glu_linear_offset", 0.0) != 0.0:
@@ -32,13 +42,27 @@ def activation_name(config: TransformerConfig) -> str:
     if getattr(config, "use_te_activation_func", False):
         raise ValueError("use_te_activation_func")
     function = config.activation_func
+    name = _function_name(function, config.bias_activation_fusion)
+    if config.gated_linear_unit and name in _GATED:
+        return _GATED[name]
+    if not config.gated_linear_unit and name in _UNGATED:
+        return name
+    gate = "with" if config.gated_linear_unit else "without"
+    raise ValueError(f"activation_func {getattr(function, '__name__', function)} {gate} gated_linear_unit")
+
+
+def _function_name(function: object, fused: bool) -> str | None:
     if function is F.silu:
-        return "swiglu"
+        return "silu"
     if function is F.gelu:  # Megatron's fused form of it is the tanh approximation
-        return "geglu_tanh" if config.bias_activation_fusion else "geglu"
-    if function is fast_gelu:
-        return "geglu_tanh"
-    raise ValueError(f"activation_func {getattr(function, '__name__', function)}")
+        return "gelu_tanh" if fused else "gelu"
+    if isinstance(function, functools.partial) and function.func is F.gelu and not function.args:
+        return {"tanh": "gelu_tanh", "none": "gelu"}.get(function.keywords.get("approximate", "none"))
+    if function is activations.fast_gelu:
+        return "gelu_tanh"
+    if function is activations.quick_gelu or function is getattr(fused_bias_geglu, "quick_gelu", None):
+        return "quick_gelu"
+    return "squared_relu" if function is activations.squared_relu else None
 
 
 class NormMLP(MLP):
@@ -53,8 +77,11 @@ class NormMLP(MLP):
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
-    ) -> tuple[torch.Tensor, None]:
-        """``[s, b, h]`` → ``[s, b, h]`` (s/TP on both sides under sequence parallelism). There is no bias."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[s, b, h]`` → ``[s, b, h]`` (s/TP on both sides under sequence parallelism), and fc2's bias.
+
+        As in Megatron the bias is handed on, to be added with dropout and residual.
+        """
         if per_token_scale is not None:
             raise ValueError("per_token_scale: got a tensor, accepted: None in a patched layer (it is for experts)")
         _wait_for_parameters(self.linear_fc1, self.linear_fc2)
@@ -67,8 +94,51 @@ class NormMLP(MLP):
             activation_name(self.config),
             self.coat.tp,
             self.coat.settings,
+            self.linear_fc1.bias,
         )
+        return y, self.linear_fc2.bias
+
+
+class ExpertMLP(MLP):
+    """One expert: fc1, the activation and fc2 in FP8. The norm comes before the router and stays as it is.
+
+    Experts that are split over ranks leave communication to Megatron's token dispatcher: each rank works by itself.
+    """
+
+    coat_patched = True
+    coat: Patch
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[tokens, h]`` → the same, times the router's ``per_token_scale`` ``[tokens]``; any number of tokens.
+
+        Megatron multiplies the activation by it, before fc2; here the output is multiplied, which is the same but for
+        rounding. fc2's bias is handed on where there is no scale, and added, scaled, where there is, as in Megatron.
+        """
+        _wait_for_parameters(self.linear_fc1, self.linear_fc2)
+        y = flow.mlp(
+            hidden_states,
+            self.linear_fc1.weight,
+            self.linear_fc2.weight,
+            activation_name(self.config),
+            self.coat.tp,
+            self.coat.settings,
+            self.linear_fc1.bias,
+        )
+        bias = self.linear_fc2.bias
+        if per_token_scale is None:
+            return y, bias
+        y = flow.scale_rows(y, per_token_scale, self.coat.settings)
+        if bias is not None:
+            y = y + (bias * per_token_scale.unsqueeze(-1)).to(y.dtype)
         return y, None
+
+
+class SharedExperts(SharedExpertMLP, ExpertMLP):
+    """Megatron's shared experts, whose ``forward`` calls that of an MLP (:class:`ExpertMLP`) and applies their gate."""
+
+    coat_patched = True
 
 
 def _wait_for_parameters(*modules: torch.nn.Module) -> None:

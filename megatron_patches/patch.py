@@ -2,13 +2,14 @@
 
 Patching sets ``__class__`` of built modules to a subclass with another ``forward`` and gives it one attribute,
 ``coat``. Undoing it sets the class back. Each layer has two blocks that are patched independently, attention
-(input_layernorm, linear_qkv, linear_proj) and MLP (pre_mlp_layernorm, linear_fc1, activation, linear_fc2).
+(input_layernorm, linear_qkv, linear_proj) and MLP (pre_mlp_layernorm, linear_fc1, activation, linear_fc2); of a mixture
+of experts, the experts and the shared experts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,19 +17,30 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
 from coat_dist.config import ActivationConfig
+from coat_dist.flow import TensorParallel
 
 from .attention import PATCHED, unfused_reason
 from .compat import check_version
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
-from .mlp import NormMLP
+from .mlp import ExpertMLP, NormMLP, SharedExperts
 from .norm import EXACT, FOLDED
 from .parallel import tensor_parallel
-from .reasons import attention_reason, fp8_attention_reason, layer_reason, mlp_reason, output_reason
+from .reasons import (
+    attention_reason,
+    experts_reason,
+    fp8_attention_reason,
+    has_experts,
+    layer_reason,
+    mlp_reason,
+    output_reason,
+    shared_experts_reason,
+)
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
@@ -37,6 +49,8 @@ _ORIGINAL: dict[type, type] = {
     InvariantColumnParallelLinear: ColumnParallelLinear,
     FP8RowParallelLinear: RowParallelLinear,
     NormMLP: MLP,
+    ExpertMLP: MLP,
+    SharedExperts: SharedExpertMLP,
     **{swapped: original for table in (FOLDED, EXACT, PATCHED) for original, swapped in table.items()},
 }
 # Megatron's flag on a layer that recomputes a norm's output, by the norm.
@@ -92,19 +106,21 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
     layers = list(_layers(model))
     if not layers:
         raise ValueError(f"model: got {type(model).__name__}, which holds no Megatron transformer layer")
-    plan: list[tuple[Any, str]] = []
+    plan: list[tuple[Any, _Patcher]] = []
     for name, layer in layers:
         keep = None
         if layer.layer_number - 1 in _bf16_layers(settings, layer.config.num_layers):
             keep = "bf16_layers"
         whole = keep or layer_reason(layer, settings)
-        for block, why in (("self_attention", attention_reason), ("mlp", mlp_reason)):
+        for block, (why, patcher) in _blocks(layer).items():
             reason = whole or why(layer, settings)
             if reason is None:
-                plan.append((layer, block))
+                plan.append((layer, patcher))
                 report.patched.append(f"{name}.{block}")
             else:
                 report.left[f"{name}.{block}"] = reason
+        if not whole and has_experts(layer):
+            report.left[f"{name}.mlp.router"] = "routing is not quantized"
         if not whole and any(True for _ in layer.cross_attention.parameters()):
             report.left[f"{name}.cross_attention"] = "cross-attention"
     for name, module in model.named_modules():
@@ -123,14 +139,14 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
             raise ValueError(f"activation.tp_invariant: got true, accepted: false with BF16 blocks\n{report}")
         report.patched += [f"{n}.output_layer".lstrip(".") for n, _ in outputs]
     if settings.attention == "fp8":
-        refused = [(layer, fp8_attention_reason(layer.self_attention)) for layer, b in plan if b == "self_attention"]
+        refused = [(layer, fp8_attention_reason(layer.self_attention)) for layer, p in plan if p is _patch_attention]
         for layer, reason in refused:
             if reason is not None:
                 raise ValueError(
                     f'activation.attention: got "fp8", accepted: "bf16" with {reason} (layer {layer.layer_number})'
                 )
-    for layer, block in plan:
-        _PATCHERS[block](layer, _with_wgrad(layer, settings, report), report)
+    for layer, patcher in plan:
+        patcher(layer, _with_wgrad(layer, settings, report), report)
     for name, layer in layers:
         attention = f"{name}.self_attention"
         if attention in report.patched and (reason := unfused_reason(layer.self_attention)) is not None:
@@ -185,7 +201,29 @@ def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport) -> N
     _swap(layer.mlp, NormMLP, Patch(settings, tensor_parallel(layer.mlp.linear_fc1), norm))
 
 
-_PATCHERS = {"self_attention": _patch_attention, "mlp": _patch_mlp}
+def _patch_experts(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:
+    for expert in layer.mlp.experts.local_experts:
+        _swap(expert, ExpertMLP, Patch(settings, TensorParallel()))
+
+
+def _patch_shared_experts(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:
+    shared = layer.mlp.shared_experts
+    _swap(shared, SharedExperts, Patch(settings, tensor_parallel(shared.linear_fc1)))
+
+
+_Reason = Callable[[Any, ActivationConfig], str | None]
+_Patcher = Callable[[Any, ActivationConfig, PatchReport], None]
+
+
+def _blocks(layer: Any) -> dict[str, tuple[_Reason, _Patcher]]:
+    """What can be patched in a layer, by name: the function that says why not, and the one that does it."""
+    blocks: dict[str, tuple[_Reason, _Patcher]] = {"self_attention": (attention_reason, _patch_attention)}
+    if not has_experts(layer):
+        return blocks | {"mlp": (mlp_reason, _patch_mlp)}
+    blocks["mlp.experts"] = (experts_reason, _patch_experts)
+    if layer.mlp.shared_experts is not None:
+        blocks["mlp.shared_experts"] = (shared_experts_reason, _patch_shared_experts)
+    return blocks
 
 
 def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> ActivationConfig:

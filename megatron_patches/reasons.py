@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
@@ -17,7 +20,16 @@ from .attention import PATCHED, SDPA
 from .mlp import activation_name
 from .norm import EXACT, FOLDED, describe
 
-__all__ = ["attention_reason", "fp8_attention_reason", "layer_reason", "mlp_reason", "output_reason"]
+__all__ = [
+    "attention_reason",
+    "experts_reason",
+    "fp8_attention_reason",
+    "has_experts",
+    "layer_reason",
+    "mlp_reason",
+    "output_reason",
+    "shared_experts_reason",
+]
 
 _ALIGNMENT = 16
 """FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding every time."""
@@ -37,6 +49,8 @@ _SETTINGS: tuple[tuple[str, Any], ...] = (
     ("tp_comm_overlap", False),
     ("inference_fuse_tp_communication", False),
 )
+
+_ROW_BIAS = "tp_invariant with a bias of {}, whose gradient is a BF16 sum over a rank's tokens"
 
 
 def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
@@ -59,6 +73,8 @@ def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
 def attention_reason(layer: Any, settings: ActivationConfig) -> str | None:
     """For input_layernorm, linear_qkv and linear_proj of a ``TransformerLayer``."""
     attention = layer.self_attention
+    if isinstance(attention, MultiLatentAttention):
+        return "multi-latent attention"
     if type(attention) not in PATCHED:
         return f"self-attention class {type(attention).__name__}"
     reason = (
@@ -68,6 +84,8 @@ def attention_reason(layer: Any, settings: ActivationConfig) -> str | None:
     )
     if reason is None and attention.linear_qkv.skip_bias_add and attention.linear_qkv.bias is not None:
         return "linear_qkv hands its bias on"
+    if reason is None and settings.tp_invariant and attention.linear_proj.bias is not None:
+        return _ROW_BIAS.format("linear_proj")
     if reason is None and settings.tp_invariant:
         for name in ("q_layernorm", "k_layernorm"):
             norm = getattr(attention, name)
@@ -94,27 +112,58 @@ def fp8_attention_reason(attention: Any) -> str | None:
 def mlp_reason(layer: Any, settings: ActivationConfig) -> str | None:
     """For pre_mlp_layernorm and the MLP of a ``TransformerLayer``."""
     mlp = layer.mlp
-    if isinstance(mlp, MoELayer):
-        return "mixture of experts"
     if type(mlp) is not MLP:
         return f"MLP class {type(mlp).__name__}"
-    reason = (
-        _norm_reason(layer.pre_mlp_layernorm)
-        or _linear_reason("linear_fc1", mlp.linear_fc1, ColumnParallelLinear)
-        or _linear_reason("linear_fc2", mlp.linear_fc2, RowParallelLinear)
-    )
+    reason = _norm_reason(layer.pre_mlp_layernorm) or _products_reason(mlp)
+    if reason is None and settings.tp_invariant and mlp.linear_fc2.bias is not None:
+        return _ROW_BIAS.format("linear_fc2")
+    if reason is None and settings.tp_invariant and (width := mlp.linear_fc2.weight.shape[1]) % settings.group_size:
+        return f"tp_invariant with {width} FFN elements a rank, no multiple of group_size {settings.group_size}"
+    return reason
+
+
+def has_experts(layer: Any) -> bool:
+    """Whether the MLP of a ``TransformerLayer`` is a mixture of experts, of the class that is known here."""
+    return type(getattr(layer, "mlp", None)) is MoELayer
+
+
+def experts_reason(layer: Any, settings: ActivationConfig) -> str | None:
+    """For the experts of a ``TransformerLayer``, all of them together."""
+    experts = layer.mlp.experts
+    if type(experts) is not SequentialMLP:
+        return f"experts class {type(experts).__name__} (a grouped product)"
+    if settings.tp_invariant:
+        return "tp_invariant with a mixture of experts"
+    for expert in experts.local_experts:
+        if type(expert) is not MLP:
+            return f"expert class {type(expert).__name__}"
+        if (reason := _products_reason(expert, expert=True)) is not None:
+            return reason
+    return None
+
+
+def shared_experts_reason(layer: Any, settings: ActivationConfig) -> str | None:
+    """For the shared experts of a ``TransformerLayer`` that has some."""
+    shared = layer.mlp.shared_experts
+    if type(shared) is not SharedExpertMLP:
+        return f"shared experts class {type(shared).__name__}"
+    if settings.tp_invariant:
+        return "tp_invariant with a mixture of experts"
+    if shared.config.moe_shared_expert_overlap:
+        return "config.moe_shared_expert_overlap=True"
+    return _products_reason(shared)
+
+
+def _products_reason(mlp: Any, expert: bool = False) -> str | None:
+    """For fc1, activation and fc2."""
+    reason = _linear_reason("linear_fc1", mlp.linear_fc1, ColumnParallelLinear, expert)
+    reason = reason or _linear_reason("linear_fc2", mlp.linear_fc2, RowParallelLinear, expert)
     if reason is not None:
         return reason
-    for name in ("linear_fc1", "linear_fc2"):
-        if getattr(mlp, name).bias is not None:
-            return f"{name} has a bias"
     try:
         activation_name(mlp.config)
     except ValueError as problem:
         return str(problem)
-    width = mlp.linear_fc2.weight.shape[1]
-    if settings.tp_invariant and width % settings.group_size:
-        return f"tp_invariant with {width} FFN elements a rank, no multiple of group_size {settings.group_size}"
     return None
 
 
@@ -139,11 +188,12 @@ def _norm_reason(norm: nn.Module) -> str | None:
     return None
 
 
-def _linear_reason(name: str, linear: Any, kind: type[Any]) -> str | None:
+def _linear_reason(name: str, linear: Any, kind: type[Any], expert: bool = False) -> str | None:
+    """``expert``: communication is the token dispatcher's, none of the linear's."""
     if type(linear) not in (kind,):  # exactly: a subclass may compute something else
         return f"{name} class {type(linear).__name__}"
     for attribute in ("gather_output", "explicit_expert_comm", "disable_grad_reduce"):
-        if getattr(linear, attribute, False):
+        if not (expert and attribute == "explicit_expert_comm") and getattr(linear, attribute, False):
             return f"{name} with {attribute}"
     if not getattr(linear, "input_is_parallel", True):
         return f"{name} with input_is_parallel=False"

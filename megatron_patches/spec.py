@@ -7,6 +7,7 @@ too) or have no parameters, and SDPA as core attention.
 from __future__ import annotations
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -19,7 +20,11 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from packaging.version import Version
 
 from .attention import SDPA, CompactSelfAttention
@@ -30,28 +35,59 @@ __all__ = ["gpt_layer_spec"]
 
 
 def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: int | None = None) -> ModuleSpec:
-    """The ``transformer_layer_spec`` of a dense ``GPTModel``.
+    """The ``transformer_layer_spec`` of a ``GPTModel``, dense or with experts.
 
     Args:
-        config: ``normalization``, ``qk_layernorm`` and the sizes are read from it.
+        config: ``normalization``, ``qk_layernorm``, the experts (``num_moe_experts``, ``moe_layer_freq``) and the sizes
+            are read from it. Experts are a ``SequentialMLP``: grouped products need another package.
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
 
     Raises:
-        ValueError: experts or multi-latent attention, by the configuration key.
+        ValueError: multi-latent attention, or grouped products of experts, by the configuration key.
     """
     version = check_version()
-    for key, accepted in (("num_moe_experts", None), ("multi_latent_attention", False)):
-        given = getattr(config, key, accepted)
-        if given != accepted:
-            raise ValueError(f"{key}: got {given!r}, accepted: {accepted!r} (use Megatron's own spec)")
+    if config.multi_latent_attention:
+        raise ValueError("multi_latent_attention: got True, accepted: False (use Megatron's own spec)")
     norm = ModuleSpec(module=Norm, params={"affine": affine})
     head_norm = Norm if config.qk_layernorm else IdentityOp
     fc1 = ColumnParallelLinear
     if config.gated_linear_unit and Version(version) < Version("0.16rc0"):
         # Gate and up are initialized as two weights, as later versions do: a model starts the same at every TP size.
         fc1 = ModuleSpec(module=ColumnParallelLinear, params={"stride": 2})
-    layer = ModuleSpec(
+    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=RowParallelLinear))
+    mlps = [_experts(config) if moe else dense for moe in _expert_layers(config, vp_stage)]
+    # A block instead of a layer, because a bare layer spec leaves the final norm to Megatron's choice.
+    layers = [_layer(norm, head_norm, mlp) for mlp in mlps]
+    return ModuleSpec(
+        module=TransformerBlock, submodules=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+    )
+
+
+def _experts(config: TransformerConfig) -> ModuleSpec:
+    if config.moe_grouped_gemm:
+        raise ValueError("moe_grouped_gemm: got True, accepted: False (use Megatron's own spec)")
+    return get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+
+
+def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool]:
+    """For each layer built on this rank, whether it has experts."""
+    count, frequency = get_num_layers_to_build(config, vp_stage), config.moe_layer_freq
+    if config.num_moe_experts is None:
+        return [False] * count
+    everywhere = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(config.num_layers)]
+    if len(everywhere) != config.num_layers:
+        raise ValueError(f"moe_layer_freq: got {len(everywhere)} layers, accepted: {config.num_layers}")
+    first = get_transformer_layer_offset(config, vp_stage)
+    return [bool(moe) for moe in everywhere[first : first + count]]
+
+
+def _layer(norm: ModuleSpec, head_norm: type, mlp: ModuleSpec) -> ModuleSpec:
+    # Names of norms in Megatron's distributed checkpoints, for exchange with Transformer Engine models.
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if mlp.module is MLP:  # a router's norm has its own name there as well
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
@@ -68,17 +104,8 @@ def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: 
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=RowParallelLinear)),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            # Names of norms in Megatron's distributed checkpoints, for exchange with Transformer Engine models.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=names,
         ),
-    )
-    # A block instead of a layer, because a bare layer spec leaves the final norm to Megatron's choice.
-    layers = [layer] * get_num_layers_to_build(config, vp_stage)
-    return ModuleSpec(
-        module=TransformerBlock, submodules=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     )

@@ -8,7 +8,7 @@ from ..ops.rope import Heads, RopeTable, rope_table
 from .attention import attention, sdpa
 from .linear import invariant_linear, linear
 from .loss import vocab_parallel_cross_entropy
-from .mlp import norm_mlp
+from .mlp import mlp, norm_mlp, scale_rows
 from .norm import Norm, norm
 from .norm_linear import norm_linear, norm_qkv
 from .scaling import TensorParallel
@@ -23,11 +23,13 @@ __all__ = [
     "invalidate_weights",
     "invariant_linear",
     "linear",
+    "mlp",
     "norm",
     "norm_linear",
     "norm_mlp",
     "norm_qkv",
     "rope_table",
+    "scale_rows",
     "sdpa",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,7 +1,7 @@
-"""norm → fc1 → activation → fc2, as one autograd function.
+"""(norm →) fc1 → activation → fc2, as one autograd function, and what an expert does with its result.
 
-Saved per token: x8 and its group scales, rstd (and mean), the pre-activation in per-group FP8 (gate and up, or one
-tensor without a gate); per call: four scales. Not saved: fc1's output, the activation, any copy of the weights.
+Saved per token: x8 (with group scales and rstd, if there is a norm), the pre-activation in per-group FP8 (gate and up,
+or one tensor without a gate); per call: four scales. Not saved: fc1's output, the activation, any copy of the weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from ..ops.activation import (
     activation_quantize,
     check_activation,
 )
-from .norm import Norm, NormedInput, check_normed
+from ..ops.quantize import dequantize, quantize_groups
+from .entry import enter, restore_entry
+from .norm import Norm, check_normed
 from .scaling import TensorParallel, check_input, gemm, quantize_gradient, shared_scale, summed_gemm
 from .weights import Weight
 
-__all__ = ["norm_mlp"]
+__all__ = ["mlp", "norm_mlp", "scale_rows"]
 
 
 def norm_mlp(
@@ -55,8 +57,30 @@ def norm_mlp(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    check_input(x, fc1_weight, "fc1_weight")
     check_normed(x, norm, tp)
+    _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
+    return _MLP.apply(x, norm.weight, norm.bias, fc1_weight, fc1_bias, fc2_weight, norm, activation, tp, settings)
+
+
+def mlp(
+    x: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fc1_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router.
+
+    Saves x in per-tensor FP8, the codes that fc1 multiplied. Any number of tokens will do, also none.
+    """
+    _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
+    return _MLP.apply(x, None, None, fc1_weight, fc1_bias, fc2_weight, None, activation, tp, settings)
+
+
+def _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias) -> None:
+    check_input(x, fc1_weight, "fc1_weight")
     parts = check_activation(activation).parts
     rows, width = fc1_weight.shape[0], fc2_weight.shape[-1]
     if fc2_weight.dim() != 2 or rows != parts * width:
@@ -71,10 +95,9 @@ def norm_mlp(
             f"fc2_weight: got {width} input features a rank, accepted with tp_invariant: a multiple of group_size "
             f"{settings.group_size}, or groups would depend on the number of ranks"
         )
-    return _NormMLP.apply(x, norm.weight, norm.bias, fc1_weight, fc1_bias, fc2_weight, norm, activation, tp, settings)
 
 
-class _NormMLP(torch.autograd.Function):
+class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -84,13 +107,13 @@ class _NormMLP(torch.autograd.Function):
         fc1_weight,
         fc1_bias,
         fc2_weight,
-        norm: Norm,
+        norm: Norm | None,
         activation: str,
         tp: TensorParallel,
         settings: ActivationConfig,
     ) -> torch.Tensor:
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
-        entry, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
+        entry, y8 = enter(x.reshape(-1, x.shape[-1]), norm, tp, settings)
         ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings)
         w1 = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
@@ -121,7 +144,7 @@ class _NormMLP(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor):
         *saved, codes, scales, a_scale, fc1_weight, w1_scale, fc1_bias, fc2_weight, w2_scale = ctx.saved_tensors
         bare, activation, shape = ctx.args
-        entry = NormedInput.restore(saved, *bare)
+        entry = restore_entry(saved, *bare)
         tp, settings, dtype = entry.tp, entry.settings, entry.dtype
         fmt, grad_fmt = fp8_format(settings.format), fp8_format(settings.grad_format)
         pre8 = QuantizedTensor(codes, scales, "group", settings.group_size)
@@ -146,3 +169,48 @@ class _NormMLP(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             dfc1 = ctx.fc1.gradient(inner.d8_t, entry.y8(entry.x8, transpose=True))
         return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None
+
+
+def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:
+    """``y * factor[..., None]``: an expert's output times the probability that its router gave each token.
+
+    The product with fc2 is linear and a bias apart, so this is what multiplying the activation by ``factor`` gives,
+    and per-tensor FP8 never sees its spread. Saves y in per-group FP8, for the gradient of ``factor`` alone.
+
+    Args:
+        y: ``[..., n]``.
+        factor: ``[...]``, any floating dtype.
+
+    Returns:
+        ``[..., n]`` of y's dtype.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if factor.shape != y.shape[:-1]:
+        raise ValueError(f"factor: got shape {list(factor.shape)}, accepted: {list(y.shape[:-1])}")
+    return _ScaleRows.apply(y, factor, settings)
+
+
+class _ScaleRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y, factor, settings: ActivationConfig) -> torch.Tensor:
+        codes = scales = None
+        if ctx.needs_input_grad[1]:
+            y8 = quantize_groups(y, fp8_format(settings.format), settings.group_size, settings.scale)
+            codes, scales = y8.codes, y8.scales
+        ctx.save_for_backward(codes, scales, factor)
+        ctx.group_size = settings.group_size
+        return (y.float() * factor.float()[..., None]).to(y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor):
+        codes, scales, factor = ctx.saved_tensors
+        dy = dfactor = None
+        if ctx.needs_input_grad[0]:
+            dy = (dout.float() * factor.float()[..., None]).to(dout.dtype)
+        if ctx.needs_input_grad[1]:
+            y = dequantize(QuantizedTensor(codes, scales, "group", ctx.group_size))
+            dfactor = (dout.float() * y).sum(-1).to(factor.dtype)
+        return dy, dfactor, None

@@ -28,6 +28,8 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fa
         sums = torch.mm(a.codes.bfloat16(), b.codes.bfloat16().t(), out_dtype=torch.float32)
         return (sums * (a.scales * b.scales)).to(out_dtype)
     n, k = b.codes.shape
+    if not (a.codes.numel() and n):  # an expert without tokens: a sum over none is zero
+        return a.codes.new_zeros(a.codes.shape[0], n, dtype=out_dtype)
     n_fill, k_fill = -n % _ALIGNMENT, -k % _ALIGNMENT
     out = torch._scaled_mm(
         _fill(a.codes, 0, k_fill),

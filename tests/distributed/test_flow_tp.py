@@ -16,6 +16,7 @@ from coat_dist.flow import (
     TensorParallel,
     invariant_linear,
     linear,
+    mlp,
     norm,
     norm_linear,
     norm_mlp,
@@ -35,6 +36,9 @@ def parameters(kind, dtype):
         "back": (H, N),
         "fc1": (2 * F, H),
         "fc2": (H, F),
+        "up": (F, H),
+        "up_bias": (F,),
+        "down": (H, F),
         "out": (V, H),
     }
     made = {name: (torch.randn(shape) * shape[-1] ** -0.5).to(dtype) for name, shape in shapes.items()}
@@ -46,9 +50,9 @@ def parameters(kind, dtype):
 
 def shard(name, t, tp):
     """This rank's part of a parameter, as Megatron splits it."""
-    if name in ("weight", "bias", "out"):
+    if name in ("weight", "bias", "out", "up", "up_bias"):
         return t.chunk(tp.size)[tp.rank]
-    if name in ("back", "fc2"):
+    if name in ("back", "fc2", "down"):
         return t.chunk(tp.size, 1)[tp.rank]
     if name == "fc1":
         return torch.cat([half.chunk(tp.size)[tp.rank] for half in t.chunk(2)])
@@ -60,11 +64,13 @@ def rows(t, tp):
 
 
 def model(kind, x, p, labels, tp, config):
-    """Every piece once: norm → linear → linear, norm → MLP, final norm, output layer, loss. Returns what to compare."""
+    """Every piece: norm → linear → linear; MLPs gated, with a bias, without norm; final norm, output layer, loss."""
     one = Norm(kind, 1e-5, p["gain"], p.get("shift"), reduce_grad=tp.sharded)
     middle = norm_linear(x, one, p["weight"], p["bias"], tp, config)
     x = x + linear(middle, p["back"], tp, config)
     x = x + norm_mlp(x, one, p["fc1"], p["fc2"], "swiglu", tp, config)
+    x = x + norm_mlp(x, one, p["up"], p["down"], "gelu", tp, config, p["up_bias"])
+    x = x + mlp(x, p["fc1"], p["fc2"], "quick_geglu", tp, config)
     logits = invariant_linear(norm(x, one, tp, exact=config.tp_invariant), p["out"], tp)
     return {"middle": middle, "hidden": x, "logits": logits, "loss": vocab_parallel_cross_entropy(logits, labels, tp)}
 
@@ -144,6 +150,7 @@ def torch_edges(rank):
         out = norm_mlp(
             x, one, p["fc1"].chunk(2)[rank].requires_grad_(), p["fc2"].chunk(2, 1)[rank], "swiglu", sp, setting
         )
+        out = out + mlp(x, p["up"].chunk(2)[rank].requires_grad_(), p["down"].chunk(2, 1)[rank], "gelu", sp, setting)
         runs.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, p["gain"]])])
     facts["bf16 gather"] = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 

@@ -16,26 +16,28 @@ from megatron_patches import gpt_layer_spec, tensor_parallel
 HIDDEN, HEADS, FFN, VOCAB, SEQ, BATCH = 256, 4, 256, 512, 32, 2
 
 
+TINY: dict[str, Any] = dict(
+    num_layers=2,
+    hidden_size=HIDDEN,
+    num_attention_heads=HEADS,
+    ffn_hidden_size=FFN,
+    gated_linear_unit=True,
+    activation_func=F.silu,
+    add_bias_linear=False,
+    normalization="RMSNorm",
+    bf16=True,
+    params_dtype=torch.bfloat16,
+    pipeline_dtype=torch.bfloat16,
+    use_cpu_initialization=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    persist_layer_norm=False,
+    layernorm_epsilon=1e-5,
+)
+
+
 def tiny_config(**changes: Any) -> TransformerConfig:
-    options: dict[str, Any] = dict(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        ffn_hidden_size=FFN,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        persist_layer_norm=False,
-        layernorm_epsilon=1e-5,
-    )
-    return TransformerConfig(**options | changes)
+    return TransformerConfig(**TINY | changes)
 
 
 def tiny_gpt(

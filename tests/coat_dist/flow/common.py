@@ -12,12 +12,31 @@ import torch
 import torch.nn.functional as F
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import Norm, TensorParallel, linear, norm_linear, norm_mlp
+from coat_dist.flow import Norm, TensorParallel, linear, mlp, norm_linear, norm_mlp
 
 ONE = TensorParallel()
 EPS = 1e-5
 DTYPES = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
-ACTS = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": lambda g: F.gelu(g, approximate="tanh")}
+GATED = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda g: F.gelu(g, approximate="tanh"),
+    "quick_geglu": lambda g: g * torch.sigmoid(1.702 * g),
+}
+PLAIN = {
+    "gelu": F.gelu,
+    "gelu_tanh": GATED["geglu_tanh"],
+    "quick_gelu": GATED["quick_geglu"],
+    "squared_relu": lambda g: F.relu(g) ** 2,
+}
+
+
+def act(pre, activation):
+    """The activation of fc1's output by torch."""
+    if activation in PLAIN:
+        return PLAIN[activation](pre)
+    gate, up = pre.chunk(2, -1)
+    return GATED[activation](gate) * up
 
 
 @dataclass
@@ -32,12 +51,14 @@ class Layer:
     back: torch.Tensor
     fc1: torch.Tensor
     fc2: torch.Tensor
+    fc1_bias: torch.Tensor | None = None
 
     @classmethod
-    def random(cls, h=64, n=48, f=96, kind="rmsnorm", dtype=torch.float32):
+    def random(cls, h=64, n=48, f=96, kind="rmsnorm", dtype=torch.float32, activation="swiglu", biased=False):
         def leaf(t):
             return t.to(dtype).requires_grad_()
 
+        parts = 1 if activation in PLAIN else 2
         return cls(
             kind,
             leaf(torch.rand(h) + 0.5),
@@ -45,8 +66,9 @@ class Layer:
             leaf(torch.randn(n, h) * h**-0.5),
             leaf(torch.randn(n) * 0.5),
             leaf(torch.randn(h, n) * n**-0.5),
-            leaf(torch.randn(2 * f, h) * h**-0.5),
+            leaf(torch.randn(parts * f, h) * h**-0.5),
             leaf(torch.randn(h, f) * f**-0.5),
+            leaf(torch.randn(parts * f) * 0.5) if biased else None,
         )
 
     @property
@@ -59,13 +81,22 @@ class Layer:
 
     def flow(self, x, settings: ActivationConfig, activation="swiglu", tp=ONE):
         x = x + linear(norm_linear(x, self.norm, self.weight, self.bias, tp, settings), self.back, tp, settings)
-        return x + norm_mlp(x, self.norm, self.fc1, self.fc2, activation, tp, settings)
+        return x + self.norm_mlp(x, settings, activation, tp)
+
+    def norm_mlp(self, x, settings, activation="swiglu", tp=ONE):
+        return norm_mlp(x, self.norm, self.fc1, self.fc2, activation, tp, settings, self.fc1_bias)
+
+    def mlp(self, x, settings, activation="swiglu", tp=ONE):
+        return mlp(x, self.fc1, self.fc2, activation, tp, settings, self.fc1_bias)
 
     def plain(self, x, activation="swiglu"):
         """The unquantized layer."""
         x = x + (self._norm(x) @ self.weight.t() + self.bias) @ self.back.t()
-        gate, up = (self._norm(x) @ self.fc1.t()).chunk(2, -1)
-        return x + (ACTS[activation](gate) * up) @ self.fc2.t()
+        return x + self.plain_mlp(self._norm(x), activation)
+
+    def plain_mlp(self, y, activation="swiglu"):
+        pre = y @ self.fc1.t()
+        return act(pre if self.fc1_bias is None else pre + self.fc1_bias, activation) @ self.fc2.t()
 
     def fp8_linear(self, a, w, config, bias=None):
         """Straight-through autograd of a linear: operands and the gradient of its output are quantized per tensor."""
@@ -82,9 +113,14 @@ class Layer:
 
     def straight_norm_mlp(self, x, config, activation):
         """:func:`coat_dist.flow.norm_mlp` in "quantized" mode."""
-        gate_up = self.fp8_linear(self._norm(self.grouped(x, config)), self.fc1, config)
-        gate, up = (self.grouped(t, config) for t in gate_up.chunk(2, -1))
-        return self.fp8_linear(ACTS[activation](gate) * up, self.fc2, config)
+        return self.straight_mlp(self._norm(self.grouped(x, config)), config, activation)
+
+    def straight_mlp(self, y, config, activation):
+        """:func:`coat_dist.flow.mlp` in "quantized" mode."""
+        pre = self.fp8_linear(y, self.fc1, config, self.fc1_bias)
+        parts = (pre,) if activation in PLAIN else pre.chunk(2, -1)
+        pre = torch.cat([self.grouped(t, config) for t in parts], -1)
+        return self.fp8_linear(act(pre, activation), self.fc2, config)
 
     def _norm(self, x):
         h = x.shape[-1:]

@@ -6,17 +6,21 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import Norm, TensorParallel, invariant_linear, linear, norm, norm_linear, norm_mlp
+from coat_dist.flow import Norm, TensorParallel, invariant_linear, linear, mlp, norm, norm_linear, norm_mlp, scale_rows
 
 from .common import EPS, ONE, Layer, gradients, settings
 
 
 def calls(layer, config):
+    ungated = Layer.random(activation="gelu", biased=True)
     return {
         "norm": lambda x: norm(x, layer.norm, ONE),
         "norm_linear": lambda x: norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config),
         "linear": lambda x: linear(x, layer.weight, ONE, config),
         "norm_mlp": lambda x: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config),
+        "biased_gelu": lambda x: ungated.norm_mlp(x, config, "gelu"),
+        "mlp": lambda x: layer.mlp(x, config),
+        "scale_rows": lambda x: scale_rows(x, x[..., 0], config),
         "invariant_linear": lambda x: invariant_linear(x, layer.weight, ONE),
         "whole": lambda x: layer.flow(x, config),
     }
@@ -107,7 +111,7 @@ def test_no_tokens(call):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
-@pytest.mark.parametrize("name", ["norm_linear", "linear", "norm_mlp"])
+@pytest.mark.parametrize("name", ["norm_linear", "linear", "norm_mlp", "biased_gelu", "mlp"])
 def test_a_bad_value_is_not_hidden(bad, forward, name):
     layer = Layer.random()
     call = calls(layer, settings(forward=forward))[name]
@@ -165,6 +169,12 @@ def test_what_does_not_fit_is_refused():
         (lambda: norm_mlp(X, good, W, torch.randn(H, 48), "swiglu", ONE, config), "fc2_weight: got shape [64, 48]"),
         (lambda: norm_mlp(X, good, W, fc2, "relu", ONE, config), "activation: got 'relu', accepted: 'swiglu'"),
         (lambda: norm_mlp(X, good, W[:, :32], fc2, "swiglu", ONE, config), "fc1_weight: got shape [48, 32]"),
+        (lambda: norm_mlp(X, good, W, fc2, "gelu", ONE, config),
+         "fc2_weight: got shape [64, 24], accepted: [out, 48/1], as many columns"),
+        (lambda: norm_mlp(X, good, W, fc2, "swiglu", ONE, config, torch.ones(24)),
+         "fc1_bias: got shape [24], accepted: [48]"),
+        (lambda: mlp(X, W, torch.randn(H, 48), "swiglu", ONE, config), "fc2_weight: got shape [64, 48]"),
+        (lambda: scale_rows(X, torch.ones(2), config), "factor: got shape [2], accepted: [2, 3]"),
         (lambda: norm_mlp(X, good, W, fc2, "swiglu", two, settings(tp_invariant=True)),
          "fc2_weight: got 24 input features a rank, accepted with tp_invariant: a multiple of group_size 32"),
     ]:  # fmt: skip

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from coat_dist.flow import Norm, linear, norm, norm_linear, norm_mlp
+from coat_dist.flow import Norm, linear, norm, norm_linear, norm_mlp, scale_rows
+from coat_dist.reference.activation import ACTIVATIONS
 
-from .common import EPS, ONE, Layer, cosine, gradients, median_error, relative_error, settings
+from .common import EPS, ONE, Layer, act, cosine, gradients, median_error, relative_error, settings
 
 FULL = list(itertools.product(["e4m3", "e5m2"], ["e8m0", "bf16"], ["rmsnorm", "layernorm"]))
 
@@ -68,24 +69,72 @@ def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_form
     assert_same_flow(compare(layer, x, linear(x, layer.back, ONE, config), layer.fp8_linear(x, layer.back, config)))
 
 
-@pytest.mark.parametrize("activation", ["geglu", "geglu_tanh"])
-@pytest.mark.parametrize("group_size", [16, 64])
-def test_other_activations_and_groups(activation, group_size):
-    layer, x = Layer.random(f=72), torch.randn(24, 4, 64, requires_grad=True)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("group_size", "biased"), [(16, False), (64, True)])
+def test_other_activations_groups_and_biases(activation, group_size, biased):
+    layer = Layer.random(f=72, activation=activation, biased=biased)
+    x = torch.randn(24, 4, 64, requires_grad=True)
     config = settings(forward="quantized", group_size=group_size)
-    mine = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, activation, ONE, config)
-    assert_same_flow(compare(layer, x, mine, layer.straight_norm_mlp(x, config, activation)))
+    for mine, straight in (
+        (layer.norm_mlp(x, config, activation), layer.straight_norm_mlp(x, config, activation)),
+        (layer.mlp(x, config, activation), layer.straight_mlp(x, config, activation)),
+    ):
+        pairs = compare(layer, x, mine, straight)
+        assert ("fc1_bias" in pairs) == biased
+        assert_same_flow(pairs)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_mlp_close_to_the_unquantized_one(activation, kind):
+    """In the default mode, with a bias; bounds as above, for the two products that an MLP has."""
+    layer = Layer.random(kind=kind, activation=activation, biased=True)
+    x = torch.randn(33, 64, requires_grad=True)  # a number of tokens that nothing divides
+    for mine, plain in (
+        (layer.norm_mlp(x, settings(), activation), layer.plain_mlp(layer._norm(x), activation)),
+        (layer.mlp(x, settings(), activation), layer.plain_mlp(x, activation)),
+    ):
+        for name, (got, expected) in compare(layer, x, mine, plain).items():
+            assert relative_error(got, expected) < 0.16 and cosine(got, expected) > 0.985, name
 
 
 @pytest.mark.parametrize("mode", ["exact", "quantized"])
-def test_exact_mode_multiplies_what_plain_fp8_would(mode):
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_exact_mode_multiplies_what_plain_fp8_would(mode, activation):
     """The forward error of "exact" is that of FP8 GEMMs alone: its inputs are quantized from the unquantized tensor."""
-    layer, x = Layer.random(), torch.randn(24, 4, 64)
-    got = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, settings(forward=mode))
+    layer, x = Layer.random(activation=activation, biased=True), torch.randn(24, 4, 64)
+    got = layer.norm_mlp(x, settings(forward=mode), activation)
     config = settings()
-    gate, up = layer.fp8_linear(layer._norm(x), layer.fc1, config).chunk(2, -1)
-    plain = layer.fp8_linear(torch.nn.functional.silu(gate) * up, layer.fc2, config)
+    pre = layer.fp8_linear(layer._norm(x), layer.fc1, config, layer.fc1_bias)
+    plain = layer.fp8_linear(act(pre, activation), layer.fc2, config)
     assert (median_error(got, plain) < 1e-5) == (mode == "exact")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_gradients_are_sums_in_fp32(dtype):
+    """Over many rows: a sum in BF16 would stall."""
+    layer = Layer.random(activation="gelu", biased=True, dtype=dtype)
+    x = torch.randn(4096, 64, dtype=dtype) * 1e-3
+    out = layer.norm_mlp(x, settings(), "gelu")
+    (mine,) = gradients(out, torch.ones_like(out), [layer.fc1_bias])
+    wide = Layer(**{k: v.detach().float().requires_grad_() if isinstance(v, torch.Tensor) else v
+                    for k, v in vars(layer).items()})  # fmt: skip
+    out = wide.plain_mlp(wide._norm(x.float()), "gelu")
+    (expected,) = gradients(out, torch.ones_like(out), [wide.fc1_bias])
+    assert mine.dtype == dtype and relative_error(mine, expected) < 0.06
+
+
+def test_scaled_rows():
+    y, factor = torch.randn(7, 3, 40, requires_grad=True), torch.rand(7, 3, requires_grad=True)
+    factor.data[0, 0] = 0
+    out, expected = scale_rows(y, factor, settings()), y * factor[..., None]
+    assert torch.equal(out, expected)
+    weighting = torch.randn_like(out)
+    (dy, dfactor), wanted = (gradients(o, weighting, [y, factor]) for o in (out, expected))
+    assert torch.equal(dy, wanted[0])
+    assert relative_error(dfactor, wanted[1]) < 0.06
+    narrow = scale_rows(y.bfloat16(), factor, settings())
+    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, (y.bfloat16().float() * factor[..., None]).bfloat16())
 
 
 def test_exact_mode_differs_from_quantized_only_by_the_saved_tensors():
@@ -131,17 +180,19 @@ def test_unfused_norm_is_torch_autograd(kind, affine):
 
 
 def test_frozen_arguments_get_no_gradient_and_change_no_other():
-    layer, x = Layer.random(kind="layernorm"), torch.randn(6, 2, 64)
+    layer, x = Layer.random(kind="layernorm", biased=True), torch.randn(6, 2, 64)
     calls = {
         "norm_linear": lambda t: norm_linear(t["x"], Norm("layernorm", EPS, t["norm_weight"], t["norm_bias"]),
                                              t["weight"], t["bias"], ONE, settings()),
         "linear": lambda t: linear(t["weight"], t["x"][0, :, :], ONE, settings()),
         "norm_mlp": lambda t: norm_mlp(t["x"], Norm("layernorm", EPS, t["norm_weight"], t["norm_bias"]), t["fc1"],
-                                       t["fc2"], "swiglu", ONE, settings()),
+                                       t["fc2"], "swiglu", ONE, settings(), t["fc1_bias"]),
+        "scale_rows": lambda t: scale_rows(t["x"], t["factor"], settings()),
     }  # fmt: skip
     used = {"norm_linear": ["x", "norm_weight", "norm_bias", "weight", "bias"], "linear": ["weight", "x"],
-            "norm_mlp": ["x", "norm_weight", "norm_bias", "fc1", "fc2"]}  # fmt: skip
-    values = {"x": x, **layer.parameters()}
+            "norm_mlp": ["x", "norm_weight", "norm_bias", "fc1", "fc2", "fc1_bias"],
+            "scale_rows": ["x", "factor"]}  # fmt: skip
+    values = {"x": x, "factor": torch.rand(6, 2), **layer.parameters()}
     for name, call in calls.items():
         full, weighting = None, None
         for trained in [used[name], *([n] for n in used[name])]:

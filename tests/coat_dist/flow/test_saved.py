@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from coat_dist.flow import linear, norm, norm_linear, norm_mlp
+from coat_dist.flow import linear, norm, norm_linear, norm_mlp, scale_rows
 
 from .common import ONE, Layer, settings
 
@@ -30,8 +30,9 @@ def normed_bytes(h, kind, config):
     return h + scale_bytes(h, config) + (8 if kind == "layernorm" else 4)
 
 
-def gate_up_bytes(f, config):
-    return 2 * f + 2 * scale_bytes(f, config)
+def pre_bytes(f, config, parts=2):
+    """Per token: the pre-activation, its parts apart, and its scales."""
+    return parts * (f + scale_bytes(f, config))
 
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
@@ -46,7 +47,17 @@ def test_saved_bytes_are_the_plan(forward, scale, kind, h, f, group_size):
     kept = saved(lambda: norm_linear(x, layer.norm, layer.weight, None, ONE, config), *parameters)
     assert sum(kept.values()) == tokens * normed_bytes(h, kind, config) + 2 * 4  # scales of y8 and of the weight
     kept = saved(lambda: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config), *parameters)
-    assert sum(kept.values()) == tokens * (normed_bytes(h, kind, config) + gate_up_bytes(f, config)) + 4 * 4
+    assert sum(kept.values()) == tokens * (normed_bytes(h, kind, config) + pre_bytes(f, config)) + 4 * 4
+
+    layer = Layer.random(h=h, f=f, kind=kind, dtype=torch.bfloat16, activation="gelu", biased=True)
+    parameters = layer.parameters().values()
+    kept = saved(lambda: layer.norm_mlp(x, config, "gelu"), *parameters)  # half of a gated one's; a bias costs nothing
+    assert sum(kept.values()) == tokens * (normed_bytes(h, kind, config) + pre_bytes(f, config, 1)) + 4 * 4
+    kept = saved(lambda: layer.mlp(x, config, "gelu"), *parameters)
+    assert sum(kept.values()) == tokens * (h + pre_bytes(f, config, 1)) + 4 * 4
+    factor = torch.rand(10, 3, requires_grad=True)
+    kept = saved(lambda: scale_rows(x, factor, config), factor)
+    assert sum(kept.values()) == tokens * (h + scale_bytes(h, config))
 
 
 def test_linear_keeps_its_input_alone():
@@ -68,7 +79,7 @@ def test_bytes_of_a_llama_2_7b_layer():
     """The number in docs/flow.md: q, k, v and o in BF16, and SDPA's logarithm of sums, are attention's own."""
     config = settings()
     attention = 4 * 2 * 4096 + 4 * 32
-    ours = normed_bytes(4096, "rmsnorm", config) * 2 + gate_up_bytes(11008, config)
+    ours = normed_bytes(4096, "rmsnorm", config) * 2 + pre_bytes(11008, config)
     assert ours + attention == 64056
 
 
@@ -112,6 +123,20 @@ def test_backward_multiplies_the_bytes_of_forward(products, fmt, scale, kind, fo
     assert same_operand(y8, ys, *wgrad1[2:]) == (forward == "quantized")
     assert same_operand(a8, as_, *wgrad2[2:]) == (forward == "quantized")
     assert torch.equal(ys, wgrad1[3]) and torch.equal(as_, wgrad2[3])  # the scales are forward's in both modes
+    products.clear()
+
+    layer.mlp(x, config).square().sum().backward()
+    (x8, xs, _, _), (a8, as_, _, _), _, wgrad2, _, wgrad1 = products
+    assert same_operand(x8, xs, *wgrad1[2:])  # saved as it was multiplied, in both modes
+    assert same_operand(a8, as_, *wgrad2[2:]) == (forward == "quantized")
+    products.clear()
+
+    layer = Layer.random(kind=kind, f=80, activation="gelu", biased=True)
+    layer.norm_mlp(x, config, "gelu").square().sum().backward()
+    (y8, ys, _, _), (a8, as_, _, _), _, wgrad2, (d8, _, _, _), wgrad1 = products
+    assert torch.equal(d8.view(torch.uint8), wgrad1[0].view(torch.uint8).t())
+    assert same_operand(y8, ys, *wgrad1[2:]) == (forward == "quantized")
+    assert same_operand(a8, as_, *wgrad2[2:]) == (forward == "quantized")
     products.clear()
 
     z = torch.randn(24, 4, 48, requires_grad=True)
