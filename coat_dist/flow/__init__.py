@@ -5,7 +5,7 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 """
 
 from .linear import invariant_linear, linear
-from .loss import vocab_parallel_cross_entropy
+from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .mlp import norm_mlp
 from .norm import Norm, norm
 from .norm_linear import norm_linear
@@ -16,6 +16,7 @@ __all__ = [
     "TensorParallel",
     "invariant_linear",
     "linear",
+    "linear_cross_entropy",
     "norm",
     "norm_linear",
     "norm_mlp",
