@@ -39,8 +39,8 @@ class LogitStats(NamedTuple):
 def logit_stats(logits: torch.Tensor, labels: torch.Tensor, first: int) -> LogitStats:
     """Statistics of a block in one read.
 
-    The logarithm of ``total * 2**exponent`` has fp32 accuracy for logits up to 2**22, and beyond that an error of at
-    most 2**-22 of the largest logit.
+    The logarithm of ``total * 2**exponent`` has fp32 accuracy for logits up to 2**22. Beyond that its error is at most
+    2**-22 of the largest logit, up to 2e38, where the exponent leaves fp32's range and saturates.
 
     Args:
         logits: ``[rows, columns]``, any floating dtype.
@@ -111,7 +111,8 @@ def _split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     t = x.double() * (1 / math.log(2))
     n = t.round().clamp(_LOWEST, -_LOWEST).float()
     # Beyond 2**24 the exponent has no room for whole numbers, and t - n leaves the range that a mantissa may have.
-    mantissa = torch.exp2((t - n.double()).clamp(-1, 1).float())
+    # In fp64: torch's fp32 exp2 on CPU has other last bits in a vector than in what is left over at its end.
+    mantissa = torch.exp2((t - n.double()).clamp(-1, 1)).float()
     return torch.where(x.isfinite(), n, _LOWEST), mantissa
 
 
