@@ -66,6 +66,9 @@ class ActivationConfig(_Block):
     """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not depend on the TP size."""
     attention: Literal["bf16"] = "bf16"
     """What attention keeps of q, k, v and its output."""
+    loss: Literal["chunked", "plain"] = "chunked"
+    """Where a model computes its own loss: "chunked" never holds all logits and makes them again in backward; "plain"
+    leaves the model's output layer and loss as they are."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
 

@@ -18,7 +18,7 @@ from .attention import CompactSelfAttention
 from .mlp import activation_name
 from .norm import EXACT, FOLDED, describe
 
-__all__ = ["attention_reason", "layer_reason", "mlp_reason", "output_reason"]
+__all__ = ["attention_reason", "layer_reason", "mlp_reason", "output_reason", "settings_reason"]
 
 _ALIGNMENT = 16
 """FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding every time."""
@@ -41,14 +41,21 @@ _SETTINGS: tuple[tuple[str, Any], ...] = (
 )
 
 
+def settings_reason(config: Any) -> str | None:
+    """For everything that is built with a ``TransformerConfig``."""
+    for key, accepted in _SETTINGS:
+        given = getattr(config, key, accepted)  # not every supported version has every key
+        if given != accepted and (given or accepted):
+            return f"config.{key}={given}"
+    return None
+
+
 def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
     """What holds for both blocks of ``layer``."""
     if type(layer) is not TransformerLayer:
         return f"layer class {type(layer).__name__}"
-    for key, accepted in _SETTINGS:
-        given = getattr(layer.config, key, accepted)  # not every supported version has every key
-        if given != accepted and (given or accepted):
-            return f"config.{key}={given}"
+    if (reason := settings_reason(layer.config)) is not None:
+        return reason
     for key in ("hidden_dropout", "attention_dropout"):  # random states of ranks differ
         if settings.tp_invariant and getattr(layer.config, key):
             return f"tp_invariant with config.{key}={getattr(layer.config, key)}"
@@ -106,7 +113,7 @@ def mlp_reason(layer: Any, settings: ActivationConfig) -> str | None:
 
 
 def output_reason(output_layer: Any) -> str | None:
-    """For the output layer, which only ``tp_invariant`` replaces."""
+    """For the output layer, which ``tp_invariant`` and the chunked loss replace."""
     if type(output_layer) is not ColumnParallelLinear:
         return f"output_layer class {type(output_layer).__name__}"
     if output_layer.bias is not None:

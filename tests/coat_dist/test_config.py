@@ -26,6 +26,7 @@ BASE = {
             "fp8_gather": True,
             "tp_invariant": False,
             "attention": "bf16",
+            "loss": "chunked",
             "bf16_layers": [0, -1],
         },
     },
@@ -76,6 +77,7 @@ def test_no_block_is_none_and_unchecked():
         ({"optimizer": {"second_moment": "fp8"}}, ['coat.optimizer.second_moment: got "fp8"', "'e4m3' or 'e5m2'"]),
         ({"activation": {"forward": "fast"}}, ['coat.activation.forward: got "fast"', "'exact' or 'quantized'"]),
         ({"activation": {"attention": "fp8"}}, ['coat.activation.attention: got "fp8"', "'bf16'"]),
+        ({"activation": {"loss": "fused"}}, ['coat.activation.loss: got "fused"', "'chunked'", "'plain'"]),
         ({"activation": {"bf16_layers": ["first"]}}, ["coat.activation.bf16_layers.0", "an integer"]),
         ({"activation": {"bf16_layers": [0, 0]}}, ["coat.activation.bf16_layers", "distinct"]),
         (
