@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from unittest import mock
 
@@ -112,3 +113,98 @@ def test_few_collectives_however_many_chunks(ranks):
 
 def test_nan_of_one_rank_is_everybodys(ranks):
     assert all(nan for _, _, nan in ranks)
+
+
+def gpt(tp, sp, kind, tied, invariant, steps=3):
+    """Losses of a few optimizer steps of a patched GPT model, and the trained parameters, whole."""
+    from coat_dist.config import ActivationConfig
+    from megatron.core import parallel_state
+
+    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
+    from tests.distributed.test_megatron_tp import _MasterAdamW, _whole
+    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    initialize_model_parallel(tp)
+    options = {"share_embeddings_and_output_weights": tied}
+    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, gpt=options)
+    report = patch_model(model, ActivationConfig(tp_invariant=invariant, loss=kind))
+    assert report.loss["output_layer"].startswith(kind)
+    install_replicated_grad_hooks(model)
+    optimizer, losses = _MasterAdamW(model), []
+    for step in range(steps):
+        tokens, labels, positions = batch = tiny_batch(step)
+        chunked = kind == "chunked"
+        loss = model(tokens, positions, None, labels=labels).mean() if chunked else tiny_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, _whole(model)
+
+
+def gpts(rank, world):
+    from coat_dist.flow import loss
+
+    loss._BLOCK = 2 * 32 * 128  # four chunks of the vocabulary, or two a rank
+    for tied in (False, True):
+        losses, weights = gpt(1, False, "plain", tied, True)
+        assert losses[-1] < losses[0]
+        for tp, sp in ((1, False), (2, False), (2, True)):
+            others, trained = gpt(tp, sp, "chunked", tied, True)
+            assert others == losses, (tied, tp, sp)
+            assert all(torch.equal(weights[name], t) for name, t in trained.items()), (tied, tp, sp)
+    usual, _ = gpt(2, True, "plain", False, False)
+    close, _ = gpt(2, True, "chunked", False, False)
+    assert usual[0] == close[0] and usual == pytest.approx(close, rel=1e-3)
+
+
+def test_gpt_models_train_to_the_same_bits_as_with_all_logits_on_one_rank():
+    """Weights tied and untied, TP 1, TP 2 and TP 2 with sequence parallelism, with tp_invariant."""
+    run_ranks(2, gpts)
+
+
+def deepspeed_losses(rank, world, stage, tied):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    from coat_dist.config import ActivationConfig
+    from coat_dist.flow import loss
+    from megatron_patches import MPUAdapter, initialize_model_parallel, install_replicated_grad_hooks, patch_model
+    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt
+
+    loss._BLOCK = 2 * 32 * 128
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    initialize_model_parallel(1)
+    model = tiny_gpt(gpt={"share_embeddings_and_output_weights": tied})
+    patch_model(model, ActivationConfig())
+    install_replicated_grad_hooks(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, mpu=MPUAdapter(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3)
+    )
+    losses = []
+    for step in range(6):
+        tokens, labels, positions = tiny_batch(world * step + rank)
+        mean = engine(tokens, positions, None, labels=labels).mean()
+        engine.backward(mean)
+        engine.step()
+        losses.append(mean.item())
+    engine.eval()
+    with torch.no_grad():
+        losses.append(engine(tokens, positions, None, labels=labels).mean().item())
+    return losses
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_zero3_gathers_the_output_weight(tied):
+    runs = [run_ranks(2, deepspeed_losses, stage, tied) for stage in (3, 2)]
+    for losses, reference in zip(*runs, strict=True):
+        assert losses == pytest.approx(reference, rel=2e-3) and losses[-1] < losses[0]
