@@ -115,6 +115,18 @@ def test_no_tensor_of_tokens_by_vocabulary_exists(exact, monkeypatch):
     assert theirs.elements == tokens * v
 
 
+def test_gradients_take_the_place_of_logits(monkeypatch):
+    """A second buffer of the size of a chunk would go unseen by the test above."""
+    inside = []
+    real = loss.logit_grad
+    monkeypatch.setattr(
+        loss, "logit_grad", lambda logits, *args, out: inside.append(out is logits) or real(logits, *args, out=out)
+    )
+    leaves, labels, upstream = problem(torch.bfloat16)
+    linear_cross_entropy(*leaves, labels, ONE, chunk=100).backward(upstream)
+    assert inside == [True] * 4
+
+
 def test_keeps_its_input_and_16_bytes_a_token():
     (x, weight, bias), labels, _ = problem(torch.bfloat16, bias=True)
     held = []
