@@ -99,4 +99,3 @@ def loss_reason(model: Any) -> str | None:
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return f"{str(weight.dtype).removeprefix('torch.')} parameters"
     return None
-

@@ -21,7 +21,7 @@ __all__ = ["IGNORE_INDEX", "linear_cross_entropy", "vocab_parallel_cross_entropy
 
 IGNORE_INDEX = -100
 _BLOCK = 2**26
-"""Most logits of :func:`linear_cross_entropy` that exist at a time: 128 MiB in BF16, wide enough for full-speed GEMMs."""
+"""Most logits of :func:`linear_cross_entropy` that exist at a time: 128 MiB in BF16. Not tuned."""
 _ALIGN = 64
 """A chunk's columns are a multiple of this, but for the last: rows of logits then start on whole cache lines."""
 
@@ -88,8 +88,8 @@ def linear_cross_entropy(
             raise ValueError(f"{name}: got {t.dtype} {list(t.shape)}, accepted: {x.dtype} (the dtype of x) {shape}")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk: got {chunk!r}, accepted: a positive number of vocabulary entries, or None")
-    shape = torch.Size([x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1]])
-    _check(labels, shape, weight.shape[0] * tp.size, z_loss)
+    tokens = torch.Size([x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1]])
+    _check(labels, tokens, weight.shape[0] * tp.size, z_loss)
     width = _width(weight.shape[0], labels.numel()) if chunk is None else chunk
     return _LinearCrossEntropy.apply(x, weight, bias, labels, tp, z_loss, width, exact)
 
@@ -175,9 +175,7 @@ class _Sum:
     """The gradient of x, summed over chunks and then over ranks: fp64 where exact, else fp32 (BF16 over ranks, as
     Megatron does), and without a wider buffer where there is one chunk."""
 
-    def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, exact: bool, several: bool
-    ) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, exact: bool, several: bool) -> None:
         self.exact, self.dtype, self.total = exact, dtype, None
         if exact or several:
             self.total = torch.zeros(shape, dtype=torch.float64 if exact else torch.float32, device=device)

@@ -53,7 +53,7 @@ def term(x, n, mantissa, exponent):
 
 
 @triton.jit
-def _stats_kernel(logits, labels, exponents, totals, found, columns, stride, first, BLOCK: tl.constexpr):
+def _stats_kernel(logits, labels, exponents, totals, found, columns, stride, offset, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
     exponent = tl.full((1,), LOWEST, tl.float32)
@@ -69,12 +69,12 @@ def _stats_kernel(logits, labels, exponents, totals, found, columns, stride, fir
     here = row + tl.arange(0, 1)
     tl.store(exponents + here, exponent)
     tl.store(totals + here, total)
-    local = tl.load(labels + here) - first
+    local = tl.load(labels + here) - offset
     inside = (local >= 0) & (local < columns)
     tl.store(found + here, tl.load(source + local, mask=inside, other=0.0).to(tl.float32))
 
 
-def logit_stats(logits: torch.Tensor, labels: torch.Tensor, first: int) -> LogitStats:
+def logit_stats(logits: torch.Tensor, labels: torch.Tensor, offset: int) -> LogitStats:
     """See :func:`coat_dist.reference.cross_entropy.logit_stats`."""
     logits = _columns_adjacent(logits)
     rows, columns = logits.shape
@@ -84,7 +84,7 @@ def logit_stats(logits: torch.Tensor, labels: torch.Tensor, first: int) -> Logit
     if rows:
         with torch.cuda.device_of(logits):
             _stats_kernel[(rows,)](
-                logits, labels.contiguous(), exponent, total, label, columns, logits.stride(0), first,
+                logits, labels.contiguous(), exponent, total, label, columns, logits.stride(0), offset,
                 BLOCK=_block(columns), num_warps=8,
             )  # fmt: skip
     return LogitStats(exponent, total, label)
@@ -92,7 +92,7 @@ def logit_stats(logits: torch.Tensor, labels: torch.Tensor, first: int) -> Logit
 
 @triton.jit
 def _grad_kernel(
-    logits, labels, exponents, inverses, boosts, dlosses, out, columns, stride, out_stride, first,
+    logits, labels, exponents, inverses, boosts, dlosses, out, columns, stride, out_stride, offset,
     BOOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -103,14 +103,14 @@ def _grad_kernel(
     value = term(x, n, mantissa, tl.load(exponents + row)) * tl.load(inverses + row)
     if BOOST:
         value = value * tl.load(boosts + row)
-    value = tl.where(column == tl.load(labels + row) - first, value - 1.0, value) * tl.load(dlosses + row)
+    value = tl.where(column == tl.load(labels + row) - offset, value - 1.0, value) * tl.load(dlosses + row)
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 def logit_grad(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    first: int,
+    offset: int,
     exponent: torch.Tensor,
     inverse: torch.Tensor,
     boost: torch.Tensor | None,
@@ -127,7 +127,7 @@ def logit_grad(
         with torch.cuda.device_of(logits):
             _grad_kernel[(rows, triton.cdiv(columns, block))](
                 logits, labels.contiguous(), exponent, inverse, boost, dloss.contiguous(), target, columns,
-                logits.stride(0), target.stride(0), first, BOOST=boost is not None, BLOCK=block, num_warps=8,
+                logits.stride(0), target.stride(0), offset, BOOST=boost is not None, BLOCK=block, num_warps=8,
             )  # fmt: skip
     return out if target is out else out.copy_(target)
 

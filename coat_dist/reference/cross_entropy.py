@@ -36,7 +36,7 @@ class LogitStats(NamedTuple):
     """fp32 ``[rows]``: the label's logit, 0 where the label lies outside this block."""
 
 
-def logit_stats(logits: torch.Tensor, labels: torch.Tensor, first: int) -> LogitStats:
+def logit_stats(logits: torch.Tensor, labels: torch.Tensor, offset: int) -> LogitStats:
     """Statistics of a block in one read.
 
     The logarithm of ``total * 2**exponent`` has fp32 accuracy for logits up to 2**22. Beyond that its error is at most
@@ -45,7 +45,7 @@ def logit_stats(logits: torch.Tensor, labels: torch.Tensor, first: int) -> Logit
     Args:
         logits: ``[rows, columns]``, any floating dtype.
         labels: int64 ``[rows]``, entries of the whole vocabulary; any value.
-        first: the entry that column 0 stands for.
+        offset: the entry that column 0 stands for.
     """
     rows, columns = logits.shape
     exponent = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -55,7 +55,7 @@ def logit_stats(logits: torch.Tensor, labels: torch.Tensor, first: int) -> Logit
         n, mantissa = _split(x)
         exponent[part] = n.amax(-1)
         total[part] = _terms(x, n, mantissa, exponent[part]).sum(-1, dtype=torch.float64)
-    local, here = _local(labels, first, columns)
+    local, here = _local(labels, offset, columns)
     label = torch.where(here, logits.gather(1, local[:, None]).squeeze(1).float(), 0.0)
     return LogitStats(exponent, total, label)
 
@@ -69,7 +69,7 @@ def merge(exponent: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, to
 def logit_grad(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    first: int,
+    offset: int,
     exponent: torch.Tensor,
     inverse: torch.Tensor,
     boost: torch.Tensor | None,
@@ -79,7 +79,7 @@ def logit_grad(
     """Gradient of a block: ``(boost * softmax - onehot(label)) * dloss``, in fp32 up to the last rounding.
 
     Args:
-        logits, labels, first: as for :func:`logit_stats`.
+        logits, labels, offset: as for :func:`logit_stats`.
         exponent: fp32 ``[rows]``, of the whole row.
         inverse: fp32 ``[rows]``, 1 / total of the whole row, so that ``softmax = exp(logit) / 2**exponent * inverse``.
         boost: fp32 ``[rows]``; None = 1. Not 1 where the loss has a term in the logarithm of the sum.
@@ -90,7 +90,7 @@ def logit_grad(
         ``out``.
     """
     out = torch.empty_like(logits) if out is None else out
-    local, here = _local(labels, first, logits.shape[1])
+    local, here = _local(labels, offset, logits.shape[1])
     for part in _parts(logits):
         x = logits[part].float()
         softmax = _terms(x, *_split(x), exponent[part]) * inverse[part, None]
@@ -124,9 +124,9 @@ def _terms(x: torch.Tensor, n: torch.Tensor, mantissa: torch.Tensor, exponent: t
     return torch.where(x < torch.inf, terms, torch.nan)
 
 
-def _local(labels: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _local(labels: torch.Tensor, offset: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Column of each label in a block (any column where it lies outside), and whether it lies inside."""
-    local = labels - first
+    local = labels - offset
     return local.clamp(0, columns - 1), (local >= 0) & (local < columns)
 
 

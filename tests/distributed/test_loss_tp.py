@@ -117,9 +117,9 @@ def test_nan_of_one_rank_is_everybodys(ranks):
 
 def gpt(tp, sp, kind, tied, invariant, steps=3):
     """Losses of a few optimizer steps of a patched GPT model, and the trained parameters, whole."""
-    from coat_dist.config import ActivationConfig
     from megatron.core import parallel_state
 
+    from coat_dist.config import ActivationConfig
     from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
     from tests.distributed.test_megatron_tp import _MasterAdamW, _whole
     from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss

@@ -188,7 +188,10 @@ def test_frozen_inputs_cost_nothing_and_change_nothing(frozen):
 def test_tied_embedding_gets_both_gradients_once():
     weight, tokens, labels = torch.randn(50, 8), torch.randint(0, 50, (4, 3)), torch.randint(0, 50, (4, 3))
     grads = []
-    for head in (lambda x, w: plain(x, w, None, labels), lambda x, w: linear_cross_entropy(x, w, labels, ONE, chunk=20)):
+    for head in (
+        lambda x, w: plain(x, w, None, labels),
+        lambda x, w: linear_cross_entropy(x, w, labels, ONE, chunk=20),
+    ):
         w = weight.clone().requires_grad_()
         head(F.embedding(tokens, w), w).mean().backward()
         grads.append(w.grad)
@@ -241,7 +244,10 @@ X, W, L = torch.randn(3, 2, 8), torch.randn(10, 8), torch.zeros(3, 2, dtype=torc
     [
         (lambda: linear_cross_entropy(X.half(), W, L, ONE), "x: got torch.float16"),
         (lambda: linear_cross_entropy(X, W[:, :5], L, ONE), "weight: got shape"),
-        (lambda: linear_cross_entropy(X, W.bfloat16(), L, ONE), "weight: got torch.bfloat16 .* accepted: torch.float32"),
+        (
+            lambda: linear_cross_entropy(X, W.bfloat16(), L, ONE),
+            "weight: got torch.bfloat16 .* accepted: torch.float32",
+        ),
         (lambda: linear_cross_entropy(X, W, L, ONE, bias=W[0]), r"bias: got torch.float32 \[8\], accepted: .* \[10\]"),
         (lambda: linear_cross_entropy(X, W, L[:2], ONE), r"labels: got torch.int64 \[2, 2\], accepted: .* \[3, 2\]"),
         (lambda: linear_cross_entropy(X, W, L.float(), ONE), "labels: got torch.float32"),

@@ -54,9 +54,7 @@ def test_blocks_do_not_show(dtype, monkeypatch):
         assert ((total - whole.total).abs() <= 2.0**-50 * whole.total).all()
         assert torch.equal(sum(p.label for p in parts), whole.label)
         assert torch.equal(log_sum(exponent, total).float(), log_sum(whole.exponent, whole.total).float())
-        assert torch.equal(
-            torch.cat([ce.logit_grad(logits[:, a:b], labels, a, *rest) for a, b in pairs], 1), gradient
-        )
+        assert torch.equal(torch.cat([ce.logit_grad(logits[:, a:b], labels, a, *rest) for a, b in pairs], 1), gradient)
 
 
 def test_in_place():
