@@ -183,9 +183,8 @@ def test_fused_loss_is_overridden_and_said_so():
     assert not patch_model(tiny_gpt(cross_entropy_loss_fusion=True), ActivationConfig(loss="plain")).notes
 
 
-def test_output_layer_with_a_hidden_size_of_its_own(device):
-    """Hidden states that no one else holds: only [s, b, h] and 16 bytes a token stay."""
-    model, (tokens, labels, positions) = tiny_gpt(), tiny_batch(9, device)
+def test_output_layer_returns_losses_while_it_has_labels(device):
+    model, (_, labels, _) = tiny_gpt(), tiny_batch(9, device)
     patch_model(model, ActivationConfig())
     hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
     model.output_layer.coat_labels = labels.t().contiguous()

@@ -12,7 +12,7 @@ from .common import ONE, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 3e-4}
-"""Relative error of dx, which is summed chunk by chunk; an element of BF16 then rounds to its neighbour now and then."""
+"""Relative error of dx, which is summed chunk by chunk: now and then an element of BF16 is the neighbour."""
 
 
 def problem(dtype, s=13, b=5, h=72, v=331, bias=False):

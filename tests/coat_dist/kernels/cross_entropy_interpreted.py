@@ -1,4 +1,4 @@
-"""The cross entropy kernels in Triton's interpreter; run by test_interpreted.py, which sets TRITON_INTERPRET=1 first."""
+"""The cross entropy kernels in Triton's interpreter; run by test_interpreted.py, which sets TRITON_INTERPRET=1."""
 
 from tests.coat_dist.kernels import cross_entropy_agreement as agreement
 
