@@ -236,6 +236,19 @@ def test_autocast_does_not_reach_inside():
             assert torch.equal(a, b)
 
 
+def test_compiled_around():
+    leaves, labels, upstream = problem(torch.float32)
+
+    def head(x, weight):
+        return linear_cross_entropy(2 * x, weight, labels, ONE, chunk=100) / 2
+
+    results = []
+    for call in (head, torch.compile(head, backend="aot_eager")):
+        out = call(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 X, W, L = torch.randn(3, 2, 8), torch.randn(10, 8), torch.zeros(3, 2, dtype=torch.long)
 
 
