@@ -72,6 +72,9 @@ class ActivationConfig(_Block):
     attention: Literal["bf16", "fp8"] = "bf16"
     """What attention keeps of q, k, v and its output: "fp8" rounds them by groups, and forward computes from the
     rounded values."""
+    loss: Literal["chunked", "plain"] = "chunked"
+    """Where a model computes its own loss: "chunked" never holds all logits and makes them again in backward; "plain"
+    leaves the model's output layer and loss as they are."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
 

@@ -65,10 +65,14 @@ def torch_adamw(model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim
 
 
 def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch], torch.Tensor]:
-    """``loss(engine, batch)``: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar."""
+    """``loss(engine, batch)``: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
+
+    A model that was patched with ``loss: "chunked"`` computes its losses itself; of any other model logits are asked.
+    """
     from megatron.core import parallel_state
 
     from coat_dist.flow import TensorParallel, vocab_parallel_cross_entropy
+    from megatron_patches.loss import ChunkedLossGPTModel
 
     group = TensorParallel(parallel_state.get_tensor_model_parallel_group()) if tp > 1 else TensorParallel()
 
@@ -76,7 +80,10 @@ def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch],
         tokens, labels, mask, positions = (
             batch[k].to(device, non_blocking=True) for k in ("tokens", "labels", "loss_mask", "position_ids")
         )
-        per_token = vocab_parallel_cross_entropy(engine(tokens, positions, None), labels, group)
+        if isinstance(engine.module, ChunkedLossGPTModel):
+            per_token = engine(tokens, positions, None, labels=labels)
+        else:
+            per_token = vocab_parallel_cross_entropy(engine(tokens, positions, None), labels, group)
         return (per_token * mask).sum() / mask.sum().clamp(min=1)
 
     return loss

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
@@ -28,6 +29,7 @@ from coat_dist.flow import TensorParallel
 from .attention import PATCHED, unfused_reason
 from .compat import check_version
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
+from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear, loss_reason
 from .mlp import ExpertMLP, NormMLP, SharedExperts
 from .norm import EXACT, FOLDED
 from .parallel import tensor_parallel
@@ -47,6 +49,9 @@ __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 _ORIGINAL: dict[type, type] = {
     NormColumnParallelLinear: ColumnParallelLinear,
     InvariantColumnParallelLinear: ColumnParallelLinear,
+    ChunkedLossLinear: ColumnParallelLinear,
+    InvariantChunkedLossLinear: ColumnParallelLinear,
+    ChunkedLossGPTModel: GPTModel,
     FP8RowParallelLinear: RowParallelLinear,
     NormMLP: MLP,
     ExpertMLP: MLP,
@@ -67,6 +72,8 @@ class PatchReport:
     """Blocks that stay BF16, and why."""
     unfused: dict[str, str] = field(default_factory=dict)
     """Patched attention whose rotary embedding stays Megatron's passes over queries and keys, and why."""
+    loss: dict[str, str] = field(default_factory=dict)
+    """Output layers of language models: "chunked", or "plain" and why."""
     notes: list[str] = field(default_factory=list)
     """Settings of the model that patching overrides."""
 
@@ -79,6 +86,7 @@ class PatchReport:
                 by_reason.setdefault(reason, []).append(name)
             for reason, group in by_reason.items():
                 lines += [f"  {word}  {names}: {reason}" for names in _condensed(group)]
+        lines += [f"  loss     {name}: {how}" for name, how in self.loss.items()]
         return "\n".join(lines + [f"  note     {note}" for note in self.notes])
 
 
@@ -128,11 +136,13 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
             report.left[name] = "outside the decoder's layers (multi-token prediction)"
     if not report.patched:
         raise ValueError(f"model: nothing to patch\n{report}")
-    outputs = [
-        (n, m.output_layer)
+    language_models = [
+        (n, m)
         for n, m in model.named_modules()
-        if isinstance(m, GPTModel) and getattr(m, "output_layer", None) is not None
+        if isinstance(m, LanguageModule) and getattr(m, "output_layer", None) is not None
     ]
+    outputs = [(n, m.output_layer) for n, m in language_models if isinstance(m, GPTModel)]
+    chunked = [m for n, m in language_models if _chunked(n, m, settings, report)]
     if settings.tp_invariant:
         report.left |= {f"{n}.output_layer".lstrip("."): r for n, m in outputs if (r := output_reason(m)) is not None}
         if report.left:
@@ -157,6 +167,11 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
         for module in model.modules():  # what is left: the final norm, norms of queries and keys
             if type(module) in EXACT:
                 module.__class__ = EXACT[type(module)]
+    for module in chunked:
+        output_layer, invariant = module.output_layer, settings.tp_invariant
+        patch = Patch(settings, tensor_parallel(output_layer))
+        _swap(output_layer, InvariantChunkedLossLinear if invariant else ChunkedLossLinear, patch)
+        module.__class__ = ChunkedLossGPTModel
     return report
 
 
@@ -199,6 +214,15 @@ def _patch_attention(layer: Any, settings: ActivationConfig, report: PatchReport
 def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:
     norm = _fold_norm(layer, "pre_mlp_layernorm", report)
     _swap(layer.mlp, NormMLP, Patch(settings, tensor_parallel(layer.mlp.linear_fc1), norm))
+
+
+def _chunked(name: str, model: Any, settings: ActivationConfig, report: PatchReport) -> bool:
+    """Whether a language model's loss is to be chunked; says so in the report."""
+    reason = "activation.loss" if settings.loss == "plain" else loss_reason(model)
+    report.loss[f"{name}.output_layer".lstrip(".")] = "chunked" if reason is None else f"plain ({reason})"
+    if reason is None and model.config.cross_entropy_loss_fusion:
+        report.notes.append("cross_entropy_loss_fusion has no effect: the loss is chunked")
+    return reason is None
 
 
 def _patch_experts(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:

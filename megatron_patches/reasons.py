@@ -28,6 +28,7 @@ __all__ = [
     "layer_reason",
     "mlp_reason",
     "output_reason",
+    "settings_reason",
     "shared_experts_reason",
 ]
 
@@ -53,14 +54,21 @@ _SETTINGS: tuple[tuple[str, Any], ...] = (
 _ROW_BIAS = "tp_invariant with a bias of {}, whose gradient is a BF16 sum over a rank's tokens"
 
 
+def settings_reason(config: Any) -> str | None:
+    """For everything that is built with a ``TransformerConfig``."""
+    for key, accepted in _SETTINGS:
+        given = getattr(config, key, accepted)  # not every supported version has every key
+        if given != accepted and (given or accepted):
+            return f"config.{key}={given}"
+    return None
+
+
 def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
     """What holds for both blocks of ``layer``."""
     if type(layer) is not TransformerLayer:
         return f"layer class {type(layer).__name__}"
-    for key, accepted in _SETTINGS:
-        given = getattr(layer.config, key, accepted)  # not every supported version has every key
-        if given != accepted and (given or accepted):
-            return f"config.{key}={given}"
+    if (reason := settings_reason(layer.config)) is not None:
+        return reason
     for key in ("hidden_dropout", "attention_dropout"):  # random states of ranks differ
         if settings.tp_invariant and getattr(layer.config, key):
             return f"tp_invariant with config.{key}={getattr(layer.config, key)}"
@@ -168,7 +176,7 @@ def _products_reason(mlp: Any, expert: bool = False) -> str | None:
 
 
 def output_reason(output_layer: Any) -> str | None:
-    """For the output layer, which only ``tp_invariant`` replaces."""
+    """For the output layer, which ``tp_invariant`` and the chunked loss replace."""
     if type(output_layer) is not ColumnParallelLinear:
         return f"output_layer class {type(output_layer).__name__}"
     if output_layer.bias is not None:

@@ -7,7 +7,7 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 from ..ops.rope import Heads, RopeTable, rope_table
 from .attention import attention, sdpa
 from .linear import invariant_linear, linear
-from .loss import vocab_parallel_cross_entropy
+from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .mlp import mlp, norm_mlp, scale_rows
 from .norm import Norm, norm
 from .norm_linear import norm_linear, norm_qkv
@@ -23,6 +23,7 @@ __all__ = [
     "invalidate_weights",
     "invariant_linear",
     "linear",
+    "linear_cross_entropy",
     "mlp",
     "norm",
     "norm_linear",

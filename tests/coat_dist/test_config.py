@@ -28,6 +28,7 @@ BASE = {
             "weights": "on_use",
             "wgrad": "grad",
             "attention": "bf16",
+            "loss": "chunked",
             "bf16_layers": [0, -1],
         },
     },
@@ -80,6 +81,7 @@ def test_no_block_is_none_and_unchecked():
         ({"activation": {"attention": "fp16"}}, ['coat.activation.attention: got "fp16"', "'bf16' or 'fp8'"]),
         ({"activation": {"weights": "kept"}}, ['coat.activation.weights: got "kept"', "'on_use' or 'cached'"]),
         ({"activation": {"wgrad": "fp32"}}, ['coat.activation.wgrad: got "fp32"', "'grad' or 'main_grad'"]),
+        ({"activation": {"loss": "fused"}}, ['coat.activation.loss: got "fused"', "'chunked'", "'plain'"]),
         ({"activation": {"bf16_layers": ["first"]}}, ["coat.activation.bf16_layers.0", "an integer"]),
         ({"activation": {"bf16_layers": [0, 0]}}, ["coat.activation.bf16_layers", "distinct"]),
         (

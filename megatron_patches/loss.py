@@ -1,0 +1,101 @@
+"""The chunked loss of a patched model: output layer and cross entropy in one, without logits of the whole vocabulary.
+
+``GPTModel`` calls ``output_layer(hidden)`` and then ``compute_language_model_loss(labels, logits)``. Where labels are
+given, the model hands them to its output layer beforehand, the output layer returns losses instead of logits, and
+``compute_language_model_loss`` passes them on. The loss is computed inside the output layer's call, so that whatever
+surrounds it (ZeRO-3 gathers its weight there) still does. Without labels nothing changes: logits are returned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+from coat_dist import flow
+
+from .linear import InvariantColumnParallelLinear, Patch
+from .parallel import tensor_parallel
+from .reasons import output_reason, settings_reason
+
+__all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "loss_reason"]
+
+
+class _ChunkedLoss:
+    """An output layer that returns losses while it is given labels."""
+
+    coat_patched = True
+    coat: Patch
+    coat_labels: torch.Tensor | None = None
+    """``[s, b]`` during a forward pass that computes a loss."""
+
+    def forward(
+        self: Any,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """``[s, b, h]`` (s/TP under sequence parallelism) → losses ``[s, b]`` fp32, or logits ``[s, b, out/TP]``."""
+        if self.coat_labels is None:
+            return super().forward(input_, weight, runtime_gather_output, **rest)  # type: ignore[misc]
+        weight = self.weight if weight is None else weight
+        exact = self.coat.settings.tp_invariant
+        return flow.linear_cross_entropy(input_, weight, self.coat_labels, self.coat.tp, exact=exact), None
+
+
+class ChunkedLossLinear(_ChunkedLoss, ColumnParallelLinear):
+    """``output_layer`` with ``loss: "chunked"``."""
+
+
+class InvariantChunkedLossLinear(_ChunkedLoss, InvariantColumnParallelLinear):
+    """``output_layer`` with ``loss: "chunked"`` and ``tp_invariant``."""
+
+
+class ChunkedLossGPTModel(GPTModel):
+    """A ``GPTModel`` whose loss never holds all logits."""
+
+    coat_patched = True
+
+    def _postprocess(self, hidden_states: Any, input_ids: Any, position_ids: Any, labels: Any, *args, **kwargs) -> Any:
+        if labels is None:
+            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
+        self.output_layer.coat_labels = labels.transpose(0, 1).contiguous()
+        try:
+            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
+        finally:
+            del self.output_layer.coat_labels
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Losses ``[b, s]`` from what the output layer returned: losses ``[s, b]``, or logits ``[s, b, out/TP]``."""
+        if logits.dim() == labels.dim():
+            return logits.transpose(0, 1).contiguous()
+        return super().compute_language_model_loss(labels, logits)
+
+
+def loss_reason(model: Any) -> str | None:
+    """Why the loss of a language model stays as it is, or None."""
+    if type(model) is not GPTModel:
+        return f"model class {type(model).__name__}"
+    if (reason := settings_reason(model.config)) is not None:
+        return reason
+    if (reason := output_reason(model.output_layer)) is not None:
+        return reason
+    if getattr(model.config, "mtp_num_layers", None):
+        return "multi-token prediction computes several losses"
+    if model.fp16_lm_cross_entropy:
+        return "fp16_lm_cross_entropy"
+    if getattr(model.config, "use_mup", False):
+        return "config.use_mup scales logits"
+    if getattr(model.config, "config_logger_dir", ""):
+        return "config.config_logger_dir asks for logits"
+    if model.output_layer.gather_output and tensor_parallel(model.output_layer).size > 1:
+        return "parallel_output=False gathers logits"
+    weight = model.output_layer.weight
+    if weight is None:
+        weight = model.shared_embedding_or_output_weight()
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        return f"{str(weight.dtype).removeprefix('torch.')} parameters"
+    return None

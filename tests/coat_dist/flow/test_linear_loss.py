@@ -1,0 +1,282 @@
+"""linear_cross_entropy against the loss of all logits: same value, same gradients, none of the memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from coat_dist.flow import TensorParallel, invariant_linear, linear_cross_entropy, loss, vocab_parallel_cross_entropy
+
+from .common import ONE, relative_error
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 3e-4}
+"""Relative error of dx, which is summed chunk by chunk: now and then an element of BF16 is the neighbour."""
+
+
+def problem(dtype, s=13, b=5, h=72, v=331, bias=False):
+    x, weight = torch.randn(s, b, h).to(dtype), (2 * torch.randn(v, h) * h**-0.5).to(dtype)
+    labels = torch.randint(0, v, (s, b))
+    labels[0, 1] = labels[-1, -1] = -100
+    leaves = [x, weight, *([torch.randn(v).to(dtype)] if bias else [])]
+    return [t.requires_grad_() for t in leaves], labels, torch.randn(s, b)
+
+
+def plain(x, weight, bias, labels, z_loss=0.0):
+    return vocab_parallel_cross_entropy(F.linear(x, weight, bias), labels, ONE, z_loss=z_loss)
+
+
+def both(leaves, labels, upstream, **options):
+    """(loss, gradients) of the plain path and of ours, for a gradient that differs from token to token."""
+    z_loss = options.get("z_loss", 0.0)
+    bias = leaves[2] if len(leaves) > 2 else None
+    results = []
+    for out in (
+        plain(*leaves[:2], bias, labels, z_loss),
+        linear_cross_entropy(*leaves[:2], labels, ONE, bias=bias, **options),
+    ):
+        assert out.dtype == torch.float32 and out.shape == labels.shape
+        results.append((out.detach(), torch.autograd.grad(out, leaves, upstream)))
+    return results
+
+
+@DTYPES
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("chunk", [None, 64, 320, 7, 1000])
+@pytest.mark.parametrize("bias", [False, True])
+def test_is_the_plain_path(dtype, chunk, bias, z_loss):
+    (expected, wanted), (got, grads) = both(*problem(dtype, bias=bias), chunk=chunk, z_loss=z_loss)
+    whole = chunk is None or chunk > 331
+    if whole or dtype == torch.bfloat16:  # fp32 products may be summed in another order where the shape is another
+        assert torch.equal(got, expected) and torch.equal(grads[1], wanted[1])
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-5)
+    assert not got[0, 1] and not got[-1, -1] and not grads[0][0, 1].any()
+    for mine, theirs in zip(grads, wanted, strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        assert relative_error(mine, theirs) <= BOUND[dtype]
+    if whole:
+        assert torch.equal(grads[0], wanted[0])
+
+
+@DTYPES
+@pytest.mark.parametrize("chunk", [None, 64, 50, 7])
+def test_exact_products_give_the_same_bits_for_every_chunk(dtype, chunk):
+    leaves, labels, upstream = problem(dtype)
+    wanted = vocab_parallel_cross_entropy(invariant_linear(*leaves, ONE), labels, ONE)
+    got = linear_cross_entropy(*leaves, labels, ONE, chunk=chunk, exact=True)
+    assert torch.equal(got, wanted)
+    for a, b in zip(*(torch.autograd.grad(t, leaves, upstream) for t in (got, wanted)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.3])
+def test_definition_in_fp64(z_loss):
+    leaves, labels, upstream = problem(torch.float32, bias=True)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    logits = F.linear(*wide)
+    log_sum = logits.logsumexp(-1)
+    label = logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    wanted = torch.where(labels < 0, 0.0, log_sum - label + z_loss * log_sum**2)
+    got = linear_cross_entropy(*leaves[:2], labels, ONE, bias=leaves[2], z_loss=z_loss, chunk=100)
+    torch.testing.assert_close(got, wanted.float(), rtol=2e-6, atol=2e-6)
+    theirs = torch.autograd.grad(wanted, wide, upstream.double())
+    for a, b in zip(torch.autograd.grad(got, leaves, upstream), theirs, strict=True):
+        assert relative_error(a, b) < 1e-6
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation made, and the shapes that have many."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_tensor_of_tokens_by_vocabulary_exists(exact, monkeypatch):
+    monkeypatch.setattr(loss, "_BLOCK", 512 * 256)
+    tokens, h, v = 512, 16, 4096
+    x = torch.randn(tokens, h, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(v, h, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, v, (tokens,))
+    with Largest() as ours:
+        linear_cross_entropy(x, weight, labels, ONE, exact=exact).sum().backward()
+    assert ours.elements == tokens * 256
+    with Largest() as theirs:
+        plain(x, weight, None, labels).sum().backward()
+    assert theirs.elements == tokens * v
+
+
+def test_gradients_take_the_place_of_logits(monkeypatch):
+    """A second buffer of the size of a chunk would go unseen by the test above."""
+    inside = []
+    real = loss.logit_grad
+    monkeypatch.setattr(
+        loss, "logit_grad", lambda logits, *args, out: inside.append(out is logits) or real(logits, *args, out=out)
+    )
+    leaves, labels, upstream = problem(torch.bfloat16)
+    linear_cross_entropy(*leaves, labels, ONE, chunk=100).backward(upstream)
+    assert inside == [True] * 4
+
+
+def test_keeps_its_input_and_16_bytes_a_token():
+    (x, weight, bias), labels, _ = problem(torch.bfloat16, bias=True)
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        linear_cross_entropy(x, weight, labels, ONE, bias=bias, chunk=50)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    for t in (x, weight, bias):
+        storages.pop(t.untyped_storage().data_ptr())
+    assert sum(storages.values()) == labels.numel() * (8 + 8)  # the labels themselves, an exponent and a sum
+
+
+def test_default_width():
+    assert loss._width(32000, 4096) == 16000 and loss._width(32000, 2048) == 32000
+    assert loss._width(128256, 16384) == 4032  # 32 chunks of 4008, on whole cache lines
+    assert loss._width(331, 7) == 331 and loss._width(5, 10**9) == 64 and loss._width(100, 0) == 100
+
+
+def test_all_ignored():
+    leaves, labels, upstream = problem(torch.bfloat16)
+    labels.fill_(-100)
+    out = linear_cross_entropy(*leaves, labels, ONE, z_loss=0.1, chunk=100)
+    assert not out.any()
+    assert not any(g.any() for g in torch.autograd.grad(out, leaves, upstream))
+
+
+@pytest.mark.parametrize("label", [-1, 331, 10**6])
+def test_labels_outside_the_vocabulary(label):
+    leaves, labels, upstream = problem(torch.float32)
+    labels[3, 2] = label
+    with pytest.raises(ValueError, match=f"labels: got {label}, accepted: 0 to 330, or -100 to ignore"):
+        linear_cross_entropy(*leaves, labels, ONE)
+    out = loss._LinearCrossEntropy.apply(*leaves, None, labels, ONE, 0.0, 100, False)  # as on a GPU: no look
+    assert out.isnan().sum() == 1 and out[3, 2].isnan()
+    dx, dweight = torch.autograd.grad(out, leaves, upstream)
+    assert dx.isnan().all(-1).sum() == 1 and dx[3, 2].isnan().all() and dweight.isnan().any()
+
+
+def test_nan_is_not_hidden():
+    (x, weight), labels, upstream = problem(torch.float32)
+    bad = x.detach().clone()
+    bad[4, 4, 0] = torch.nan
+    out = linear_cross_entropy(bad.requires_grad_(), weight, labels, ONE, chunk=100)
+    assert out.isnan().sum() == 1 and out[4, 4].isnan()
+    dx, dweight = torch.autograd.grad(out, [bad, weight], upstream)
+    assert dx[4, 4].isnan().all() and dweight.isnan().any()
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2)])
+def test_frozen_inputs_cost_nothing_and_change_nothing(frozen):
+    leaves, labels, upstream = problem(torch.float32, bias=True)
+    (_, wanted), _ = both(leaves, labels, upstream)
+    for i in frozen:
+        leaves[i].requires_grad_(False)
+    linear_cross_entropy(*leaves[:2], labels, ONE, bias=leaves[2], chunk=331).backward(upstream)
+    for i, (leaf, g) in enumerate(zip(leaves, wanted, strict=True)):
+        assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, g)
+
+
+def test_tied_embedding_gets_both_gradients_once():
+    weight, tokens, labels = torch.randn(50, 8), torch.randint(0, 50, (4, 3)), torch.randint(0, 50, (4, 3))
+    grads = []
+    for head in (
+        lambda x, w: plain(x, w, None, labels),
+        lambda x, w: linear_cross_entropy(x, w, labels, ONE, chunk=20),
+    ):
+        w = weight.clone().requires_grad_()
+        head(F.embedding(tokens, w), w).mean().backward()
+        grads.append(w.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-6)
+
+
+@DTYPES
+def test_recomputed_retained_and_not_contiguous(dtype):
+    (x, weight), labels, upstream = problem(dtype)
+    out = linear_cross_entropy(x, weight, labels, ONE, chunk=100)
+    wanted = torch.autograd.grad(out, [x, weight], upstream, retain_graph=True)
+    again = torch.autograd.grad(out, [x, weight], upstream)
+    inside = checkpoint(lambda x: linear_cross_entropy(x, weight, labels, ONE, chunk=100), x, use_reentrant=False)
+    turned = x.detach().transpose(0, 1).contiguous().requires_grad_()
+    view = linear_cross_entropy(turned.transpose(0, 1), weight, labels.t().contiguous().t(), ONE, chunk=100)
+    assert torch.equal(inside, out) and torch.equal(view, out)
+    recomputed = torch.autograd.grad(inside, [x, weight], upstream)
+    strided = torch.autograd.grad(view, [turned, weight], upstream)
+    for a, b, c, d in zip(wanted, again, recomputed, (strided[0].transpose(0, 1), strided[1]), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a, d)
+
+
+def test_without_gradients():
+    (x, weight), labels, _ = problem(torch.bfloat16)
+    wanted = linear_cross_entropy(x, weight, labels, ONE)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            out = linear_cross_entropy(x, weight, labels, ONE)
+        assert torch.equal(out, wanted) and not out.requires_grad
+    flat = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten().int(), ONE)  # other shapes, other integers
+    assert torch.equal(flat.view_as(wanted), wanted)
+
+
+def test_autocast_does_not_reach_inside():
+    leaves, labels, upstream = problem(torch.float32)
+    wanted = linear_cross_entropy(*leaves, labels, ONE, chunk=100)
+    gradients = torch.autograd.grad(wanted, leaves, upstream)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear_cross_entropy(*leaves, labels, ONE, chunk=100)
+        assert torch.equal(out, wanted)
+        for a, b in zip(torch.autograd.grad(out, leaves, upstream), gradients, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_compiled_around():
+    leaves, labels, upstream = problem(torch.float32)
+
+    def head(x, weight):
+        return linear_cross_entropy(2 * x, weight, labels, ONE, chunk=100) / 2
+
+    results = []
+    for call in (head, torch.compile(head, backend="aot_eager")):
+        out = call(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+X, W, L = torch.randn(3, 2, 8), torch.randn(10, 8), torch.zeros(3, 2, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: linear_cross_entropy(X.half(), W, L, ONE), "x: got torch.float16"),
+        (lambda: linear_cross_entropy(X, W[:, :5], L, ONE), "weight: got shape"),
+        (
+            lambda: linear_cross_entropy(X, W.bfloat16(), L, ONE),
+            "weight: got torch.bfloat16 .* accepted: torch.float32",
+        ),
+        (lambda: linear_cross_entropy(X, W, L, ONE, bias=W[0]), r"bias: got torch.float32 \[8\], accepted: .* \[10\]"),
+        (lambda: linear_cross_entropy(X, W, L[:2], ONE), r"labels: got torch.int64 \[2, 2\], accepted: .* \[3, 2\]"),
+        (lambda: linear_cross_entropy(X, W, L.float(), ONE), "labels: got torch.float32"),
+        (lambda: linear_cross_entropy(X, W, L.bool(), ONE), "labels: got torch.bool"),
+        (lambda: linear_cross_entropy(X, W, L, ONE, chunk=0), "chunk: got 0, accepted: a positive"),
+        (lambda: linear_cross_entropy(X, W, L, ONE, chunk=True), "chunk: got True"),
+        (lambda: linear_cross_entropy(X, W, L, ONE, z_loss=-1.0), "z_loss: got -1.0"),
+        (lambda: vocab_parallel_cross_entropy(X, L, ONE, z_loss=float("nan")), "z_loss: got nan"),
+    ],
+)
+def test_misfits_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_sequence_parallelism_over_one_rank_is_none():
+    (x, weight), labels, _ = problem(torch.bfloat16)
+    alone = TensorParallel(None, sequence_parallel=True)
+    assert torch.equal(linear_cross_entropy(x, weight, labels, alone), linear_cross_entropy(x, weight, labels, ONE))

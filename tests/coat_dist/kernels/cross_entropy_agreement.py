@@ -1,0 +1,113 @@
+"""How the cross entropy kernels must agree with their definitions; run in the interpreter, and on the GPU in tests/gpu.
+
+An exponential may differ in the last bits of fp32 (2**f is the hardware's). What must be exact is that results do not
+depend on how columns are cut into blocks.
+"""
+
+import itertools
+import math
+
+import torch
+
+from coat_dist.kernels import cross_entropy as kernels
+from coat_dist.reference import cross_entropy as reference
+
+ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
+"""The largest step to the neighbour, relative."""
+
+
+def block(rows, columns, dtype, device, spread=8.0):
+    """Logits inside a wider buffer (rows are not adjacent), and labels, some of them of other blocks."""
+    wide = torch.randn(rows, columns + 5) * spread
+    wide[::2] = wide[::2].sort(-1).values  # the largest comes last, in another block than the first ones
+    wide = wide.to(device, dtype)
+    return wide[:, 2 : columns + 2], torch.randint(0, 3 * columns, (rows,)).to(device)
+
+
+def log_sum(stats):
+    return stats.total.log() + stats.exponent.double() * math.log(2)
+
+
+def check_stats(device="cpu", shapes=((5, 3), (3, 300), (2, 5000))):
+    for (rows, columns), dtype in itertools.product(shapes, ULP):
+        logits, labels = block(rows, columns, dtype, device)
+        got, wanted = (m.logit_stats(logits, labels, columns) for m in (kernels, reference))
+        assert [t.dtype for t in got] == [torch.float32, torch.float64, torch.float32]
+        assert torch.equal(got.label, wanted.label)
+        # Near the middle between two exponents either is right, and the mantissa makes up for it.
+        assert (got.exponent - wanted.exponent).abs().max() <= 1 and torch.equal(got.exponent, got.exponent.round())
+        # fp32 logits: without a fused multiply-add (interpreter) their product with log2(e) rounds.
+        bound = 3e-7 + (2.0**-22 * logits.float().abs().max().item() if dtype == torch.float32 else 0)
+        assert (log_sum(got) - log_sum(wanted)).abs().max() <= bound
+
+
+def check_extremes(device="cpu"):
+    inf, nan = torch.inf, torch.nan
+    rows = [
+        [1e4, -1e4, 0.0], [-inf, 0.0, 0.0], [nan, 0.0, 0.0], [inf, 0.0, 0.0], [-inf, -inf, -inf], [2e38, -2e38, 0.0],
+        [2e38, 2e38, 2e38], [-2e38, -2e38, -2e38], [1e-39, -1e-45, 0.0], [-88.0, -89.0, -1000.0], [inf, -inf, nan],
+        [2.0**22, 2.0**22, 0.0], [1e7, -1e7, 1e7], [700.0, 710.0, 720.0], [0.0, -103.0, -87.3], [8e6, -8.3e6, 0.5],
+    ]  # fmt: skip
+    logits = torch.tensor(rows, device=device)
+    labels = torch.arange(len(rows), device=device) % 4 - 1
+    got, wanted = (m.logit_stats(logits, labels, 0) for m in (kernels, reference))
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+    assert torch.equal(got.label.nan_to_num(7), wanted.label.nan_to_num(7))
+    a, b, true = log_sum(got), log_sum(wanted), logits.double().logsumexp(-1)
+    fine = true.isfinite()
+    assert torch.equal(a.isfinite(), b.isfinite()) and torch.equal(a[fine].isfinite(), true[fine].isfinite())
+    bound = 3e-7 + 2.0**-22 * logits[fine].double().abs().amax(-1)
+    assert ((b[fine] - true[fine]).abs() <= bound).all() and ((a[fine] - true[fine]).abs() <= 2 * bound).all()
+    ones = torch.ones(len(rows), device=device)
+    inverse = wanted.total.reciprocal().float()
+    a, b = (m.logit_grad(logits, labels, 0, wanted.exponent, inverse, None, ones) for m in (kernels, reference))
+    assert torch.equal(a.isnan(), b.isnan())
+    assert b[2].isnan().all() and b[3].isnan().all() and b[4].isnan().all() and b[:2].isfinite().all()
+    ordinary = logits.abs().amax(-1) <= 2.0**22
+    torch.testing.assert_close(a[ordinary], b[ordinary], rtol=1e-2, atol=1e-6, equal_nan=True)
+
+
+def check_blocks(device="cpu", columns=300, cuts=(0, 1, 64, 191, 300)):
+    """Cut into blocks, merged: the same exponent, the same loss, and the same gradient, to the bit."""
+    for dtype in ULP:
+        logits, labels = block(4, columns, dtype, device)
+        labels = labels.remainder(columns)
+        logits[3, :150] = -torch.inf  # nothing in two of the blocks
+        whole = kernels.logit_stats(logits, labels, 0)
+        pairs = list(itertools.pairwise(cuts))
+        parts = [kernels.logit_stats(logits[:, a:b], labels, a) for a, b in pairs]
+        exponent, total = reference.merge(*(torch.stack([p[i] for p in parts]) for i in (0, 1)))
+        assert torch.equal(exponent, whole.exponent)
+        assert ((total - whole.total).abs() <= 2.0**-48 * whole.total).all()
+        assert torch.equal(sum(p.label for p in parts), whole.label)
+        inverse, ones = whole.total.reciprocal().float(), torch.rand(4, device=device)
+        rest = (exponent, inverse, None, ones)
+        grads = [kernels.logit_grad(logits[:, a:b], labels, a, *rest) for a, b in pairs]
+        assert torch.equal(torch.cat(grads, 1), kernels.logit_grad(logits, labels, 0, *rest))
+
+
+def check_grad(device="cpu", shapes=((5, 3), (3, 300), (2, 5000))):
+    for (rows, columns), dtype, boosted in itertools.product(shapes, ULP, (False, True)):
+        logits, labels = block(rows, columns, dtype, device)
+        stats = reference.logit_stats(logits, labels, columns)
+        inverse = stats.total.reciprocal().float()
+        boost = torch.rand(rows, device=device) + 0.5 if boosted else None
+        dloss = torch.randn(rows, device=device)
+        rest = (labels, columns, stats.exponent, inverse, boost, dloss)
+        wanted = reference.logit_grad(logits, *rest)
+        garbage = torch.full_like(wanted, torch.nan)
+        assert kernels.logit_grad(logits, *rest, out=garbage) is garbage
+        size = (wanted.float().abs() + dloss[:, None].abs() * (labels[:, None] - columns == arange(logits))).float()
+        drift = 1e-6 if dtype == torch.bfloat16 else 1e-5  # see check_stats
+        assert ((garbage.float() - wanted.float()).abs() <= (drift + ULP[dtype]) * size + 1e-38).all()
+        if device != "cpu" and dtype == torch.bfloat16:  # the interpreter cuts BF16 off, it does not round
+            assert (garbage != wanted).float().mean() < 1e-3 + 3 / wanted.numel()
+        assert kernels.logit_grad(logits, *rest, out=logits) is logits
+        assert torch.equal(logits, garbage)  # in place: the same bits
+        turned = torch.full((columns, rows), torch.nan, dtype=dtype, device=device).t()
+        assert kernels.logit_grad(garbage.zero_(), *rest, out=turned) is turned and turned.isfinite().all()
+
+
+def arange(logits):
+    return torch.arange(logits.shape[1], device=logits.device)

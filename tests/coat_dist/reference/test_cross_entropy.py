@@ -1,0 +1,92 @@
+"""Statistics and gradient of blocks of logits: fp64's values, and the same bits however columns are cut into blocks."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from coat_dist.reference import cross_entropy as ce
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def log_sum(exponent, total):
+    return total.log() + exponent.double() * math.log(2)
+
+
+def cut(columns):
+    inner = torch.randint(0, columns + 1, (5,)).tolist()
+    return [p for p in itertools.pairwise(sorted([0, columns, *inner])) if p[0] < p[1]]
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e3, 1e5])
+def test_values_are_those_of_fp64(dtype, size):
+    logits, labels = (torch.randn(6, 501) * size).to(dtype), torch.randint(0, 501, (6,))
+    exponent, total, label = ce.logit_stats(logits, labels, 0)
+    assert torch.equal(label, logits[range(6), labels].float())
+    # Rounding of single exponentials, and nothing that grows with the logits.
+    assert (log_sum(exponent, total) - logits.double().logsumexp(-1)).abs().max() < 2e-7
+    boost, dloss = torch.rand(6) + 0.5, torch.randn(6)
+    grad = ce.logit_grad(logits, labels, 0, exponent, total.reciprocal().float(), boost, dloss)
+    wanted = logits.double().softmax(-1) * boost[:, None] - torch.nn.functional.one_hot(labels, 501)
+    torch.testing.assert_close(
+        grad.double(), wanted * dloss[:, None], rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
+    )
+
+
+@DTYPES
+def test_blocks_do_not_show(dtype, monkeypatch):
+    """The exponent and the gradient are the same bits, the sum is to fp64's own rounding, the loss is the same bits."""
+    logits, labels = (torch.randn(7, 300) * 9).to(dtype), torch.randint(0, 300, (7,))
+    logits[2, 100:] -= 400  # blocks that count for nothing
+    logits[3, :290] = -torch.inf
+    whole = ce.logit_stats(logits, labels, 0)
+    rest = whole.exponent, whole.total.reciprocal().float(), None, torch.randn(7)
+    gradient = ce.logit_grad(logits, labels, 0, *rest)
+    monkeypatch.setattr(ce, "_CHUNK", 500)
+    for _ in range(10):
+        pairs = cut(300)
+        parts = [ce.logit_stats(logits[:, a:b], labels, a) for a, b in pairs]
+        exponent, total = ce.merge(*(torch.stack([p[i] for p in parts]) for i in (0, 1)))
+        assert torch.equal(exponent, whole.exponent)
+        assert ((total - whole.total).abs() <= 2.0**-50 * whole.total).all()
+        assert torch.equal(sum(p.label for p in parts), whole.label)
+        assert torch.equal(log_sum(exponent, total).float(), log_sum(whole.exponent, whole.total).float())
+        assert torch.equal(torch.cat([ce.logit_grad(logits[:, a:b], labels, a, *rest) for a, b in pairs], 1), gradient)
+
+
+def test_in_place():
+    logits, labels = torch.randn(4, 30), torch.randint(0, 30, (4,))
+    exponent, total, _ = ce.logit_stats(logits, labels, 0)
+    rest = (labels, 0, exponent, total.reciprocal().float(), None, torch.ones(4))
+    wanted = ce.logit_grad(logits, *rest)
+    assert ce.logit_grad(logits, *rest, out=logits) is logits and torch.equal(logits, wanted)
+    assert wanted.sum(-1).abs().max() < 1e-6
+
+
+def test_non_finite_logits():
+    inf, nan = torch.inf, torch.nan
+    logits = torch.tensor([[0.0, -inf], [nan, 0.0], [inf, 0.0], [-inf, -inf], [-inf, 700.0]])
+    exponent, total, label = ce.logit_stats(logits, torch.tensor([0, 1, 0, 5, -100]), 0)
+    assert total.isnan().tolist() == [False, True, True, False, False] and total[3] == 0
+    assert label.tolist() == [0, 0, inf, 0, 0]
+    merged = ce.merge(torch.stack([exponent, exponent + 3]), torch.stack([total, torch.ones_like(total)]))
+    assert merged[1].isnan().tolist() == [False, True, True, False, False]  # never hidden by another block
+    grad = ce.logit_grad(logits, torch.zeros(5).long(), 0, exponent, total.reciprocal().float(), None, torch.ones(5))
+    assert grad[0].tolist() == [0, 0] and grad[1:4].isnan().all() and grad[4].tolist() == pytest.approx([-1, 1])
+
+
+def test_logits_that_no_model_has():
+    logits = torch.tensor([[2e38, -2e38], [-2e38, -2e38], [1e7, 1e7], [3e-45, 0.0]])
+    exponent, total, _ = ce.logit_stats(logits, torch.zeros(4).long(), 0)
+    error = (log_sum(exponent, total) - logits.double().logsumexp(-1)).abs()
+    assert (error <= 2.0**-22 * logits.double().abs().amax(-1) + 1e-7).all()
+
+
+def test_powers_of_two():
+    n = torch.arange(-1100, 1).float()
+    wanted = torch.tensor([2.0**k if k >= -1022 else 0.0 for k in range(-1100, 1)], dtype=torch.float64)
+    assert torch.equal(ce.pow2(n), wanted)
+    assert ce.pow2(torch.tensor([-torch.inf, -1e30])).tolist() == [0, 0]

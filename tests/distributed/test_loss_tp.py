@@ -1,0 +1,210 @@
+"""linear_cross_entropy on two tensor-parallel ranks, with and without sequence parallelism, against one rank."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coat_dist.flow import TensorParallel, linear_cross_entropy, scaling
+from tests.support import run_ranks
+
+S, B, H, V = 8, 3, 48, 160
+ONE = TensorParallel()
+CASES = list(itertools.product([torch.float32, torch.bfloat16], [False, True], [False, True], [None, 24], [0.0, 1e-2]))
+
+
+def train(leaves, labels, upstream, tp, **options):
+    """Loss and gradients of this rank's shards: x, weight, bias."""
+    x, weight, bias = leaves
+    x = (x.chunk(tp.size)[tp.rank] if tp.sharded else x).clone().requires_grad_()
+    weight, bias = (t.chunk(tp.size)[tp.rank].clone().requires_grad_() for t in (weight, bias))
+    out = linear_cross_entropy(x, weight, labels, tp, bias=bias, **options)
+    return [out.detach(), *torch.autograd.grad(out, [x, weight, bias], upstream)]
+
+
+def compare(dtype, sp, exact, chunk, z_loss):
+    """(equal to the bit, relative error) of loss, dx, dweight and dbias against one rank."""
+    tp = TensorParallel(dist.group.WORLD, sp)
+    leaves = [torch.randn(S, B, H), 2 * torch.randn(V, H) * H**-0.5, torch.randn(V)]
+    leaves, labels, upstream = [t.to(dtype) for t in leaves], torch.randint(0, V, (S, B)), torch.randn(S, B)
+    labels[1, 1] = -100
+    options = {"exact": exact, "chunk": chunk, "z_loss": z_loss}
+    alone, together = (train(leaves, labels, upstream, t, **options) for t in (ONE, tp))
+    parts = [alone[0], alone[1].chunk(2)[tp.rank] if sp else alone[1], *(t.chunk(2)[tp.rank] for t in alone[2:])]
+    return [
+        (torch.equal(a, b), ((a.double() - b.double()).norm() / b.double().norm()).item())
+        for a, b in zip(together, parts, strict=True)
+    ]
+
+
+def collectives(sp, chunk):
+    """Names of the collectives of forward and of backward."""
+    seen = []
+
+    def spy(name, real):
+        return lambda *args, **kwargs: (seen.append(name), real(*args, **kwargs))[1]
+
+    tp = TensorParallel(dist.group.WORLD, sp)
+    with (
+        mock.patch.object(dist, "all_reduce", spy("reduce", dist.all_reduce)),
+        mock.patch.object(scaling, "_all_gather", spy("gather", scaling._all_gather)),
+        mock.patch.object(scaling, "_reduce_scatter", spy("scatter", scaling._reduce_scatter)),
+    ):
+        x = torch.randn(S // 2 if sp else S, B, H, requires_grad=True)
+        weight = torch.randn(V // 2, H, requires_grad=True)
+        out = linear_cross_entropy(x, weight, torch.zeros(S, B, dtype=torch.long), tp, chunk=chunk)
+        forward, seen[:] = list(seen), []
+        out.sum().backward()
+    return forward, seen
+
+
+def nan_anywhere(rank):
+    """A weight of rank 1 is NaN: every token's loss is, on both ranks."""
+    weight = torch.randn(V // 2, H)
+    if rank == 1:
+        weight[5] = torch.nan
+    labels = torch.zeros(S, B, dtype=torch.long)
+    return linear_cross_entropy(torch.ones(S, B, H), weight, labels, TensorParallel(dist.group.WORLD)).isnan().all()
+
+
+def everything(rank, world, seed):
+    torch.manual_seed(seed)
+    results = {case: compare(*case) for case in CASES}
+    torch.manual_seed(seed)
+    counted = {(sp, chunk): collectives(sp, chunk) for sp in (False, True) for chunk in (None, 24)}
+    torch.manual_seed(seed)
+    return results, counted, bool(nan_anywhere(rank))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, everything, random.randrange(2**31))
+
+
+def test_exact_products_give_the_same_bits_on_any_number_of_ranks(ranks):
+    for results, _, _ in ranks:
+        for (dtype, sp, exact, *rest), values in results.items():
+            if exact:
+                assert all(equal for equal, _ in values), (dtype, sp, rest, values)
+
+
+def test_other_products_differ_by_the_rounding_of_dx(ranks):
+    """dx is rounded to its dtype once a rank and summed. All else is the same work on columns of the same product."""
+    for results, _, _ in ranks:
+        for (dtype, sp, exact, *rest), values in results.items():
+            if not exact:
+                bounds = (1e-6, 1e-2 if dtype == torch.bfloat16 else 1e-6, 1e-5, 1e-5)
+                assert all(error <= bound for (_, error), bound in zip(values, bounds, strict=True)), (dtype, sp, rest)
+                assert dtype != torch.bfloat16 or (values[0][0] and values[2][0])
+
+
+def test_few_collectives_however_many_chunks(ranks):
+    for _, counted, _ in ranks:
+        for (sp, _), (forward, backward) in counted.items():
+            assert forward == (["gather"] if sp else []) + ["reduce", "reduce"]
+            assert backward == (["gather", "scatter"] if sp else ["reduce"])
+
+
+def test_nan_of_one_rank_is_everybodys(ranks):
+    assert all(nan for _, _, nan in ranks)
+
+
+def gpt(tp, sp, kind, tied, invariant, steps=3):
+    """Losses of a few optimizer steps of a patched GPT model, and the trained parameters, whole."""
+    from megatron.core import parallel_state
+
+    from coat_dist.config import ActivationConfig
+    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
+    from tests.distributed.test_megatron_tp import _MasterAdamW, _whole
+    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    initialize_model_parallel(tp)
+    options = {"share_embeddings_and_output_weights": tied}
+    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, gpt=options)
+    report = patch_model(model, ActivationConfig(tp_invariant=invariant, loss=kind))
+    assert report.loss["output_layer"].startswith(kind)
+    install_replicated_grad_hooks(model)
+    optimizer, losses = _MasterAdamW(model), []
+    for step in range(steps):
+        tokens, labels, positions = batch = tiny_batch(step)
+        chunked = kind == "chunked"
+        loss = model(tokens, positions, None, labels=labels).mean() if chunked else tiny_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, _whole(model)
+
+
+def gpts(rank, world):
+    from coat_dist.flow import loss
+
+    loss._BLOCK = 2 * 32 * 128  # four chunks of the vocabulary, or two a rank
+    for tied in (False, True):
+        losses, weights = gpt(1, False, "plain", tied, True)
+        assert losses[-1] < losses[0]
+        for tp, sp in ((1, False), (2, False), (2, True)):
+            others, trained = gpt(tp, sp, "chunked", tied, True)
+            assert others == losses, (tied, tp, sp)
+            assert all(torch.equal(weights[name], t) for name, t in trained.items()), (tied, tp, sp)
+    usual, _ = gpt(2, True, "plain", False, False)
+    close, _ = gpt(2, True, "chunked", False, False)
+    assert usual[0] == close[0] and usual == pytest.approx(close, rel=1e-3)
+
+
+def test_gpt_models_train_to_the_same_bits_as_with_all_logits_on_one_rank():
+    """Weights tied and untied, TP 1, TP 2 and TP 2 with sequence parallelism, with tp_invariant."""
+    run_ranks(2, gpts)
+
+
+def deepspeed_losses(rank, world, stage, tied):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    from coat_dist.config import ActivationConfig
+    from coat_dist.flow import loss
+    from megatron_patches import MPUAdapter, initialize_model_parallel, install_replicated_grad_hooks, patch_model
+    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt
+
+    loss._BLOCK = 2 * 32 * 128
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    initialize_model_parallel(1)
+    model = tiny_gpt(gpt={"share_embeddings_and_output_weights": tied})
+    patch_model(model, ActivationConfig())
+    install_replicated_grad_hooks(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, mpu=MPUAdapter(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3)
+    )
+    losses = []
+    for step in range(6):
+        tokens, labels, positions = tiny_batch(world * step + rank)
+        mean = engine(tokens, positions, None, labels=labels).mean()
+        engine.backward(mean)
+        engine.step()
+        losses.append(mean.item())
+    engine.eval()
+    with torch.no_grad():
+        losses.append(engine(tokens, positions, None, labels=labels).mean().item())
+    return losses
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_zero3_gathers_the_output_weight(tied):
+    runs = [run_ranks(2, deepspeed_losses, stage, tied) for stage in (3, 2)]
+    for losses, reference in zip(*runs, strict=True):
+        assert losses == pytest.approx(reference, rel=2e-3) and losses[-1] < losses[0]

@@ -1,0 +1,197 @@
+"""The chunked loss of a GPT model: the same losses and gradients without logits of the whole vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+
+from coat_dist import flow
+from coat_dist.config import ActivationConfig
+from megatron_patches import patch_model, patched, tensor_parallel
+from megatron_patches.loss import ChunkedLossGPTModel
+
+from .tiny import BATCH, HIDDEN, SEQ, VOCAB, tiny_batch, tiny_gpt
+
+MODELS = {
+    "llama": {},
+    "tied": {"gpt": {"share_embeddings_and_output_weights": True}},
+    "fp32": {"bf16": False, "params_dtype": torch.float32},
+    "per_token": {"calculate_per_token_loss": True},
+    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def train(model, batch, settings, loss_of):
+    """Losses per token and gradients of a model that is patched for the time being."""
+    model.zero_grad(set_to_none=True)
+    with patched(model, settings) as report:
+        losses = loss_of(model, *batch)
+        (losses * weighting(losses)).mean().backward()
+    return report, losses.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def weighting(losses):
+    return 1 + torch.arange(losses.numel(), device=losses.device).view(losses.shape) / losses.numel()
+
+
+def labelled(model, tokens, labels, positions):
+    return model(tokens, positions, None, labels=labels)
+
+
+def from_logits(model, tokens, labels, positions):
+    return flow.vocab_parallel_cross_entropy(
+        model(tokens, positions, None), labels, tensor_parallel(model.output_layer)
+    )
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    from coat_dist.flow import loss
+
+    monkeypatch.setattr(loss, "_BLOCK", BATCH * SEQ * 128)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_losses_and_gradients_of_the_plain_path(name, invariant, device, small_chunks):
+    model, (tokens, labels, positions) = tiny_gpt(**MODELS[name]), tiny_batch(3, device)
+    labels = labels.clone()  # shares its memory with the tokens
+    labels[0, :3] = -100
+    batch = tokens, labels, positions
+    classes, keys = [type(m) for m in model.modules()], list(model.state_dict())
+    attributes = [set(m.__dict__) for m in model.modules()]
+    settings = [ActivationConfig(tp_invariant=invariant, loss=kind) for kind in ("chunked", "plain")]
+    report, losses, grads = train(model, batch, settings[0], labelled)
+    assert report.loss == {"output_layer": "chunked"} and "  loss     output_layer: chunked" in str(report)
+    assert [type(m) for m in model.modules()] == classes and list(model.state_dict()) == keys
+    assert [set(m.__dict__) for m in model.modules()] == attributes
+    report, plain, wanted = train(model, batch, settings[1], from_logits)
+    assert report.loss == {"output_layer": "plain (activation.loss)"}
+    assert losses.shape == (BATCH, SEQ) and losses.dtype == torch.float32 and losses.is_contiguous()
+    assert not losses[0, :3].any()
+    if device == "cpu" and (invariant or name != "fp32"):
+        assert torch.equal(losses, plain)
+    torch.testing.assert_close(losses, plain, rtol=1e-5 if name == "fp32" else 1e-3, atol=1e-5)
+    for n, g in wanted.items():
+        if invariant and device == "cpu":  # on a GPU, attention and embeddings sum in no fixed order
+            assert torch.equal(grads[n], g), n
+        # dx rounds once, from another order of sums; behind it FP8 codes turn.
+        assert F.cosine_similarity(grads[n].flatten().double(), g.flatten().double(), dim=0) > 0.999, n
+
+
+def test_megatrons_own_loss_is_close(device, small_chunks):
+    model, batch = tiny_gpt(), tiny_batch(4, device)
+    _, losses, grads = train(model, batch, ActivationConfig(), labelled)
+    _, theirs, wanted = train(model, batch, ActivationConfig(loss="plain"), labelled)
+    # A GPU's GEMM may round a logit the other way where the shape is another.
+    torch.testing.assert_close(losses, theirs, rtol=1e-5 if device == "cpu" else 1e-3, atol=1e-5)
+    for n, g in wanted.items():
+        assert F.cosine_similarity(grads[n].flatten().double(), g.flatten().double(), dim=0) > 0.999, n
+
+
+def test_without_labels_logits_are_returned(device):
+    model, (tokens, labels, positions) = tiny_gpt(), tiny_batch(5, device)
+    with patched(model, ActivationConfig(loss="plain")):
+        wanted = model(tokens, positions, None)
+    with patched(model, ActivationConfig()):
+        before = model(tokens, positions, None)
+        model(tokens, positions, None, labels=labels)  # leaves nothing behind
+        assert torch.equal(before, wanted) and torch.equal(model(tokens, positions, None), wanted)
+        # A caller with logits of its own gets what Megatron computes of them.
+        raw = torch.randn(SEQ, BATCH, VOCAB, device=device)
+        wanted = GPTModel.compute_language_model_loss(model, labels, raw.clone())
+        assert torch.equal(model.compute_language_model_loss(labels, raw), wanted)
+
+
+def test_evaluation_gives_the_same_losses(device):
+    model, (tokens, labels, positions) = tiny_gpt(), tiny_batch(6, device)
+    patch_model(model, ActivationConfig())
+    assert type(model) is ChunkedLossGPTModel
+    wanted = labelled(model, tokens, labels, positions)
+    model.eval()
+    with torch.no_grad():
+        losses = labelled(model, tokens, labels, positions)
+    assert torch.equal(losses, wanted) and not losses.requires_grad
+
+
+def test_an_error_leaves_the_model_usable(device):
+    model, (tokens, labels, positions) = tiny_gpt(), tiny_batch(7, device)
+    patch_model(model, ActivationConfig())
+    with pytest.raises(ValueError, match="labels: got"):
+        labelled(model, tokens, labels[:, 1:], positions)
+    assert model(tokens, positions, None).shape == (BATCH, SEQ, VOCAB)
+
+
+def test_no_logits_are_kept(device, small_chunks):
+    model, batch = tiny_gpt(), tiny_batch(8, device)
+    tokens = BATCH * SEQ
+    kept = {}
+    for kind in ("chunked", "plain"):
+        held = []
+        with (
+            patched(model, ActivationConfig(loss=kind)),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t),  # noqa: B023
+        ):
+            losses = labelled(model, *batch)
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+        kept[kind] = sum(size for address, size in storages.items() if address not in parameters)
+        del losses
+    # Megatron keeps a softmax in fp32, a mask and the labels.
+    assert kept["plain"] - kept["chunked"] >= tokens * (4 * VOCAB - 16)
+
+
+def with_subclass():
+    class Other(GPTModel):
+        pass
+
+    model = tiny_gpt()
+    model.__class__ = Other
+    return model
+
+
+def with_attribute(**changes):
+    model = tiny_gpt()
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (with_subclass, "model class Other"),
+        (lambda: tiny_gpt(gpt={"fp16_lm_cross_entropy": True}), "fp16_lm_cross_entropy"),
+        (lambda: with_attribute(mtp_num_layers=1), "multi-token prediction computes several losses"),
+        (lambda: with_attribute(config_logger_dir="logs"), "config.config_logger_dir asks for logits"),
+        (lambda: with_attribute(defer_embedding_wgrad_compute=True), "config.defer_embedding_wgrad_compute=True"),
+        (lambda: with_attribute(use_mup=True), "config.use_mup scales logits"),
+    ],
+)
+def test_left_plain_with_the_reason(build, reason):
+    model = build()
+    report = patch_model(model, ActivationConfig())
+    assert report.loss == {"output_layer": f"plain ({reason})"} and type(model) is not ChunkedLossGPTModel
+    assert f"  loss     output_layer: plain ({reason})" in str(report)
+
+
+def test_fused_loss_is_overridden_and_said_so():
+    model = tiny_gpt(cross_entropy_loss_fusion=True)
+    report = patch_model(model, ActivationConfig())
+    assert report.notes == ["cross_entropy_loss_fusion has no effect: the loss is chunked"]
+    assert not patch_model(tiny_gpt(cross_entropy_loss_fusion=True), ActivationConfig(loss="plain")).notes
+
+
+def test_output_layer_returns_losses_while_it_has_labels(device):
+    model, (_, labels, _) = tiny_gpt(), tiny_batch(9, device)
+    patch_model(model, ActivationConfig())
+    hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
+    model.output_layer.coat_labels = labels.t().contiguous()
+    losses, bias = model.output_layer(hidden)
+    del model.output_layer.coat_labels
+    assert bias is None and losses.shape == (SEQ, BATCH)
+    logits, _ = model.output_layer(hidden)
+    wanted = flow.vocab_parallel_cross_entropy(logits, labels.t(), flow.TensorParallel())
+    torch.testing.assert_close(losses, wanted, rtol=1e-3, atol=2.0**-5 if device == "cuda" else 0)
