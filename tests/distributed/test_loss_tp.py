@@ -115,7 +115,7 @@ def test_nan_of_one_rank_is_everybodys(ranks):
     assert all(nan for _, _, nan in ranks)
 
 
-def gpt(tp, sp, kind, tied, invariant, steps=3):
+def gpt(tp, sp, kind, tied, invariant, steps=2):
     """Losses of a few optimizer steps of a patched GPT model, and the trained parameters, whole."""
     from megatron.core import parallel_state
 

@@ -37,7 +37,7 @@ def check_stats(device="cpu", shapes=((5, 3), (3, 300), (2, 5000))):
         # Near the middle between two exponents either is right, and the mantissa makes up for it.
         assert (got.exponent - wanted.exponent).abs().max() <= 1 and torch.equal(got.exponent, got.exponent.round())
         # fp32 logits: without a fused multiply-add (interpreter) their product with log2(e) rounds.
-        bound = 3e-7 + (2.0**-22 * logits.float().abs().max().item() if dtype == torch.float32 else 0)
+        bound = 5e-7 + (2.0**-22 * logits.float().abs().max().item() if dtype == torch.float32 else 0)
         assert (log_sum(got) - log_sum(wanted)).abs().max() <= bound
 
 
