@@ -1,7 +1,6 @@
 """The flow's kernels in Triton's interpreter; run by test_interpreted.py, which sets TRITON_INTERPRET=1 first."""
 
 from tests.coat_dist.kernels import flow_agreement as agreement
-from tests.coat_dist.kernels.attention_agreement import check_dequantize, check_rope
 
 
 def test_quantize():
@@ -14,11 +13,3 @@ def test_norm():
 
 def test_activation():
     agreement.check_activation(sizes=(72,), rows=9)
-
-
-def test_rope():
-    check_rope()
-
-
-def test_dequantize():
-    check_dequantize()

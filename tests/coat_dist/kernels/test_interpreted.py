@@ -9,7 +9,7 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("module", ["adamw_interpreted", "flow_interpreted"])
+@pytest.mark.parametrize("module", ["adamw_interpreted", "attention_interpreted", "flow_interpreted"])
 def test_in_the_interpreter(module):
     pytest.importorskip("triton")
     here = Path(__file__).parent
