@@ -1,4 +1,4 @@
-"""Attention on a GPU: kernels against definitions; FP8 attention: SDPA's own kernels on the rounded values, the planned bytes, no host synchronization."""
+"""Attention on a GPU: kernels against definitions, SDPA's own kernels on rounded values, bytes, no host sync."""
 
 import pytest
 import torch
