@@ -8,9 +8,7 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
 
-from coat_dist.reference.rope import Heads
 from tests.coat_dist.kernels import flow_agreement as agreement
-from tests.coat_dist.kernels.attention_agreement import check_dequantize, check_rope
 
 
 def test_quantize():
@@ -34,13 +32,3 @@ def test_activation_without_packets():
 
 def test_activation_of_bad_values():
     agreement.check_activation_of_bad_values("cuda")
-
-
-def test_rope():
-    check_rope(
-        "cuda", (Heads(2, 3, 24), Heads(3, 1, 22), Heads(32, 1, 128), Heads(8, 4, 128), Heads(1, 71, 64)), (9, 2)
-    )
-
-
-def test_dequantize():
-    check_dequantize("cuda", ((3, 72), (2, 5, 40), (130, 4096)))

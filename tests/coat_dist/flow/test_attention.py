@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import TensorParallel, attention, linear, sdpa
@@ -75,6 +76,19 @@ def test_only_delta_sees_the_rounded_output():
     (dq, dk, dv), (eq, ek, ev) = (torch.autograd.grad(o, i, dout) for o, i in ((out, inputs), (plain, values)))
     assert torch.equal(dv, ev)
     assert 0 < relative_error(dq, eq) < 0.1 and 0 < relative_error(dk, ek) < 0.1
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_any_backend_of_sdpa_works(groups):
+    """The math backend saves other tensors, never its output: gradients are those of autograd, to the bit."""
+    config, inputs = settings(), qkv(groups)
+    values = [rounded(t, config, 64).requires_grad_() for t in inputs]
+    with sdpa_kernel([SDPBackend.MATH]):
+        out, plain = attention(*inputs, config)[0], sdpa(*values)
+        dout = torch.randn_like(out)
+        grads = [torch.autograd.grad(o, i, dout) for o, i in ((out, inputs), (plain, values))]
+    assert torch.equal(out, rounded(plain, config, 64))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("d", [64, 24])

@@ -1,7 +1,6 @@
 """The flow's kernels in Triton's interpreter; run by test_interpreted.py, which sets TRITON_INTERPRET=1 first."""
 
 from tests.coat_dist.kernels import flow_agreement as agreement
-from tests.coat_dist.kernels.attention_agreement import check_dequantize, check_rope
 
 
 def test_quantize():
@@ -18,11 +17,3 @@ def test_activation():
 
 def test_activation_of_bad_values():
     agreement.check_activation_of_bad_values()
-
-
-def test_rope():
-    check_rope()
-
-
-def test_dequantize():
-    check_dequantize()

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+INTERPRETED = ["adamw_interpreted", "attention_interpreted", "cross_entropy_interpreted", "flow_interpreted"]
 
-@pytest.mark.parametrize("module", ["adamw_interpreted", "flow_interpreted", "cross_entropy_interpreted"])
+
+@pytest.mark.parametrize("module", INTERPRETED)
 def test_in_the_interpreter(module):
     pytest.importorskip("triton")
     here = Path(__file__).parent
