@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +25,30 @@ __all__ = [
     "transformer_config",
 ]
 
-_ACTIVATIONS = {"swiglu": (True, F.silu), "geglu": (True, F.gelu), "gelu": (False, F.gelu)}
+_TANH_GELU = functools.partial(F.gelu, approximate="tanh")
+
+
+def _activation(name: str) -> tuple[bool, Callable[[torch.Tensor], torch.Tensor]]:
+    """Whether it has a gate, and Megatron's function for it."""
+    from megatron.core.activations import quick_gelu, squared_relu
+
+    return {
+        "swiglu": (True, F.silu),
+        "geglu": (True, F.gelu),
+        "geglu_tanh": (True, _TANH_GELU),
+        "quick_geglu": (True, quick_gelu),
+        "gelu": (False, F.gelu),
+        "gelu_tanh": (False, _TANH_GELU),
+        "quick_gelu": (False, quick_gelu),
+        "squared_relu": (False, squared_relu),
+    }[name]
+
+
+_GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 
 
 class ModelConfig(BaseModel):
-    """A decoder-only transformer with rotary positions and no biases. Sizes are the whole model's, not a shard's."""
+    """A decoder-only transformer with rotary positions. Sizes are the whole model's, not a shard's."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -48,7 +68,14 @@ class ModelConfig(BaseModel):
     vocab_multiple: int = Field(default=128, gt=0)
     """The embedding is padded to a multiple of this, whatever the tensor-parallel size, so that models of all sizes
     of the parallel group are the same model."""
-    activation: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    activation: Literal[
+        "swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu"
+    ] = "swiglu"
+    """The first four have a gate. "gelu" and "geglu" are the exact GELU, "_tanh" its approximation."""
+    linear_bias: bool = False
+    """Biases of all linears but the output layer (GPT-2)."""
+    qkv_bias: bool = False
+    """A bias of the projection to queries, keys and values (Qwen2); implied by linear_bias."""
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_affine: bool = True
     """False = no learnt scale (OLMo's non-parametric LayerNorm)."""
@@ -176,7 +203,7 @@ def transformer_config(
     """Megatron's ``TransformerConfig`` for ``model``; ``extra`` goes to it as it is (recompute settings)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    gated, function = _ACTIVATIONS[model.activation]
+    gated, function = _activation(model.activation)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -189,7 +216,8 @@ def transformer_config(
         qk_layernorm=model.qk_norm,
         gated_linear_unit=gated,
         activation_func=function,
-        add_bias_linear=False,
+        add_bias_linear=model.linear_bias,
+        add_qkv_bias=model.qkv_bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_std,
@@ -231,11 +259,14 @@ def parameter_count(model: ModelConfig) -> int:
     """Parameters of the whole model, the vocabulary's padding included."""
     h, d = model.hidden_size, model.head_channels
     attention = h * d * (2 * model.num_attention_heads + 2 * model.kv_heads)
-    mlp = h * model.ffn_hidden_size * (3 if _ACTIVATIONS[model.activation][0] else 2)
+    wide = model.ffn_hidden_size * (2 if model.activation in _GATED else 1)  # what fc1 writes
+    mlp = h * (wide + model.ffn_hidden_size)
+    biases = d * (model.num_attention_heads + 2 * model.kv_heads) if model.qkv_bias or model.linear_bias else 0
+    biases += 2 * h + wide if model.linear_bias else 0
     norm = h * (2 if model.normalization == "layernorm" else 1) if model.norm_affine else 0
     qk = 2 * d * (2 if model.normalization == "layernorm" else 1) if model.qk_norm else 0  # these always have a scale
     embeddings = model.padded_vocab * h * (1 if model.tie_embeddings else 2)
-    return model.num_layers * (attention + mlp + 2 * norm + qk) + norm + embeddings
+    return model.num_layers * (attention + mlp + biases + 2 * norm + qk) + norm + embeddings
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
@@ -246,6 +277,6 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """
     h, d = model.hidden_size, model.head_channels
     weights = h * d * (2 * model.num_attention_heads + 2 * model.kv_heads)
-    weights += h * model.ffn_hidden_size * (3 if _ACTIVATIONS[model.activation][0] else 2)
+    weights += h * model.ffn_hidden_size * (3 if model.activation in _GATED else 2)
     attention = 2 * seq_length * model.num_attention_heads * d  # two products, two operations each, half of the keys
     return 3.0 * (model.num_layers * (2 * weights + attention) + 2 * h * model.padded_vocab)

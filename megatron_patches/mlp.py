@@ -96,7 +96,10 @@ class NormMLP(MLP):
             self.coat.settings,
             self.linear_fc1.bias,
         )
-        return y, self.linear_fc2.bias
+        bias = self.linear_fc2.bias
+        # An alias: selective recompute of "mlp" makes what is returned here its own output. Megatron's MLP returns the
+        # parameter itself, which then is no leaf any more, and backward never ends.
+        return y, None if bias is None else bias.view_as(bias)
 
 
 class ExpertMLP(MLP):

@@ -138,17 +138,35 @@ def test_replicas_do_not_drift():
 
 def _row_bias(rank, world):
     """A bias that is added after the reduce-scatter: a replicated parameter that is no norm."""
-    *_, replicas, hooked = _train(2, True, 8, None, add_bias_linear=True)
-    *_, loose, _ = _train(2, True, 2, None, hooks=False, add_bias_linear=True)
-    return replicas, hooked, loose
+    gelu = {"add_bias_linear": True, "gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
+    runs = [_train(2, True, 8, settings, **gelu) for settings in (None, ActivationConfig())]
+    *_, loose, _ = _train(2, True, 2, None, hooks=False, **gelu)
+    return runs[0][0], runs[1][0], [(replicas, hooked) for *_, replicas, hooked in runs], loose
 
 
 def test_row_parallel_bias_gets_a_hook():
-    for replicas, hooked, loose in run_ranks(2, _row_bias):
-        biases = [n for n in replicas if n.endswith(("linear_proj.bias", "linear_fc2.bias"))]
-        assert len(biases) == 4 and set(biases) <= set(hooked)
-        assert set(replicas.values()) == {0.0}
+    for plain, fp8, runs, loose in run_ranks(2, _row_bias):
+        for replicas, hooked in runs:
+            biases = [n for n in replicas if n.endswith(("linear_proj.bias", "linear_fc2.bias"))]
+            assert len(biases) == 4 and set(biases) <= set(hooked)
+            assert set(replicas.values()) == {0.0}
         assert all(loose[name] > 0 for name in biases)
+        assert fp8 != plain and fp8 == pytest.approx(plain, rel=2e-2)
+
+
+def _experts(rank, world):
+    """Experts split over two ranks: every token to every expert, so that routing cannot differ."""
+    experts = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 64}
+    return [_train(tp, tp > 1, 6, settings, **experts)[0::3]
+            for tp, settings in ((1, ActivationConfig()), (2, ActivationConfig()), (2, None))]  # fmt: skip
+
+
+def test_experts_split_over_ranks():
+    """Losses at TP 2 with SP are those of one rank but for rounding, in FP8 as in BF16, and replicas do not drift."""
+    for (alone, _), (split, replicas), (plain, _) in run_ranks(2, _experts):
+        assert split == pytest.approx(alone, rel=1e-2) and split == pytest.approx(plain, rel=1e-2)
+        assert split[-1] < split[0] - 0.2, split
+        assert set(replicas.values()) == {0.0}, replicas
 
 
 def _driven_by_megatron(rank, world):

@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from launch.model import flops_per_token, load_model_config, parameter_count
+from coat_dist.config import ActivationConfig
+from launch.model import build_model, flops_per_token, load_model_config, parameter_count
+from megatron_patches import patch_model
+from megatron_patches.mlp import activation_name
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 # Parameter counts in the papers' tables (Llama 2 and 3, LLaMA 33B called 30B, OLMo), to four digits.
@@ -49,6 +53,42 @@ def test_overrides():
     assert model.hidden_size == 4096
 
 
+@pytest.fixture
+def one_rank():
+    from megatron.core import parallel_state
+
+    from megatron_patches import initialize_model_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    initialize_model_parallel(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["activation=gelu_tanh", "linear_bias=true", "normalization=layernorm", "tie_embeddings=true"],
+        ["qkv_bias=true", "num_query_groups=2", "qk_norm=true"],
+        ["activation=squared_relu", "normalization=layernorm", "norm_affine=false"],
+        ["activation=quick_geglu", "linear_bias=true", "hidden_dropout=0.1", "attention_dropout=0.1"],
+    ],
+)
+def test_every_kind_of_layer_is_built_counted_and_patched(one_rank, overrides):
+    """What a description can ask for is what Megatron builds and the flow runs."""
+    model = load_model_config(CONFIGS / "tiny.json", overrides).with_vocab(500)
+    built = build_model(model)
+    assert sum(p.numel() for p in built.parameters()) == parameter_count(model)
+    report = patch_model(built, ActivationConfig())
+    assert len(report.patched) == 2 * model.num_layers and not report.left
+    assert built.config.hidden_dropout == model.hidden_dropout
+    mlp = built.decoder.layers[0].mlp
+    rows = model.ffn_hidden_size * (2 if "glu" in model.activation else 1)
+    assert mlp.linear_fc1.weight.shape[0] == rows and (mlp.linear_fc2.bias is not None) == model.linear_bias
+    assert activation_name(built.config) == model.activation
+
+
 def test_padding_does_not_depend_on_the_parallel_size():
     model = load_model_config(CONFIGS / "tiny.json").with_vocab(1001)
     assert model.padded_vocab == 1024
@@ -63,7 +103,7 @@ def test_padding_does_not_depend_on_the_parallel_size():
         ("num_layers=1.5", r"model.num_layers: got 1.5, accepted: "),
         ("num_layers=true", r"model.num_layers: got true, accepted: "),
         ("num_layers=eight", r'model.num_layers: got "eight", accepted: '),
-        ("activation=relu", r'model.activation: got "relu", accepted: \'swiglu\', \'geglu\' or \'gelu\''),
+        ("activation=relu", r'model.activation: got "relu", accepted: \'swiglu\', \'geglu\', .* or \'squared_relu\''),
         ("num_query_groups=3", r"model.num_query_groups: got 3, accepted: a divisor of num_attention_heads \(32\)"),
         ("num_attention_heads=33", r"model.hidden_size: got 4096, accepted: a multiple of num_attention_heads \(33\)"),
         ("head_size=63", r"model.head_size: got 63, accepted: an even number"),

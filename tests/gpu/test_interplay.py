@@ -1,0 +1,145 @@
+"""On a GPU: CUDA graphs of layers, experts without tokens, Megatron's own optimizer over a patched model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coat_dist.config import ActivationConfig
+from coat_dist.flow import TensorParallel, mlp, norm_mlp
+from tests.coat_dist.flow.common import Layer
+from tests.support import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ONE = TensorParallel()
+
+
+def on_gpu(layer):
+    return Layer(**{k: v.detach().cuda().requires_grad_() if isinstance(v, torch.Tensor) else v
+                    for k, v in vars(layer).items()})  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+def test_a_layer_in_a_cuda_graph(forward, activation):
+    """Forward and backward captured once; replayed on new inputs they give the bits of eager execution."""
+    layer = on_gpu(Layer.random(h=128, n=192, f=256, dtype=torch.bfloat16, activation=activation, biased=True))
+    config = ActivationConfig(forward=forward)
+    x = torch.randn(64, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weighting = torch.randn_like(x)
+    leaves = [x, *layer.parameters().values()]
+
+    def step():
+        out = layer.flow(x, config, activation)
+        return [out.detach(), *torch.autograd.grad(out, leaves, weighting)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles kernels and allocates workspaces
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            x.normal_()
+            weighting.normal_()
+            layer.fc1.mul_(1.1)  # a weight that changed is quantized anew
+        graph.replay()
+        for got, expected in zip(captured, step(), strict=True):
+            assert torch.equal(got, expected)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        for name in ("norm_weight", "fc1", "fc2"):
+            setattr(self, name, torch.nn.Parameter(getattr(layer, name).detach().clone()))
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = Layer(**vars(self.layer) | {"norm_weight": self.norm_weight}).norm
+        return x + norm_mlp(x, norm, self.fc1, self.fc2, "swiglu", ONE, ActivationConfig())
+
+
+def test_graphed_callables():
+    """torch.cuda.make_graphed_callables captures forward and backward apart; both give the bits of eager execution."""
+    layer = on_gpu(Layer.random(h=128, f=256, dtype=torch.bfloat16))
+    eager, graphed = Block(layer), Block(layer)
+    x = torch.randn(64, 4, 128, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.make_graphed_callables(graphed, (x.clone().requires_grad_(),))
+    for _ in range(2):
+        x, weighting = torch.randn_like(x), torch.randn_like(x)
+        results = []
+        for block in (eager, graphed):
+            leaf = x.clone().requires_grad_()
+            out = block(leaf)
+            grads = torch.autograd.grad(out, [leaf, *block.parameters()], weighting)
+            results.append([out.detach().clone(), *(g.clone() for g in grads)])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 17, 130])
+@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+def test_experts_take_any_number_of_tokens(tokens, activation):
+    layer = on_gpu(Layer.random(h=128, f=256, activation=activation, biased=True))
+    x = torch.randn(tokens, 128, device="cuda", requires_grad=True)
+    out = mlp(x, layer.fc1, layer.fc2, activation, ONE, ActivationConfig(), layer.fc1_bias)
+    leaves = [x, layer.fc1, layer.fc1_bias, layer.fc2]
+    weighting = torch.randn_like(out)
+    got = [out, *torch.autograd.grad(out, leaves, weighting)]
+    expected = layer.plain_mlp(x, activation)
+    expected = [expected, *torch.autograd.grad(expected, leaves, weighting)]
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape and (a - b).norm() <= 0.16 * b.norm()
+
+
+def _megatron_training(rank, world):
+    """Losses of BF16 and of FP8 under Megatron's DistributedDataParallel and DistributedOptimizer."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_patches import initialize_model_parallel, patch_model
+    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+
+    initialize_model_parallel(1)
+    curves = {}
+    for patch in (False, True):
+        model = tiny_gpt(activation_func=torch.nn.functional.gelu, gated_linear_unit=False, add_bias_linear=True)
+        if patch:
+            assert not patch_model(model, ActivationConfig()).left
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        wrapped = DistributedDataParallel(model.config, ddp_config, model)
+        optimizer_config = OptimizerConfig(
+            optimizer="adam", lr=3e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+        )
+        optimizer = get_megatron_optimizer(optimizer_config, [wrapped])
+        curve = []
+        for step in range(20):
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+            for part in range(2):  # accumulated in main_grad
+                loss = tiny_loss(wrapped, tiny_batch(1000 * rank + 2 * step + part, "cuda"))
+                loss.backward()
+            finalize_model_grads([wrapped])
+            assert optimizer.step()[0]
+            curve.append(loss.item())
+        curves[patch] = curve
+    return curves
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_megatrons_distributed_optimizer(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    for curves in run_ranks(world, _megatron_training, backend="nccl"):
+        assert curves[True] != curves[False]
+        assert curves[True][-1] < curves[True][0] - 0.5, curves
+        for plain, fp8 in zip(curves[False], curves[True], strict=True):
+            assert fp8 == pytest.approx(plain, rel=0.05), curves
