@@ -20,6 +20,8 @@ import torch.distributed as dist
 from .config import CoatConfig, CoatConfigError, check_deepspeed, load_json
 from .optim import CoatAdamW, param_groups
 from .optim.accessors import register
+from .optim.native_load import check_native_loads
+from .optim.round_robin import relink
 from .optim.universal_load import enable_universal_load
 from .optim.zero import fuse_step
 
@@ -107,11 +109,14 @@ def initialize(
         config=settings,
         **kwargs,
     )
+    if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
+        relink(engine.optimizer)
     register(engine.optimizer)
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)
     if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):
         enable_universal_load(engine)
+        check_native_loads(engine)
     return engine, *others
 
 
