@@ -20,6 +20,7 @@ import torch.distributed as dist
 from .config import CoatConfig, CoatConfigError, check_deepspeed, load_json
 from .optim import CoatAdamW, param_groups
 from .optim.accessors import register
+from .optim.deepspeed_accessors import answer_deepspeeds_accessors
 from .optim.native_load import check_native_loads
 from .optim.round_robin import relink
 from .optim.universal_load import enable_universal_load
@@ -115,6 +116,7 @@ def initialize(
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)
     if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):
+        answer_deepspeeds_accessors(engine.optimizer)
         enable_universal_load(engine)
         check_native_loads(engine)
     return engine, *others

@@ -164,7 +164,7 @@ def _rest(
         if name in trained or name in aliases:
             continue
         pieces = [one[name] for one in per_rank]
-        if name in (models[0][0].get("frozen_param_shapes") or {}) or not rules:
+        if name not in models[0][0]["buffer_names"] or not rules:  # frozen_param_shapes are not saved at stage 1
             whole, layout = _merge(name, pieces, rules)
         elif all(torch.equal(piece, pieces[0]) for piece in pieces):
             whole, layout = pieces[0].clone(), {}
