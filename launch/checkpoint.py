@@ -41,6 +41,9 @@ _STRUCTURE = (
     "model.",
     "parallel.",
     "deepspeed.zero_optimization.stage",
+    "deepspeed.zero_optimization.round_robin_gradients",
+    "deepspeed.zero_optimization.parameter_alignment",
+    "deepspeed.zero_optimization.sub_group_size",
     "deepspeed.optimizer.type",
     "deepspeed.coat.optimizer",
     "deepspeed.data_types",
@@ -110,7 +113,8 @@ def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """
     _write(temporary / MANIFEST, json.dumps(manifest, indent=1))
     if final.exists():  # the same step again, after a restart from an older checkpoint
-        os.rename(final, final.parent / f"{_UNFINISHED}replaced-{final.name}")
+        shutil.rmtree(_replaced(final), ignore_errors=True)  # of a save that was killed after the next line but one
+        os.rename(final, _replaced(final))
     os.rename(temporary, final)
     _write(final.parent / _LATEST, final.name)
 
@@ -129,9 +133,16 @@ def find(folder: str | Path) -> Path | None:
     except FileNotFoundError:
         return None
     if not (folder / name / MANIFEST).is_file():
+        if (_replaced(folder / name) / MANIFEST).is_file():  # killed while a step was saved for the second time
+            return _replaced(folder / name)
         others = ", ".join(p.name for p in _finished(folder)) or "none"
         raise CheckpointError(f"{folder / _LATEST}: names {name!r}, which is no checkpoint; there are: {others}")
     return folder / name
+
+
+def _replaced(final: Path) -> Path:
+    """Where a checkpoint is while another of its name takes its place."""
+    return final.parent / f"{_UNFINISHED}replaced-{final.name}"
 
 
 def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -164,51 +164,6 @@ def test_other_sizes_and_stages(source, ranks, target, to, tmp_path):
         assert set(r["keys"]) == {"exp_avg", "exp_avg_sq", "step"} | {f"coat_{m}_{t}" for m in "mv" for t in "qak"}
 
 
-def test_without_expansion_the_way_back_gives_the_same_bytes(tmp_path):
-    """DP 2, 1, 2, where shards start on group borders: 4096 elements of one matrix, halved."""
-    from coat_dist import convert_to_universal
-
-    first, second = str(tmp_path / "two"), str(tmp_path / "one")
-    before = run_ranks(2, bordered, first, None)
-    convert_to_universal(f"{first}/plain", f"{first}/universal")
-    run_ranks(1, bordered, second, first)
-    convert_to_universal(f"{second}/plain", f"{second}/universal")
-    after = run_ranks(2, bordered, None, second)
-    for one, other in zip(before, after, strict=True):
-        assert one.keys() == other.keys() and len(one) == 6
-        assert all(torch.equal(one[k], other[k]) for k in one)
-    assert not torch.equal(before[0]["coat_m_q"], before[1]["coat_m_q"]) and before[0]["coat_m_q"].any()
-
-
-def bordered(rank, world, save, load):
-    """FP8 state of a model of one matrix, without expansion, after three steps or after loading."""
-    from tests.distributed.test_engine import quiet_deepspeed
-
-    quiet_deepspeed()
-    import coat_dist
-
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
-        "coat": {"optimizer": {"expand": False}, "activation": {"enabled": False}},
-        **({"checkpoint": {"load_universal": True}} if load else {}),
-    }
-    engine = coat_dist.initialize(model=torch.nn.Linear(64, 64, bias=False), config=config)[0]
-    if load:
-        engine.load_checkpoint(load, tag="universal")
-    for step in range(0 if load else 3):
-        torch.manual_seed(10 * step + rank)
-        engine.backward(engine(torch.randn(2, 64).bfloat16()).float().square().mean())
-        engine.step()
-    if save:
-        engine.save_checkpoint(save, tag="plain")
-    (state,) = engine.optimizer.optimizer.state.values()
-    return {k: v for k, v in state.items() if k.startswith("coat_")}
-
-
 def load_refusals(rank, world, settings, folder, files):
     """Messages of loading with each of ``files`` (name: None to remove it, or another to copy) spoilt in turn."""
     import os
