@@ -1,8 +1,8 @@
 """``coat_dist.initialize``: ``deepspeed.initialize`` with the ``"coat"`` block applied.
 
 The block is validated, taken out of a copy of the configuration and turned into arguments of DeepSpeed's public call.
-On the engine that it returns, a few methods are then replaced (docs/architecture.md lists them); DeepSpeed's modules and
-classes stay as they are. Without a block and without ``"type": "CoatAdamW"`` the call is passed on as it is.
+On the engine that it returns, a few methods are then replaced (docs/architecture.md lists them); DeepSpeed's modules
+and classes stay as they are. Without a block and without ``"type": "CoatAdamW"`` the call is passed on as it is.
 """
 
 from __future__ import annotations
