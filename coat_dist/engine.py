@@ -1,7 +1,8 @@
 """``coat_dist.initialize``: ``deepspeed.initialize`` with the ``"coat"`` block applied.
 
-The block is validated, taken out of a copy of the configuration and turned into arguments of DeepSpeed's public call;
-nothing in DeepSpeed is replaced. Without a block and without ``"type": "CoatAdamW"`` the call is passed on as it is.
+The block is validated, taken out of a copy of the configuration and turned into arguments of DeepSpeed's public call.
+On the engine that it returns, a few methods are then replaced (docs/architecture.md lists them); DeepSpeed's modules
+and classes stay as they are. Without a block and without ``"type": "CoatAdamW"`` the call is passed on as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from .config import CoatConfig, CoatConfigError, check_deepspeed, load_json
 from .flow.weights import invalidate_after
 from .optim import CoatAdamW, param_groups
 from .optim.accessors import register
+from .optim.deepspeed_accessors import answer_deepspeeds_accessors
+from .optim.native_load import check_native_loads
+from .optim.round_robin import relink
 from .optim.universal_load import enable_universal_load
 from .optim.zero import fuse_step
 
@@ -111,11 +115,15 @@ def initialize(
     if coat is not None and coat.activation.enabled and coat.activation.weights == "cached":
         invalidate_after(engine, "load_checkpoint", "load_module_state_dict")
         invalidate_after(engine.optimizer, "step", "load_state_dict", "update_lp_params")
+    if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
+        relink(engine.optimizer)
     register(engine.optimizer)
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)
     if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):
+        answer_deepspeeds_accessors(engine.optimizer)
         enable_universal_load(engine)
+        check_native_loads(engine)
     return engine, *others
 
 

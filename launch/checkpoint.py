@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
+from launch.manifest import FORMAT, MANIFEST, CheckpointError, checksums, differences, read_manifest, verify
 from launch.runtime import get_random_state, reseed, set_random_state
 
 __all__ = [
@@ -30,17 +30,20 @@ __all__ = [
     "load",
     "publish",
     "read_manifest",
+    "require_loadable",
     "save",
     "verify",
 ]
 
-FORMAT = 1
-_MANIFEST, _LATEST, _UNFINISHED = "manifest.json", "latest", ".unfinished-"
+_LATEST, _UNFINISHED = "latest", ".unfinished-"
 # A checkpoint cannot be loaded where one of these differs. Other differences are reported and taken as wanted.
 _STRUCTURE = (
     "model.",
     "parallel.",
     "deepspeed.zero_optimization.stage",
+    "deepspeed.zero_optimization.round_robin_gradients",
+    "deepspeed.zero_optimization.parameter_alignment",
+    "deepspeed.zero_optimization.sub_group_size",
     "deepspeed.optimizer.type",
     "deepspeed.coat.optimizer",
     "deepspeed.data_types",
@@ -49,10 +52,6 @@ _STRUCTURE = (
 _UNIVERSAL_STRUCTURE = ("model.", "format")
 _CONVERSION = "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers"
 _FREE = ("model.hidden_dropout", "model.attention_dropout", "model.seq_length", "parallel.sequence_parallel")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names it and says why."""
 
 
 def save(
@@ -112,9 +111,10 @@ def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     Raises:
         OSError: the checkpoint that was ``final`` before is then under a name with ``.unfinished-`` or untouched.
     """
-    _write(temporary / _MANIFEST, json.dumps(manifest, indent=1))
+    _write(temporary / MANIFEST, json.dumps(manifest, indent=1))
     if final.exists():  # the same step again, after a restart from an older checkpoint
-        os.rename(final, final.parent / f"{_UNFINISHED}replaced-{final.name}")
+        shutil.rmtree(_replaced(final), ignore_errors=True)  # of a save that was killed after the next line but one
+        os.rename(final, _replaced(final))
     os.rename(temporary, final)
     _write(final.parent / _LATEST, final.name)
 
@@ -126,16 +126,23 @@ def find(folder: str | Path) -> Path | None:
         CheckpointError: ``latest`` names something that is not there.
     """
     folder = Path(folder)
-    if (folder / _MANIFEST).is_file():
+    if (folder / MANIFEST).is_file():
         return folder
     try:
         name = (folder / _LATEST).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
-    if not (folder / name / _MANIFEST).is_file():
+    if not (folder / name / MANIFEST).is_file():
+        if (_replaced(folder / name) / MANIFEST).is_file():  # killed while a step was saved for the second time
+            return _replaced(folder / name)
         others = ", ".join(p.name for p in _finished(folder)) or "none"
         raise CheckpointError(f"{folder / _LATEST}: names {name!r}, which is no checkpoint; there are: {others}")
     return folder / name
+
+
+def _replaced(final: Path) -> Path:
+    """Where a checkpoint is while another of its name takes its place."""
+    return final.parent / f"{_UNFINISHED}replaced-{final.name}"
 
 
 def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -177,89 +184,12 @@ def is_universal(checkpoint: Path) -> bool:
     return bool(read_manifest(checkpoint).get("universal"))
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a finished checkpoint.
-
-    Raises:
-        CheckpointError: missing, unreadable, or of another format.
-    """
-    path = checkpoint / _MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{path}: cannot be read ({problem})") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path}: format {manifest.get('format') if isinstance(manifest, dict) else None!r}, accepted: {FORMAT}"
-        )
-    return manifest
-
-
-def verify(checkpoint: Path, files: Mapping[str, list[int]]) -> None:
-    """Compare size and checksum of every file with the manifest; ranks share the work.
-
-    Raises:
-        CheckpointError: on every rank; lists the files that are missing or damaged.
-    """
-    found = checksums(checkpoint, sorted(files))
-    wrong = []
-    for name, (size, checksum) in files.items():
-        if found[name] is None:
-            wrong.append(f"{name}: missing")
-        elif found[name] != [size, checksum]:
-            wrong.append(f"{name}: damaged (is {found[name][0]} bytes, was {size})")
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is damaged, load another one by its folder:\n" + "\n".join(wrong))
-
-
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
-    """A line for every value in which two nested mappings differ, by dotted key."""
-    old, new = _flat(saved), _flat(current)
-    return {
-        key: f"{key}: checkpoint has {old.get(key)!r}, this run has {new.get(key)!r}"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
-    }
-
-
 def _among(key: str, structure: tuple[str, ...]) -> bool:
     return key not in _FREE and key.startswith(structure)
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {prefix: list(value) if isinstance(value, tuple) else value}
-    return {
-        k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
-
-
 def _random_file(rank: int) -> str:
     return f"random_rank_{rank:05d}.pt"
-
-
-def checksums(folder: Path, names: list[str], sync: bool = False) -> dict[str, Any]:
-    """[bytes, CRC-32] of each file, None for a missing one; files are dealt out to the ranks.
-
-    ``sync``: also wait until they are on disk. Without torch.distributed, this process reads them all.
-    """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine: dict[str, Any] = {}
-    for name in names[rank::world]:
-        try:
-            size = checksum = 0
-            with (folder / name).open("rb") as file:
-                if sync:
-                    os.fsync(file.fileno())
-                while block := file.read(1 << 24):
-                    size, checksum = size + len(block), zlib.crc32(block, checksum)
-            mine[name] = [size, checksum]
-        except OSError:
-            mine[name] = None
-    everyone: list[Any] = [mine] * world
-    if world > 1:
-        dist.all_gather_object(everyone, mine)
-    return {name: entry for part in everyone for name, entry in part.items()}
 
 
 def _agree(problem: Exception | None, what: str) -> None:
@@ -283,7 +213,7 @@ def _write(path: Path, text: str) -> None:
 
 def _finished(folder: Path) -> list[Path]:
     """Finished checkpoints, in the order in which they were written."""
-    manifests = [p for p in folder.glob(f"step*/{_MANIFEST}") if p.is_file()]
+    manifests = [p for p in folder.glob(f"step*/{MANIFEST}") if p.is_file()]
     return [p.parent for p in sorted(manifests, key=lambda p: (p.stat().st_mtime_ns, p))]
 
 
@@ -292,7 +222,7 @@ def _remove_old(folder: Path, keep: int) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     for old in _finished(folder)[:-keep] if keep else []:
         if old.name != (folder / _LATEST).read_text(encoding="utf-8").strip():
-            (old / _MANIFEST).unlink()  # first, so that a kill in between leaves no checkpoint that looks whole
+            (old / MANIFEST).unlink()  # first, so that a kill in between leaves no checkpoint that looks whole
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -4,8 +4,9 @@
     deepspeed --num_gpus 4 launch/pretrain.py ... --load runs/first/universal
 
 The output is in DeepSpeed's universal format, with a manifest of checksums. One process, no GPU; needs memory for the
-largest parameter and disk space for 12 bytes a parameter. FP8 moments are decoded to fp32 here and encoded again when
-loaded. Exit status: 0 done, 2 a checkpoint that cannot be converted.
+largest parameter and disk space for 14 bytes a parameter (12 from fp32 moments). FP8 moments are decoded to fp32;
+groups of codes that the loading run finds again keep their bytes, others are encoded again then.
+Exit status: 0 done, 2 a checkpoint that cannot be converted.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from .checkpoint import read_moment, write_moment
 from .partitions import Fragment, Partition, base_optimizer, members, partitions
 from .state import new_state
 
-__all__ = ["register", "safe_get_full_moment", "safe_set_full_moment"]
+__all__ = ["fragment_of", "register", "safe_get_full_moment", "safe_set_full_moment"]
 
 _WHICH = ("first", "second")
 # Not an attribute of parameters, as DeepSpeed would do it: those are copied and pickled along with them.
@@ -28,7 +28,8 @@ def register(zero: Any) -> None:
 def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
     """Decoded moment of a parameter, the same on all data-parallel ranks; collective over them.
 
-    DeepSpeed's ``safe_get_full_optimizer_state`` raises for parameters with FP8 moments; use this instead.
+    Under ``coat_dist.initialize``, DeepSpeed's ``safe_get_full_optimizer_state`` gives the same for "exp_avg" and
+    "exp_avg_sq".
 
     Args:
         param: a trained parameter of a model that ``deepspeed.initialize`` was given, with a :class:`CoatAdamW`,
@@ -43,7 +44,7 @@ def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
     """
     zero, group, shape = _find(param, which)
     full = torch.zeros(shape.numel(), dtype=torch.float32)
-    found = _fragment(zero, param)
+    found = fragment_of(zero, param)
     if found is not None:
         part, f = found
         full = full.to(part.flat.device)
@@ -78,7 +79,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
             "value: got elements that are not finite or, of the second moment, negative; accepted: finite numbers, "
             "squares for the second"
         )
-    found = _fragment(zero, param)
+    found = fragment_of(zero, param)
     if found is None or not found[1].numel:
         return
     part, f = found
@@ -110,7 +111,7 @@ def _find(param: Any, which: str) -> tuple[Any, dist.ProcessGroup, torch.Size]:
     return zero, param._dp_group, param.shape
 
 
-def _fragment(zero: Any, param: torch.nn.Parameter) -> tuple[Partition, Fragment] | None:
+def fragment_of(zero: Any, param: torch.nn.Parameter) -> tuple[Partition, Fragment] | None:
     """Where this rank keeps its part of ``param``; None where it has none."""
     return next(((part, f) for part in partitions(zero) for f in part.fragments if f.param is param), None)
 

@@ -49,9 +49,14 @@ def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def refusal(param: torch.Tensor) -> str | None:
-    """Why a parameter's distribution is not supported, or None."""
+    """What a parameter is that is distributed in a way not supported, and what is accepted; else None."""
     if is_dtensor(param) and any(p.is_partial() for p in param.placements):  # type: ignore[attr-defined]
-        return f"placements {tuple(param.placements)}"  # type: ignore[attr-defined]
+        return f"a DTensor with placements {tuple(param.placements)}, accepted: shards and replicas"  # type: ignore[attr-defined]
+    if getattr(param, "_fsdp_flattened", False):  # also where it is one of use_orig_params
+        return (
+            "a parameter of FullyShardedDataParallel (FSDP1), whose optim_state_dict knows tensors of the parameter's "
+            "shape only, accepted: FSDP2 (torch.distributed.fsdp.fully_shard) or DistributedDataParallel"
+        )
     return None
 
 

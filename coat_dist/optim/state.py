@@ -70,6 +70,8 @@ def pack(m: Moment, v: Moment, step: int) -> dict[str, Any]:
 
 def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state before the first step: zero moments on the parameter's device."""
+    if reason := refusal(param):  # wrapped by FSDP1 after the optimizer was built
+        raise TypeError(f"CoatAdamW params: got {reason}")
     if group["moments"] == "fp32":
         zeros = [torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for _ in range(2)]
         return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
@@ -124,7 +126,7 @@ def check_group(group: Mapping[str, Any]) -> None:
                 "accepted: dense float32, bfloat16 or float16"
             )
         if isinstance(p, torch.Tensor) and (reason := refusal(p)):
-            raise TypeError(f"CoatAdamW params: got a DTensor with {reason}, accepted: shards and replicas")
+            raise TypeError(f"CoatAdamW params: got {reason}")
 
 
 def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str) -> None:

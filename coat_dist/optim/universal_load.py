@@ -18,7 +18,8 @@ from ..ops.moments import encode
 from .adamw import CoatAdamW
 from .partitions import Partition, partitions
 from .state import codecs, moment, new_state
-from .universal import KEYS
+from .universal_codes import FILE, read_codes
+from .zero_files import KEYS
 
 __all__ = ["enable_universal_load", "load_universal"]
 
@@ -54,7 +55,8 @@ def enable_universal_load(engine: Any) -> None:
 def load_universal(engine: Any, folder: str | Path, moments: bool = True) -> None:
     """Fill fp32 weights, moments, frozen parameters and buffers from a universal checkpoint.
 
-    Moments are encoded to nearest, for all groups, before this returns. Hyperparameters stay the present ones: each
+    Moments are encoded to nearest, for all groups, before this returns; groups whose codes the checkpoint holds get
+    these bytes (``optim/universal_codes.py``). Hyperparameters stay the present ones: each
     group keeps its own. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed does.
 
     Args:
@@ -121,6 +123,9 @@ def _fill_state(base: Any, part: Partition, folder: Path, names: Mapping, tp: tu
         for first in range(0, codec.groups(values.numel()), size):
             chunk = values[first * codec.group_size : (first + size) * codec.group_size].to(part.flat.device)
             type(stored)(*(t[first : first + size] for t in stored)).copy_(encode(chunk, codec))
+    if part.group["moments"] == "fp8":
+        for f in part.fragments:
+            read_codes(folder / names[f.param] / FILE, state, part.group, (f.first, f.start, f.numel), tp)
     old = base.state.get(part.flat) or {}
     state |= {k: old[k] for k in ("coat_seed",) if k in old}
     base.state[part.flat] = state

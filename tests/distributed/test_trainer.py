@@ -15,6 +15,8 @@ OPTIMIZER = {"type": "CoatAdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 STAGES = {
     "zero-1": {"zero_optimization": {"stage": 1}, "optimizer": OPTIMIZER},
     "zero-2": {"zero_optimization": {"stage": 2}, "optimizer": OPTIMIZER},
+    # Threshold 0: parameters of these sizes would stay whole on every rank.
+    "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "optimizer": OPTIMIZER},
 }
 
 

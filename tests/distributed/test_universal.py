@@ -109,7 +109,8 @@ def differences(loaded, saved):
 
 
 def wrong_codes(engine, saved):
-    """FP8 states that are not, to the byte, the encoding of the saved moments; elements beyond the stated error."""
+    """FP8 groups that neither decode to the saved moments nor are, to the byte, their encoding; elements beyond the
+    stated error."""
     from coat_dist.optim.partitions import partitions
     from coat_dist.optim.state import codecs, moment
     from coat_dist.reference.moments import decode, encode
@@ -124,14 +125,19 @@ def wrong_codes(engine, saved):
                 full = saved[kind][engine.param_names[f.param]].flatten()
                 flat[f.start : f.start + f.numel] = full[f.first : f.first + f.numel]
             stored = moment(engine.optimizer.optimizer.state[part.flat], which)
-            expected = encode(flat, codec)
-            found += [f"{kind} {n}" for n in "qak" if not torch.equal(getattr(stored, n), getattr(expected, n))]
-            got, a, k = decode(stored, codec, flat.numel()), stored.a.float(), stored.k.float() / 16
-            a, k = (t.repeat_interleave(codec.group_size)[: flat.numel()] for t in (a, k))
-            y = codec.fp8.max * (flat.abs() / a) ** k
+            expected, got = encode(flat, codec), decode(stored, codec)
+            padded = torch.nn.functional.pad(flat, (0, got.numel() - flat.numel()))
+            kept = (got == padded).view(-1, codec.group_size).all(1)
+            again = torch.stack(
+                [(getattr(stored, n) == getattr(expected, n)).view(len(kept), -1).all(1) for n in "qak"]
+            ).all(0)
+            found += [] if (kept | again).all() else [f"{kind}: {int((~(kept | again)).sum())} groups"]
+            a, k = stored.a.float(), stored.k.float() / 16
+            a, k = (t.repeat_interleave(codec.group_size) for t in (a, k))
+            y = codec.fp8.max * (padded.abs() / a) ** k
             d = torch.maximum(torch.tensor(2.0 ** -(codec.fp8.mantissa_bits + 1)), codec.fp8.smallest / (2 * y))
-            some = flat != 0
-            error, limit = (got / flat).log2().abs()[some], (-torch.log2(1 - d) / k)[some]
+            some = padded != 0
+            error, limit = (got / padded).log2().abs()[some], (-torch.log2(1 - d) / k)[some]
             found += [f"{kind} error"] if not (error <= limit * 1.001 + 1e-5).all() or got[~some].any() else []
     return found
 
@@ -156,51 +162,6 @@ def test_other_sizes_and_stages(source, ranks, target, to, tmp_path):
         assert r["problems"] == []
         assert r["linked"] <= {"exp_avg", "exp_avg_sq"}  # of groups with fp32 moments; no fp32 copy of the others
         assert set(r["keys"]) == {"exp_avg", "exp_avg_sq", "step"} | {f"coat_{m}_{t}" for m in "mv" for t in "qak"}
-
-
-def test_without_expansion_the_way_back_gives_the_same_bytes(tmp_path):
-    """DP 2, 1, 2, where shards start on group borders: 4096 elements of one matrix, halved."""
-    from coat_dist import convert_to_universal
-
-    first, second = str(tmp_path / "two"), str(tmp_path / "one")
-    before = run_ranks(2, bordered, first, None)
-    convert_to_universal(f"{first}/plain", f"{first}/universal")
-    run_ranks(1, bordered, second, first)
-    convert_to_universal(f"{second}/plain", f"{second}/universal")
-    after = run_ranks(2, bordered, None, second)
-    for one, other in zip(before, after, strict=True):
-        assert one.keys() == other.keys() and len(one) == 6
-        assert all(torch.equal(one[k], other[k]) for k in one)
-    assert not torch.equal(before[0]["coat_m_q"], before[1]["coat_m_q"]) and before[0]["coat_m_q"].any()
-
-
-def bordered(rank, world, save, load):
-    """FP8 state of a model of one matrix, without expansion, after three steps or after loading."""
-    from tests.distributed.test_engine import quiet_deepspeed
-
-    quiet_deepspeed()
-    import coat_dist
-
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
-        "coat": {"optimizer": {"expand": False}, "activation": {"enabled": False}},
-        **({"checkpoint": {"load_universal": True}} if load else {}),
-    }
-    engine = coat_dist.initialize(model=torch.nn.Linear(64, 64, bias=False), config=config)[0]
-    if load:
-        engine.load_checkpoint(load, tag="universal")
-    for step in range(0 if load else 3):
-        torch.manual_seed(10 * step + rank)
-        engine.backward(engine(torch.randn(2, 64).bfloat16()).float().square().mean())
-        engine.step()
-    if save:
-        engine.save_checkpoint(save, tag="plain")
-    (state,) = engine.optimizer.optimizer.state.values()
-    return {k: v for k, v in state.items() if k.startswith("coat_")}
 
 
 def load_refusals(rank, world, settings, folder, files):

@@ -19,7 +19,7 @@ CASES = {
             "round_robin_gradients": True,
         }
     },
-    "zero-3, sub-groups": {"zero_optimization": {"stage": 3, "sub_group_size": 5000}},
+    "zero-3, sub-groups": {"zero_optimization": {"stage": 3, "sub_group_size": 1000}},
 }
 
 

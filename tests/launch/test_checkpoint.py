@@ -61,6 +61,35 @@ def killed_while(rank, world, folder, function):
     return str(found), final, str(checkpoint.find(folder)), sorted(os.listdir(folder))
 
 
+def killed_while_replacing(rank, world, folder):
+    """Save a step for the second time and die between moving the old one away and the new one in."""
+    start()
+    checkpoint.save(Engine(), folder, {}, {**progress(1), "which": "first"})
+    original, calls = os.rename, []
+
+    def die(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise Killed
+        original(*args)
+
+    os.rename = die
+    try:
+        checkpoint.save(Engine(), folder, {}, {**progress(1), "which": "second"})
+    except Killed:
+        pass
+    finally:
+        os.rename = original
+    found = checkpoint.find(folder)
+    manifest = checkpoint.read_manifest(found)
+    checkpoint.verify(found, manifest["files"])
+    for _ in range(2):  # the second time, with a leftover of the name that the old one is moved to
+        checkpoint.save(Engine(), folder, {}, {**progress(1), "which": "third"})
+        left = sorted(os.listdir(folder))
+        os.makedirs(f"{folder}/.unfinished-replaced-step00000001/x")
+    return manifest["progress"]["which"], checkpoint.read_manifest(checkpoint.find(folder))["progress"]["which"], left
+
+
 def full_disk(rank, world, folder):
     start()
     checkpoint.save(Engine(), folder, {}, progress(1))
@@ -90,6 +119,10 @@ def test_a_kill_leaves_the_previous_checkpoint(tmp_path, function):
     assert found == str(tmp_path / "step00000001")
     assert latest == final == str(tmp_path / "step00000002")
     assert left == ["latest", "step00000001", "step00000002"]
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_the_old_one(tmp_path):
+    assert run_ranks(1, killed_while_replacing, str(tmp_path)) == [("first", "third", ["latest", "step00000001"])]
 
 
 def test_a_rank_that_cannot_write_leaves_the_previous_checkpoint(tmp_path):

@@ -1,11 +1,8 @@
-"""Training data: the order of samples, resuming, ranks, blends, the index cache, errors."""
+"""Training data: the order of samples, blends, ranks, the index cache."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import sys
 from collections import Counter
 
 import numpy as np
@@ -13,42 +10,12 @@ import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from launch.data import PretrainSampler, batches, build_datasets, padded_vocab_size, parse_blend, parse_split, read_info
+from launch.data import PretrainSampler, batches, build_datasets
 from launch.gpt_dataset import Identity
 from launch.prep import DataError
+from tests.launch.tiny_data import VOCAB, make, rows, train
 from tests.support import run_ranks
-
-VOCAB = 50000
-
-
-def make(prefix, documents=60, seed=0, eod=0, **info):
-    """A data set in which every token but the last of a document is unique, so that a sample tells where it is from."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 120, documents)
-    tokens = rng.permutation(np.arange(1, VOCAB))[: lengths.sum()].astype(np.uint16)
-    ends = np.cumsum(lengths)
-    tokens[ends - 1] = eod
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for end, length in zip(ends, lengths, strict=True):
-        builder.add_document(tokens[end - length : end], [int(length)])
-    builder.finalize(f"{prefix}.idx")
-    content = {"vocab_size": VOCAB, "eod": eod, "tokenizer_digest": "d", **info}
-    with open(f"{prefix}.json", "w") as file:
-        json.dump(content, file)
-    return str(prefix)
-
-
-def train(paths, samples, seed=7, seq=32, **options):
-    options = {"split": "90,10,0", "valid_samples": 0, "test_samples": 0, **options}
-    return build_datasets(
-        [paths] if isinstance(paths, str) else paths, seq_length=seq, train_samples=samples, seed=seed, **options
-    )[0]
-
-
-def rows(dataset, n):
-    return [tuple(dataset[i]["tokens"].tolist()) for i in range(n)]
 
 
 def test_items(tmp_path):
@@ -110,50 +77,6 @@ def test_order_does_not_depend_on_the_length_of_the_run(tmp_path):
     assert rows(train(prefix, 5 * n, seed=8), n) != epochs[0]
     backwards = [tuple(long[i]["tokens"].tolist()) for i in reversed(range(5 * n))]
     assert backwards == order[::-1]
-
-
-def positions(sampler, count):
-    return list(itertools.islice(iter(sampler), count))
-
-
-@pytest.mark.parametrize("dp, micro", [(1, 12), (2, 6), (3, 4), (4, 1), (12, 1), (6, 2)])
-@pytest.mark.parametrize("consumed", [0, 24, 84])
-def test_global_batches_are_the_same_sets_for_any_layout(dp, micro, consumed):
-    steps = 12 // (dp * micro)  # gradient accumulation
-    ranks = [positions(PretrainSampler(100, consumed, micro, r, dp), 5 * steps) for r in range(dp)]
-    for k in range(5):
-        batch = [p for rank in ranks for m in rank[k * steps : (k + 1) * steps] for p in m]
-        assert sorted(batch) == sorted((consumed + 12 * k + i) % 100 for i in range(12))
-
-
-def test_sampler_resumes_and_wraps():
-    straight = positions(PretrainSampler(10, 0, 2, 1, 2), 9)
-    assert straight[:4] == [[2, 3], [6, 7], [0, 1], [4, 5]]
-    for n in range(9):
-        assert positions(PretrainSampler(10, 4 * n, 2, 1, 2), 9 - n) == straight[n:]
-    sampler = PretrainSampler(10, 4, 2, 0, 1)
-    assert positions(sampler, 3) == positions(sampler, 3)  # every iteration begins at consumed_samples
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_resume_exactly_and_leave_the_random_state_alone(tmp_path, workers):
-    dataset = train(make(tmp_path / "x"), 500)
-    straight = list(itertools.islice(batches(dataset, PretrainSampler(500, 0, 3, 1, 2)), 8))
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    rest = list(itertools.islice(batches(dataset, PretrainSampler(500, 18, 3, 1, 2), workers), 5))
-    assert torch.equal(torch.get_rng_state(), before)
-    for a, b in zip(straight[3:], rest, strict=True):
-        assert a.keys() == b.keys() == {"tokens", "labels", "loss_mask", "position_ids"}
-        assert all(torch.equal(a[k], b[k]) and a[k].shape == (3, 32) for k in a)
-    assert not torch.equal(straight[0]["tokens"], straight[1]["tokens"])
-
-
-def test_validation_begins_again_each_time(tmp_path):
-    valid = build_datasets([make(tmp_path / "x")], "50,50,0", 32, 1, 6, 0, 1)[1]
-    sampler = PretrainSampler(6, 0, 2, 0, 1)
-    first, second = (list(itertools.islice(batches(valid, sampler), 3)) for _ in range(2))
-    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(first, second, strict=True))
 
 
 def of_which(dataset, n, prefixes_tokens):
@@ -256,107 +179,3 @@ def test_cache_goes_elsewhere_if_the_data_cannot_be_written(tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home2"))
     with pytest.raises(DataError, match="cache_dir: cannot write"):
         train(prefix, 10)
-
-
-def test_too_little_data(tmp_path):
-    prefix = make(tmp_path / "x", 100)
-    for split, words in (("99,1,0", "split: valid gets 1 of the 100 documents"), ("1,0,0", "split: valid gets 0 ")):
-        with pytest.raises(DataError, match=words + r".*, \d+ tokens, accepted: at least 257"):
-            build_datasets([prefix], split, 256, 10, 1, 0, 0)
-    with pytest.raises(DataError, match=r"split: test gets 0 of .*ask for 0 test samples"):
-        build_datasets([prefix], "9,1", 32, 10, 1, 1, 0)
-    total = int(np.fromfile(f"{prefix}.bin", np.uint16).size)
-    assert build_datasets([prefix], "1", total - 1, 3, 0, 0, 0)[0].epoch_samples == 1
-    with pytest.raises(DataError, match=f"{total} tokens, accepted: at least {total + 1}"):
-        build_datasets([prefix], "1", total, 3, 0, 0, 0)
-
-
-def test_small_shares_survive(tmp_path):
-    sets = build_datasets([make(tmp_path / "x", 100)], "0.00001,99.99,0.00999", 32, 0, 5, 0, 0)
-    assert sets[0] is None and len(sets[1]) == 5
-
-
-def test_damaged_or_foreign_files_are_named(tmp_path):
-    prefix = make(tmp_path / "x")
-    size = os.path.getsize(f"{prefix}.bin")
-    os.truncate(f"{prefix}.bin", size - 2)
-    with pytest.raises(DataError, match=f"x.bin has {size - 2} bytes, accepted: the {size} of its index"):
-        train(prefix, 1)
-    make(tmp_path / "x")
-    os.truncate(f"{prefix}.idx", 50)
-    with pytest.raises(DataError, match="x.idx .* is damaged"):
-        train(prefix, 1)
-    (tmp_path / "x.idx").write_bytes(b"")
-    with pytest.raises(DataError, match="x.idx .* is damaged"):
-        train(prefix, 1)
-    (tmp_path / "x.idx").write_bytes(b"something else altogether, long enough")
-    with pytest.raises(DataError, match="x.idx .* is damaged"):
-        train(prefix, 1)
-    with pytest.raises(DataError, match="nowhere.bin does not exist"):
-        train(str(tmp_path / "nowhere"), 1)
-    for content in (
-        "",
-        "[]",
-        "{}",
-        '{"vocab_size": 9}',
-        '{"vocab_size": 9, "eod": null}',
-        '{"vocab_size": 9, "eod": 9}',
-    ):
-        make(tmp_path / "x")
-        (tmp_path / "x.json").write_text(content)
-        with pytest.raises(DataError, match="x.json"):
-            train(prefix, 1)
-    (tmp_path / "x.json").write_text('{"vocab_size": 50000, "eod": 0}')  # enough for data of Megatron's own tools
-    assert read_info(prefix).eod == 0 and len(train(prefix, 1)) == 1
-
-
-@pytest.mark.parametrize("info", [{"vocab_size": VOCAB + 1}, {"tokenizer_digest": "other"}])
-def test_blend_of_two_tokenizers_is_refused(tmp_path, info):
-    with pytest.raises(DataError, match="b was made with another tokenizer than"):
-        train([make(tmp_path / "a"), make(tmp_path / "b", **info)], 5)
-
-
-def test_missing_helpers(tmp_path, monkeypatch):
-    prefix = make(tmp_path / "x")
-    import megatron.core.datasets as package
-
-    monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers", None)
-    monkeypatch.delattr(package, "helpers", raising=False)
-    with pytest.raises(DataError, match="megatron-core: its compiled dataset helpers are missing"):
-        train(prefix, 5)
-
-
-def test_bad_arguments(tmp_path, monkeypatch):
-    prefix = make(tmp_path / "x")
-    for split in ("", "a", "1,b", "0,0,0", "1,1,1,1", "-1,2", "nan", "inf,1"):
-        with pytest.raises(DataError, match="split: got"):
-            parse_split(split)
-    assert parse_split("969,30,1") == pytest.approx([0.969, 0.03, 0.001]) and parse_split("5") == [1.0, 0.0, 0.0]
-    for paths in ([], ["0.5"], ["0.5", "0.5", "a"], ["0.5 a", "b"], ["0 a"], ["-1 a", "2 b"], ["nan a"], ["a", "a"]):
-        with pytest.raises(DataError, match="data: got"):
-            parse_blend(paths)
-    assert parse_blend(["2 a b", "3 c"]) == (["a b", "c"], [2.0, 3.0])
-    spaced = make(tmp_path / "7 x")
-    monkeypatch.chdir(tmp_path)
-    assert parse_blend(["7 x"]) == (["7 x"], None) and spaced.endswith("7 x")  # an existing file is no weight
-    for options in ({"seq": 0}, {"samples": -1}):
-        with pytest.raises(DataError, match="seq_length: got 0|train_samples: got -1"):
-            train(prefix, **{"samples": 1, **options})
-    for arguments in (
-        (0, 0, 1, 0, 1),
-        (1, -1, 1, 0, 1),
-        (1, 0, 0, 0, 1),
-        (1, 0, 1, 1, 1),
-        (1, 0, 1, -1, 1),
-        (1, 0, 1, 0, 0),
-    ):
-        with pytest.raises(DataError, match="accepted"):
-            PretrainSampler(*arguments)
-
-
-def test_padded_vocab_size():
-    assert padded_vocab_size(257) == 384 and padded_vocab_size(32000) == 32000
-    assert padded_vocab_size(257, 64, 4) == 512 and padded_vocab_size(1, 1, 1) == 1
-    for arguments in ((0,), (5, 0), (5, 1, 0)):
-        with pytest.raises(DataError, match="accepted: 1 or more"):
-            padded_vocab_size(*arguments)

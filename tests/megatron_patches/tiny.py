@@ -14,6 +14,8 @@ from coat_dist import flow
 from megatron_patches import gpt_layer_spec, tensor_parallel
 
 HIDDEN, HEADS, FFN, VOCAB, SEQ, BATCH = 256, 4, 256, 512, 32, 2
+BLOCKS = [f"decoder.layers.{i}.{b}" for i in range(2) for b in ("self_attention", "mlp")]
+"""What there is to patch in a model of two layers."""
 
 
 TINY: dict[str, Any] = dict(
@@ -83,3 +85,13 @@ def tiny_loss(model: torch.nn.Module, batch: tuple[torch.Tensor, ...], megatron_
     logits = model(tokens, positions, mask)
     tp = tensor_parallel(getattr(model, "module", model).output_layer)
     return flow.vocab_parallel_cross_entropy(logits, labels, tp).mean()
+
+
+def gradients(
+    model: torch.nn.Module, batch: tuple[torch.Tensor, ...], megatron_spec: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss, and gradients by name."""
+    model.zero_grad(set_to_none=True)
+    loss = tiny_loss(model, batch, megatron_spec)
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}

@@ -1,0 +1,276 @@
+"""Resume and reshard: ZeRO stages 1, 2, 3 x data-parallel 1, 2, 4 x tensor-parallel 1, 2.
+
+Every layout into every other of its tensor-parallel size, and every data-parallel size into every other where the
+tensor-parallel size changes. Each cell is a test; the cells of all stages come out of one set of processes, which loads
+one after the other what the layouts have saved.
+
+What a cell says. The same layout: every byte of state and weights, and of two steps more. Another layout, through a
+universal checkpoint: equal bits of fp32 master weights, fp32 moments, 16-bit weights, steps, frozen parameters and
+buffers; FP8 groups decode to the saved moments or are their encoding, within its stated error; and where parameters and
+shards start on 128-element borders, the same codes, at any stage and data-parallel size. And without conversion: loaded
+to the bit between stages 1 and 2, refused by name everywhere else.
+"""
+
+import pytest
+import torch
+
+from tests.distributed.test_universal import wrong_codes
+from tests.distributed.test_zero import differences, snapshot
+from tests.support import run_ranks
+
+STAGES, DP, TP = (1, 2, 3), (1, 2, 4), (1, 2)
+LAYOUTS = {f"z{s}d{d}t{t}": (s, d, t) for t in TP for d in DP for s in STAGES}
+PAIRS = [(a, b) for a, (s, _, t) in LAYOUTS.items() for b, (s2, _, t2) in LAYOUTS.items() if t == t2 or s == s2]
+
+# Whole shape and the dimension that tensor parallelism divides. "a": rows of 128 elements at every layout; "o": of no
+# layout. One element: most ranks' shards of its group are padding.
+SHAPES = {
+    "a_column": ((64, 64), 0),
+    "a_row": ((32, 128), 1),
+    "a_replicated": ((16, 64), None),
+    "o_column": ((14, 17), 0),
+    "o_row": ((13, 10), 1),
+    "o_replicated": ((3, 7), None),
+    "scale": ((1,), None),
+    "vector": ((5,), None),
+    "frozen": ((4, 6), 0),
+}
+
+
+def cut(name, whole, tp_rank, tp):
+    dim = SHAPES[name][1]
+    return whole if dim is None else whole.chunk(tp, dim)[tp_rank].contiguous()
+
+
+class Model(torch.nn.Module):
+    """Every element has a target of its own, so tensor-parallel shards need no communication."""
+
+    def __init__(self, tp_rank, tp):
+        super().__init__()
+        self.tp_rank, self.tp = tp_rank, tp
+        for name, (shape, dim) in SHAPES.items():
+            torch.manual_seed(len(name))
+            p = torch.nn.Parameter(cut(name, torch.randn(shape), tp_rank, tp), requires_grad=name != "frozen")
+            p.tensor_model_parallel, p.partition_dim = dim is not None, dim
+            self.register_parameter(name, p)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, seed):
+        torch.manual_seed(seed)
+        targets = {n: cut(n, torch.randn(shape), self.tp_rank, self.tp) for n, (shape, _) in SHAPES.items()}
+        return sum((p.float() - targets[n]).square().sum() for n, p in self.named_parameters() if n != "frozen")
+
+
+def build(stage, mpu, **coat):
+    from tests.distributed.test_engine import quiet_deepspeed
+
+    quiet_deepspeed()
+    import coat_dist
+    from megatron_patches import universal_checkpoint_info
+
+    model = Model(mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+    model.universal_checkpoint_info = universal_checkpoint_info(model)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named.items() if n.startswith("a_")]},
+        {"params": [model.o_column, model.o_row], "lr": 0.02},
+        {"params": [model.o_replicated]},  # never in one 128-element group with tensor-parallel shards
+        {"params": [model.scale], "weight_decay": 0.0},
+        {"params": [model.vector], "moments": "fp32"},
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        "coat": {"optimizer": coat, "activation": {"enabled": False}},
+        **({} if stage == 1 else {"data_types": {"grad_accum_dtype": "fp32"}}),  # stage 1: another optimizer class
+    }
+    return coat_dist.initialize(model=model, model_parameters=groups, config=config, mpu=mpu)[0]
+
+
+def train(engine, mpu, first, last):
+    for step in range(first, last):
+        engine.backward(engine(1000 * step + 10 * engine.zero_optimization_stage() + mpu.get_data_parallel_rank()))
+        engine.step()
+
+
+def contents(engine):
+    """What may not depend on the layout: everything by parameter, whole but for tensor parallelism."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import coat_dist
+    from coat_dist.optim.partitions import partitions
+
+    named = dict(engine.module.named_parameters())
+    trained = {n: p for n, p in named.items() if p.requires_grad}
+    steps = {
+        engine.param_names[f.param]: engine.optimizer.optimizer.state[part.flat]["step"]
+        for part in partitions(engine.optimizer)
+        for f in part.fragments
+    }
+    with deepspeed.zero.GatheredParameters(list(named.values()), enabled=hasattr(named["scale"], "ds_id")):
+        weights = {n: p.detach().clone() for n, p in named.items()}
+    return {
+        "fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()},
+        "first": {n: coat_dist.safe_get_full_moment(p, "first") for n, p in trained.items()},
+        "second": {n: coat_dist.safe_get_full_moment(p, "second") for n, p in trained.items()},
+        "weights": weights,
+        "seen": engine.module.seen.clone(),
+        "steps": set(steps.values()),
+    }
+
+
+def codes(engine):
+    """This rank's groups of the parameters "a": {(parameter, key, index of the group in the parameter): bytes}."""
+    from coat_dist.optim.partitions import partitions
+
+    found = {}
+    for part in partitions(engine.optimizer):
+        for f in part.fragments:
+            name = engine.param_names[f.param]
+            if name.startswith("a_"):
+                assert f.first % 128 == f.start % 128 == f.numel % 128 == 0, (name, f)
+                for key, value in engine.optimizer.optimizer.state[part.flat].items():
+                    if key.startswith("coat_"):
+                        for i in range(f.numel // 128):
+                            found[name, key, f.first // 128 + i] = value[f.start // 128 + i].clone()
+    return found
+
+
+def local(engine):
+    """Copies of this rank's shards: weights, master weights, state."""
+    states = [t for s in engine.optimizer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    shards = [getattr(p, "ds_tensor", p).data for p in engine.module.parameters()]
+    held = (*shards, *states, *engine.optimizer.optimizer.state)
+    return [t.detach().clone().view(-1).view(torch.uint8) for t in held]  # as bytes: padding may be NaN
+
+
+def start(tp):
+    from megatron_patches import initialize_model_parallel
+    from megatron_patches.parallel import MPUAdapter
+
+    initialize_model_parallel(tp)
+    return MPUAdapter()
+
+
+def save_and_resume(rank, world, tp, folder):
+    """Each stage trains two steps, saves and goes on; a new engine resumes. What differs, contents and codes."""
+    mpu, found = start(tp), {}
+    for stage in STAGES:
+        name = f"z{stage}d{world // tp}t{tp}"
+        engine = build(stage, mpu)
+        engine.module.seen.add_(torch.tensor([stage, world, tp]))
+        train(engine, mpu, 0, 2)
+        engine.save_checkpoint(folder, tag=name)
+        saved, at_save = (contents(engine), codes(engine)), snapshot(engine)
+        train(engine, mpu, 2, 4)
+        again = build(stage, mpu)
+        train(again, mpu, 7, 8)  # state that loading has to replace
+        again.load_checkpoint(folder, tag=name)
+        wrong = differences(at_save, snapshot(again))
+        train(again, mpu, 2, 4)
+        wrong += differences(snapshot(engine), snapshot(again))
+        found[name] = (wrong, *saved)
+    return mpu.get_tensor_model_parallel_rank(), found
+
+
+def load_all(rank, world, tp, folder):
+    """Each stage loads what every layout has saved, converted and as it is; what is wrong by (source, target, way)."""
+    mpu, found = start(tp), {}
+    truth = torch.load(f"{folder}/truth.pt", weights_only=False)
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    for stage in STAGES:
+        engine, target = build(stage, mpu), f"z{stage}d{world // tp}t{tp}"
+        train(engine, mpu, 7, 8)
+        for source in [a for a, b in PAIRS if b == target]:
+            wanted = {k: v for k, v in truth[source][0].items()}
+            for kind in ("fp32", "first", "second", "weights"):
+                wanted[kind] = {n: cut(n, whole, tp_rank, tp) for n, whole in wanted[kind].items()}
+            before = local(engine)
+            engine._config.load_universal_checkpoint = False
+            try:
+                engine.load_checkpoint(folder, tag=source)
+                wrong = unequal(contents(engine), wanted, exact=True)
+                found[source, target, "as it is"] = f"wrong: {wrong}" if wrong else "loaded"
+            except ValueError as error:
+                kept = all(torch.equal(x, y) for x, y in zip(before, local(engine), strict=True))
+                found[source, target, "as it is"] = str(error) if kept else "changed something"
+            engine._config.load_universal_checkpoint = True
+            engine.load_checkpoint(f"{folder}/universal", tag=source)
+            wrong = unequal(contents(engine), wanted) + wrong_codes(engine, wanted)
+            if LAYOUTS[source][2] == tp:
+                there = truth[source][1][tp_rank]
+                wrong += [f"codes {key}" for key, row in codes(engine).items() if not torch.equal(row, there[key])]
+            found[source, target, "converted"] = wrong
+        train(engine, mpu, 7, 8)
+        if contents(engine)["steps"] != {3}:
+            found[source, target, "converted"].append("steps")
+    return found
+
+
+def unequal(found, wanted, exact=False):
+    """Names of what is not equal to the bit and has to be: FP8 moments only if ``exact``."""
+    wrong = [] if found["steps"] == wanted["steps"] and torch.equal(found["seen"], wanted["seen"]) else ["steps, seen"]
+    for kind in ("fp32", "weights", "first", "second"):
+        names = wanted[kind] if exact or kind in ("fp32", "weights") else ["vector"]
+        wrong += [f"{kind} {n}" for n in names if not torch.equal(found[kind][n], wanted[kind][n])]
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory):
+    """What each layout's resuming, and each pair of layouts, came to."""
+    from coat_dist import convert_to_universal
+
+    folder = tmp_path_factory.mktemp("matrix")
+    resumed, truth = {}, {}
+    for tp in TP:
+        for dp in DP:
+            ranks = run_ranks(dp * tp, save_and_resume, tp, str(folder))
+            for name in ranks[0][1]:
+                resumed[name] = [line for _, found in ranks for line in found[name][0]]
+                local = [next(found[name][1] for r, found in ranks if r == t) for t in range(tp)]
+                whole = {"steps": local[0]["steps"], "seen": local[0]["seen"]}
+                for kind in ("fp32", "first", "second", "weights"):
+                    pieces = {n: [one[kind][n] for one in local] for n in local[0][kind]}
+                    dims = {n: SHAPES[n][1] for n in pieces}
+                    whole[kind] = {n: p[0] if dims[n] is None else torch.cat(p, dims[n]) for n, p in pieces.items()}
+                rows = [{k: v for r, found in ranks if r == t for k, v in found[name][2].items()} for t in range(tp)]
+                truth[name] = whole, rows
+                convert_to_universal(folder / name, folder / "universal" / name)
+    torch.save(truth, folder / "truth.pt")
+    cells = {}
+    for tp in TP:
+        for dp in DP:
+            for found in run_ranks(dp * tp, load_all, tp, str(folder)):
+                for cell, outcome in found.items():
+                    cells.setdefault(cell, []).append(outcome)
+    return resumed, cells
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_layout_resumes_to_the_bit(matrix, layout):
+    assert matrix[0][layout] == []
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_reshard(matrix, source, target):
+    outcomes = matrix[1][source, target, "converted"]
+    assert outcomes == [[]] * len(outcomes) and len(outcomes) == LAYOUTS[target][1] * LAYOUTS[target][2]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_without_conversion_loaded_to_the_bit_or_refused_by_name(matrix, source, target):
+    (stage, dp, tp), (to_stage, to_dp, to_tp) = LAYOUTS[source], LAYOUTS[target]
+    lines = {
+        f"zero_optimization.stage: checkpoint has {'3' if stage == 3 else '1 or 2'}": (stage == 3) != (to_stage == 3),
+        f"data-parallel size: checkpoint has {dp}, this run has {to_dp}": dp != to_dp,
+        f"tensor-parallel size: checkpoint has {tp}, this run has {to_tp}": tp != to_tp,
+    }
+    for outcome in matrix[1][source, target, "as it is"]:
+        if any(lines.values()):
+            assert [line in outcome for line in lines] == list(lines.values()) and "to_universal" in outcome
+        else:
+            assert outcome == "loaded"

@@ -1,0 +1,153 @@
+"""Universal checkpoints there and back: other sizes and stages to the byte, torch's AdamW to CoatAdamW and back."""
+
+import pytest
+import torch
+
+from tests.distributed.test_universal import WithBuffer, build, contents, wrong_codes
+from tests.distributed.test_zero import CASES, run
+from tests.support import run_ranks
+
+MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("expand", [True, False])
+def test_the_way_back_gives_the_same_bytes(expand, tmp_path):
+    """DP 2, 1, 4, 2 and stages 2, 3, 1, 2, where shards start on group borders: 4096 elements of one matrix, divided.
+
+    Without the saved codes, the exponents of groups would change with expansion.
+    """
+    from coat_dist import convert_to_universal
+
+    before = run_ranks(2, bordered, 2, expand, str(tmp_path / "0"), None)
+    for i, (ranks, stage) in enumerate([(1, 3), (4, 1), (2, 2)]):
+        convert_to_universal(tmp_path / f"{i}" / "plain", tmp_path / f"{i}" / "universal")
+        after = run_ranks(ranks, bordered, stage, expand, str(tmp_path / f"{i + 1}"), str(tmp_path / f"{i}"))
+    for one, other in zip(before, after, strict=True):
+        assert one.keys() == other.keys() and len(one) == 6
+        assert all(torch.equal(one[k], other[k]) for k in one)
+    assert not torch.equal(before[0]["coat_m_q"], before[1]["coat_m_q"]) and before[0]["coat_m_q"].any()
+
+    for codes in tmp_path.glob("0/universal/zero/*/codes.coat"):
+        codes.unlink()
+    again = run_ranks(2, bordered, 2, expand, None, str(tmp_path / "0"))
+    equal = [torch.equal(one[k], other[k]) for one, other in zip(before, again, strict=True) for k in one]
+    assert all(equal) is not expand
+
+
+def bordered(rank, world, stage, expand, save, load):
+    """FP8 state of a model of one matrix, after three steps or after loading."""
+    from tests.distributed.test_engine import quiet_deepspeed
+
+    quiet_deepspeed()
+    import coat_dist
+
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        "coat": {"optimizer": {"expand": expand}, "activation": {"enabled": False}},
+        **({"checkpoint": {"load_universal": True}} if load else {}),
+    }
+    engine = coat_dist.initialize(model=torch.nn.Linear(64, 64, bias=False), config=config)[0]
+    if load:
+        engine.load_checkpoint(load, tag="universal")
+    for step in range(0 if load else 3):
+        torch.manual_seed(10 * step + rank)
+        engine.backward(engine(torch.randn(2, 64).bfloat16()).float().square().mean())
+        engine.step()
+    if save:
+        engine.save_checkpoint(save, tag="plain")
+    (state,) = engine.optimizer.optimizer.state.values()
+    return {k: v for k, v in state.items() if k.startswith("coat_")}
+
+
+def adamw(rank, world, settings, folder, load):
+    """A run of plain DeepSpeed with torch's AdamW, saved after five steps; or one that loads what CoatAdamW saved."""
+    import deepspeed
+
+    from coat_dist.optim.universal_load import enable_universal_load
+    from tests.distributed.test_engine import quiet_deepspeed
+
+    quiet_deepspeed()
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": load},
+        **settings,
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
+        model = WithBuffer()
+    # The same groups as build() has, in the same order.
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad and n != "scale"}
+    groups = [{"params": [p for p in named.values() if len(getattr(p, "ds_shape", p.shape)) > 1], "weight_decay": 0.1}]
+    groups += [{"params": [p for p in named.values() if len(getattr(p, "ds_shape", p.shape)) < 2]}]
+    groups += [{"params": [model.scale]}]
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, optimizer=lambda g: torch.optim.AdamW(g, lr=0.01), config=config
+    )
+    if load:
+        enable_universal_load(engine)
+        engine.load_checkpoint(folder, tag="universal")
+    else:
+        run(engine, rank, 0, 5)
+        engine.save_checkpoint(folder, tag="plain")
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from coat_dist.optim.partitions import partitions
+
+    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    everything = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(everything, enabled=hasattr(everything[0], "ds_id")):
+        weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    moments = {w: {n: torch.zeros(getattr(p, "ds_shape", p.shape)) for n, p in trained.items()} for w in MOMENTS}
+    for part in partitions(engine.optimizer):
+        for f in part.fragments:
+            for which, key in MOMENTS.items():
+                mine = engine.optimizer.optimizer.state[part.flat][key][f.start : f.start + f.numel]
+                moments[which][engine.param_names[f.param]].view(-1)[f.first : f.first + f.numel] = mine
+    for value in (v for one in moments.values() for v in one.values()):
+        torch.distributed.all_reduce(value)
+    return {
+        "fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()},
+        **moments,
+        "weights": weights,
+        "steps": sorted({int(s["step"]) for s in engine.optimizer.optimizer.state.values()}),
+    }
+
+
+def migrated(rank, world, settings, folder, there):
+    """CoatAdamW loads what AdamW saved, and saves it in turn."""
+    engine = build(settings, universal=True)
+    run(engine, rank, 20, 21)
+    engine.load_checkpoint(folder, tag="universal")
+    engine.save_checkpoint(there, tag="plain")
+    return contents(engine), wrong_codes(engine, torch.load(f"{folder}/saved.pt"))
+
+
+@pytest.mark.parametrize(("source", "ranks", "target", "to"), [("zero-1", 2, "zero-3", 1), ("zero-3", 1, "zero-2", 2)])
+def test_from_torchs_adamw_and_back(source, ranks, target, to, tmp_path):
+    """A BF16 run of plain DeepSpeed goes on with FP8 moments, at another size and stage, and with AdamW again."""
+    from coat_dist import convert_to_universal
+
+    saved = run_ranks(ranks, adamw, CASES[source], str(tmp_path), False)[0]
+    torch.save(saved, tmp_path / "saved.pt")
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    assert not list(tmp_path.glob("universal/zero/*/codes.coat"))
+    ours, wrong = run_ranks(to, migrated, CASES[target], str(tmp_path), str(tmp_path / "ours"))[0]
+    assert wrong == [] and ours["steps"] == saved["steps"] == [5]
+    for kind in ("fp32", "weights", "first", "second"):
+        for name, value in saved[kind].items():  # all but FP8 moments to the bit
+            assert torch.equal(ours[kind][name], value) or (kind in ("first", "second") and value.ndim > 1), (
+                kind,
+                name,
+            )
+    convert_to_universal(tmp_path / "ours" / "plain", tmp_path / "ours" / "universal")
+    back = run_ranks(ranks, adamw, CASES[source], str(tmp_path / "ours"), True)[0]
+    for kind in ("fp32", "weights", "first", "second"):
+        for name, value in back[kind].items():
+            assert torch.equal(ours[kind][name], value), (kind, name)
+    assert back["steps"] == [5]

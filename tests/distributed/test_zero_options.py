@@ -1,0 +1,167 @@
+"""ZeRO's options with CoatAdamW: what only moves data changes no bit; all else leaves every moment where it belongs."""
+
+import pytest
+import torch
+
+from tests.distributed.test_accessors import moments_of_one_step
+from tests.distributed.test_universal import build, contents, load_and_compare, train_and_save
+from tests.distributed.test_zero import differences as changes
+from tests.distributed.test_zero import run, snapshot
+from tests.support import run_ranks
+
+FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def zero(stage, *, top=FP32, **options):
+    """Settings of a stage. Threshold 0: ZeRO-3 would keep parameters of tests' sizes whole on every rank."""
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **options}, **top}
+
+
+MOVES = {
+    "overlap_comm": {"overlap_comm": True},
+    "contiguous_gradients": {"contiguous_gradients": False},
+    "buckets": {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000},
+}
+MOVES_BY_STAGE = {
+    1: MOVES,
+    2: MOVES | {"reduce_scatter": {"reduce_scatter": False}},
+    3: MOVES | {"persistent": {"stage3_param_persistence_threshold": 10**6}, "hpz": {"zero_hpz_partition_size": 2}},
+}
+
+
+def four_steps(rank, world, stage, cases):
+    found = {}
+    for name, options in {"": {}, **cases}.items():
+        engine = build(zero(stage, top={} if stage == 1 else FP32, **options))
+        found[name] = run(engine, rank, 0, 4), snapshot(engine)
+        engine.destroy()
+    losses, state = found.pop("")
+    return {name: changes(state, other) + ["losses"] * (losses != more) for name, (more, other) in found.items()}
+
+
+@pytest.mark.parametrize("stage", MOVES_BY_STAGE)
+def test_options_that_only_move_data_change_no_bit(stage):
+    for found in run_ranks(2, four_steps, stage, MOVES_BY_STAGE[stage]):
+        assert found == dict.fromkeys(MOVES_BY_STAGE[stage], [])
+
+
+PLACES = {
+    "1, round robin": zero(1, top={}, round_robin_gradients=True),
+    "2, round robin": zero(2, round_robin_gradients=True),
+    "2, parameter alignment": zero(2, parameter_alignment=True),
+    "3, sub-groups": zero(3, sub_group_size=1000),
+    **{f"{s}, bf16 sums of two": zero(s, top={"gradient_accumulation_steps": 2}) for s in (1, 2, 3)},
+    **{f"{s}, fp32 sums of two": zero(s, top={"gradient_accumulation_steps": 2, **FP32}) for s in (1, 2, 3)},
+}
+
+
+def one_step_each(rank, world, cases):
+    return {name: moments_of_one_step(rank, world, settings) for name, settings in cases.items()}
+
+
+def test_every_moment_is_where_it_belongs():
+    """By name: (1 - beta) times the accumulated gradient, and of its square. Two ranks with different micro-batches."""
+    for found in run_ranks(2, one_step_each, PLACES):
+        assert found == dict.fromkeys(PLACES, [])
+
+
+def weights_and_masters(rank, world, cases):
+    """Names whose master weights, as DeepSpeed's accessor finds them, are not what the model's weights come from."""
+    found = {}
+    for name, settings in cases.items():
+        engine = build(settings)
+        run(engine, rank, 0, 2)
+        held = contents(engine)
+        found[name] = [n for n, v in held["fp32"].items() if not torch.equal(v.bfloat16(), held["weights"][n])]
+    return found
+
+
+def test_master_weights_are_found_by_name():
+    cases = {name: PLACES[name] for name in ("1, round robin", "2, round robin", "3, sub-groups")}
+    for found in run_ranks(2, weights_and_masters, cases):
+        assert found == dict.fromkeys(cases, [])
+
+
+def load_natively(rank, world, folder, cases):
+    """What loading ``folder/plain`` as it is says, and whether anything changed."""
+    found = {}
+    for name, settings in cases.items():
+        engine = build(settings)
+        run(engine, rank, 0, 1)
+        before = snapshot(engine)
+        try:
+            engine.load_checkpoint(folder, tag="plain")
+            found[name] = "loaded"
+        except ValueError as error:
+            found[name] = f"{'changed: ' * bool(changes(before, snapshot(engine)))}{error}"
+    return found
+
+
+def test_round_robin_checkpoints_convert_and_load_where_they_fit(tmp_path):
+    from coat_dist import convert_to_universal
+
+    saved = run_ranks(2, train_and_save, PLACES["2, round robin"], str(tmp_path))[0]
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    for settings in (zero(2), PLACES["1, round robin"], zero(3)):
+        for r in run_ranks(2, load_and_compare, settings, str(tmp_path), saved, True):
+            assert r["problems"] == []
+    cases = {"same": PLACES["2, round robin"], "stage": PLACES["1, round robin"], "order": zero(2)}
+    for found in run_ranks(2, load_natively, str(tmp_path), cases):
+        assert found["same"] == found["stage"] == "loaded"
+        assert "optim_states.pt: zero_optimization.round_robin_gradients or" in found["order"]
+        assert "is at elements" in found["order"] and "in this run" in found["order"]
+        assert not found["order"].startswith("changed")
+
+
+def save_without_us(rank, world, folder):
+    """Plain DeepSpeed, whose files name wrong places with this option."""
+    from tests.distributed.test_zero import build as plain
+
+    engine = plain(PLACES["2, round robin"])
+    run(engine, rank, 0, 1)
+    engine.save_checkpoint(folder, tag="plain")
+
+
+def test_wrong_places_in_deepspeeds_files_are_noticed(tmp_path):
+    from coat_dist import convert_to_universal
+
+    run_ranks(2, save_without_us, str(tmp_path))
+    with pytest.raises(ValueError, match="zero_optimization.round_robin_gradients: got true, and places .* are wrong"):
+        convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+
+
+def sub_groups(rank, world, folder):
+    engine = build(PLACES["3, sub-groups"])
+    run(engine, rank, 0, 1)
+    engine.save_checkpoint(folder, tag="plain")
+    count = len(engine.optimizer.fp32_partitioned_groups_flat)
+    return count, load_natively(rank, world, folder, {"one": zero(3)})["one"]
+
+
+def test_checkpoints_of_other_sub_groups_are_refused(tmp_path):
+    for count, message in run_ranks(2, sub_groups, str(tmp_path)):
+        assert count == 5  # three matrices, the vectors, and one element
+        assert "zero_optimization.sub_group_size, or other parameters: checkpoint has sub-groups of" in message
+        assert not message.startswith("changed") and "to_universal" in message
+
+
+def save_16bit(rank, world, folder):
+    """``save_16bit_model`` of each stage, beside the master weights."""
+    found = {}
+    for stage in (1, 2, 3):
+        gather = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+        engine = build(zero(stage, **gather))
+        run(engine, rank, 0, 3)
+        held = contents(engine)
+        assert engine.save_16bit_model(f"{folder}/{stage}", "weights.bin")
+        found[stage] = held
+    return found
+
+
+def test_save_16bit_model_is_the_cast_of_the_master_weights(tmp_path):
+    for stage, held in run_ranks(2, save_16bit, str(tmp_path))[0].items():
+        saved = torch.load(tmp_path / str(stage) / "weights.bin", weights_only=True)
+        assert saved.keys() == held["weights"].keys() and saved["frozen.weight"].dtype == torch.bfloat16
+        assert torch.equal(saved["seen"], torch.zeros(3, dtype=torch.int64))
+        for name, master in held["fp32"].items():
+            assert torch.equal(saved[name], master.bfloat16()) and not torch.equal(saved[name].float(), master), name

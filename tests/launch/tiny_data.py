@@ -1,0 +1,40 @@
+"""Small data sets for tests, whose samples tell where they come from."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from launch.data import build_datasets
+
+VOCAB = 50000
+
+
+def make(prefix, documents=60, seed=0, eod=0, **info):
+    """A data set in which every token but the last of a document is unique, so that a sample tells where it is from."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 120, documents)
+    tokens = rng.permutation(np.arange(1, VOCAB))[: lengths.sum()].astype(np.uint16)
+    ends = np.cumsum(lengths)
+    tokens[ends - 1] = eod
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for end, length in zip(ends, lengths, strict=True):
+        builder.add_document(tokens[end - length : end], [int(length)])
+    builder.finalize(f"{prefix}.idx")
+    content = {"vocab_size": VOCAB, "eod": eod, "tokenizer_digest": "d", **info}
+    with open(f"{prefix}.json", "w") as file:
+        json.dump(content, file)
+    return str(prefix)
+
+
+def train(paths, samples, seed=7, seq=32, **options):
+    options = {"split": "90,10,0", "valid_samples": 0, "test_samples": 0, **options}
+    return build_datasets(
+        [paths] if isinstance(paths, str) else paths, seq_length=seq, train_samples=samples, seed=seed, **options
+    )[0]
+
+
+def rows(dataset, n):
+    return [tuple(dataset[i]["tokens"].tolist()) for i in range(n)]

@@ -1,0 +1,108 @@
+"""What patched layers keep for backward, and recomputation instead of keeping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coat_dist.config import ActivationConfig
+from megatron_patches import patch_model, unpatch_model
+
+from .tiny import BATCH, FFN, HEADS, HIDDEN, SEQ, gradients, tiny_batch, tiny_gpt, tiny_loss
+
+SETTINGS = ActivationConfig()
+
+
+class _Saved:
+    """Bytes of the storages that autograd saves, parameters left out."""
+
+    def __init__(self, model):
+        self.ignore = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __enter__(self):
+        def pack(t):
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in self.ignore:
+                self.storages[storage.data_ptr()] = storage
+            return t
+
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *args):
+        self.hooks.__exit__(*args)
+        self.bytes = sum(s.nbytes() for s in self.storages.values())
+
+
+def layer_bytes(settings, **options):
+    """Saved bytes of one more layer."""
+    sizes = []
+    for layers in (1, 2):
+        model = tiny_gpt(num_layers=layers, **options)
+        if settings is not None:
+            patch_model(model, settings)
+        with _Saved(model) as saved:
+            tiny_loss(model, tiny_batch(0)).backward()
+        sizes.append(saved.bytes)
+    return sizes[1] - sizes[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="attention kernels of the GPU keep their own statistics")
+@pytest.mark.parametrize("groups", [4, 2])
+def test_saved_bytes_are_those_of_the_plan(groups):
+    tokens, h, head = BATCH * SEQ, HIDDEN, HIDDEN // HEADS
+    kv = groups * head
+    inputs = 2 * (h + h // 32 + 4)  # x8, its scales and rstd, for both norms
+    attention = 2 * (h + 2 * kv) + 2 * h + 4 * HEADS  # q, k, v and the output in BF16, log-sum-exp in fp32
+    mlp = 2 * FFN + 2 * FFN // 32  # gate and up
+    scalars = 4 * (2 + 2 + 4)  # scales of y8 and weight; of proj's input and weight; of y8, a and two weights
+    expected = tokens * (inputs + attention + mlp) + scalars  # cosines and sines are kept once for all layers
+    found = layer_bytes(SETTINGS, num_query_groups=groups)
+    assert found == expected
+    assert found < 0.6 * layer_bytes(None, num_query_groups=groups)
+
+
+def test_values_do_not_keep_queries_and_keys_alive(device):
+    """The BF16 model built here saves q, k, v once; Megatron's own self-attention would hold q and k through v."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    model, batch = tiny_gpt(), tiny_batch(0, device)
+    with _Saved(model) as ours:
+        tiny_loss(model, batch)
+    for layer in model.decoder.layers:
+        layer.self_attention.__class__ = SelfAttention
+    with _Saved(model) as plain:
+        tiny_loss(model, batch)
+    layers, tokens = 2, BATCH * SEQ
+    assert plain.bytes - ours.bytes == layers * tokens * 2 * (HIDDEN + HIDDEN)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
+    ],
+    ids=["uniform", "block", "core_attn", "mlp", "all"],
+)
+def test_recompute_changes_nothing(recompute, device):
+    batch = tiny_batch(2, device)
+    model = tiny_gpt()
+    patch_model(model, SETTINGS)
+    loss, grads = gradients(model, batch)
+    model = tiny_gpt(**recompute)
+    report = patch_model(model, SETTINGS)
+    flags = "layernorm" in recompute.get("recompute_modules", [])
+    assert bool(report.notes) == flags and ("'layernorm' is off" in str(report)) == flags
+    recomputed_loss, recomputed = gradients(model, batch)
+    assert recomputed_loss == loss
+    if device == "cpu":
+        assert all(torch.equal(recomputed[n], g) for n, g in grads.items())
+    unpatch_model(model)
+    for layer in model.decoder.layers:
+        assert layer.recompute_input_layernorm == layer.recompute_pre_mlp_layernorm == flags
