@@ -15,11 +15,6 @@ from coat_dist.reference.moments import Moment, MomentCodec, decode, encode
 from tests.coat_dist.kernels import adamw_agreement as agreement
 
 
-@pytest.fixture(autouse=True)
-def shared_launches(monkeypatch):
-    monkeypatch.setenv("COAT_SHARED_LAUNCH", "1")
-
-
 @pytest.mark.parametrize("n", [1, 129, 1025, 1_000_003])
 @pytest.mark.parametrize("variant", agreement.VARIANTS)
 def test_kernel_agrees_with_the_definition(variant, n):
