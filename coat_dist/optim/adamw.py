@@ -162,8 +162,8 @@ class CoatAdamW(torch.optim.Optimizer):
                 plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments, low, copy))
                 continue
             seed = _seed(state["coat_seed"], state["step"]) if stochastic else None
-            moments = moment(state, "m"), moment(state, "v")
-            one = AdamWTensors(p.reshape(-1), grad.reshape(-1), *moments, seed, low, copy)
+            flat, g = p.reshape(-1), grad.reshape(-1)
+            one = AdamWTensors(flat, g, moment(state, "m"), moment(state, "v"), seed, low, copy)
             if p.is_contiguous() and grad.is_contiguous():
                 compressed.setdefault(key, []).append(one)
             else:  # these are copies: not to be held for all parameters at once

@@ -70,10 +70,8 @@ def test_two_bytes_a_parameter_more_and_of_no_shape_that_deepspeed_takes_for_a_m
 
 def test_without_a_remainder_small_updates_are_lost_and_with_it_they_are_not():
     p, q = (torch.nn.Parameter(torch.ones(128, dtype=torch.bfloat16)) for _ in range(2))
-    plain, ours = (
-        CoatAdamW([p], lr=1e-4, weight_decay=0.0),
-        build()[1].__class__([q], lr=1e-4, weight_decay=0.0, master_weights="bf16_remainder"),
-    )
+    plain = CoatAdamW([p], lr=1e-4, weight_decay=0.0)
+    ours = CoatAdamW([q], lr=1e-4, weight_decay=0.0, master_weights="bf16_remainder")
     for _ in range(100):
         for x, optimizer in ((p, plain), (q, ours)):
             x.grad = torch.ones_like(x)
