@@ -11,7 +11,7 @@ from ..ops.master import split
 from ..ops.moments import decode, encode
 from ..reference.moments import Moment
 from .sharded import like, local
-from .state import check_state, codecs, has_remainder, moment, new_remainder, pack
+from .state import check_state, codecs, has_remainder, moment, new_remainder, pack, remainder
 
 __all__ = ["export_moments", "import_moments", "read_moment", "write_moment"]
 
@@ -82,8 +82,8 @@ def import_moments(
         raise ValueError("import_moments exp_avg_sq: got negative elements, accepted: squares")
     step, low = int(step), new_remainder(param, group)
     if master is not None:
-        halves = split(local(master.detach()).reshape(-1).to(param.device, torch.float32))
-        low["coat_p_low"].view(-1)[: halves[1].numel()].copy_(halves[1])
+        _, lower = split(local(master.detach()).reshape(-1).to(param.device, torch.float32))
+        remainder(low, lower.numel()).copy_(lower)  # type: ignore[union-attr]
     if group["moments"] == "fp32":
         m, v = (x.detach().to(param.device, torch.float32, copy=True).view(param.shape) for x in (exp_avg, exp_avg_sq))
         return {"step": step, "exp_avg": m, "exp_avg_sq": v, **low}

@@ -102,7 +102,7 @@ def from_global(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
             wanted = (list(param.shape), list(param.placements))  # type: ignore[attr-defined]
         else:
             shards, placements, groups = _layout(param, group["group_size"])
-            row = [group["group_size"]] if key.endswith(("_q", "_low")) else []
+            row = {"q": [group["group_size"]], "low": [2 * group["group_size"]]}.get(key.split("_")[-1], [])
             wanted = (shards + [groups] + row, placements)
         if found != wanted:
             given, accepted = (

@@ -15,8 +15,9 @@ key                         type                                 content
 With ``"moments": "fp32"``: ``exp_avg``, ``exp_avg_sq`` fp32 of the parameter's shape, ``step``.
 
 With ``"master_weights": "bf16_remainder"`` in either case one tensor more, ``coat_p_low``: int16 [groups, group_size],
-the 16 bits that a bfloat16 parameter lacks to be its fp32 master weight (``reference/master.py``); zeros before the
-first step, when the parameter is its own master weight.
+held as uint8 [groups, 2 * group_size] because neither NCCL nor gloo sends int16. It is the 16 bits that a bfloat16
+parameter lacks to be its fp32 master weight (``reference/master.py``); zeros before the first step, when the parameter
+is its own master weight.
 
 Of a DTensor parameter (FSDP2), n counts the elements of this rank's shard and tensors named ``coat_`` are plain;
 ``exp_avg`` and ``exp_avg_sq`` are DTensors like the parameter. State dicts hold DTensors only: ``optim/sharded.py``.
@@ -86,13 +87,13 @@ def new_remainder(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, to
     if not has_remainder(group):
         return {}
     n, size = local(param).numel(), group["group_size"]
-    return {"coat_p_low": torch.zeros(-(-n // size), size, dtype=torch.int16, device=param.device)}
+    return {"coat_p_low": torch.zeros(-(-n // size), 2 * size, dtype=torch.uint8, device=param.device)}
 
 
 def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
     """The lower halves of n master weights: int16 [n], sharing memory with the state; None where it has none."""
     low = state.get("coat_p_low")
-    return None if low is None else low.view(-1)[:n]
+    return None if low is None else low.view(torch.int16).view(-1)[:n]
 
 
 def pack(m: Moment, v: Moment, step: int) -> dict[str, Any]:

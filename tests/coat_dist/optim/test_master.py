@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist.optim import CoatAdamW, export_master, export_moments, fp32_state_dict, import_moments, set_master
-from coat_dist.reference.master import join, split
+from coat_dist.reference.master import split
 from tests.coat_dist.optim.test_adamw import assert_same_state
 
 KINDS = ("fp8", "fp32")
@@ -65,7 +65,7 @@ def test_two_bytes_a_parameter_more_and_of_no_shape_that_deepspeed_takes_for_a_m
         optimizer = CoatAdamW([{"params": [p], "moments": moments}], master_weights="bf16_remainder")
         step([p], optimizer, 0, 1)
         low = optimizer.state[p]["coat_p_low"]
-        assert low.dtype == torch.int16 and low.shape == (50, 128) and low.nbytes == 2 * p.numel()
+        assert low.dtype == torch.uint8 and low.shape == (50, 256) and low.nbytes == 2 * p.numel()
 
 
 def test_without_a_remainder_small_updates_are_lost_and_with_it_they_are_not():
@@ -192,9 +192,7 @@ def test_import_and_export():
     group, state = optimizer.param_groups[0], optimizer.state[p]
     m, v = export_moments(p, state, group)
     again = import_moments(p, group, m, v, 3, export_master(p, state))
-    assert torch.equal(
-        join(p.detach(), again["coat_p_low"].view(-1)[: p.numel()].view(p.shape)), export_master(p, state)
-    )
+    assert torch.equal(export_master(p, again), export_master(p, state))
     assert not import_moments(p, group, m, v, 3)["coat_p_low"].any()
     with pytest.raises(ValueError, match="import_moments master: got a tensor, accepted: None"):
         import_moments(p, {**group, "master_weights": "parameter"}, m, v, 3, m)
