@@ -117,7 +117,7 @@ def check_copy(param, low=None, copy=None):
 def check_remainder(device="cpu", seed=None, n=128 * 21 + 1, **variant):
     """bfloat16 and remainder give the bits of the fp32 master weight that they stand for, step by step."""
     fp32 = problem(n, device, **variant)
-    fp32[0][:2] = torch.tensor([-0.0, 1e-42])  # what weight decay leaves of them is a zero and a subnormal
+    fp32[0][:2] = torch.tensor([-0.0, 1e-42])[:n]  # what weight decay leaves of them is a zero and a subnormal
     halves = clone(fp32)
     halves[0], low = split(fp32[0])
     for step in range(1, 6):
