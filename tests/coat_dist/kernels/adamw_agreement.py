@@ -132,18 +132,20 @@ def check_remainder(device="cpu", seed=None, n=128 * 21 + 1, **variant):
         assert halves[0].dtype == torch.bfloat16 and low.any()
 
 
-def check_split(device="cpu"):
-    """The kernel's division of a master weight, at every upper half and at the edges of the lower one."""
+def check_split(device="cpu", every=1):
+    """The kernel's division of a master weight, at ``every`` so many upper halves and at edges of both halves."""
     still = AdamWStep(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1)
-    upper = torch.arange(1 << 16, dtype=torch.int32, device=device)
+    edges = torch.tensor([[x, x + 1, x + (1 << 15), x + (1 << 15) + 1] for x in (0, 0x7F7F, 0x7F81, 0x7FC0, 0x7FFE)])
+    upper = torch.cat([torch.arange(0, 1 << 16, every), edges.flatten()]).to(device, torch.int32)
+    n = len(upper)
     codec_m, codec_v = MomentCodec(), MomentCodec(keep_nonzero=True)
-    zero = torch.zeros(1 << 16, device=device)
+    zero = torch.zeros(n, device=device)
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xABCD):
         p = upper.to(torch.int16).view(torch.bfloat16)
         low = torch.full_like(upper, lower).to(torch.int16)
         master = join(p, low)
         expected = master * 1.0 - 0.0  # what the step does to it: NaN and -0 included
-        m, v = codec_m.zeros(1 << 16, device), codec_v.zeros(1 << 16, device)
+        m, v = codec_m.zeros(n, device), codec_v.zeros(n, device)
         kernels.adamw_step(p, zero, m, v, codec_m, codec_v, still, low=low)
         wanted = split(expected)
         assert torch.equal(p.view(torch.int16), wanted[0].view(torch.int16)), lower
