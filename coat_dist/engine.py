@@ -23,6 +23,7 @@ from .optim import CoatAdamW, param_groups
 from .optim.accessors import register
 from .optim.universal_load import enable_universal_load
 from .optim.zero import fuse_step
+from .optim.zero_master import check_master_weights, enable_remainders
 
 __all__ = ["check_same_on_all_ranks", "initialize"]
 
@@ -112,6 +113,8 @@ def initialize(
         invalidate_after(engine, "load_checkpoint", "load_module_state_dict")
         invalidate_after(engine.optimizer, "step", "load_state_dict", "update_lp_params")
     register(engine.optimizer)
+    check_master_weights(engine.optimizer)
+    enable_remainders(engine.optimizer)
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)
     if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):

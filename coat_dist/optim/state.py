@@ -14,11 +14,16 @@ key                         type                                 content
 
 With ``"moments": "fp32"``: ``exp_avg``, ``exp_avg_sq`` fp32 of the parameter's shape, ``step``.
 
-Of a DTensor parameter (FSDP2), n counts the elements of this rank's shard and the tensors of the first kind are plain;
+With ``"master_weights": "bf16_remainder"`` in either case one tensor more, ``coat_p_low``: int16 [groups, group_size],
+held as uint8 [groups, 2 * group_size] because neither NCCL nor gloo sends int16. It is the 16 bits that a bfloat16
+parameter lacks to be its fp32 master weight (``reference/master.py``); zeros before the first step, when the parameter
+is its own master weight.
+
+Of a DTensor parameter (FSDP2), n counts the elements of this rank's shard and tensors named ``coat_`` are plain;
 ``exp_avg`` and ``exp_avg_sq`` are DTensors like the parameter. State dicts hold DTensors only: ``optim/sharded.py``.
 
-Codes are two-dimensional and under private keys on purpose: DeepSpeed takes any state tensor of the parameter's shape
-for an fp32 moment and would hand out or convert raw codes without a word.
+Codes and remainders are two-dimensional and under private keys on purpose: DeepSpeed takes any state tensor of the
+parameter's shape for an fp32 moment and would hand out or convert raw codes without a word.
 """
 
 from __future__ import annotations
@@ -32,9 +37,23 @@ import torch
 from ..ops.moments import Moment, MomentCodec
 from .sharded import local, refusal
 
-__all__ = ["DTYPES", "LAYOUT_KEYS", "STORED", "check_group", "check_state", "codecs", "moment", "new_state", "pack"]
+__all__ = [
+    "DTYPES",
+    "LAYOUT_KEYS",
+    "STORED",
+    "check_group",
+    "check_master",
+    "check_state",
+    "codecs",
+    "has_remainder",
+    "moment",
+    "new_remainder",
+    "new_state",
+    "pack",
+    "remainder",
+]
 
-LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size")
+LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size", "master_weights")
 """Keys of a parameter group that say how its state is stored."""
 STORED = {"fp8": "coat_m_q", "fp32": "exp_avg"}
 """A key that only a state of this kind has."""
@@ -58,6 +77,25 @@ def moment(state: Mapping[str, Any], which: str) -> Moment:
     return Moment(state[f"coat_{which}_q"], state[f"coat_{which}_a"], state[f"coat_{which}_k"])
 
 
+def has_remainder(group: Mapping[str, Any]) -> bool:
+    """Whether states of a parameter group hold the lower halves of master weights."""
+    return group.get("master_weights") == "bf16_remainder"
+
+
+def new_remainder(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What makes a parameter its own master weight; nothing where states have no remainder."""
+    if not has_remainder(group):
+        return {}
+    n, size = local(param).numel(), group["group_size"]
+    return {"coat_p_low": torch.zeros(-(-n // size), 2 * size, dtype=torch.uint8, device=param.device)}
+
+
+def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
+    """The lower halves of n master weights: int16 [n], sharing memory with the state; None where it has none."""
+    low = state.get("coat_p_low")
+    return None if low is None else low.view(torch.int16).view(-1)[:n]
+
+
 def pack(m: Moment, v: Moment, step: int) -> dict[str, Any]:
     """The state that holds two encoded moments."""
     tensors = {
@@ -69,13 +107,13 @@ def pack(m: Moment, v: Moment, step: int) -> dict[str, Any]:
 
 
 def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The state before the first step: zero moments on the parameter's device."""
+    """The state before the first step, on the parameter's device: zero moments, and the parameter as master weight."""
+    low = new_remainder(param, group)
     if group["moments"] == "fp32":
         zeros = [torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for _ in range(2)]
-        return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
-    n = local(param).numel()
-    m, v = (codec.zeros(n, param.device) for codec in codecs(group))
-    return pack(m, v, 0)
+        return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1], **low}
+    m, v = (codec.zeros(local(param).numel(), param.device) for codec in codecs(group))
+    return {**pack(m, v, 0), **low}
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -111,6 +149,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     for key in ("first_moment", "second_moment"):
         require(key, "'e4m3' or 'e5m2'", group[key] in ("e4m3", "e5m2"))
     require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
+    accepted = ("parameter", "bf16_remainder")
+    require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in accepted)
     require("group_size", ", ".join(map(str, GROUP_SIZES)), group["group_size"] in GROUP_SIZES)
     for key in _UNSUPPORTED:
         if group.get(key):
@@ -125,6 +165,18 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
         if isinstance(p, torch.Tensor) and (reason := refusal(p)):
             raise TypeError(f"CoatAdamW params: got a DTensor with {reason}, accepted: shards and replicas")
+        if isinstance(p, torch.Tensor):
+            check_master(p, group)
+
+
+def check_master(param: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """Raise TypeError where a parameter cannot be the upper half of its master weight, as its group says it is."""
+    if has_remainder(group) and param.dtype != torch.bfloat16:
+        raise TypeError(
+            f"CoatAdamW master_weights: got 'bf16_remainder' for a {param.dtype} parameter of shape "
+            f"{tuple(param.shape)}, accepted: bfloat16 parameters, or master_weights='parameter'; DeepSpeed hands over "
+            'bfloat16 with "bf16": {"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}'
+        )
 
 
 def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str) -> None:
@@ -133,14 +185,16 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
     Raises:
         ValueError: names ``what``, the key at fault, and what to do.
     """
-    shape = param.shape if group["moments"] == "fp32" else local(param).shape
-    expected = new_state(torch.empty(shape, device="meta"), group)
+    expected = new_state(torch.empty(local(param).shape, device="meta"), group)
+    if group["moments"] == "fp32":  # of a DTensor's whole shape
+        expected |= new_state(torch.empty(param.shape, device="meta"), {**group, "master_weights": "parameter"})
     found = set(saved) - {"coat_seed"}
     if found != set(expected):
         raise ValueError(
-            f"{what}: got {', '.join(sorted(found))}, accepted with moments={group['moments']!r}: "
-            f"{', '.join(sorted(expected))}. Moments of another optimizer or setting are converted with "
-            "coat_dist.optim.export_moments and import_moments; to start with empty ones, do not load optimizer states"
+            f"{what}: got {', '.join(sorted(found))}, accepted with moments={group['moments']!r}, "
+            f"master_weights={group.get('master_weights', 'parameter')!r}: {', '.join(sorted(expected))}. Moments of "
+            "another optimizer or setting are converted with coat_dist.optim.export_moments and import_moments; to "
+            "start with empty ones, do not load optimizer states"
         )
     for key, wanted in expected.items():
         value = saved[key]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .checkpoint import read_moment
+from .master import read_master
 
 __all__ = ["KEYS", "convert_to_universal"]
 
@@ -71,7 +72,7 @@ class _Shard:
         if not numel:
             return torch.empty(0)
         if key == "fp32":
-            return self.fp32[i].detach().reshape(-1).narrow(0, start, numel).float()
+            return read_master(self.fp32[i].reshape(-1), self.state.get(i) or {}, start, numel)
         state, which = self._state(name), KEYS.index(key) - 1
         if key in state:
             return state[key].reshape(-1).narrow(0, start, numel).float()

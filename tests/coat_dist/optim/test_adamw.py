@@ -32,7 +32,7 @@ def equal_bytes(a, b):
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
-        and torch.equal(a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
+        and torch.equal(a.detach().reshape(-1).view(torch.uint8), b.detach().reshape(-1).view(torch.uint8))
     )
 
 
