@@ -39,7 +39,7 @@ def _update_tile(
     first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to ``first_row + ROWS``."""
     first = first_row * GROUP
@@ -89,16 +89,16 @@ def _update_tile(
 
     noise_m = 0.0
     noise_v = 0.0
-    if STOCHASTIC:  # a tile never straddles a multiple of 2**32: its size is a power of two
+    if STOCHASTIC_M or STOCHASTIC_V:  # a tile never straddles a multiple of 2**32: its size is a power of two
         key = mix((first >> 32).to(tl.uint32) ^ seed.to(tl.uint32))
         random = mix((first.to(tl.uint32) + offset.to(tl.uint32)) ^ key)
         noise_m = (random >> 16).to(tl.float32) * 0.0000152587890625
         noise_v = (random & 0xFFFF).to(tl.float32) * 0.0000152587890625
-    q, a, k = encode(m, noise_m, M, True, STOCHASTIC, FAST)
+    q, a, k = encode(m, noise_m, M, True, STOCHASTIC_M, FAST)
     tl.store(m_q + offset, q, mask=in_tile)
     tl.store(m_a + row, a, mask=in_row)
     tl.store(m_k + row, k, mask=in_row)
-    q, a, k = encode(v, noise_v, V, False, STOCHASTIC, FAST)
+    q, a, k = encode(v, noise_v, V, False, STOCHASTIC_V, FAST)
     tl.store(v_q + offset, q, mask=in_tile)
     tl.store(v_a + row, a, mask=in_row)
     tl.store(v_k + row, k, mask=in_row)
@@ -109,12 +109,12 @@ def _adamw_kernel(
     param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     _update_tile(
         tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed,
         grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC, FAST, M, V,
+        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, FAST, M, V,
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _adamw_table_kernel(
     table, tensor_of_tile, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
     PARAM: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
     """The same for many tensors; ``kernels/table.py`` says what their table holds."""
@@ -142,7 +142,7 @@ def _adamw_table_kernel(
         tl.multiple_of(tl.load(row + 7).to(tl.pointer_type(tl.uint8)), 16),
         n, tl.load(row + 9), tl.load(row + 10),
         grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC, FAST, M, V,
+        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, FAST, M, V,
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def adamw_steps(
         for (param_dtype, grad_dtype, stochastic), many in kinds.items():
             rows_of, tensor_of_tile = table.build(many, rows)
             _adamw_table_kernel[(len(tensor_of_tile),)](
-                rows_of, tensor_of_tile, *scalars, STOCHASTIC=stochastic, PARAM=_TYPES[param_dtype],
+                rows_of, tensor_of_tile, *scalars, **_stochastic(numbers, stochastic), PARAM=_TYPES[param_dtype],
                 GRAD=_TYPES[grad_dtype], **options,
             )  # fmt: skip
         for param, grad, m, v, seed in single:
@@ -208,5 +208,11 @@ def adamw_steps(
             # the seed as int32, so that all seeds share one compiled kernel
             noise = 0 if seed is None else seed - ((seed >> 31) << 32)
             _adamw_kernel[(-(-groups // rows),)](
-                param, grad, *m, *v, param.numel(), groups, noise, *scalars, STOCHASTIC=seed is not None, **options
-            )
+                param, grad, *m, *v, param.numel(), groups, noise, *scalars,
+                **_stochastic(numbers, seed is not None), **options,
+            )  # fmt: skip
+
+
+def _stochastic(numbers: AdamWStep, seeded: bool) -> dict[str, bool]:
+    m, v = numbers.stochastic
+    return {"STOCHASTIC_M": seeded and m, "STOCHASTIC_V": seeded and v}

@@ -48,6 +48,8 @@ class AdamWStep:
     maximize: bool = False
     grad_factor: torch.Tensor | None = None
     """fp32 scalar on the parameter's device; gradients are multiplied by it first."""
+    stochastic: tuple[bool, bool] = (True, True)
+    """Whether the first and the second moment of tensors that have a seed are rounded with it."""
 
     @cached_property
     def inverse_bias1(self) -> float:
@@ -95,7 +97,8 @@ def adamw_step(
         param: [n] contiguous; fp32, bfloat16 or float16. Its new value is rounded to nearest.
         grad: [n] contiguous; fp32, bfloat16 or float16, not changed.
         m, v: moments of n elements; both codecs have the same group size.
-        seed: uint32; codes are rounded stochastically with it, and to nearest without.
+        seed: uint32; codes of the moments that ``numbers.stochastic`` names are rounded stochastically with it, and
+            all are rounded to nearest without.
     """
     size = codec_m.group_size
     for first in range(0, param.numel(), _CHUNK):
@@ -105,8 +108,9 @@ def adamw_step(
         new_m, new_v = decode(old_m, codec_m, last - first), decode(old_v, codec_v, last - first)
         adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers)
         noise_m, noise_v = (None, None) if seed is None else uniform_noise(seed, first, last - first, param.device)
-        old_m.copy_(encode(new_m, codec_m, noise_m))
-        old_v.copy_(encode(new_v, codec_v, noise_v))
+        stochastic_m, stochastic_v = numbers.stochastic
+        old_m.copy_(encode(new_m, codec_m, noise_m if stochastic_m else None))
+        old_v.copy_(encode(new_v, codec_v, noise_v if stochastic_v else None))
 
 
 def adamw_fp32_step(
