@@ -6,13 +6,13 @@ A group is ``group_size`` consecutive elements of the flat tensor. It is stored 
 * ``k``: how codes are spaced in this group, uint8, 1 to 255;
 * ``q``: one 8-bit code an element.
 
-==============  ======  ====  =======================================================  ==============================
-format          moment  k in  code                                                     read back as
-==============  ======  ====  =======================================================  ==============================
-"e4m3", "e5m2"  both    1/16  ``sign(x) * round_fp8(F * (|x| / a) ** (k / 16))``       ``a * (|q| / F) ** (16 / k)``
-"int8"          first   1/64  ``sign(x) * round(127 * (|x| / a) ** (k / 64))``         ``a * (|q| / 127) ** (64 / k)``
-"log8"          second  250   ``round(255 + log2(x / a) * 250 / k)``, 1 to 255         ``a * 2 ** ((q - 255) * k / 250)``
-==============  ======  ====  =======================================================  ==============================
+==============  ======  ==================================================  ===================================
+format          moment  code                                                read back as
+==============  ======  ==================================================  ===================================
+"e4m3", "e5m2"  both    ``sign(x) * round_fp8(F * (|x| / a) ** (k / 16))``  ``a * (|q| / F) ** (16 / k)``
+"int8"          first   ``sign(x) * round(127 * (|x| / a) ** (k / 64))``    ``a * (|q| / 127) ** (64 / k)``
+"log8"          second  ``round(255 + log2(x / a) * 250 / k)``, 1 to 255    ``a * 2 ** ((q - 255) * k / 250)``
+==============  ======  ==================================================  ===================================
 
 (F is the FP8 format's largest value; int8 codes are in two's complement; what is read back takes the sign of q; code 0
 is zero.) The first two rows are dynamic range expansion (COAT, arXiv 2410.19313, section 4), in 3 bytes of metadata a
@@ -53,8 +53,9 @@ What holds for every input, and is tested:
   Stochastic rounding doubles d, and k / 500.
 * Stochastic rounding is unbiased in the stored value y; with log8 in the decoded value, because a moment that is
   unbiased in its logarithm grows: by a third at beta2 = 0.999.
-* Without expansion, decode and encode again gives the same bytes. With expansion the second pass may find another k,
-  because the group's extremes moved by their own rounding: the error bound holds for it anew.
+* Without expansion, decode and encode again gives the same bytes with FP8. With expansion the second pass may find
+  another k, and with int8 another a, because the group's extremes moved by their own rounding: the error bound holds
+  for it anew.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ VARIANTS = {
     "int8 without expansion": {"m": "int8", "expand": False},
     "int8, e5m2": {"m": "int8", "v": "e5m2"},
     "e4m3, log8, second moment stochastic": {
-        "v": "log8", "seed": 11, "numbers": replace(NUMBERS, stochastic=(False, True)),
+        "v": "log8",
+        "seed": 11,
+        "numbers": replace(NUMBERS, stochastic=(False, True)),
     },
     "second moment stochastic": {"seed": 7, "numbers": replace(NUMBERS, stochastic=(False, True))},
     "lr tensor": {"lr": "tensor"},

@@ -32,8 +32,16 @@ def test_the_smallest_normal_numbers():
 @pytest.mark.parametrize(
     "variant",
     [
-        "default", "e5m2", "groups of 64", "maximize", "bf16", "stochastic", "int8, log8",
-        "e4m3, log8, second moment stochastic", "lr tensor", "gradient factor",
+        "default",
+        "e5m2",
+        "groups of 64",
+        "maximize",
+        "bf16",
+        "stochastic",
+        "int8, log8",
+        "e4m3, log8, second moment stochastic",
+        "lr tensor",
+        "gradient factor",
     ],  # fmt: skip
 )
 def test_many_tensors_in_one_launch(variant):

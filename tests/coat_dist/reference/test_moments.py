@@ -8,16 +8,21 @@ import torch
 from hypothesis import given, settings
 
 from coat_dist.formats import E4M3, E5M2
-from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encode, uniform_noise
+from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, MomentCodec, decode, encode, uniform_noise
 
 FP32_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
-CODECS = [
+FP8_CODECS = [
     MomentCodec(f, e, g, n)
     for f in ("e4m3", "e5m2")
     for e in (True, False)
     for g in (64, 128, 256)
     for n in (True, False)
+]
+CODECS = FP8_CODECS + [
+    codec
+    for g in (64, 128, 256)
+    for codec in (MomentCodec("int8", True, g), MomentCodec("int8", False, g), MomentCodec("log8", True, g, True))
 ]
 
 
@@ -74,15 +79,28 @@ def groups_of(x, size):
 
 
 def exact_y(x, moment, codec):
-    """F * (|x| / a) ** (k / 16) in fp64 from the stored a and k."""
-    ratio = groups_of(x.double().abs(), codec.group_size) / moment.a.double()[:, None]
-    return codec.fp8.max * ratio.clamp(max=1.0) ** (moment.k.double() / 16)[:, None]
+    """What rounding gets, in fp64 from the stored a and k."""
+    ratio = (groups_of(x.double().abs(), codec.group_size) / moment.a.double()[:, None]).clamp(max=1.0)
+    k = moment.k.double()[:, None]
+    if codec.format == "log8":
+        return torch.where(ratio > 0, 255 + torch.log2(ratio) * 250 / k, 0.0)
+    return codec.max * ratio ** (k / (64 if codec.format == "int8" else 16))
 
 
-def half_step(y, fp8):
+def half_step(y, codec):
     """Largest relative error of rounding y to nearest."""
+    if codec.format == "int8":
+        return 1 / (2 * y)
+    fp8 = codec.fp8
     normal = fp8.smallest * 2**fp8.mantissa_bits
     return torch.where(y >= normal, 2.0 ** -(fp8.mantissa_bits + 1), fp8.smallest / (2 * y))
+
+
+def stored(q, codec):
+    """Magnitudes that codes stand for before the spread is undone, fp64."""
+    if codec.format == "log8":
+        return q.double()
+    return q.view(torch.int8 if codec.format == "int8" else codec.fp8.dtype).double().abs()
 
 
 def assert_within_bound(x, moment, codec, steps=1.0):
@@ -90,8 +108,12 @@ def assert_within_bound(x, moment, codec, steps=1.0):
     wide = groups_of(x.double().abs(), codec.group_size)
     decoded = groups_of(decode(moment, codec, x.numel()), codec.group_size).double().abs()
     kept = (wide >= TINY) & (decoded > 0) & (wide <= BF16_MAX)
-    d = (steps * half_step(y, codec.fp8)).clamp(max=0.9)
-    bound = -torch.log2(1 - d) * 16 / moment.k.double()[:, None] + 1e-4
+    k = moment.k.double()[:, None]
+    if codec.format == "log8":
+        bound = (steps * k / 500 + 1e-4).expand_as(y)
+    else:
+        d = (steps * half_step(y, codec)).clamp(max=0.9)
+        bound = -torch.log2(1 - d) * codec.unit / k + 1e-4
     error = torch.log2(decoded / wide).abs()
     assert (error[kept] <= bound[kept]).all()
 
@@ -114,19 +136,41 @@ def test_guarantees_over_adversarial_groups(codec, x):
     assert (decoded[zero] == 0).all()
     if codec.keep_nonzero:
         assert (decoded.abs()[decoded != 0] >= TINY).all()
-    assert torch.equal(decoded.signbit(), x.signbit())
+    if codec.format != "log8":  # has no sign: it is for squares
+        same_sign = decoded.signbit() == x.signbit()
+        assert (same_sign | ((decoded == 0) & (codec.format == "int8"))).all()  # whose zero has none
     if codec.expand or codec.keep_nonzero:
         assert (decoded[~zero] != 0).all()
     assert (decode(moment, codec)[n:] == 0).all()
-    amax = groups_of(x.abs().where(~zero, 0.0), codec.group_size).amax(1)
-    a = moment.a.float()
-    assert ((a >= amax) | (a == BF16_MAX)).all() and (a <= torch.maximum(amax * (1 + 2**-7), amax + 1e-45)).all()
-    assert (moment.k >= 1).all()
+    assert_metadata(x, moment, codec)
     if not (codec.keep_nonzero and not codec.expand):  # rounding up to the smallest code has no relative bound
         assert_within_bound(x, moment, codec)
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c.expand and c.group_size == 128], ids=str)
+def assert_metadata(x, moment, codec):
+    """a is the amax rounded up, k as large (the step as small) as the group's spread allows."""
+    zero = x.abs() < TINY
+    amax = groups_of(x.abs().where(~zero, 0.0), codec.group_size).amax(1)
+    a = moment.a.float()
+    assert ((a >= amax) | (a == BF16_MAX)).all() and (a <= torch.maximum(amax * (1 + 2**-7), amax + 1e-45)).all()
+    k = moment.k.double()
+    assert (k >= 1).all()
+    if codec.expand:
+        grouped = groups_of(x.double().abs(), codec.group_size)
+        bottom = grouped.where(grouped >= TINY, torch.inf).amin(1)
+        spread = torch.where(amax > 0, (a.double() / bottom).log2(), 0.0)
+        if codec.format == "log8":
+            assert (spread <= LOG8_SPAN * k / 250 + 1e-3).all()
+            assert ((spread > LOG8_SPAN * (k - 1) / 250 - 1e-3) | (k == 1)).all()
+        else:
+            log2_range = codec.k_numerator / codec.unit
+            assert ((spread * k / codec.unit <= log2_range + 1e-3) | (k == 1)).all()
+            assert ((spread * (k + 1) / codec.unit > log2_range - 1e-3) | (k == 255)).all()
+    else:
+        assert (k == codec.unit).all()
+
+
+@pytest.mark.parametrize("codec", [c for c in FP8_CODECS if c.expand and c.group_size == 128], ids=str)
 @pytest.mark.parametrize("sigma", [0.0, 1.0, 4.0, 12.0])
 def test_error_bound_and_use_of_the_range(codec, sigma):
     x = spread(128 * 64 + 1, sigma)
@@ -152,6 +196,12 @@ def test_the_smallest_element_lands_where_the_docstring_says(fp8):
 
 
 def test_wide_spread_is_compressed_and_narrow_spread_expanded():
+    log8 = MomentCodec("log8", keep_nonzero=True)
+    wide, narrow = (encode(torch.tensor(x), log8).k.item() for x in ([1e-38 * 2, 1e38], [0.5, 1.0]))
+    assert narrow == 1 and wide == math.ceil(250 / LOG8_SPAN * math.log2(1e38 / 2e-38))
+    int8 = MomentCodec("int8")
+    wide, narrow = (encode(torch.tensor(x), int8) for x in ([1e-38 * 2, 1e38], [0.5, 1.0]))
+    assert wide.k.item() == 1 and narrow.k.item() == 255 and wide.q[0, 0] > 0
     for codec in (MomentCodec("e4m3", keep_nonzero=True), MomentCodec("e5m2", keep_nonzero=True)):
         wide, narrow = encode(torch.tensor([1e-38 * 2, 1e38]), codec), encode(torch.tensor([0.5, 1.0]), codec)
         assert 1 <= wide.k.item() < 16 < narrow.k.item() <= 255
@@ -209,7 +259,7 @@ def test_non_finite_input_makes_its_group_nan_and_no_other(codec, bad):
         assert torch.equal(mine[::2], other[::2])
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if not c.expand], ids=str)
+@pytest.mark.parametrize("codec", [c for c in FP8_CODECS if not c.expand], ids=str)
 @settings(max_examples=25, deadline=None)
 @given(x=vectors())
 def test_without_expansion_encoding_is_idempotent(codec, x):
@@ -225,7 +275,7 @@ def test_with_expansion_a_second_pass_keeps_the_bound(codec):
     assert_within_bound(once, encode(once, codec), codec)
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c.group_size == 64], ids=str)
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.group_size == 64 and c.format != "log8"], ids=str)
 def test_stochastic_rounding_is_unbiased_in_the_stored_value(codec):
     x = spread(64 * 4, 1.0)
     y = exact_y(x, encode(x, codec), codec).view(-1)
@@ -233,30 +283,85 @@ def test_stochastic_rounding_is_unbiased_in_the_stored_value(codec):
     generator = torch.Generator().manual_seed(1)
     total, seen = torch.zeros(256, dtype=torch.float64), []
     for _ in range(rounds):
-        q = encode(x, codec, torch.rand(256, generator=generator)).q.view(codec.fp8.dtype).double().abs().view(-1)
+        q = stored(encode(x, codec, torch.rand(256, generator=generator)).q, codec).view(-1)
         total += q
         seen.append(q)
     low, high = torch.stack(seen).amin(0), torch.stack(seen).amax(0)
-    step = (2.0 ** (torch.floor(torch.log2(y)) - codec.fp8.mantissa_bits)).clamp(min=codec.fp8.smallest)
+    if codec.format == "int8":
+        step, raised = torch.ones(256), torch.zeros(256).bool()
+    else:
+        step = (2.0 ** (torch.floor(torch.log2(y)) - codec.fp8.mantissa_bits)).clamp(min=codec.fp8.smallest)
+        raised = codec.keep_nonzero & (y < codec.fp8.smallest)  # rounded up on purpose
     assert (low >= (y - step) * (1 - 1e-4)).all() and (high <= (y + step) * (1 + 1e-4)).all()
     assert ((high - low) <= step * 1.001).all()
     deviation = 0.5 * step / rounds**0.5  # of the mean, at most
-    raised = codec.keep_nonzero & (y < codec.fp8.smallest)  # rounded up on purpose
     assert ((total / rounds - y).abs() < 5 * deviation + 1e-4 * y)[~raised].all()
     if codec.keep_nonzero:
         assert (low > 0).all()
 
 
+def test_log8_rounds_stochastically_without_bias_in_the_value():
+    """Unbiased in its logarithm, a second moment would grow: with beta2 near one by a third."""
+    codec = MomentCodec("log8", group_size=64, keep_nonzero=True)
+    x = torch.cat([spread(63, 2.0).square(), torch.tensor([1e-30])])  # steps of 0.4 octaves
+    rounds = 4096
+    decoded = torch.stack([decode(encode(x, codec, torch.rand(64)), codec) for _ in range(rounds)]).double()
+    upper, lower = decoded.amax(0), decoded.amin(0)
+    step = 2 ** (encode(x, codec).k.item() / 250)
+    assert step > 1.25 and (upper <= lower * step * 1.0001).all() and (upper > lower).sum() > 55
+    assert ((decoded.mean(0) - x).abs() <= 5 * 0.5 * (upper - lower) / rounds**0.5 + 1e-5 * x).all()
+    even_in_logarithm = (lower * upper).sqrt()
+    assert ((decoded.mean(0) - x).abs().sum() < (even_in_logarithm - x).abs().sum()).all()
+
+
+def test_int8_codes_are_twos_complement():
+    codec = MomentCodec("int8", expand=False)
+    x = torch.arange(-127, 128).float()[torch.randperm(255)[:128]]
+    x[0] = 127.0
+    moment = encode(x, codec)
+    assert moment.a == 127 and torch.equal(moment.q.view(torch.int8).view(-1).float(), x)
+    ties = encode(torch.tensor([127.0, 2.5, -2.5, 3.5, 0.5]), codec).q.view(torch.int8)[0, :5]
+    assert ((ties - torch.tensor([127, 2, -2, 4, 0])).abs() <= 1).all()  # a logarithm may move a tie
+
+
+def test_log8_by_hand():
+    """Eight octaves need ceil(250 * 8 / 253.75) = 8 steps of 1/250 octave: 8.0 / 0.032 = 250 codes below 255."""
+    codec = MomentCodec("log8", keep_nonzero=True)
+    moment = encode(torch.tensor([1.0, 2.0**-8, 2.0**-4, 0.0, 2.0**-0.016 * 0.99, 2.0**-0.016 * 1.01]), codec)
+    assert moment.k == 8 and moment.q[0, :6].tolist() == [255, 5, 130, 0, 254, 255]
+    assert torch.allclose(decode(moment, codec, 3), torch.tensor([1.0, 2.0**-8, 2.0**-4]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (("log8",), "first moment: got 'log8', accepted: 'e4m3', 'e5m2', 'int8'"),
+        (("int8", True, 128, True), "second moment: got 'int8', accepted: 'e4m3', 'e5m2', 'log8'"),
+        (("fp8",), "got 'fp8'"),
+        (("log8", False, 128, True), "expand: got False with log8"),
+    ],
+)
+def test_codecs_that_do_not_exist(arguments, word):
+    with pytest.raises(ValueError, match=word):
+        MomentCodec(*arguments)
+
+
 @settings(max_examples=100, deadline=None)
 @given(x=vectors(), extreme=st.sampled_from([0.0, 1 - 2**-16]))
 def test_stochastic_rounding_keeps_the_guarantees(x, extreme):
-    for codec in (MomentCodec(), MomentCodec(keep_nonzero=True)):
+    for codec in (
+        MomentCodec(), MomentCodec(keep_nonzero=True), MomentCodec("int8"), MomentCodec("log8", keep_nonzero=True),
+    ):  # fmt: skip
         decoded = decode(encode(x, codec, torch.full_like(x, extreme)), codec, x.numel())
         assert decoded.isfinite().all()
         zero = x.abs() < TINY
         assert (decoded[zero] == 0).all()
-        if codec.keep_nonzero:
+        if codec.keep_nonzero or codec.format == "int8":
             assert (decoded[~zero] != 0).all()
+        if codec.keep_nonzero:
+            assert (decoded.abs()[~zero] >= TINY).all()
+        if codec.format in ("int8", "log8"):
+            assert_within_bound(x, encode(x, codec, torch.full_like(x, extreme)), codec, 2.0)
 
 
 def test_noise_depends_on_seed_and_index_only_and_is_uniform():
