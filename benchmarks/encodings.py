@@ -15,7 +15,7 @@ import torch
 
 from coat_dist.reference.moments import TINY, MomentCodec, decode, encode
 
-__all__ = ["Encoding", "coat", "dynamic", "flash_m", "flash_v", "plain_fp8", "table", "table_levels"]
+__all__ = ["Encoding", "RangedCodec", "coat", "dynamic", "flash_m", "flash_v", "plain_fp8", "table", "table_levels"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class _Ranged(MomentCodec):
+class RangedCodec(MomentCodec):
     """MomentCodec whose R is 2**log2_range."""
 
     log2_range: float = 0.0
 
     @functools.cached_property
     def k_numerator(self) -> float:
-        return 16.0 * self.log2_range
+        return self.unit * self.log2_range
 
 
 def coat(
@@ -56,7 +56,7 @@ def coat(
     if log2_range is None:
         codec = MomentCodec(format, expand, group_size, keep_nonzero=second)
     else:
-        codec = _Ranged(format, expand, group_size, keep_nonzero=second, log2_range=log2_range)
+        codec = RangedCodec(format, expand, group_size, keep_nonzero=second, log2_range=log2_range)
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
         noise = None if seed is None else torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
@@ -104,7 +104,7 @@ def table(kind: str, log2_range: float, group_size: int = 128, *, second: bool) 
     """Expanded values rounded to the nearest level of :func:`table_levels`: our amax and exponent, other codes."""
     levels = table_levels(kind, log2_range)
     between = (levels[1:] + levels[:-1]) / 2
-    codec = _Ranged(group_size=group_size, log2_range=log2_range)
+    codec = RangedCodec(group_size=group_size, log2_range=log2_range)
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
         moment = encode(x, codec)  # for a and k
