@@ -49,8 +49,9 @@ def coat(
     """This project's encoding (``coat_dist/reference/moments.py``).
 
     Args:
+        format: one that the moment has, "int8" and "log8" included.
         second: the second moment, of which non-zero elements must not become zero.
-        log2_range: of R; the package's choice if None.
+        log2_range: of R, which log8 does not have; the package's choice if None.
         seed: of stochastic rounding; to nearest if None.
     """
     if log2_range is None:
@@ -78,31 +79,23 @@ def plain_fp8(format: str, group_size: int, scale_bytes: int = 4) -> Encoding:
     return Encoding(round_trip, 1 + scale_bytes / group_size)
 
 
-def table_levels(kind: str, log2_range: float = 0.0) -> torch.Tensor:
+def table_levels(kind: str) -> torch.Tensor:
     """Magnitudes that a code can stand for, ascending from 0, the largest 1; fp32.
 
     ``s-`` kinds spend a bit on the sign (128 magnitudes), ``u-`` kinds do not (256). ``eXmY`` is a floating-point
-    format with X exponent and Y mantissa bits and subnormals, ``linear`` is equally spaced, ``log`` spaces the
-    logarithms of the non-zero levels equally between 2**-log2_range and 1.
+    format with X exponent and Y mantissa bits and subnormals.
     """
     sign, _, name = kind.partition("-")
-    count = {"s": 128, "u": 256}[sign]
-    if name == "linear":
-        levels = torch.arange(count, dtype=torch.float64)
-    elif name == "log":
-        exponent = torch.linspace(-log2_range, 0, count - 1, dtype=torch.float64)
-        levels = torch.cat([torch.zeros(1, dtype=torch.float64), torch.exp2(exponent)])
-    else:
-        mantissa_bits = int(name[3])
-        code = torch.arange(count)
-        exponent, mantissa = code >> mantissa_bits, (code & (2**mantissa_bits - 1)).double() / 2**mantissa_bits
-        levels = torch.where(exponent == 0, 2 * mantissa, torch.exp2(exponent.double()) * (1 + mantissa))
+    mantissa_bits = int(name[3])
+    code = torch.arange({"s": 128, "u": 256}[sign])
+    exponent, mantissa = code >> mantissa_bits, (code & (2**mantissa_bits - 1)).double() / 2**mantissa_bits
+    levels = torch.where(exponent == 0, 2 * mantissa, torch.exp2(exponent.double()) * (1 + mantissa))
     return (levels / levels[-1]).float()
 
 
 def table(kind: str, log2_range: float, group_size: int = 128, *, second: bool) -> Encoding:
     """Expanded values rounded to the nearest level of :func:`table_levels`: our amax and exponent, other codes."""
-    levels = table_levels(kind, log2_range)
+    levels = table_levels(kind)
     between = (levels[1:] + levels[:-1]) / 2
     codec = RangedCodec(group_size=group_size, log2_range=log2_range)
 
