@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -228,7 +229,9 @@ def ranges(study: Study) -> dict[str, Any]:
     return out
 
 
-def drift(steps: int = 2000, zeros: int = 200, elements: int = 128 * 64) -> list[dict[str, Any]]:
+def drift(
+    steps: int = 2000, zeros: int = 200, elements: int = 128 * 64, beta2s: Sequence[float] = (0.95, 0.98, 0.99, 0.999)
+) -> list[dict[str, Any]]:
     """What rounding does over many steps, per beta2, formats and ``stochastic_rounding``: CoatAdamW beside fp32 moments
     that see the same gradients, of constant deviation for ``steps`` steps, then ``zeros`` times zero, while v decays.
 
@@ -237,7 +240,7 @@ def drift(steps: int = 2000, zeros: int = 200, elements: int = 128 * 64) -> list
     """
     rows = []
     formats = (("e4m3", "e4m3"), ("int8", "log8"))
-    for beta2, (first, second), rounding in product((0.95, 0.98, 0.99, 0.999), formats, (False, "auto", True)):
+    for beta2, (first, second), rounding in product(beta2s, formats, (False, "auto", True)):
         generator = torch.Generator().manual_seed(0)
         deviation = torch.exp(torch.randn(elements, generator=generator))
         coded, exact = (torch.nn.Parameter(torch.zeros(elements)) for _ in range(2))
