@@ -60,7 +60,9 @@ def coat(
         codec = RangedCodec(format, expand, group_size, keep_nonzero=second, log2_range=log2_range)
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
-        noise = None if seed is None else torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
+        noise = (
+            None if seed is None else torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device)
+        )
         return decode(encode(x, codec, noise), codec, x.numel())
 
     return Encoding(round_trip, 1 + 3 / group_size)
@@ -95,12 +97,12 @@ def table_levels(kind: str) -> torch.Tensor:
 
 def table(kind: str, log2_range: float, group_size: int = 128, *, second: bool) -> Encoding:
     """Expanded values rounded to the nearest level of :func:`table_levels`: our amax and exponent, other codes."""
-    levels = table_levels(kind)
-    between = (levels[1:] + levels[:-1]) / 2
+    on = _tables(table_levels(kind))
     codec = RangedCodec(group_size=group_size, log2_range=log2_range)
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
         moment = encode(x, codec)  # for a and k
+        levels, between = on(x.device)
         a, power = moment.a.float()[:, None], (moment.k.float() / 16)[:, None]
         magnitude = _groups(x, group_size).abs()
         y = torch.exp2(((torch.log2(magnitude) - torch.log2(a)) * power).clamp(max=0.0))
@@ -142,13 +144,13 @@ def flash_v() -> Encoding:
 def dynamic(*, second: bool, group_size: int = 256) -> Encoding:
     """Dynamic 8-bit tree quantization (Dettmers et al., arXiv 2110.02861) with an fp32 amax a group, as in
     bitsandbytes' and torchao's ``AdamW8bit``: seven decades, the larger ones with more levels."""
-    levels = _dynamic_levels(signed=not second)
-    between = (levels[1:] + levels[:-1]) / 2
+    on = _tables(_dynamic_levels(signed=not second))
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
         grouped = _groups(x, group_size)
         scale = grouped.abs().amax(1, keepdim=True)
         ratio = torch.where(scale > 0, grouped / scale, 0.0)
+        levels, between = on(x.device)
         return (levels[torch.bucketize(ratio, between)] * scale).view(-1)[: x.numel()]
 
     return Encoding(round_trip, 1 + 4 / group_size)
@@ -164,6 +166,12 @@ def _dynamic_levels(signed: bool) -> torch.Tensor:
     middle = torch.cat(positive)
     parts = [middle, torch.tensor([0.0, 1.0], dtype=torch.float64)] + ([-middle] if signed else [])
     return torch.cat(parts).sort().values.float()
+
+
+def _tables(levels: torch.Tensor) -> Callable[[torch.device], tuple[torch.Tensor, torch.Tensor]]:
+    """Levels and the middles between them, on a device."""
+    between = (levels[1:] + levels[:-1]) / 2
+    return functools.cache(lambda device: (levels.to(device), between.to(device)))
 
 
 def _groups(x: torch.Tensor, size: int) -> torch.Tensor:

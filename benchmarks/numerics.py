@@ -1,6 +1,6 @@
 """Error of encoded Adam moments on the moments of a real training run: COAT's Table 1, our options, rivals, ranges.
 
-    python -m benchmarks.numerics [--steps 500] [--output DIR]
+    python -m benchmarks.numerics [--steps 500] [--device cuda] [--output DIR]
 
 Trains `benchmarks/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of all matrices
 after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of encodings,
@@ -9,7 +9,8 @@ after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that f
 * ``next``: mean square error of the update that the next step takes, after decoded moments have met the next gradient,
 
 over the mean square of the exact value, averaged over the four steps; with and without the embedding, whose rows are
-mostly sparse. Prints tables, writes `numerics.json` and `docs/figures/numerics-*.png`. Takes some minutes on a core.
+mostly sparse. Prints tables, writes `numerics.json` and `docs/figures/numerics-*.png`. Takes ten minutes
+on a core, one on a GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Snapshot(NamedTuple):
 def capture(steps: int, tokens: torch.Tensor, seed: int = 0, lr: float = 3e-3) -> dict[int, Snapshot]:
     """Train with fp32 AdamW; {step: Snapshot}."""
     shape = Shape()
-    model = GPT(shape, seed)
+    model = GPT(shape, seed).to(tokens.device)
     optimizer = optimizer_for("adamw", model)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     bounds = torch.tensor([p.numel() for p in matrices]).cumsum(0).tolist()
@@ -205,6 +206,7 @@ def options_and_rivals(study: Study) -> list[dict[str, Any]]:
     rows += [
         pair("m only: E4M3+expand", m, EXACT),
         pair("m only: int8+expand", int8, EXACT),
+        pair("m only: int8+expand, group 64", coat("int8", group_size=64, second=False), EXACT),
         pair("m only: FlashOptim", flash_m(), EXACT),
         pair("v only: E4M3+expand", EXACT, v),
         pair("v only: log8", EXACT, log8),
@@ -230,7 +232,11 @@ def ranges(study: Study) -> dict[str, Any]:
 
 
 def drift(
-    steps: int = 2000, zeros: int = 200, elements: int = 128 * 64, beta2s: Sequence[float] = (0.95, 0.98, 0.99, 0.999)
+    steps: int = 2000,
+    zeros: int = 200,
+    elements: int = 128 * 64,
+    beta2s: Sequence[float] = (0.95, 0.98, 0.99, 0.999),
+    device: str = "cpu",
 ) -> list[dict[str, Any]]:
     """What rounding does over many steps, per beta2, formats and ``stochastic_rounding``: CoatAdamW beside fp32 moments
     that see the same gradients, of constant deviation for ``steps`` steps, then ``zeros`` times zero, while v decays.
@@ -243,14 +249,15 @@ def drift(
     for beta2, (first, second), rounding in product(beta2s, formats, (False, "auto", True)):
         generator = torch.Generator().manual_seed(0)
         deviation = torch.exp(torch.randn(elements, generator=generator))
-        coded, exact = (torch.nn.Parameter(torch.zeros(elements)) for _ in range(2))
+        coded, exact = (torch.nn.Parameter(torch.zeros(elements, device=device)) for _ in range(2))
         groups = [{"params": [coded]}, {"params": [exact], "moments": "fp32"}]
         options: dict[str, Any] = {"first_moment": first, "second_moment": second, "stochastic_rounding": rounding}
         optimizer = CoatAdamW(groups, lr=0.0, betas=(0.9, beta2), **options)
         row: dict[str, Any] = {"beta2": beta2, "formats": f"{first}, {second}", "rounding": rounding}
         for scale, count in ((1.0, steps), (0.0, zeros)):
             for _ in range(count):
-                coded.grad = exact.grad = scale * deviation * torch.randn(elements, generator=generator)
+                gradient = scale * deviation * torch.randn(elements, generator=generator)
+                coded.grad = exact.grad = gradient.to(device)
                 optimizer.step()
             m, v = export_moments(coded, optimizer.state[coded], optimizer.param_groups[0])
             true_m, true_v = (optimizer.state[exact][key] for key in ("exp_avg", "exp_avg_sq"))
@@ -270,11 +277,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=500, help="of training; at least 8")
     parser.add_argument("--output", default=None, help="folder of JSON and pictures (default: those of the repository)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     if arguments.steps < 8:
         parser.error(f"--steps: got {arguments.steps}, accepted: an integer >= 8")
     with tempfile.TemporaryDirectory() as folder:
-        tokens = prepare_tokens(folder, Shape().vocabulary)
+        tokens = prepare_tokens(folder, Shape().vocabulary).to(arguments.device)
     study = Study(capture(arguments.steps, tokens))
     cells = sixteen_cells(study)
     ours = [[cell["table1"] / cells[0][0]["table1"] for cell in row] for row in cells]
@@ -282,14 +290,18 @@ def main() -> None:
     for name, mine, theirs in zip(FORMATS, ours, published, strict=True):
         print(f"m {name:<12}" + "".join(f"  {a:6.3f} ({b:.3f})" for a, b in zip(mine, theirs, strict=True)))
     result: dict[str, Any] = {
-        "settings": {"steps": sorted(study.snapshots), "elements": study.snapshots[min(study.snapshots)].bounds[-1]},
+        "settings": {
+            "device": arguments.device,
+            "steps": sorted(study.snapshots),
+            "elements": study.snapshots[min(study.snapshots)].bounds[-1],
+        },
         "formats": list(FORMATS),
         "cells": cells,
         "ratio_to_plain_e4m3": ours,
         "coat_ratio_to_plain_e4m3": published,
         "pairs": options_and_rivals(study),
         "ranges": ranges(study),
-        "drift": drift(),
+        "drift": drift(device=arguments.device),
     }
     print("wrote", write_result("numerics", result, arguments.output))
     figures = Path(arguments.output or ROOT / "docs" / "figures")

@@ -1,6 +1,6 @@
 """A small real training run for studies of optimizers: a Llama-shaped GPT on Python sources found on the machine.
 
-Weights, gradients and their sums are fp32; on a GPU matrix products and attention take bf16 inputs (autocast). Weights
+Weights, gradients and their sums are fp32; with ``autocast`` matrix products and attention take bf16 inputs. Weights
 and batches depend on the seed only, so two runs that differ in their optimizer start from the same weights and see the
 same batches in the same order.
 """
@@ -127,22 +127,23 @@ def _prepare(prefix: Path, inputs: list[str], tokenizer: str, max_bytes: str) ->
     return torch.from_numpy(np.fromfile(f"{prefix}.bin", dtype=np.uint16).astype(np.int64))
 
 
-def _losses(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+def _losses(model: nn.Module, window: torch.Tensor, autocast: bool) -> torch.Tensor:
     """Cross-entropy in nats of each next token, fp32 [batch * sequence]; window [batch, sequence + 1]."""
-    on_gpu = window.device.type == "cuda"
-    with torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext():
+    with torch.autocast(window.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
         logits = model(window[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten(), reduction="none")
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, tokens: torch.Tensor, shape: Shape, windows: int = 192) -> float:
+def held_out_loss(
+    model: nn.Module, tokens: torch.Tensor, shape: Shape, windows: int = 192, autocast: bool = False
+) -> float:
     """Mean loss in nats a token over ``windows`` windows spread evenly over the held-out tokens, summed in fp64."""
     held_out = tokens[-int(len(tokens) * HELD_OUT) :]
     starts = torch.linspace(0, len(held_out) - shape.sequence - 1, windows, dtype=torch.float64).long()
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     for batch in starts.to(tokens.device).split(shape.batch):
-        total += _losses(model, _windows(held_out, batch, shape)).double().sum()
+        total += _losses(model, _windows(held_out, batch, shape), autocast).double().sum()
     return total.item() / (windows * shape.sequence)
 
 
@@ -162,6 +163,7 @@ def train(
     after_step: Callable[[int], Any] = lambda step: None,
     evaluate_at: Iterable[int] = (),
     windows: int = 192,
+    autocast: bool = False,
 ) -> dict[str, Any]:
     """Train for ``steps`` steps: warm-up over a tenth of them, cosine decay to a tenth of ``lr``, gradients clipped to
     a norm of 1.
@@ -186,7 +188,7 @@ def train(
         rate = lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = _losses(model, _windows(tokens, starts[step - 1], shape)).mean()
+        loss = _losses(model, _windows(tokens, starts[step - 1], shape), autocast).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -194,7 +196,7 @@ def train(
         losses.append(loss.detach())
         after_step(step)
         if step in evaluate_at:
-            held_out[step] = held_out_loss(model, tokens, shape, windows)
+            held_out[step] = held_out_loss(model, tokens, shape, windows, autocast)
     return {
         "loss": torch.stack(losses).tolist(),
         "held_out": held_out,
