@@ -2,120 +2,22 @@
 
 import math
 
-import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
 from coat_dist.formats import E4M3, E5M2
-from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, MomentCodec, decode, encode, uniform_noise
-
-FP32_MAX = torch.finfo(torch.float32).max
-BF16_MAX = torch.finfo(torch.bfloat16).max
-FP8_CODECS = [
-    MomentCodec(f, e, g, n)
-    for f in ("e4m3", "e5m2")
-    for e in (True, False)
-    for g in (64, 128, 256)
-    for n in (True, False)
-]
-CODECS = FP8_CODECS + [
-    codec
-    for g in (64, 128, 256)
-    for codec in (MomentCodec("int8", True, g), MomentCodec("int8", False, g), MomentCodec("log8", True, g, True))
-]
-
-
-def magnitudes():
-    """fp32 magnitudes: zeros, subnormals, the ends of the range, repeats, and every scale between."""
-    return st.one_of(
-        st.sampled_from(
-            [
-                0.0,
-                1e-45,
-                1e-39,
-                TINY,
-                1.2e-38,
-                1e-30,
-                1e-8,
-                1.0,
-                1.0 - 2**-9,
-                1.0 + 2**-8,
-                448.0,
-                3.3895e38,
-                3.395e38,
-                FP32_MAX,
-            ]
-        ),
-        st.floats(0, FP32_MAX, width=32),
-        st.tuples(st.floats(1, 2, width=32), st.integers(-126, 126)).map(lambda p: p[0] * 2.0 ** p[1]),
-    )
-
-
-def vectors():
-    """Flat tensors: a few distinct magnitudes, drawn with repetition, of lengths around the group sizes."""
-    return st.builds(
-        lambda values, n, seed, signed: _draw(values, n, seed, signed),
-        st.lists(magnitudes(), min_size=1, max_size=6),
-        st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 256, 257, 300]),
-        st.integers(0, 2**31),
-        st.booleans(),
-    )
-
-
-def _draw(values, n, seed, signed):
-    g = torch.Generator().manual_seed(seed)
-    x = torch.tensor(values, dtype=torch.float32)[torch.randint(len(values), (n,), generator=g)]
-    return x * (torch.randint(2, (n,), generator=g) * 2 - 1) if signed else x
-
-
-def spread(n, sigma, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(n, generator=g) * torch.exp(sigma * torch.randn(n, generator=g))
-
-
-def groups_of(x, size):
-    return torch.nn.functional.pad(x, (0, -x.numel() % size)).view(-1, size)
-
-
-def exact_y(x, moment, codec):
-    """What rounding gets, in fp64 from the stored a and k."""
-    ratio = (groups_of(x.double().abs(), codec.group_size) / moment.a.double()[:, None]).clamp(max=1.0)
-    k = moment.k.double()[:, None]
-    if codec.format == "log8":
-        return torch.where(ratio > 0, 255 + torch.log2(ratio) * 250 / k, 0.0)
-    return codec.max * ratio ** (k / (64 if codec.format == "int8" else 16))
-
-
-def half_step(y, codec):
-    """Largest relative error of rounding y to nearest."""
-    if codec.format == "int8":
-        return 1 / (2 * y)
-    fp8 = codec.fp8
-    normal = fp8.smallest * 2**fp8.mantissa_bits
-    return torch.where(y >= normal, 2.0 ** -(fp8.mantissa_bits + 1), fp8.smallest / (2 * y))
-
-
-def stored(q, codec):
-    """Magnitudes that codes stand for before the spread is undone, fp64."""
-    if codec.format == "log8":
-        return q.double()
-    return q.view(torch.int8 if codec.format == "int8" else codec.fp8.dtype).double().abs()
-
-
-def assert_within_bound(x, moment, codec, steps=1.0):
-    y = exact_y(x, moment, codec)
-    wide = groups_of(x.double().abs(), codec.group_size)
-    decoded = groups_of(decode(moment, codec, x.numel()), codec.group_size).double().abs()
-    kept = (wide >= TINY) & (decoded > 0) & (wide <= BF16_MAX)
-    k = moment.k.double()[:, None]
-    if codec.format == "log8":
-        bound = (steps * k / 500 + 1e-4).expand_as(y)
-    else:
-        d = (steps * half_step(y, codec)).clamp(max=0.9)
-        bound = -torch.log2(1 - d) * codec.unit / k + 1e-4
-    error = torch.log2(decoded / wide).abs()
-    assert (error[kept] <= bound[kept]).all()
+from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, MomentCodec, decode, encode
+from tests.coat_dist.reference.groups import (
+    CODECS,
+    FP8_CODECS,
+    _log_noise_can_explain,
+    assert_metadata,
+    assert_within_bound,
+    exact_y,
+    spread,
+    vectors,
+)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -145,29 +47,6 @@ def test_guarantees_over_adversarial_groups(codec, x):
     assert_metadata(x, moment, codec)
     if not (codec.keep_nonzero and not codec.expand):  # rounding up to the smallest code has no relative bound
         assert_within_bound(x, moment, codec)
-
-
-def assert_metadata(x, moment, codec):
-    """a is the amax rounded up, k as large (the step as small) as the group's spread allows."""
-    zero = x.abs() < TINY
-    amax = groups_of(x.abs().where(~zero, 0.0), codec.group_size).amax(1)
-    a = moment.a.float()
-    assert ((a >= amax) | (a == BF16_MAX)).all() and (a <= torch.maximum(amax * (1 + 2**-7), amax + 1e-45)).all()
-    k = moment.k.double()
-    assert (k >= 1).all()
-    if codec.expand:
-        grouped = groups_of(x.double().abs(), codec.group_size)
-        bottom = grouped.where(grouped >= TINY, torch.inf).amin(1)
-        spread = torch.where(amax > 0, (a.double() / bottom).log2(), 0.0)
-        if codec.format == "log8":
-            assert (spread <= LOG8_SPAN * k / 250 + 1e-3).all()
-            assert ((spread > LOG8_SPAN * (k - 1) / 250 - 1e-3) | (k == 1)).all()
-        else:
-            log2_range = codec.k_numerator / codec.unit
-            assert ((spread * k / codec.unit <= log2_range + 1e-3) | (k == 1)).all()
-            assert ((spread * (k + 1) / codec.unit > log2_range - 1e-3) | (k == 255)).all()
-    else:
-        assert (k == codec.unit).all()
 
 
 @pytest.mark.parametrize("codec", [c for c in FP8_CODECS if c.expand and c.group_size == 128], ids=str)
@@ -238,11 +117,6 @@ def test_codes_are_the_nearest_values_ties_to_even(fp8):
         assert moment.q[0, 0].item() == len(table) - 1
 
 
-def _log_noise_can_explain(value, between):
-    """The value lies within the error of fp32 logarithms of a rounding boundary."""
-    return (torch.log2(between) - math.log2(value)).abs().min().item() < 4e-6
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_non_finite_input_makes_its_group_nan_and_no_other(codec, bad):
@@ -275,45 +149,6 @@ def test_with_expansion_a_second_pass_keeps_the_bound(codec):
     assert_within_bound(once, encode(once, codec), codec)
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c.group_size == 64 and c.format != "log8"], ids=str)
-def test_stochastic_rounding_is_unbiased_in_the_stored_value(codec):
-    x = spread(64 * 4, 1.0)
-    y = exact_y(x, encode(x, codec), codec).view(-1)
-    rounds = 2048
-    generator = torch.Generator().manual_seed(1)
-    total, seen = torch.zeros(256, dtype=torch.float64), []
-    for _ in range(rounds):
-        q = stored(encode(x, codec, torch.rand(256, generator=generator)).q, codec).view(-1)
-        total += q
-        seen.append(q)
-    low, high = torch.stack(seen).amin(0), torch.stack(seen).amax(0)
-    if codec.format == "int8":
-        step, raised = torch.ones(256), torch.zeros(256).bool()
-    else:
-        step = (2.0 ** (torch.floor(torch.log2(y)) - codec.fp8.mantissa_bits)).clamp(min=codec.fp8.smallest)
-        raised = codec.keep_nonzero & (y < codec.fp8.smallest)  # rounded up on purpose
-    assert (low >= (y - step) * (1 - 1e-4)).all() and (high <= (y + step) * (1 + 1e-4)).all()
-    assert ((high - low) <= step * 1.001).all()
-    deviation = 0.5 * step / rounds**0.5  # of the mean, at most
-    assert ((total / rounds - y).abs() < 5 * deviation + 1e-4 * y)[~raised].all()
-    if codec.keep_nonzero:
-        assert (low > 0).all()
-
-
-def test_log8_rounds_stochastically_without_bias_in_the_value():
-    """Unbiased in its logarithm, a second moment would grow: with beta2 near one by a third."""
-    codec = MomentCodec("log8", group_size=64, keep_nonzero=True)
-    x = torch.cat([spread(63, 2.0).square(), torch.tensor([1e-30])])  # steps of 0.4 octaves
-    rounds = 4096
-    decoded = torch.stack([decode(encode(x, codec, torch.rand(64)), codec) for _ in range(rounds)]).double()
-    upper, lower = decoded.amax(0), decoded.amin(0)
-    step = 2 ** (encode(x, codec).k.item() / 250)
-    assert step > 1.25 and (upper <= lower * step * 1.0001).all() and (upper > lower).sum() > 55
-    assert ((decoded.mean(0) - x).abs() <= 5 * 0.5 * (upper - lower) / rounds**0.5 + 1e-5 * x).all()
-    even_in_logarithm = (lower * upper).sqrt()
-    assert ((decoded.mean(0) - x).abs().sum() < (even_in_logarithm - x).abs().sum()).all()
-
-
 def test_int8_codes_are_twos_complement():
     codec = MomentCodec("int8", expand=False)
     x = torch.arange(-127, 128).float()[torch.randperm(255)[:128]]
@@ -344,41 +179,6 @@ def test_log8_by_hand():
 def test_codecs_that_do_not_exist(arguments, word):
     with pytest.raises(ValueError, match=word):
         MomentCodec(*arguments)
-
-
-@settings(max_examples=100, deadline=None)
-@given(x=vectors(), extreme=st.sampled_from([0.0, 1 - 2**-16]))
-def test_stochastic_rounding_keeps_the_guarantees(x, extreme):
-    for codec in (
-        MomentCodec(), MomentCodec(keep_nonzero=True), MomentCodec("int8"), MomentCodec("log8", keep_nonzero=True),
-    ):  # fmt: skip
-        decoded = decode(encode(x, codec, torch.full_like(x, extreme)), codec, x.numel())
-        assert decoded.isfinite().all()
-        zero = x.abs() < TINY
-        assert (decoded[zero] == 0).all()
-        if codec.keep_nonzero or codec.format == "int8":
-            assert (decoded[~zero] != 0).all()
-        if codec.keep_nonzero:
-            assert (decoded.abs()[~zero] >= TINY).all()
-        if codec.format in ("int8", "log8"):
-            assert_within_bound(x, encode(x, codec, torch.full_like(x, extreme)), codec, 2.0)
-
-
-def test_noise_depends_on_seed_and_index_only_and_is_uniform():
-    whole = uniform_noise(5, 0, 4096)
-    part = uniform_noise(5, 1000, 96)
-    for w, p in zip(whole, part, strict=True):
-        assert torch.equal(w[1000:1096], p)
-        assert w.min() >= 0 and w.max() < 1
-    assert not torch.equal(whole[0], uniform_noise(6, 0, 4096)[0])
-    assert not torch.equal(uniform_noise(5, 2**32, 64)[0], uniform_noise(5, 0, 64)[0])
-    m, v = uniform_noise(123, 2**32 - 50000, 100000)
-    for one in (m, v):
-        assert abs(one.mean().item() - 0.5) < 5e-3
-        counts = torch.histc(one, 64, 0, 1)
-        assert ((counts - 100000 / 64).abs() < 6 * (100000 / 64) ** 0.5).all()
-    assert abs(torch.corrcoef(torch.stack([m, v]))[0, 1].item()) < 0.02
-    assert abs(torch.corrcoef(torch.stack([m[1:], m[:-1]]))[0, 1].item()) < 0.02
 
 
 def test_zeros_is_the_encoding_of_zeros_and_takes_the_promised_bytes():
