@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 __all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "check_deepspeed", "load_json"]
 
@@ -32,19 +33,35 @@ class _Block(BaseModel):
 class OptimizerConfig(_Block):
     """How CoatAdamW stores its moments."""
 
-    first_moment: Literal["e4m3", "e5m2"] = "e4m3"
-    """FP8 format of the first moment m."""
-    second_moment: Literal["e4m3", "e5m2"] = "e4m3"
-    """FP8 format of the second moment v."""
+    first_moment: Literal["e4m3", "e5m2", "int8"] = "e4m3"
+    """Format of the first moment m."""
+    second_moment: Literal["e4m3", "e5m2", "log8"] = "e4m3"
+    """Format of the second moment v; "log8" is an 8-bit logarithm."""
     expand: bool = True
     """Dynamic range expansion: store (x / amax)^k, so that a group fills the format's range (COAT section 4)."""
     group_size: Literal[64, 128, 256] = 128
     """Consecutive elements that share one amax and one exponent."""
-    stochastic_rounding: bool = False
-    """Round codes up or down at random, unbiased in the stored (expanded) value; off = round to nearest."""
+    stochastic_rounding: Literal[True, False, "auto"] = "auto"
+    """Round codes up or down at random, without bias: true = of both moments, "auto" = of the second moment where beta2
+    is above 0.98; otherwise to nearest."""
     master_weights: Literal["parameter", "bf16_remainder"] = "parameter"
     """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it lacks, the same number
     to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``."""
+
+    @field_validator("stochastic_rounding", mode="before")
+    @classmethod
+    def _no_number(cls, value: Any) -> Any:
+        if isinstance(value, bool) or value == "auto":
+            return value
+        raise PydanticCustomError("literal_error", "not accepted", {"expected": 'true, false or "auto"'})
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OptimizerConfig:
+        if self.second_moment == "log8" and not self.expand:
+            raise ValueError(
+                'expand: got false with second_moment "log8", accepted: true (its codes always span a group\'s range)'
+            )
+        return self
 
 
 class ActivationConfig(_Block):

@@ -45,7 +45,7 @@ def _update_tile(
     first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, low, copy,
     grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
     M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to ``first_row + ROWS``."""
@@ -109,16 +109,16 @@ def _update_tile(
 
     noise_m = 0.0
     noise_v = 0.0
-    if STOCHASTIC:  # a tile never straddles a multiple of 2**32: its size is a power of two
+    if STOCHASTIC_M or STOCHASTIC_V:  # a tile never straddles a multiple of 2**32: its size is a power of two
         key = mix((first >> 32).to(tl.uint32) ^ seed.to(tl.uint32))
         random = mix((first.to(tl.uint32) + offset.to(tl.uint32)) ^ key)
         noise_m = (random >> 16).to(tl.float32) * 0.0000152587890625
         noise_v = (random & 0xFFFF).to(tl.float32) * 0.0000152587890625
-    q, a, k = encode(m, noise_m, M, True, STOCHASTIC, FAST)
+    q, a, k = encode(m, noise_m, M, True, STOCHASTIC_M, FAST)
     tl.store(m_q + offset, q, mask=in_tile)
     tl.store(m_a + row, a, mask=in_row)
     tl.store(m_k + row, k, mask=in_row)
-    q, a, k = encode(v, noise_v, V, False, STOCHASTIC, FAST)
+    q, a, k = encode(v, noise_v, V, False, STOCHASTIC_V, FAST)
     tl.store(v_q + offset, q, mask=in_tile)
     tl.store(v_a + row, a, mask=in_row)
     tl.store(v_k + row, k, mask=in_row)
@@ -129,13 +129,14 @@ def _adamw_kernel(
     param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, low, copy,
     grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
     M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     _update_tile(
         tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed,
         low, copy, grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1,
-        inverse_sqrt_bias2, GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC, LOW, COPY, FAST, M, V,
+        inverse_sqrt_bias2, GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST,
+        M, V,
     )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def _adamw_table_kernel(
     table, tensor_of_tile, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
     M: tl.constexpr, V: tl.constexpr,
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +167,7 @@ def _adamw_table_kernel(
         tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(tl.int16)), 16),
         tl.multiple_of(tl.load(row + 13).to(tl.pointer_type(COPIED)), 16),
         grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC, LOW, COPY, FAST, M, V,
+        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST, M, V,
     )  # fmt: skip
 
 
@@ -226,7 +227,7 @@ def adamw_steps(
         for kind, many in kinds.items():
             rows_of, tensor_of_tile = table.build(many, rows)
             _adamw_table_kernel[(len(tensor_of_tile),)](
-                rows_of, tensor_of_tile, *scalars, STOCHASTIC=kind.stochastic, LOW=kind.low,
+                rows_of, tensor_of_tile, *scalars, **_stochastic(numbers, kind.stochastic), LOW=kind.low,
                 COPY=kind.copy is not None, PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad],
                 COPIED=_TYPES[kind.copy or kind.param], **options,
             )  # fmt: skip
@@ -236,6 +237,11 @@ def adamw_steps(
             noise = 0 if seed is None else seed - ((seed >> 31) << 32)
             _adamw_kernel[(-(-groups // rows),)](
                 param, grad, *m, *v, param.numel(), groups, noise, param if low is None else low,
-                param if copy is None else copy, *scalars, STOCHASTIC=seed is not None, LOW=low is not None,
-                COPY=copy is not None, **options,
+                param if copy is None else copy, *scalars, **_stochastic(numbers, seed is not None),
+                LOW=low is not None, COPY=copy is not None, **options,
             )  # fmt: skip
+
+
+def _stochastic(numbers: AdamWStep, seeded: bool) -> dict[str, bool]:
+    m, v = numbers.stochastic
+    return {"STOCHASTIC_M": seeded and m, "STOCHASTIC_V": seeded and v}

@@ -1,4 +1,4 @@
-"""AdamW with moments in FP8: 2.05 bytes a parameter instead of 8."""
+"""AdamW with moments in 8 bits: 2.05 bytes a parameter instead of 8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ import torch
 
 from ..ops.adamw import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
 from .sharded import local, local_grad
-from .state import DTYPES, STORED, check_group, check_master, check_state, codecs, has_remainder, moment, new_state
+from .state import (
+    DTYPES,
+    STORED,
+    check_group,
+    check_master,
+    check_state,
+    codecs,
+    has_remainder,
+    moment,
+    new_state,
+    stochastic,
+)
 from .state import remainder as low_half
 from .state_dict import check_and_box, gather, unbox
 from .zero import declare_to_zero
@@ -43,13 +54,14 @@ class CoatAdamW(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
-        first_moment, second_moment: "e4m3" or "e5m2".
-        expand: dynamic range expansion.
+        first_moment, second_moment: "e4m3" or "e5m2"; the first also "int8", the second "log8".
+        expand: dynamic range expansion. False is refused with "log8".
         group_size: elements that share one amax and exponent: 64, 128 or 256.
-        stochastic_rounding: round codes stochastically instead of to nearest. The noise depends on the order in which
-            parameters got their state, the step and the element, so runs are reproducible and resume exactly.
-            Needed with ``betas[1]`` above about 0.98: rounding to nearest drops changes of the second moment that are
-            smaller than half a code step, and the moment drifts (docs/numerics.md).
+        stochastic_rounding: round codes stochastically instead of to nearest: those of both moments (True), of none
+            (False), or those of the second moment while ``betas[1]`` is above 0.98 ("auto"). There rounding to nearest
+            drops changes of the second moment that are smaller than half a code step, and the moment drifts
+            (docs/numerics.md). The noise depends on the order in which parameters got their state, the step and the
+            element, so runs are reproducible and resume exactly.
         master_weights: "parameter" or "bf16_remainder".
 
     Raises:
@@ -72,7 +84,7 @@ class CoatAdamW(torch.optim.Optimizer):
         second_moment: str = "e4m3",
         expand: bool = True,
         group_size: int = 128,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | str = "auto",
         master_weights: str = "parameter",
     ) -> None:
         super().__init__(
@@ -142,7 +154,11 @@ class CoatAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: Mapping[str, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        stochastic, fp8 = group["stochastic_rounding"], group["moments"] == "fp8"
+        fp8 = group["moments"] == "fp8"
+        noisy = any(stochastic(group))
+        # From the first step on, even while "auto" rounds to nearest: keys of a state must not depend on the betas.
+        seeded = fp8 and group["stochastic_rounding"] is not False
+        seeds: int | None = None
         # Parameters of a group may differ in the steps they have taken, and in their device.
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
@@ -150,8 +166,11 @@ class CoatAdamW(torch.optim.Optimizer):
             state = self.state[p]
             if "step" not in state:  # DeepSpeed may have put an empty dict there
                 state.update(new_state(p, group))
-            if stochastic and "coat_seed" not in state:
-                state["coat_seed"] = sum("coat_seed" in s for s in self.state.values())
+            if seeded and "coat_seed" not in state:
+                if seeds is None:
+                    seeds = sum("coat_seed" in other for other in self.state.values())
+                state["coat_seed"] = seeds
+                seeds += 1
             state["step"] += 1
             key = state["step"], p.device
             copy = self.copies.get(p)
@@ -161,7 +180,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
                 plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments, low, copy))
                 continue
-            seed = _seed(state["coat_seed"], state["step"]) if stochastic else None
+            seed = _seed(state["coat_seed"], state["step"]) if noisy else None
             flat, g = p.reshape(-1), grad.reshape(-1)
             one = AdamWTensors(flat, g, moment(state, "m"), moment(state, "v"), seed, low, copy)
             if p.is_contiguous() and grad.is_contiguous():
@@ -212,7 +231,17 @@ def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_fac
     if isinstance(lr, torch.Tensor):
         lr = lr.reshape(()) if lr.is_cuda and lr.device == device else float(lr)
     beta1, beta2 = group["betas"]
-    return AdamWStep(lr, beta1, beta2, group["eps"], group["weight_decay"], step, group["maximize"], grad_factor)
+    return AdamWStep(
+        lr,
+        beta1,
+        beta2,
+        group["eps"],
+        group["weight_decay"],
+        step,
+        group["maximize"],
+        grad_factor,
+        stochastic(group),
+    )
 
 
 def _seed(ordinal: int, step: int) -> int:

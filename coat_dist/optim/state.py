@@ -7,9 +7,9 @@ key                         type                                 content
 ==========================  ===================================  ========================================
 ``coat_m_q``, ``coat_v_q``  uint8 [groups, group_size]           codes
 ``coat_m_a``, ``coat_v_a``  bfloat16 [groups]                    amax, rounded up
-``coat_m_k``, ``coat_v_k``  uint8 [groups]                       exponent, in steps of 1/16
+``coat_m_k``, ``coat_v_k``  uint8 [groups]                       spacing of the codes
 ``step``                    int                                  steps taken
-``coat_seed``               int                                  only with stochastic rounding
+``coat_seed``               int                                  unless stochastic rounding is off
 ==========================  ===================================  ========================================
 
 With ``"moments": "fp32"``: ``exp_avg``, ``exp_avg_sq`` fp32 of the parameter's shape, ``step``.
@@ -34,10 +34,11 @@ from typing import Any
 
 import torch
 
-from ..ops.moments import Moment, MomentCodec
+from ..ops.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
 from .sharded import local, refusal
 
 __all__ = [
+    "AUTO_BETA2",
     "DTYPES",
     "LAYOUT_KEYS",
     "STORED",
@@ -51,6 +52,7 @@ __all__ = [
     "new_state",
     "pack",
     "remainder",
+    "stochastic",
 ]
 
 LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size", "master_weights")
@@ -58,6 +60,8 @@ LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size
 STORED = {"fp8": "coat_m_q", "fp32": "exp_avg"}
 """A key that only a state of this kind has."""
 GROUP_SIZES = (64, 128, 256)
+AUTO_BETA2 = 0.98
+"""beta2 above which ``"stochastic_rounding": "auto"`` rounds the second moment stochastically (docs/numerics.md)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
@@ -70,6 +74,12 @@ def _codecs(first: str, second: str, expand: bool, size: int) -> tuple[MomentCod
 def codecs(group: Mapping[str, Any]) -> tuple[MomentCodec, MomentCodec]:
     """How a parameter group stores its first and second moment."""
     return _codecs(group["first_moment"], group["second_moment"], group["expand"], group["group_size"])
+
+
+def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a parameter group's first and second moment are rounded stochastically at its present betas."""
+    option = group["stochastic_rounding"]
+    return (False, group["betas"][1] > AUTO_BETA2) if option == "auto" else (option, option)
 
 
 def moment(state: Mapping[str, Any], which: str) -> Moment:
@@ -144,10 +154,17 @@ def check_group(group: Mapping[str, Any]) -> None:
     )
     for key in ("eps", "weight_decay"):
         require(key, "a number >= 0", number(group[key]))
-    for key in ("maximize", "expand", "stochastic_rounding"):
+    for key in ("maximize", "expand"):
         require(key, "True or False", isinstance(group[key], bool))
-    for key in ("first_moment", "second_moment"):
-        require(key, "'e4m3' or 'e5m2'", group[key] in ("e4m3", "e5m2"))
+    rounding = group["stochastic_rounding"]
+    require("stochastic_rounding", "True, False or 'auto'", isinstance(rounding, bool) or rounding == "auto")
+    for key, formats in (("first_moment", FIRST_MOMENT_FORMATS), ("second_moment", SECOND_MOMENT_FORMATS)):
+        require(key, ", ".join(map(repr, formats)), group[key] in formats)
+    require(
+        "expand",
+        "True with second_moment='log8', whose codes always span a group's range",
+        group["expand"] or group["second_moment"] != "log8",
+    )
     require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
     accepted = ("parameter", "bf16_remainder")
     require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in accepted)

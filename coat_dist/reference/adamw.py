@@ -52,6 +52,8 @@ class AdamWStep:
     maximize: bool = False
     grad_factor: torch.Tensor | None = None
     """fp32 scalar on the parameter's device; gradients are multiplied by it first."""
+    stochastic: tuple[bool, bool] = (True, True)
+    """Whether the first and the second moment of tensors that have a seed are rounded with it."""
 
     @cached_property
     def inverse_bias1(self) -> float:
@@ -105,7 +107,8 @@ def adamw_step(
         param: [n] contiguous; fp32, bfloat16 or float16. Its new value is rounded to nearest.
         grad: [n] contiguous; fp32, bfloat16 or float16, not changed.
         m, v: moments of n elements; both codecs have the same group size.
-        seed: uint32; codes are rounded stochastically with it, and to nearest without.
+        seed: uint32; codes of the moments that ``numbers.stochastic`` names are rounded stochastically with it, and
+            all are rounded to nearest without.
         low: int16 [n] contiguous; with a bfloat16 ``param`` it holds the master weight that is updated, and ``param``
             is its upper half, rounded as ``reference/master.py`` says.
         copy: [n] contiguous; bfloat16 or float16; receives the new parameter, rounded from fp32 to nearest even.
@@ -119,8 +122,9 @@ def adamw_step(
         low_, copy_ = (None if t is None else t[first:last] for t in (low, copy))
         adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers, low_, copy_)
         noise_m, noise_v = (None, None) if seed is None else uniform_noise(seed, first, last - first, param.device)
-        old_m.copy_(encode(new_m, codec_m, noise_m))
-        old_v.copy_(encode(new_v, codec_v, noise_v))
+        stochastic_m, stochastic_v = numbers.stochastic
+        old_m.copy_(encode(new_m, codec_m, noise_m if stochastic_m else None))
+        old_v.copy_(encode(new_v, codec_v, noise_v if stochastic_v else None))
 
 
 def adamw_fp32_step(

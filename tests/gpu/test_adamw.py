@@ -105,6 +105,10 @@ def test_extreme_moments_survive():
     agreement.check_extremes("cuda")
 
 
+def test_int8_and_log8_codes_survive():
+    agreement.check_codes_survive("cuda")
+
+
 def test_the_smallest_normal_numbers():
     agreement.check_smallest_normals("cuda")
 

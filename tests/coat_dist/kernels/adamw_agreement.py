@@ -1,6 +1,7 @@
 """How the AdamW kernel must agree with its definition; used in the interpreter here and on the GPU in tests/gpu."""
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -9,7 +10,7 @@ from coat_dist.kernels import adamw_fp32, table
 from coat_dist.reference import adamw as reference
 from coat_dist.reference.adamw import AdamWStep, AdamWTensors, FP32Tensors
 from coat_dist.reference.master import join, split
-from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encode
+from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, MomentCodec, decode, encode
 
 NUMBERS = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
 VARIANTS = {
@@ -25,6 +26,17 @@ VARIANTS = {
     "bf16 gradient": {"grad": torch.bfloat16},
     "stochastic": {"seed": 7},
     "stochastic, e5m2, large seed": {"seed": 2**32 - 5, "m": "e5m2", "v": "e5m2"},
+    "int8, log8": {"m": "int8", "v": "log8"},
+    "int8, log8, stochastic": {"m": "int8", "v": "log8", "seed": 7},
+    "int8, log8, groups of 64": {"m": "int8", "v": "log8", "size": 64},
+    "int8 without expansion": {"m": "int8", "expand": False},
+    "int8, e5m2": {"m": "int8", "v": "e5m2"},
+    "e4m3, log8, second moment stochastic": {
+        "v": "log8",
+        "seed": 11,
+        "numbers": replace(NUMBERS, stochastic=(False, True)),
+    },
+    "second moment stochastic": {"seed": 7, "numbers": replace(NUMBERS, stochastic=(False, True))},
     "lr tensor": {"lr": "tensor"},
     "gradient factor": {"factor": 0.37},
     "remainder": {"param": torch.bfloat16, "grad": torch.bfloat16, "low": True},
@@ -99,8 +111,8 @@ def check(n, device="cpu", **variant):
     v = numbers.beta2 * old_v + (1 - numbers.beta2) * g * g
     check_params(mine[0], theirs[0], p, g, old_m, v, numbers, lr)
     noise_m = 4e-5 * (numbers.beta1 * old_m.abs() + (1 - numbers.beta1) * g.abs())  # of arithmetic, before cancellation
-    check_moment(mine[2], theirs[2], m, noise_m, start[4], seed)
-    check_moment(mine[3], theirs[3], v, 4e-5 * v, start[5], seed)
+    check_moment(mine[2], theirs[2], m, noise_m, start[4], seed if numbers.stochastic[0] else None)
+    check_moment(mine[3], theirs[3], v, 4e-5 * v, start[5], seed if numbers.stochastic[1] else None)
 
 
 def check_copy(param, low=None, copy=None):
@@ -172,36 +184,60 @@ def check_moment(got, wanted, exact, noise, codec, seed):
     tie_a, tie_k = got.a != wanted.a, got.k != wanted.k
     assert ((got.a.double() - a).abs() <= a * 2**-7).all() and tie_a.sum() <= 0.01 * tie_a.numel()
     if codec.expand:
-        ends = [torch.where(wide > 0, x, torch.inf).amin(1) for x in (wide - noise, wide + noise)]
-        low, high = (
-            codec.k_numerator / torch.log2(a / x.clamp(min=TINY)) * f
-            for x, f in zip(ends, (0.9999, 1.0001), strict=True)
-        )
+        ends = [torch.where(wide > 0, x, torch.inf).amin(1) for x in (wide + noise, wide - noise)]
+        least, most = (
+            torch.log2(a / x.clamp(min=TINY)) * f for x, f in zip(ends, (0.9999, 1.0001), strict=True)
+        )  # the spread
+        if codec.format == "log8":
+            low, high = (torch.ceil(x * (codec.unit / LOG8_SPAN)) for x in (least, most))
+        else:
+            low, high = (torch.floor(codec.k_numerator / x) for x in (most, least))
+            high = torch.where(least > 0, high, 255.0)
         k = got.k.double()
-        inside = (k >= low.floor().clamp(1, 255)) & ((k <= high.floor().clamp(1, 255)) | (high <= 0))
+        inside = (k >= low.clamp(1, 255)) & (k <= high.clamp(1, 255))
         assert (inside | tie_a | (wide.amax(1) == 0)).all()
     assert not codec.expand or tie_k.sum() <= 0.01 * tie_k.numel()
 
     different = (got.q != wanted.q) & ~(tie_a | tie_k)[:, None]
     assert different.sum() <= 2e-3 * different.numel()
-    codes = torch.maximum(got.q, wanted.q)
+    mine, theirs = ordinals(got.q, codec), ordinals(wanted.q, codec)
     cancelled = noise > 0.01 * wide  # nothing is left of the terms but their rounding
-    assert ((got.q.int() - wanted.q.int())[different & ~cancelled].abs() <= 1).all()
-    upper, lower = (c.view(codec.fp8.dtype).double().abs() for c in (codes, codes - 1))
-    power = (wanted.k.double() / 16)[:, None]
-    y = codec.fp8.max * (wide / a[:, None]) ** power
-    if seed is None:
+    assert ((mine - theirs)[different & ~cancelled].abs() <= 1).all()
+    k = wanted.k.double()[:, None]
+    if codec.format == "log8":
+        y = 255 + torch.log2(wide / a[:, None]) * codec.unit / k
+        allowed = codec.unit / k * (1.5 * noise / wide.clamp(min=TINY) + 3e-5) + 1e-4
+    else:
+        power = k / codec.unit
+        y = codec.max * (wide / a[:, None]) ** power
         allowed = y * (1e-4 * (1 + power) + power * noise / wide.clamp(min=TINY))
+    if seed is None:
+        upper = torch.maximum(mine.abs(), theirs.abs())
+        if codec.format in ("e4m3", "e5m2"):
+            upper, lower = (x.byte().view(codec.fp8.dtype).double() for x in (upper, upper - 1))
+        else:
+            lower = upper - 1
         assert ((y - (upper + lower) / 2).abs() <= allowed)[different].all()
+
+
+def ordinals(q, codec):
+    """Codes as signed counts of values above zero."""
+    if codec.format == "int8":
+        return q.view(torch.int8).int()
+    return q.int() if codec.format == "log8" else (q & 0x7F).int() * (1 - 2 * (q >> 7).int())
+
+
+PAIRS = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8"))
 
 
 def check_non_finite(device="cpu"):
     """NaN or infinity in one gradient: its group decodes to NaN, the others as if nothing had happened."""
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        clean, dirty = problem(1024, device), problem(1024, device)
+    for bad, (m, v) in product((torch.nan, torch.inf, -torch.inf), PAIRS):
+        seed = None if bad == torch.inf else 5
+        clean, dirty = problem(1024, device, m, v), problem(1024, device, m, v)
         dirty[1][300] = bad
-        kernels.adamw_step(*clean, NUMBERS)
-        kernels.adamw_step(*dirty, NUMBERS)
+        kernels.adamw_step(*clean, NUMBERS, seed)
+        kernels.adamw_step(*dirty, NUMBERS, seed)
         for i in (2, 3):
             decoded = decode(dirty[i], dirty[i + 2]).view(8, 128)
             assert decoded[2].isnan().all()
@@ -215,21 +251,49 @@ def check_extremes(device="cpu"):
     """A step that leaves moments alone (gradient zero, decay rates near one) keeps the ends of fp32's range alive."""
     values = [[3.4e38, 1.2e-38], [3.4028e38, 3.4028e38], [1.2e-38], [0.0, 1.2e-38], [1.3e-38, 1.0], [1e-45, 1.0], [0.0]]
     still = AdamWStep(lr=0.0, beta1=1 - 2**-24, beta2=1 - 2**-24, eps=1e-8, weight_decay=0.0, step=1)
-    for fp8 in ("e4m3", "e5m2"):
-        for value in values:
+    for first, second in PAIRS:
+        for value, seed in product(values, (None, 3) if second == "log8" else (None,)):
             x = torch.tensor(value)
-            codec_m, codec_v = MomentCodec(fp8), MomentCodec(fp8, keep_nonzero=True)
+            codec_m, codec_v = MomentCodec(first), MomentCodec(second, keep_nonzero=True)
             m, v = (Moment(*(t.to(device) for t in encode(x, c))) for c in (codec_m, codec_v))
             before = decode(v, codec_v, len(value))
             zero = torch.zeros(len(value), device=device)
             for _ in range(3):
-                kernels.adamw_step(zero.clone(), zero, m, v, codec_m, codec_v, still)
+                kernels.adamw_step(zero.clone(), zero, m, v, codec_m, codec_v, still, seed)
             for after in (decode(m, codec_m, len(value)), decode(v, codec_v, len(value))):
                 assert after.isfinite().all()
                 assert (after[before == 0] == 0).all()
             after = decode(v, codec_v, len(value))
             alive = before > 1.25e-38  # the multiplication may push the rest into the subnormals
-            assert (after[alive] > 0).all(), (fp8, value, after)
+            assert (after[alive] > 0).all(), (second, value, after)
+
+
+def check_codes_survive(device="cpu"):
+    """A step that changes nothing leaves every int8 and log8 code, a and k as they were: arithmetic errors never carry
+    a decoded code over to a neighbour. Each group has the largest code and one that pins k."""
+    still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+    codec_m, codec_v = MomentCodec("int8"), MomentCodec("log8", keep_nonzero=True)
+    int8 = torch.arange(-127, 129).clamp(max=127).view(2, 128)
+    int8[int8.abs() < 4] = 0
+    int8[:, :2] = torch.tensor([127, -4])
+    log8 = torch.arange(256).view(2, 128)
+    log8[log8 < 2] = 0
+    log8[:, :2] = torch.tensor([255, 2])
+    zero = torch.zeros(256, device=device)
+    for a, (k_m, k_v) in product((1.5 * 2.0**40, 2.0**-60), ((5, 1), (20, 7), (64, 20), (255, 60))):
+        start = [
+            Moment(
+                codes.to(dtype).view(torch.uint8).to(device),
+                torch.full((2,), a, dtype=torch.bfloat16, device=device),
+                torch.full((2,), k, dtype=torch.uint8, device=device),
+            )
+            for codes, dtype, k in ((int8, torch.int8, k_m), (log8, torch.uint8, k_v))
+        ]
+        m, v = clone(start)
+        for _ in range(2):
+            kernels.adamw_step(zero.clone(), zero, m, v, codec_m, codec_v, still)
+        for before, after in zip(start, (m, v), strict=True):
+            assert all(map(torch.equal, before, after)), (a, k_m, k_v)
 
 
 def check_smallest_normals(device="cpu"):

@@ -26,6 +26,10 @@ def test_extreme_moments_survive():
     agreement.check_extremes()
 
 
+def test_int8_and_log8_codes_survive():
+    agreement.check_codes_survive()
+
+
 def test_the_smallest_normal_numbers():
     agreement.check_smallest_normals()
 
@@ -34,7 +38,7 @@ def test_the_smallest_normal_numbers():
     "variant",
     [
         *("default", "e5m2", "groups of 64", "maximize", "bf16", "stochastic", "lr tensor", "gradient factor"),
-        *("remainder, copy, stochastic", "fp16 copy"),
+        *("int8, log8", "e4m3, log8, second moment stochastic", "remainder, copy, stochastic", "fp16 copy"),
     ],
 )
 def test_many_tensors_in_one_launch(variant):
