@@ -1,130 +1,206 @@
-"""Paired training: CoatAdamW against fp32 AdamW, same weights, same batches, on a CPU.
+"""Paired training: CoatAdamW against fp32 AdamW, same weights, same batches, on one GPU or, much smaller, on a CPU.
 
-    python -m benchmarks.convergence [--steps 500] [--seeds 0 1] [--runs adamw adamw-nudged coat]
+    python -m benchmarks.convergence [--seeds 0 1 2] [--budget-seconds 570] [--resume]
 
-The model is `benchmarks/small_gpt.py`, the text the running Python's standard library. Prints the held-out loss of
-every run and its gap to the fp32 run of the same seed; writes `convergence.json` and `docs/figures/convergence.png`.
-`adamw-nudged` is fp32 AdamW from initial weights that differ by one part in a million: the gap that arises without any
-quantization, because training amplifies every difference.
+The model is `benchmarks/small_gpt.py`, the text the bytes of Python's standard library and installed packages. On a
+GPU: 19 M parameters in fp32, products in bf16, 500 steps of 32 768 tokens, held-out loss over 2048 windows, a million
+tokens. Each seed runs all variants; a variant's gap is its held-out loss over that of fp32 AdamW with the same seed and
+beta2, minus one.
+`adamw-nudged` is fp32 AdamW from initial weights that differ by one part in a million: what training itself makes of a
+difference too small to matter, the noise floor of a gap.
+
+Prints a table of gaps, mean and standard error over seeds. After every run it writes `convergence.json`; with
+`--resume` runs found there with the same settings and data are not repeated. At `--budget-seconds` it stops before a
+run that would not end in time. Draws `docs/figures/convergence.png`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import math
 import tempfile
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from benchmarks.common import write_result
-from benchmarks.small_gpt import GPT, ROOT, Shape, prepare_tokens, train
+from benchmarks.common import RESULTS, write_result
+from benchmarks.convergence_report import plot, print_table, summarize
+from benchmarks.encodings import RangedCodec
+from benchmarks.small_gpt import BYTES_VOCABULARY, GPT, ROOT, Shape, prepare_bytes, train
 from coat_dist import CoatAdamW, param_groups
+from coat_dist.optim import state as optimizer_state
 
-RUNS = ("adamw", "adamw-nudged", "coat", "coat-plain", "coat-stochastic")
-COAT_OPTIONS: dict[str, dict[str, Any]] = {
-    "coat": {},
-    "coat-plain": {"expand": False},
-    "coat-stochastic": {"stochastic_rounding": True},
-}
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+SHAPES = {
+    "cuda": Shape(BYTES_VOCABULARY, hidden=512, layers=6, heads=8, ffn=1408, sequence=512, batch=64),
+    "cpu": Shape(BYTES_VOCABULARY, hidden=128, layers=2, heads=4, ffn=384, sequence=128, batch=16),
+}
+MAX_BYTES = {"cuda": 64_000_000, "cpu": 16_000_000}
+WINDOWS = {"cuda": 2048, "cpu": 256}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One optimizer: "adamw" (torch's, fp32), "coat" or "coat-range" (CoatAdamW with COAT's range for m)."""
+
+    optimizer: str
+    beta2: float = BETAS[1]
+    options: dict[str, Any] = field(default_factory=dict)
+    nudged: bool = False
+
+
+_INT8_LOG8 = {"first_moment": "int8", "second_moment": "log8"}
+VARIANTS = {
+    "adamw": Variant("adamw"),
+    "adamw-nudged": Variant("adamw", nudged=True),
+    "coat": Variant("coat"),
+    "coat-int8-log8": Variant("coat", options=_INT8_LOG8),
+    "coat-range": Variant("coat-range"),
+    "adamw-0.999": Variant("adamw", 0.999),
+    "coat-0.999-nearest": Variant("coat", 0.999, {"stochastic_rounding": False}),
+    "coat-0.999-auto": Variant("coat", 0.999),
+    "coat-0.999-int8-log8": Variant("coat", 0.999, _INT8_LOG8),
+}
+DEFAULT = [name for name in VARIANTS if name != "coat-0.999-int8-log8"]
+
+
+class CoatRangeAdamW(CoatAdamW):
+    """CoatAdamW with R = F**2 / 2 for the first moment too, as COAT has it."""
+
+    def step(self, closure: Any = None) -> Any:
+        with mock.patch("coat_dist.optim.adamw.codecs", _coat_range_codecs):
+            return super().step(closure)
+
+
+def _coat_range_codecs(group: Any) -> Any:
+    m, v = optimizer_state.codecs(group)
+    return RangedCodec(m.format, m.expand, m.group_size, log2_range=math.log2(m.fp8.max**2 / 2)), v
 
 
 def optimizer_for(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a run, over the same parameter groups for all."""
-    groups = param_groups(model, WEIGHT_DECAY)
-    if name in COAT_OPTIONS:
-        return CoatAdamW(groups, betas=BETAS, **COAT_OPTIONS[name])
-    return torch.optim.AdamW([{k: g[k] for k in ("params", "weight_decay")} for g in groups], betas=BETAS)
+    """The optimizer of a variant, over the same parameter groups for all."""
+    variant, groups = VARIANTS[name], param_groups(model, WEIGHT_DECAY)
+    betas = (BETAS[0], variant.beta2)
+    if variant.optimizer == "adamw":
+        on_gpu = next(model.parameters()).is_cuda
+        plain = [{k: g[k] for k in ("params", "weight_decay")} for g in groups]
+        return torch.optim.AdamW(plain, betas=betas, fused=on_gpu)
+    kind = CoatRangeAdamW if variant.optimizer == "coat-range" else CoatAdamW
+    return kind(groups, betas=betas, **variant.options)
 
 
-def run(name: str, seed: int, tokens: torch.Tensor, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One training run."""
-    shape = Shape()
+def run(name: str, seed: int, tokens: torch.Tensor, shape: Shape, steps: int, lr: float, windows: int) -> dict:
+    """One training run on the device of ``tokens``."""
     model = GPT(shape, seed)
-    if name == "adamw-nudged":
+    if VARIANTS[name].nudged:
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + 1e-6 * torch.randn(p.shape, generator=generator))
-    every = max(1, arguments.steps // 10)
+    model.to(tokens.device)
+    every = max(1, steps // 5)
+    optimizer = optimizer_for(name, model)
+    evaluate_at = {*range(every, steps + 1, every), steps}
     record = train(
         model,
-        optimizer_for(name, model),
+        optimizer,
         tokens,
         shape,
-        steps=arguments.steps,
+        steps=steps,
         seed=seed,
-        lr=arguments.lr,
-        evaluate_at={*range(every, arguments.steps + 1, every), arguments.steps},
+        lr=lr,
+        evaluate_at=evaluate_at,
+        windows=windows,
+        autocast=tokens.is_cuda,
     )
     record["loss"] = [round(loss, 5) for loss in record["loss"]]
-    return {"run": name, "seed": seed, **record}
+    return {"run": name, "seed": seed, "beta2": VARIANTS[name].beta2, **record}
 
 
-def add_gaps(records: list[dict[str, Any]]) -> None:
-    """Add ``held_out_gap``: the last held-out loss relative to the fp32 run of the same seed, minus one."""
-    base = {r["seed"]: r for r in records if r["run"] == "adamw"}
-    for r in records:
-        last = max(r["held_out"])
-        r["held_out_gap"] = r["held_out"][last] / base[r["seed"]]["held_out"][last] - 1
+def remaining(todo: list[tuple[str, int]], records: list[dict], started: float, budget: float | None):
+    """The runs still to do, one after the other, as long as the next would end in time by the longest so far."""
+    done = {(r["run"], r["seed"]) for r in records}
+    for key in todo:
+        longest = max((r["wall_seconds"] for r in records), default=0.0)
+        if key not in done:
+            if budget is not None and time.monotonic() - started + 1.1 * longest > budget:
+                return
+            yield key
 
 
-def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Loss curves of the first seed, and the held-out gap to fp32 AdamW of all."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    base = {r["seed"]: r["held_out"] for r in records if r["run"] == "adamw"}
-    names = list(dict.fromkeys(r["run"] for r in records))
-    for r in records:
-        color, first = f"C{names.index(r['run'])}", r["seed"] == records[0]["seed"]
-        label = r["run"] if first else None
-        steps = sorted(r["held_out"])
-        if first:
-            left.plot(steps, [r["held_out"][s] for s in steps], "o-", color=color, markersize=3, label=label)
-        if r["run"] != "adamw":
-            gap = [100 * (r["held_out"][s] / base[r["seed"]][s] - 1) for s in steps]
-            right.plot(steps, gap, "o-" if first else "s--", color=color, markersize=3, label=label)
-    left.set(xlabel="step", ylabel="held-out loss, nats", title="held-out loss")
-    right.set(xlabel="step", ylabel="%", title="gap to fp32 AdamW of the same seed")
-    right.axhspan(-0.1, 0.1, color="0.9")
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
+def _saved(path: Path, settings: dict[str, Any]) -> list[dict]:
+    """Runs of an earlier call with the same settings."""
+    if not path.exists():
+        return []
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    if saved["settings"] != settings:
+        raise SystemExit(f"--resume: {path} was written with {saved['settings']}, accepted: {settings}")
+    return [{**r, "held_out": {int(k): v for k, v in r["held_out"].items()}} for r in saved["runs"]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=list(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["adamw", "adamw-nudged", "coat"])
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", nargs="+", choices=list(VARIANTS), default=DEFAULT)
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak, reached after a tenth of the steps")
+    parser.add_argument("--batch", type=int, help="sequences a step")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--windows", type=int, help="of the held-out loss")
+    parser.add_argument("--max-bytes", type=int, help="of text")
+    parser.add_argument("--budget-seconds", type=float, help="start no run that would end later")
+    parser.add_argument("--resume", action="store_true", help="keep the runs in the result file")
     parser.add_argument("--output", default=None, help="folder of JSON and picture (default: those of the repository)")
-    arguments = parser.parse_args()
-    if "adamw" not in arguments.runs:
-        parser.error(f"--runs: got {' '.join(arguments.runs)}, accepted: a list with adamw, the baseline")
-    if arguments.steps < 1:
-        parser.error(f"--steps: got {arguments.steps}, accepted: an integer >= 1")
+    given = parser.parse_args()
+    for name in given.runs:
+        base = "adamw" if VARIANTS[name].beta2 == BETAS[1] else f"adamw-{VARIANTS[name].beta2}"
+        if base not in given.runs:
+            parser.error(f"--runs: got {name} without {base}, accepted: a list with the fp32 run of the same beta2")
+    for key in ("steps", "batch", "layers", "windows", "max_bytes"):
+        if (value := getattr(given, key)) is not None and value < 1:
+            parser.error(f"--{key.replace('_', '-')}: got {value}, accepted: an integer >= 1")
+
+    started = time.monotonic()
+    chosen = {k: v for k in ("batch", "layers") if (v := getattr(given, k)) is not None}
+    shape = replace(SHAPES[given.device], **chosen)
+    windows = given.windows or WINDOWS[given.device]
     with tempfile.TemporaryDirectory() as folder:
-        tokens = prepare_tokens(folder, Shape().vocabulary)
-    records = []
-    for seed in arguments.seeds:
-        for name in dict.fromkeys(arguments.runs):
-            records.append(run(name, seed, tokens, arguments))
-            last = max(records[-1]["held_out"])
-            print(f"seed {seed} {name:<16} held-out {records[-1]['held_out'][last]:.4f}", flush=True)
-    add_gaps(records)
-    for r in records:
-        print(f"seed {r['seed']} {r['run']:<16} gap {100 * r['held_out_gap']:+.3f} %  ({r['seconds']:.0f} s)")
-    print("wrote", write_result("convergence", {"settings": vars(arguments), "runs": records}, arguments.output))
-    plot(records, Path(arguments.output or ROOT / "docs" / "figures") / "convergence.png")
+        tokens = prepare_bytes(folder, given.max_bytes or MAX_BYTES[given.device])
+    settings = {
+        "device": given.device,
+        "shape": vars(shape),
+        "steps": given.steps,
+        "lr": given.lr,
+        "held_out_tokens": windows * shape.sequence,
+        "tokens": len(tokens),
+        "tokens_sha256": hashlib.sha256(tokens.to(torch.int16).numpy().tobytes()).hexdigest(),
+    }
+    records = _saved(Path(given.output or RESULTS) / "convergence.json", settings) if given.resume else []
+    tokens = tokens.to(given.device)
+    todo = [(name, seed) for seed in dict.fromkeys(given.seeds) for name in dict.fromkeys(given.runs)]
+    path = None
+    for name, seed in remaining(todo, records, started, given.budget_seconds):
+        before = time.monotonic()
+        record = run(name, seed, tokens, shape, given.steps, given.lr, windows)
+        records.append({**record, "wall_seconds": round(time.monotonic() - before, 1)})
+        last = record["held_out"][given.steps]
+        print(f"seed {seed} {name:<22} held-out {last:.5f}  {records[-1]['wall_seconds']:.1f} s", flush=True)
+        result = {"settings": settings, "gaps": summarize(records), "runs": records}
+        path = write_result("convergence", result, given.output)
+    missing = [key for key in todo if key not in {(r["run"], r["seed"]) for r in records}]
+    if missing:
+        print(f"stopped at --budget-seconds with {len(missing)} of {len(todo)} runs left; --resume does them")
+    print_table(summarize(records))
+    if path is not None:
+        print("wrote", path)
+        plot(records, Path(given.output or ROOT / "docs" / "figures") / "convergence.png")
 
 
 if __name__ == "__main__":

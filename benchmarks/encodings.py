@@ -15,7 +15,7 @@ import torch
 
 from coat_dist.reference.moments import TINY, MomentCodec, decode, encode
 
-__all__ = ["Encoding", "coat", "dynamic", "flash_m", "flash_v", "plain_fp8", "table", "table_levels"]
+__all__ = ["Encoding", "RangedCodec", "coat", "dynamic", "flash_m", "flash_v", "plain_fp8", "table", "table_levels"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class _Ranged(MomentCodec):
+class RangedCodec(MomentCodec):
     """MomentCodec whose R is 2**log2_range."""
 
     log2_range: float = 0.0
 
     @functools.cached_property
     def k_numerator(self) -> float:
-        return 16.0 * self.log2_range
+        return self.unit * self.log2_range
 
 
 def coat(
@@ -49,17 +49,20 @@ def coat(
     """This project's encoding (``coat_dist/reference/moments.py``).
 
     Args:
+        format: one that the moment has, "int8" and "log8" included.
         second: the second moment, of which non-zero elements must not become zero.
-        log2_range: of R; the package's choice if None.
+        log2_range: of R, which log8 does not have; the package's choice if None.
         seed: of stochastic rounding; to nearest if None.
     """
     if log2_range is None:
         codec = MomentCodec(format, expand, group_size, keep_nonzero=second)
     else:
-        codec = _Ranged(format, expand, group_size, keep_nonzero=second, log2_range=log2_range)
+        codec = RangedCodec(format, expand, group_size, keep_nonzero=second, log2_range=log2_range)
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
-        noise = None if seed is None else torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
+        noise = (
+            None if seed is None else torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device)
+        )
         return decode(encode(x, codec, noise), codec, x.numel())
 
     return Encoding(round_trip, 1 + 3 / group_size)
@@ -78,36 +81,28 @@ def plain_fp8(format: str, group_size: int, scale_bytes: int = 4) -> Encoding:
     return Encoding(round_trip, 1 + scale_bytes / group_size)
 
 
-def table_levels(kind: str, log2_range: float = 0.0) -> torch.Tensor:
+def table_levels(kind: str) -> torch.Tensor:
     """Magnitudes that a code can stand for, ascending from 0, the largest 1; fp32.
 
     ``s-`` kinds spend a bit on the sign (128 magnitudes), ``u-`` kinds do not (256). ``eXmY`` is a floating-point
-    format with X exponent and Y mantissa bits and subnormals, ``linear`` is equally spaced, ``log`` spaces the
-    logarithms of the non-zero levels equally between 2**-log2_range and 1.
+    format with X exponent and Y mantissa bits and subnormals.
     """
     sign, _, name = kind.partition("-")
-    count = {"s": 128, "u": 256}[sign]
-    if name == "linear":
-        levels = torch.arange(count, dtype=torch.float64)
-    elif name == "log":
-        exponent = torch.linspace(-log2_range, 0, count - 1, dtype=torch.float64)
-        levels = torch.cat([torch.zeros(1, dtype=torch.float64), torch.exp2(exponent)])
-    else:
-        mantissa_bits = int(name[3])
-        code = torch.arange(count)
-        exponent, mantissa = code >> mantissa_bits, (code & (2**mantissa_bits - 1)).double() / 2**mantissa_bits
-        levels = torch.where(exponent == 0, 2 * mantissa, torch.exp2(exponent.double()) * (1 + mantissa))
+    mantissa_bits = int(name[3])
+    code = torch.arange({"s": 128, "u": 256}[sign])
+    exponent, mantissa = code >> mantissa_bits, (code & (2**mantissa_bits - 1)).double() / 2**mantissa_bits
+    levels = torch.where(exponent == 0, 2 * mantissa, torch.exp2(exponent.double()) * (1 + mantissa))
     return (levels / levels[-1]).float()
 
 
 def table(kind: str, log2_range: float, group_size: int = 128, *, second: bool) -> Encoding:
     """Expanded values rounded to the nearest level of :func:`table_levels`: our amax and exponent, other codes."""
-    levels = table_levels(kind, log2_range)
-    between = (levels[1:] + levels[:-1]) / 2
-    codec = _Ranged(group_size=group_size, log2_range=log2_range)
+    on = _tables(table_levels(kind))
+    codec = RangedCodec(group_size=group_size, log2_range=log2_range)
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
         moment = encode(x, codec)  # for a and k
+        levels, between = on(x.device)
         a, power = moment.a.float()[:, None], (moment.k.float() / 16)[:, None]
         magnitude = _groups(x, group_size).abs()
         y = torch.exp2(((torch.log2(magnitude) - torch.log2(a)) * power).clamp(max=0.0))
@@ -149,13 +144,13 @@ def flash_v() -> Encoding:
 def dynamic(*, second: bool, group_size: int = 256) -> Encoding:
     """Dynamic 8-bit tree quantization (Dettmers et al., arXiv 2110.02861) with an fp32 amax a group, as in
     bitsandbytes' and torchao's ``AdamW8bit``: seven decades, the larger ones with more levels."""
-    levels = _dynamic_levels(signed=not second)
-    between = (levels[1:] + levels[:-1]) / 2
+    on = _tables(_dynamic_levels(signed=not second))
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
         grouped = _groups(x, group_size)
         scale = grouped.abs().amax(1, keepdim=True)
         ratio = torch.where(scale > 0, grouped / scale, 0.0)
+        levels, between = on(x.device)
         return (levels[torch.bucketize(ratio, between)] * scale).view(-1)[: x.numel()]
 
     return Encoding(round_trip, 1 + 4 / group_size)
@@ -171,6 +166,12 @@ def _dynamic_levels(signed: bool) -> torch.Tensor:
     middle = torch.cat(positive)
     parts = [middle, torch.tensor([0.0, 1.0], dtype=torch.float64)] + ([-middle] if signed else [])
     return torch.cat(parts).sort().values.float()
+
+
+def _tables(levels: torch.Tensor) -> Callable[[torch.device], tuple[torch.Tensor, torch.Tensor]]:
+    """Levels and the middles between them, on a device."""
+    between = (levels[1:] + levels[:-1]) / 2
+    return functools.cache(lambda device: (levels.to(device), between.to(device)))
 
 
 def _groups(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Error of encoded Adam moments on the moments of a real training run: COAT's Table 1, our options, rivals, ranges.
 
-    python -m benchmarks.numerics [--steps 500] [--output DIR]
+    python -m benchmarks.numerics [--steps 500] [--device cuda] [--output DIR]
 
 Trains `benchmarks/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of all matrices
 after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of encodings,
@@ -9,7 +9,8 @@ after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that f
 * ``next``: mean square error of the update that the next step takes, after decoded moments have met the next gradient,
 
 over the mean square of the exact value, averaged over the four steps; with and without the embedding, whose rows are
-mostly sparse. Prints tables, writes `numerics.json` and `docs/figures/numerics-*.png`. Takes some minutes on a core.
+mostly sparse. Prints tables, writes `numerics.json` and `docs/figures/numerics-*.png`. Takes ten minutes
+on a core, one on a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +30,9 @@ from benchmarks.convergence import BETAS, optimizer_for
 from benchmarks.encodings import Encoding, coat, dynamic, flash_m, flash_v, plain_fp8, table
 from benchmarks.numerics_plot import plot_ranges, plot_rivals, plot_table
 from benchmarks.small_gpt import GPT, ROOT, Shape, prepare_tokens, train
-from coat_dist.reference.moments import MomentCodec, decode, encode
+from coat_dist import CoatAdamW
+from coat_dist.optim import export_moments
+from coat_dist.reference.moments import MomentCodec
 
 EPS = 1e-8
 SHARES = (0.04, 0.2, 0.5, 0.99)
@@ -61,7 +66,7 @@ class Snapshot(NamedTuple):
 def capture(steps: int, tokens: torch.Tensor, seed: int = 0, lr: float = 3e-3) -> dict[int, Snapshot]:
     """Train with fp32 AdamW; {step: Snapshot}."""
     shape = Shape()
-    model = GPT(shape, seed)
+    model = GPT(shape, seed).to(tokens.device)
     optimizer = optimizer_for("adamw", model)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     bounds = torch.tensor([p.numel() for p in matrices]).cumsum(0).tolist()
@@ -170,6 +175,7 @@ def sixteen_cells(study: Study) -> list[list[dict[str, float]]]:
 def options_and_rivals(study: Study) -> list[dict[str, Any]]:
     """Our options, code tables that spend no bit on the sign of v, and published encodings."""
     m, v = coat(second=False), coat(second=True)
+    int8, log8 = coat("int8", second=False), coat("log8", second=True)
     pair = study.pair
     coat_range = math.log2(448**2 / 2)
     rows = [
@@ -181,13 +187,17 @@ def options_and_rivals(study: Study) -> list[dict[str, Any]]:
         pair("E5M2+expand", coat("e5m2", second=False), coat("e5m2", second=True)),
         pair("m E4M3+expand, v UE4M4+expand", m, table("u-e4m4", 16, second=True)),
         pair("m E4M3+expand, v UE5M3+expand", m, table("u-e5m3", 32, second=True)),
-        pair("m E4M3+expand, v 8-bit logarithm", m, table("u-log", 16, second=True)),
-        pair("m int8+expand, v 8-bit logarithm", table("s-linear", 5, second=False), table("u-log", 16, second=True)),
+        pair("m E4M3+expand, v log8", m, log8),
+        pair("m int8+expand, v E4M3+expand", int8, v),
+        pair("m int8+expand, v log8", int8, log8),
+        pair("m int8+expand, v log8 stochastic", int8, coat("log8", second=True, seed=2)),
         pair(
-            "m int8+expand, v 8-bit logarithm, group 64",
-            table("s-linear", 5, 64, second=False),
-            table("u-log", 16, 64, second=True),
+            "m int8+expand, v log8, group 64",
+            coat("int8", group_size=64, second=False),
+            coat("log8", group_size=64, second=True),
         ),
+        pair("m int8 without expansion, v log8", coat("int8", expand=False, second=False), log8),
+        pair("m FlashOptim's, v log8", flash_m(), log8),
         pair("FlashOptim: softsign int8, root uint8", flash_m(), flash_v()),
         pair("dynamic 8-bit, block 256 (AdamW8bit)", dynamic(second=False), dynamic(second=True)),
         pair("E4M3, fp32 scale, block 256 (AdamWFp8)", plain_fp8("e4m3", 256), plain_fp8("e4m3", 256)),
@@ -195,51 +205,71 @@ def options_and_rivals(study: Study) -> list[dict[str, Any]]:
     ]
     rows += [
         pair("m only: E4M3+expand", m, EXACT),
-        pair("m only: int8+expand", table("s-linear", 5, second=False), EXACT),
+        pair("m only: int8+expand", int8, EXACT),
+        pair("m only: int8+expand, group 64", coat("int8", group_size=64, second=False), EXACT),
         pair("m only: FlashOptim", flash_m(), EXACT),
         pair("v only: E4M3+expand", EXACT, v),
-        pair("v only: 8-bit logarithm", EXACT, table("u-log", 16, second=True)),
+        pair("v only: log8", EXACT, log8),
         pair("v only: FlashOptim", EXACT, flash_v()),
     ]
     return rows
 
 
 def ranges(study: Study) -> dict[str, Any]:
-    """Error over R; log2_range is relative to log2(F**2 / 2), COAT's choice, for the two FP8 formats."""
+    """Error over R, relative to the package's choice: of both moments in FP8, of the first in int8."""
     out: dict[str, Any] = {}
-    for format, largest in (("e4m3", 448.0), ("e5m2", 57344.0)):
-        base = math.log2(largest**2 / 2)
-        for which, second in (("m", False), ("v", True)):
-            swept = [base + step for step in (-2, -1, -0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3, 4)]
-            found = study.sweep(which, lambda r, f=format, s=second: coat(f, second=s, log2_range=r), swept)
-            found["relative_to"] = base
-            out[f"{which} {format}"] = found
-            print(f"R of {which}, {format}: best at {found['best'] - base:+.1f} of log2(F^2/2)", flush=True)
+    steps = (-4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2)
+    cases = [(f, second) for f in ("e4m3", "e5m2") for second in (False, True)] + [("int8", False)]
+    for format, second in cases:
+        codec, which = MomentCodec(format, keep_nonzero=second), "mv"[second]
+        chosen = codec.k_numerator / codec.unit
+        swept = [chosen + step + (2 if second else 0) for step in steps]
+        found = study.sweep(which, lambda r, f=format, s=second: coat(f, second=s, log2_range=r), swept)
+        found["chosen"] = chosen
+        out[f"{which} {format}"] = found
+        print(f"R of {which}, {format}: best at {found['best'] - chosen:+.1f} of ours, in octaves", flush=True)
     return out
 
 
-def forgetting(steps: int = 2000, elements: int = 128 * 64) -> list[dict[str, Any]]:
-    """What rounding does to a second moment over many steps, per beta2: mean of log2(encoded / fp32) after ``steps``
-    steps of gradients of constant deviation, and after as many steps of zero gradients, in which fp32 decays."""
+def drift(
+    steps: int = 2000,
+    zeros: int = 200,
+    elements: int = 128 * 64,
+    beta2s: Sequence[float] = (0.95, 0.98, 0.99, 0.999),
+    device: str = "cpu",
+) -> list[dict[str, Any]]:
+    """What rounding does over many steps, per beta2, formats and ``stochastic_rounding``: CoatAdamW beside fp32 moments
+    that see the same gradients, of constant deviation for ``steps`` steps, then ``zeros`` times zero, while v decays.
+
+    ``v``: mean of log2(encoded / fp32); ``v_rms``: its root mean square; ``update``: relative mean square error of
+    m / sqrt(v); ``v_after_zeros``: ``v`` at the end.
+    """
     rows = []
-    for beta2 in (0.95, 0.99, 0.999):
-        for stochastic in (False, True):
-            codec = MomentCodec(keep_nonzero=True)
-            generator = torch.Generator().manual_seed(0)
-            deviation = torch.exp(torch.randn(elements, generator=generator))
-            exact, coded = torch.zeros(elements), codec.zeros(elements)
-            drift = []
-            for phase_scale, phase_steps in ((1.0, steps), (0.0, 200)):
-                for _ in range(phase_steps):
-                    g = phase_scale * deviation * torch.randn(elements, generator=generator)
-                    exact = beta2 * exact + (1 - beta2) * g * g
-                    v = beta2 * decode(coded, codec, elements) + (1 - beta2) * g * g
-                    coded = encode(v, codec, torch.rand(elements, generator=generator) if stochastic else None)
-                drift.append((decode(coded, codec, elements) / exact).log2().double().mean().item())
-            row = {"beta2": beta2, "stochastic": stochastic, "steady_log2": drift[0], "after_200_zeros_log2": drift[1]}
-            row["fp32_decay_log2"] = 200 * math.log2(beta2)
-            print(row, flush=True)
-            rows.append(row)
+    formats = (("e4m3", "e4m3"), ("int8", "log8"))
+    for beta2, (first, second), rounding in product(beta2s, formats, (False, "auto", True)):
+        generator = torch.Generator().manual_seed(0)
+        deviation = torch.exp(torch.randn(elements, generator=generator))
+        coded, exact = (torch.nn.Parameter(torch.zeros(elements, device=device)) for _ in range(2))
+        groups = [{"params": [coded]}, {"params": [exact], "moments": "fp32"}]
+        options: dict[str, Any] = {"first_moment": first, "second_moment": second, "stochastic_rounding": rounding}
+        optimizer = CoatAdamW(groups, lr=0.0, betas=(0.9, beta2), **options)
+        row: dict[str, Any] = {"beta2": beta2, "formats": f"{first}, {second}", "rounding": rounding}
+        for scale, count in ((1.0, steps), (0.0, zeros)):
+            for _ in range(count):
+                gradient = scale * deviation * torch.randn(elements, generator=generator)
+                coded.grad = exact.grad = gradient.to(device)
+                optimizer.step()
+            m, v = export_moments(coded, optimizer.state[coded], optimizer.param_groups[0])
+            true_m, true_v = (optimizer.state[exact][key] for key in ("exp_avg", "exp_avg_sq"))
+            ratio = (v / true_v).log2().double()
+            if scale:
+                wanted = true_m / true_v.sqrt()
+                error = (m / v.sqrt() - wanted).double().square().mean() / wanted.double().square().mean()
+                row |= {"v": ratio.mean().item(), "v_rms": ratio.square().mean().sqrt().item(), "update": error.item()}
+            else:
+                row |= {"v_after_zeros": ratio.mean().item(), "fp32_falls_by": -count * math.log2(beta2)}
+        print(row, flush=True)
+        rows.append(row)
     return rows
 
 
@@ -247,11 +277,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=500, help="of training; at least 8")
     parser.add_argument("--output", default=None, help="folder of JSON and pictures (default: those of the repository)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     if arguments.steps < 8:
         parser.error(f"--steps: got {arguments.steps}, accepted: an integer >= 8")
     with tempfile.TemporaryDirectory() as folder:
-        tokens = prepare_tokens(folder, Shape().vocabulary)
+        tokens = prepare_tokens(folder, Shape().vocabulary).to(arguments.device)
     study = Study(capture(arguments.steps, tokens))
     cells = sixteen_cells(study)
     ours = [[cell["table1"] / cells[0][0]["table1"] for cell in row] for row in cells]
@@ -259,14 +290,18 @@ def main() -> None:
     for name, mine, theirs in zip(FORMATS, ours, published, strict=True):
         print(f"m {name:<12}" + "".join(f"  {a:6.3f} ({b:.3f})" for a, b in zip(mine, theirs, strict=True)))
     result: dict[str, Any] = {
-        "settings": {"steps": sorted(study.snapshots), "elements": study.snapshots[min(study.snapshots)].bounds[-1]},
+        "settings": {
+            "device": arguments.device,
+            "steps": sorted(study.snapshots),
+            "elements": study.snapshots[min(study.snapshots)].bounds[-1],
+        },
         "formats": list(FORMATS),
         "cells": cells,
         "ratio_to_plain_e4m3": ours,
         "coat_ratio_to_plain_e4m3": published,
         "pairs": options_and_rivals(study),
         "ranges": ranges(study),
-        "forgetting": forgetting(),
+        "drift": drift(device=arguments.device),
     }
     print("wrote", write_result("numerics", result, arguments.output))
     figures = Path(arguments.output or ROOT / "docs" / "figures")

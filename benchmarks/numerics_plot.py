@@ -29,15 +29,15 @@ def plot_table(ours: list[list[float]], published: list[list[float]], names: lis
 
 
 def plot_ranges(ranges: dict[str, Any], path: Path) -> None:
-    """Error over R for each moment and format, with the package's choice marked."""
+    """Error over R for each moment and format; zero is the package's choice."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for index, (name, found) in enumerate(ranges.items()):
-        axis, chosen = (axes[0], 2.0) if found["moment"] == "m" else (axes[1], 0.0)
-        x = [row["log2_range"] - found["relative_to"] for row in found["rows"]]
-        axis.plot(x, [row["table1"] for row in found["rows"]], "o-", color=f"C{index // 2}", markersize=3, label=name)
-        axis.axvline(chosen, color="0.6", linewidth=0.8)
+    for name, found in ranges.items():
+        axis = axes["mv".index(found["moment"])]
+        x = [row["log2_range"] - found["chosen"] for row in found["rows"]]
+        axis.plot(x, [row["table1"] for row in found["rows"]], "o-", markersize=3, label=name[2:])
     for axis, title in ((axes[0], "first moment"), (axes[1], "second moment")):
-        axis.set(xlabel="log2(R / (F²/2))", ylabel="relative mean square error", title=title, yscale="log")
+        axis.axvline(0, color="0.6", linewidth=0.8)
+        axis.set(xlabel="log2(R / ours)", ylabel="relative mean square error", title=title, yscale="log")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     _save(figure, path)

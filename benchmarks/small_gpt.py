@@ -1,11 +1,13 @@
-"""A small real training run for studies on a CPU: a Llama-shaped GPT on the running Python's standard library.
+"""A small real training run for studies of optimizers: a Llama-shaped GPT on Python sources found on the machine.
 
-Everything is fp32 and depends on the seed only, so two runs that differ in their optimizer start from the same weights
-and see the same batches in the same order.
+Weights, gradients and their sums are fp32; with ``autocast`` matrix products and attention take bf16 inputs. Weights
+and batches depend on the seed only, so two runs that differ in their optimizer start from the same weights and see the
+same batches in the same order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
@@ -20,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["GPT", "Shape", "held_out_loss", "prepare_tokens", "train"]
+__all__ = ["BYTES_VOCABULARY", "GPT", "Shape", "held_out_loss", "prepare_bytes", "prepare_tokens", "train"]
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD_OUT = 1 / 32
 """Share of the tokens, the last ones, that training never sees."""
+BYTES_VOCABULARY = 264
+"""256 bytes and the end of a document, rounded up to a multiple of 8."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         b, s, h = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
-        o = F.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
+        q, k = (_rotate(x, cos, sin).to(v.dtype) for x in (q, k))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(o.transpose(1, 2).reshape(b, s, h))
         gate, up = self.fc1(self.norm2(x)).chunk(2, -1)
         return x + self.fc2(F.silu(gate) * up)
@@ -101,25 +106,49 @@ def prepare_tokens(folder: str | Path, vocabulary: int) -> torch.Tensor:
     Raises:
         subprocess.CalledProcessError: the preparation failed; it has printed why.
     """
-    prefix = Path(folder) / f"stdlib-{vocabulary}"
-    command = [sys.executable, "-m", "launch.prepare_data", "--input", "stdlib", "--tokenizer", f"bpe:{vocabulary}"]
-    command += ["--max-bytes", "8M", "--output", str(prefix), "--quiet"]
+    return _prepare(Path(folder) / "bpe", ["stdlib"], f"bpe:{vocabulary}", "8M")
+
+
+def prepare_bytes(folder: str | Path, max_bytes: int) -> torch.Tensor:
+    """Bytes of Python's standard library, then of the packages installed beside torch, each folder's files in the order
+    of a hash of their paths, at most ``max_bytes`` together: int64 [tokens], ids below BYTES_VOCABULARY.
+
+    Raises:
+        subprocess.CalledProcessError: the preparation failed; it has printed why.
+    """
+    inputs = ["stdlib", str(Path(torch.__file__).parents[1])]
+    return _prepare(Path(folder) / "bytes", inputs, "bytes", str(max_bytes))
+
+
+def _prepare(prefix: Path, inputs: list[str], tokenizer: str, max_bytes: str) -> torch.Tensor:
+    command = [sys.executable, "-m", "launch.prepare_data", "--input", *inputs, "--glob", "*.py", "--quiet"]
+    command += ["--tokenizer", tokenizer, "--max-bytes", max_bytes, "--output", str(prefix)]
     subprocess.run(command, check=True, cwd=ROOT)
     return torch.from_numpy(np.fromfile(f"{prefix}.bin", dtype=np.uint16).astype(np.int64))
 
 
-def _loss(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats of the next token; window [batch, sequence + 1]."""
-    return F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+def _losses(model: nn.Module, window: torch.Tensor, autocast: bool) -> torch.Tensor:
+    """Cross-entropy in nats of each next token, fp32 [batch * sequence]; window [batch, sequence + 1]."""
+    with torch.autocast(window.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
+        logits = model(window[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten(), reduction="none")
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, tokens: torch.Tensor, shape: Shape, windows: int = 192) -> float:
-    """Mean loss in nats a token over ``windows`` windows spread evenly over the held-out tokens."""
+def held_out_loss(
+    model: nn.Module, tokens: torch.Tensor, shape: Shape, windows: int = 192, autocast: bool = False
+) -> float:
+    """Mean loss in nats a token over ``windows`` windows spread evenly over the held-out tokens, summed in fp64."""
     held_out = tokens[-int(len(tokens) * HELD_OUT) :]
-    starts = torch.linspace(0, len(held_out) - shape.sequence - 1, windows).long()
-    batches = (starts[:, None] + torch.arange(shape.sequence + 1)).split(16)
-    return math.fsum(_loss(model, held_out[b]).item() * len(b) for b in batches) / windows
+    starts = torch.linspace(0, len(held_out) - shape.sequence - 1, windows, dtype=torch.float64).long()
+    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+    for batch in starts.to(tokens.device).split(shape.batch):
+        total += _losses(model, _windows(held_out, batch, shape), autocast).double().sum()
+    return total.item() / (windows * shape.sequence)
+
+
+def _windows(tokens: torch.Tensor, starts: torch.Tensor, shape: Shape) -> torch.Tensor:
+    return tokens[starts[:, None] + torch.arange(shape.sequence + 1, device=tokens.device)]
 
 
 def train(
@@ -133,20 +162,24 @@ def train(
     lr: float,
     after_step: Callable[[int], Any] = lambda step: None,
     evaluate_at: Iterable[int] = (),
+    windows: int = 192,
+    autocast: bool = False,
 ) -> dict[str, Any]:
     """Train for ``steps`` steps: warm-up over a tenth of them, cosine decay to a tenth of ``lr``, gradients clipped to
     a norm of 1.
 
     Args:
+        tokens: int64 [tokens], on the model's device.
         after_step: called with the number of steps done.
-        evaluate_at: steps after which the held-out loss is taken.
+        evaluate_at: steps after which the held-out loss is taken, over ``windows`` windows.
 
     Returns:
         ``loss`` (of every step's batch), ``held_out`` ({step: loss}) and ``seconds``.
     """
     generator = torch.Generator().manual_seed(seed)
     seen = len(tokens) - int(len(tokens) * HELD_OUT)
-    losses: list[float] = []
+    starts = torch.randint(seen - shape.sequence - 1, (steps, shape.batch), generator=generator).to(tokens.device)
+    losses: list[torch.Tensor] = []
     held_out: dict[int, float] = {}
     evaluate_at = set(evaluate_at)
     started = time.perf_counter()
@@ -155,14 +188,17 @@ def train(
         rate = lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        starts = torch.randint(seen - shape.sequence - 1, (shape.batch,), generator=generator)
-        loss = _loss(model, tokens[starts[:, None] + torch.arange(shape.sequence + 1)])
+        loss = _losses(model, _windows(tokens, starts[step - 1], shape), autocast).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(loss.detach())
         after_step(step)
         if step in evaluate_at:
-            held_out[step] = held_out_loss(model, tokens, shape)
-    return {"loss": losses, "held_out": held_out, "seconds": round(time.perf_counter() - started, 1)}
+            held_out[step] = held_out_loss(model, tokens, shape, windows, autocast)
+    return {
+        "loss": torch.stack(losses).tolist(),
+        "held_out": held_out,
+        "seconds": round(time.perf_counter() - started, 1),
+    }

@@ -12,11 +12,12 @@ import difflib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 __all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "check_deepspeed", "load_json"]
 
@@ -32,16 +33,35 @@ class _Block(BaseModel):
 class OptimizerConfig(_Block):
     """How CoatAdamW stores its moments."""
 
-    first_moment: Literal["e4m3", "e5m2"] = "e4m3"
-    """FP8 format of the first moment m."""
-    second_moment: Literal["e4m3", "e5m2"] = "e4m3"
-    """FP8 format of the second moment v."""
+    first_moment: Literal["e4m3", "e5m2", "int8"] = "e4m3"
+    """Format of the first moment m."""
+    second_moment: Literal["e4m3", "e5m2", "log8"] = "e4m3"
+    """Format of the second moment v; "log8" is an 8-bit logarithm."""
     expand: bool = True
     """Dynamic range expansion: store (x / amax)^k, so that a group fills the format's range (COAT section 4)."""
     group_size: Literal[64, 128, 256] = 128
     """Consecutive elements that share one amax and one exponent."""
-    stochastic_rounding: bool = False
-    """Round codes up or down at random, unbiased in the stored (expanded) value; off = round to nearest."""
+    stochastic_rounding: Literal[True, False, "auto"] = "auto"
+    """Round codes up or down at random, without bias: true = of both moments, "auto" = of the second moment where beta2
+    is above 0.98; otherwise to nearest."""
+    master_weights: Literal["parameter", "bf16_remainder"] = "parameter"
+    """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it lacks, the same number
+    to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``."""
+
+    @field_validator("stochastic_rounding", mode="before")
+    @classmethod
+    def _no_number(cls, value: Any) -> Any:
+        if isinstance(value, bool) or value == "auto":
+            return value
+        raise PydanticCustomError("literal_error", "not accepted", {"expected": 'true, false or "auto"'})
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OptimizerConfig:
+        if self.second_moment == "log8" and not self.expand:
+            raise ValueError(
+                'expand: got false with second_moment "log8", accepted: true (its codes always span a group\'s range)'
+            )
+        return self
 
 
 class ActivationConfig(_Block):
@@ -211,6 +231,7 @@ def check_deepspeed(
             "1, 2 or 3 with bf16.enabled: stage 0 steps on zero gradients while the engine is built",
             stage == 0 and bf16,
         )
+        _check_master_weights(config, coat, stage, refuse)
         if _get(config, "compile", "deepcompile") and _get(config, "compile", "offload_opt_states"):
             warnings.warn(
                 "compile.offload_opt_states: DeepCompile does not know CoatAdamW's state and will not offload it",
@@ -253,6 +274,31 @@ def check_deepspeed(
         )
     if problems:
         raise CoatConfigError("\n".join(problems))
+
+
+def _check_master_weights(
+    config: Mapping[str, Any], coat: CoatConfig | None, stage: int, refuse: Callable[..., None]
+) -> None:
+    """``master_weights`` and DeepSpeed's keys have to say the same: each alone would lose the lower 16 bits."""
+    given = _get(config, "optimizer", "params", "master_weights")  # if in both places, initialize refuses
+    chosen = given or (coat.optimizer.master_weights if coat is not None else "parameter")
+    block = "bfloat16" if "bfloat16" in config and "bf16" not in config else "bf16"
+    weights, states = f"{block}.bf16_master_weights_and_grads", f"{block}.bf16_optimizer_states"
+    on = {key: bool(_get(config, *key.split("."))) for key in (weights, states)}
+    if chosen != "bf16_remainder":
+        accepted = 'false with CoatAdamW, or true with coat.optimizer.master_weights "bf16_remainder"'
+        refuse(weights, f"{accepted}: bfloat16 alone loses small updates", on[weights])
+        return
+    option = 'coat.optimizer.master_weights "bf16_remainder"'
+    refuse(f"{block}.enabled", f"true with {option}", not _get(config, block, "enabled"))
+    refuse(weights, f"true with {option}", not on[weights])
+    refuse(states, f"true with {option} (moments stay FP8; without it DeepSpeed wants CPU offload)", not on[states])
+    refuse(
+        "data_types.grad_accum_dtype",
+        f'"bf16" with {option} at zero_optimization.stage 1, where fp32 sums mean fp32 weights (BF16_Optimizer); or '
+        "stage 2 or 3",
+        stage == 1 and _get(config, "data_types", "grad_accum_dtype") in ("fp32", "float32", "float", "torch.float32"),
+    )
 
 
 def _get(config: Any, *keys: str) -> Any:

@@ -27,6 +27,7 @@ from .optim.native_load import check_native_loads
 from .optim.round_robin import relink
 from .optim.universal_load import enable_universal_load
 from .optim.zero import fuse_step
+from .optim.zero_master import check_master_weights, enable_remainders
 
 __all__ = ["check_same_on_all_ranks", "initialize"]
 
@@ -118,6 +119,8 @@ def initialize(
     if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
         relink(engine.optimizer)
     register(engine.optimizer)
+    check_master_weights(engine.optimizer)
+    enable_remainders(engine.optimizer)
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)
     if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):

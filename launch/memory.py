@@ -83,7 +83,7 @@ class MemoryReport:
         self._rows["gradients"] = _measure(gradients)
 
     def step_done(self) -> None:
-        """Measure what stays between steps."""
+        """Measure what stays between steps. Of master weights that share memory with parameters, the remainders."""
         optimizer = self._engine.optimizer
         self._rows["parameters"] = _measure(self._parameters())
         master = next(
@@ -95,9 +95,14 @@ class MemoryReport:
             )
             if hasattr(optimizer, name)
         )
-        self._rows["master weights"] = _measure(_tensors(master))
-        state = [t for t in _tensors(dict(optimizer.optimizer.state)) if t.numel() > 1]
-        self._rows["optimizer moments"] = sum(_storages(state).values()), self._rows["master weights"][1]
+        states = optimizer.optimizer.state.values()
+        low = [s["coat_p_low"] for s in states if "coat_p_low" in s]
+        weights = _storages(self._parameters())
+        own = [t for t in (*_tensors(master), *low) if t.untyped_storage().data_ptr() not in weights]
+        count = sum(t.numel() for t in _tensors(master))
+        self._rows["master weights"] = sum(_storages(own).values()), count
+        state = [t for s in states for k, t in s.items() if k != "coat_p_low" and isinstance(t, torch.Tensor)]
+        self._rows["optimizer moments"] = sum(_storages(t for t in state if t.numel() > 1).values()), count
 
     def table(self) -> str:
         """The table: bytes of this rank, elements they belong to, bytes an element (a token for activations)."""

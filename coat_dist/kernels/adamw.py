@@ -11,6 +11,10 @@ Against the definition: ``a`` and ``k`` differ by one step where what they round
 where both are equal, codes are equal except for values within about 2**-13 of the middle between two codes, which may
 take the neighbour. Parameters agree within 2**-22 of themselves and 4e-5 of the update's terms.
 
+With a remainder the parameter is a bfloat16 and its 16 low bits (``kernels/master.py``): 4 bytes read and written as of
+an fp32 one, and the same fp32 master weight, bit for bit. With a copy 2 bytes more are written, instead of a pass that
+would read 4 and write 2.
+
 Small tensors share a launch: ``kernels/table.py``.
 """
 
@@ -26,6 +30,7 @@ from ..reference.adamw import AdamWStep, AdamWTensors
 from ..reference.moments import Moment, MomentCodec
 from . import table
 from .approximations import reciprocal, square_root
+from .master import join, split
 from .moments import constants, decode, encode, mix
 
 __all__ = ["adamw_step", "adamw_steps"]
@@ -37,10 +42,11 @@ NUM_WARPS = 4
 
 @triton.jit
 def _update_tile(
-    first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, grad_factor, lr, rate, decay, weight_decay,
-    beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
+    first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, low, copy,
+    grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to ``first_row + ROWS``."""
     first = first_row * GROUP
@@ -57,7 +63,12 @@ def _update_tile(
     m_k += first_row
     v_k += first_row
 
-    p = tl.load(param + offset, mask=inside, other=0.0).to(tl.float32)
+    p = tl.load(param + offset, mask=inside, other=0.0)
+    if LOW:
+        low += first
+        p = join(p, tl.load(low + offset, mask=inside, other=0))
+    else:
+        p = p.to(tl.float32)
     g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
     m = decode(
         tl.load(m_q + offset, mask=in_tile, other=0),
@@ -86,20 +97,28 @@ def _update_tile(
     m = m * beta1 + g * rest1
     v = v * beta2 + g * g * rest2
     p = p * decay - rate * (m * reciprocal(square_root(v, FAST) * inverse_sqrt_bias2 + eps, FAST))
-    tl.store(param + offset, p.to(param.dtype.element_ty), mask=inside)
+    if COPY:
+        copy += first
+        tl.store(copy + offset, p.to(copy.dtype.element_ty), mask=inside)
+    if LOW:
+        upper, rest = split(p)
+        tl.store(param + offset, upper, mask=inside)
+        tl.store(low + offset, rest, mask=inside)
+    else:
+        tl.store(param + offset, p.to(param.dtype.element_ty), mask=inside)
 
     noise_m = 0.0
     noise_v = 0.0
-    if STOCHASTIC:  # a tile never straddles a multiple of 2**32: its size is a power of two
+    if STOCHASTIC_M or STOCHASTIC_V:  # a tile never straddles a multiple of 2**32: its size is a power of two
         key = mix((first >> 32).to(tl.uint32) ^ seed.to(tl.uint32))
         random = mix((first.to(tl.uint32) + offset.to(tl.uint32)) ^ key)
         noise_m = (random >> 16).to(tl.float32) * 0.0000152587890625
         noise_v = (random & 0xFFFF).to(tl.float32) * 0.0000152587890625
-    q, a, k = encode(m, noise_m, M, True, STOCHASTIC, FAST)
+    q, a, k = encode(m, noise_m, M, True, STOCHASTIC_M, FAST)
     tl.store(m_q + offset, q, mask=in_tile)
     tl.store(m_a + row, a, mask=in_row)
     tl.store(m_k + row, k, mask=in_row)
-    q, a, k = encode(v, noise_v, V, False, STOCHASTIC, FAST)
+    q, a, k = encode(v, noise_v, V, False, STOCHASTIC_V, FAST)
     tl.store(v_q + offset, q, mask=in_tile)
     tl.store(v_a + row, a, mask=in_row)
     tl.store(v_k + row, k, mask=in_row)
@@ -107,15 +126,17 @@ def _update_tile(
 
 @triton.jit(do_not_specialize=["seed"])
 def _adamw_kernel(
-    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, grad_factor, lr, rate, decay, weight_decay,
-    beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
+    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, low, copy,
+    grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     _update_tile(
         tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed,
-        grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC, FAST, M, V,
+        low, copy, grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1,
+        inverse_sqrt_bias2, GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST,
+        M, V,
     )  # fmt: skip
 
 
@@ -124,12 +145,13 @@ def _adamw_table_kernel(
     table, tensor_of_tile, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, FAST: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
-    PARAM: tl.constexpr, GRAD: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """The same for many tensors; ``kernels/table.py`` says what their table holds."""
     tile = tl.program_id(0)
-    row = table + tl.load(tensor_of_tile + tile) * 12
+    row = table + tl.load(tensor_of_tile + tile) * 14
     n = tl.multiple_of(tl.load(row + 8), 16)
     _update_tile(
         (tile - tl.load(row + 11)) * ROWS,
@@ -142,8 +164,10 @@ def _adamw_table_kernel(
         tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(tl.bfloat16)), 16),
         tl.multiple_of(tl.load(row + 7).to(tl.pointer_type(tl.uint8)), 16),
         n, tl.load(row + 9), tl.load(row + 10),
+        tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(tl.int16)), 16),
+        tl.multiple_of(tl.load(row + 13).to(tl.pointer_type(COPIED)), 16),
         grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC, FAST, M, V,
+        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST, M, V,
     )  # fmt: skip
 
 
@@ -159,9 +183,11 @@ def adamw_step(
     codec_v: MomentCodec,
     numbers: AdamWStep,
     seed: int | None = None,
+    low: torch.Tensor | None = None,
+    copy: torch.Tensor | None = None,
 ) -> None:
     """See :func:`coat_dist.reference.adamw.adamw_step`."""
-    adamw_steps([AdamWTensors(param, grad, m, v, seed)], codec_m, codec_v, numbers)
+    adamw_steps([AdamWTensors(param, grad, m, v, seed, low, copy)], codec_m, codec_v, numbers)
 
 
 def adamw_steps(
@@ -198,16 +224,24 @@ def adamw_steps(
     )
     kinds, single = table.sort(tensors)
     with torch.cuda.device_of(tensors[0].param):
-        for (param_dtype, grad_dtype, stochastic), many in kinds.items():
+        for kind, many in kinds.items():
             rows_of, tensor_of_tile = table.build(many, rows)
             _adamw_table_kernel[(len(tensor_of_tile),)](
-                rows_of, tensor_of_tile, *scalars, STOCHASTIC=stochastic, PARAM=_TYPES[param_dtype],
-                GRAD=_TYPES[grad_dtype], **options,
+                rows_of, tensor_of_tile, *scalars, **_stochastic(numbers, kind.stochastic), LOW=kind.low,
+                COPY=kind.copy is not None, PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad],
+                COPIED=_TYPES[kind.copy or kind.param], **options,
             )  # fmt: skip
-        for param, grad, m, v, seed in single:
+        for param, grad, m, v, seed, low, copy in single:
             groups = len(m.a)
             # the seed as int32, so that all seeds share one compiled kernel
             noise = 0 if seed is None else seed - ((seed >> 31) << 32)
             _adamw_kernel[(-(-groups // rows),)](
-                param, grad, *m, *v, param.numel(), groups, noise, *scalars, STOCHASTIC=seed is not None, **options
-            )
+                param, grad, *m, *v, param.numel(), groups, noise, param if low is None else low,
+                param if copy is None else copy, *scalars, **_stochastic(numbers, seed is not None),
+                LOW=low is not None, COPY=copy is not None, **options,
+            )  # fmt: skip
+
+
+def _stochastic(numbers: AdamWStep, seeded: bool) -> dict[str, bool]:
+    m, v = numbers.stochastic
+    return {"STOCHASTIC_M": seeded and m, "STOCHASTIC_V": seeded and v}

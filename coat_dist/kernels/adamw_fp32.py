@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..reference.adamw import AdamWStep, FP32Tensors
+from ..reference.master import join, split
 
 __all__ = ["adamw_fp32_steps"]
 
@@ -23,8 +24,17 @@ BATCH_ELEMENTS = 1 << 22
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     """See :func:`coat_dist.reference.adamw.adamw_fp32_steps`."""
     for batch in _batches(tensors):
-        params, grads, m, v = (list(column) for column in zip(*batch, strict=True))
-        _step(params, grads, m, v, numbers)
+        params, grads, m, v, low, copies = (list(column) for column in zip(*batch, strict=True))
+        master = _as_fp32(params) if low[0] is None else _join(params, low)
+        _step(master, grads, m, v, numbers)
+        if copies[0] is not None:
+            torch._foreach_copy_([copy.view(p.shape) for copy, p in zip(copies, params, strict=True)], master)
+        if low[0] is not None:
+            upper, rest = split(torch.cat([x.reshape(-1) for x in master]))
+            torch._foreach_copy_(low, list(rest.split([x.numel() for x in low])))
+            master = _unflatten(upper, params)
+        if master is not params:
+            torch._foreach_copy_(params, master)
 
 
 def _batches(tensors: Sequence[FP32Tensors]) -> Iterator[list[FP32Tensors]]:
@@ -32,7 +42,8 @@ def _batches(tensors: Sequence[FP32Tensors]) -> Iterator[list[FP32Tensors]]:
     kinds: dict[tuple, list[FP32Tensors]] = {}
     for one in tensors:
         if one.param.numel():
-            kinds.setdefault((one.param.dtype, one.grad.dtype), []).append(one)
+            copied = None if one.copy is None else one.copy.dtype
+            kinds.setdefault((one.param.dtype, one.grad.dtype, one.low is None, copied), []).append(one)
     for batch in kinds.values():
         first = elements = 0
         for i, one in enumerate(batch):
@@ -52,6 +63,15 @@ def _as_fp32(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
+def _join(params: list[torch.Tensor], low: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Master weights of bfloat16 parameters and their remainders."""
+    return _unflatten(join(torch.cat([x.reshape(-1) for x in params]), torch.cat(low)), params)
+
+
+def _unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.view(p.shape) for x, p in zip(flat.split([p.numel() for p in like]), like, strict=True)]
+
+
 def _step(
     params: list[torch.Tensor],
     grads: list[torch.Tensor],
@@ -59,6 +79,7 @@ def _step(
     v: list[torch.Tensor],
     numbers: AdamWStep,
 ) -> None:
+    """Update fp32 parameters and moments; gradients of any type."""
     g = _as_fp32(grads)
     if numbers.grad_factor is not None:
         g = list(torch._foreach_mul(g, numbers.grad_factor))
@@ -74,8 +95,5 @@ def _step(
     update = torch._foreach_mul(m, numbers.inverse_bias1)
     torch._foreach_div_(update, divisor)
     torch._foreach_mul_(update, numbers.lr)
-    p = _as_fp32(params)
-    torch._foreach_mul_(p, 1.0 - numbers.lr * numbers.weight_decay)
-    torch._foreach_sub_(p, update)
-    if p is not params:
-        torch._foreach_copy_(params, p)
+    torch._foreach_mul_(params, 1.0 - numbers.lr * numbers.weight_decay)
+    torch._foreach_sub_(params, update)

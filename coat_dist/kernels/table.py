@@ -4,11 +4,11 @@ A launch costs some 45 us of host time (H200, Triton 3.6), which is what a matri
 A model of small matrices would wait for the host most of the time. The kernel takes one program a tile as ever; a tile
 looks up its tensor, and the tensor its addresses::
 
-    table           int64 [tensors, 12]: param, grad, m.q, m.a, m.k, v.q, v.a, v.k, n, groups, seed, first tile
+    table           int64 [tensors, 14]: param, grad, m.q, m.a, m.k, v.q, v.a, v.k, n, groups, seed, first tile,
+                    low, copy (0 where there is none)
     tensor_of_tile  int32 [tiles]
 
-On a GPU this is off unless COAT_SHARED_LAUNCH=1: it gives the same bytes as separate launches in the interpreter, and
-compiles for sm_90, but has not been run on a GPU yet.
+Tensors get the same bytes from it as from launches of their own (tested in the interpreter and on an H200).
 
 Tables stay on the device as long as addresses repeat, as they do where gradients are kept or reallocated in the same
 order; otherwise some 100 bytes a tensor and 4 a tile travel from pinned memory, without waiting for the device.
@@ -16,9 +16,9 @@ order; otherwise some 100 bytes a tensor and 4 a tile travel from pinned memory,
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -32,25 +32,36 @@ ALIGNMENT = 16
 """Bytes and elements: the kernel uses 16-byte accesses throughout, which other tensors cannot have."""
 _KEPT = 8
 
-Kind = tuple[torch.dtype, torch.dtype, bool]
+
+class Kind(NamedTuple):
+    """What tensors of one launch have in common, as it is compiled in."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    stochastic: bool
+    low: bool
+    copy: torch.dtype | None
+
+
 Member = tuple[list[int], AdamWTensors]
 _tables: OrderedDict[tuple, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
 
 def sort(tensors: Iterable[AdamWTensors]) -> tuple[dict[Kind, list[Member]], list[AdamWTensors]]:
-    """Those that share a launch, with their addresses, by dtypes and rounding; and the others. No empty ones."""
+    """Those that share a launch, with their addresses, by kind; and the others. No empty ones."""
     kinds: dict[Kind, list[Member]] = {}
     single = []
-    trusted = os.environ.get("COAT_SHARED_LAUNCH") == "1"
     for one in tensors:
-        param, grad, m, v, seed = one
+        param, grad, m, v, seed, low, copy = one
         n = param.numel()
         if n == 0:
             continue
-        if n <= LIMIT and n % ALIGNMENT == 0 and (trusted or not param.is_cuda):
-            addresses = [t.data_ptr() for t in (param, grad, *m, *v)]
+        if n <= LIMIT and n % ALIGNMENT == 0:
+            addresses = [0 if t is None else t.data_ptr() for t in (param, grad, *m, *v, low, copy)]
             if not any(address % ALIGNMENT for address in addresses):
-                kinds.setdefault((param.dtype, grad.dtype, seed is not None), []).append((addresses, one))
+                copied = None if copy is None else copy.dtype
+                kind = Kind(param.dtype, grad.dtype, seed is not None, low is not None, copied)
+                kinds.setdefault(kind, []).append((addresses, one))
                 continue
         single.append(one)
     for kind in [k for k, many in kinds.items() if len(many) == 1]:
@@ -69,7 +80,7 @@ def build(many: list[Member], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     table, tiles, first = [], [], 0
     for addresses, one in many:
         groups = len(one.m.a)
-        table.append([*addresses, one.param.numel(), groups, one.seed or 0, first])
+        table.append([*addresses[:8], one.param.numel(), groups, one.seed or 0, first, *addresses[8:]])
         tiles.append(-(-groups // rows))
         first += tiles[-1]
     owner = torch.repeat_interleave(torch.arange(len(tiles), dtype=torch.int32), torch.tensor(tiles))

@@ -5,6 +5,6 @@ There is no kernel: a step decodes and encodes inside its own kernel, so these r
 
 from __future__ import annotations
 
-from ..reference.moments import Moment, MomentCodec, decode, encode
+from ..reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec, decode, encode
 
-__all__ = ["Moment", "MomentCodec", "decode", "encode"]
+__all__ = ["FIRST_MOMENT_FORMATS", "SECOND_MOMENT_FORMATS", "Moment", "MomentCodec", "decode", "encode"]

@@ -1,18 +1,28 @@
-"""Moments of single parameters of a model under ZeRO, whole and in fp32, whatever the optimizer stores."""
+"""Moments and master weights of single parameters of a model under ZeRO, whole and in fp32, however they are stored."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..ops.master import split
 from .checkpoint import read_moment, write_moment
+from .master import read_master, write_master
 from .partitions import Fragment, Partition, base_optimizer, members, partitions
 from .state import new_state
 
-__all__ = ["fragment_of", "register", "safe_get_full_moment", "safe_set_full_moment"]
+__all__ = [
+    "fragment_of",
+    "get_full_master",
+    "register",
+    "safe_get_full_moment",
+    "safe_set_full_moment",
+    "set_full_master",
+]
 
 _WHICH = ("first", "second")
 # Not an attribute of parameters, as DeepSpeed would do it: those are copied and pickled along with them.
@@ -42,18 +52,12 @@ def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
     Raises:
         ValueError: names the argument, what was given and what is accepted.
     """
-    zero, group, shape = _find(param, which)
-    full = torch.zeros(shape.numel(), dtype=torch.float32)
-    found = fragment_of(zero, param)
-    if found is not None:
-        part, f = found
-        full = full.to(part.flat.device)
-        state = zero.optimizer.state.get(part.flat) or {}
-        if "step" in state and f.numel:
-            full[f.first : f.first + f.numel] = read_moment(state, part.group, _WHICH.index(which), f.start, f.numel)
-    full = full.to(_device(zero))
-    dist.all_reduce(full, group=group)
-    return full.view(shape)
+    index = _index(which)
+
+    def read(part: Partition, state: dict[str, Any], f: Fragment) -> torch.Tensor | None:
+        return read_moment(state, part.group, index, f.start, f.numel) if "step" in state else None
+
+    return _assemble(param, read)
 
 
 def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: str) -> None:
@@ -69,7 +73,8 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
     Raises:
         ValueError: names the argument, what was given and what is accepted. Nothing has been changed then.
     """
-    zero, _, shape = _find(param, which)
+    index = _index(which)
+    zero, _, shape = _find(param)
     if value.shape != shape or not value.is_floating_point():
         raise ValueError(
             f"value: got {value.dtype} {list(value.shape)}, accepted: floating point {list(shape)}, as the parameter"
@@ -83,21 +88,77 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
     if found is None or not found[1].numel:
         return
     part, f = found
-    optimizer = zero.optimizer
-    state = optimizer.state.get(part.flat) or {}
-    if "step" not in state:
-        state = new_state(part.flat, part.group)
-        optimizer.state[part.flat].update(state)
-        state = optimizer.state[part.flat]
+    state = _state(zero, part)
     values = value.detach().reshape(-1)[f.first : f.first + f.numel].to(part.flat.device, torch.float32)
     # In place: DeepSpeed's own accessors may point at fp32 moments.
-    write_moment(state, part.group, _WHICH.index(which), f.start, values)
+    write_moment(state, part.group, index, f.start, values)
 
 
-def _find(param: Any, which: str) -> tuple[Any, dist.ProcessGroup, torch.Size]:
-    """ZeRO optimizer, data-parallel group and full shape of a parameter."""
+def get_full_master(param: torch.nn.Parameter) -> torch.Tensor:
+    """Master weight of a parameter, fp32, of its full shape, to the bit; collective over data-parallel ranks.
+
+    DeepSpeed's ``safe_get_full_fp32_param`` calls this where states have remainders (``optim/zero_master.py``).
+    """
+
+    def read(part: Partition, state: dict[str, Any], f: Fragment) -> torch.Tensor:
+        return read_master(part.flat, state, f.start, f.numel)
+
+    return _assemble(param, read)
+
+
+@torch.no_grad()
+def set_full_master(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace a master weight, and with it the weight; call it on every rank with the same value, of the full size.
+
+    Raises:
+        ValueError: the value has another number of elements or no floating point. Nothing has been changed then.
+    """
+    zero, _, shape = _find(param)
+    if value.numel() != shape.numel() or not value.is_floating_point():
+        raise ValueError(
+            f"value: got {value.dtype} {list(value.shape)}, accepted: floating point {list(shape)}, as the parameter"
+        )
+    whole = value.detach().reshape(-1).to(_device(zero), torch.float32)
+    found = fragment_of(zero, param)
+    if found is not None and found[1].numel:
+        part, f = found
+        write_master(part.flat, _state(zero, part), f.start, whole[f.first : f.first + f.numel])
+    if param.numel() == shape.numel():  # not a ZeRO-3 parameter that is in pieces now: its pieces have been written
+        param.data.copy_(split(whole)[0].view(shape))
+
+
+def _index(which: str) -> int:
     if which not in _WHICH:
         raise ValueError(f"which: got {which!r}, accepted: 'first' or 'second'")
+    return _WHICH.index(which)
+
+
+def _assemble(
+    param: torch.nn.Parameter, read: Callable[[Partition, dict[str, Any], Fragment], torch.Tensor | None]
+) -> torch.Tensor:
+    """A whole fp32 tensor from what ``read`` finds of it on each rank; zeros where that is None."""
+    zero, group, shape = _find(param)
+    full = torch.zeros(shape.numel(), dtype=torch.float32, device=_device(zero))
+    found = fragment_of(zero, param)
+    if found is not None and found[1].numel:
+        part, f = found
+        values = read(part, zero.optimizer.state.get(part.flat) or {}, f)
+        if values is not None:
+            full[f.first : f.first + f.numel] = values
+    dist.all_reduce(full.view(torch.int32), group=group)  # as integers, minus zero stays what it is
+    return full.view(shape)
+
+
+def _state(zero: Any, part: Partition) -> dict[str, Any]:
+    """The state of a partition, created where there is none yet."""
+    states = zero.optimizer.state
+    if "step" not in (states.get(part.flat) or {}):
+        states[part.flat].update(new_state(part.flat, part.group))
+    return states[part.flat]
+
+
+def _find(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
+    """ZeRO optimizer, data-parallel group and full shape of a parameter."""
     zero = next((z for z in _optimizers if any(p is param for params in members(z) for p in params)), None)
     if zero is None:
         shape = list(getattr(param, "ds_shape", getattr(param, "shape", [])))

@@ -1,15 +1,28 @@
-"""AdamW with moments in FP8: 2.05 bytes a parameter instead of 8."""
+"""AdamW with moments in 8 bits: 2.05 bytes a parameter instead of 8."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..ops.adamw import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
 from .sharded import local, local_grad
-from .state import DTYPES, STORED, check_group, check_state, codecs, moment, new_state
+from .state import (
+    DTYPES,
+    STORED,
+    check_group,
+    check_master,
+    check_state,
+    codecs,
+    has_remainder,
+    moment,
+    new_state,
+    stochastic,
+)
+from .state import remainder as low_half
 from .state_dict import check_and_box, gather, unbox
 from .zero import declare_to_zero
 
@@ -23,6 +36,14 @@ class CoatAdamW(torch.optim.Optimizer):
     nothing of DeepSpeed's sharding: what ZeRO hands it, a flat fp32 slice, is a parameter like any other. Of a DTensor
     (FSDP2) each rank updates its shard.
 
+    **Master weights.** By default the parameter is the master weight: fp32 under ZeRO, and what a 16-bit parameter
+    cannot hold of an update is lost. With ``master_weights="bf16_remainder"`` a bfloat16 parameter is the upper half of
+    an fp32 master weight whose lower half is part of the state: training goes as with an fp32 parameter, bit for bit
+    (given the same gradients), in 4 bytes for master weight and bfloat16 weight together. The parameter is the master
+    weight rounded to nearest, half-way cases away from zero (``reference/master.py``). A parameter that is written
+    between steps stays what was written: its old remainder moves the master weight by at most half a bfloat16 step.
+    :func:`coat_dist.optim.set_master` writes both halves.
+
     Every argument is also a key of parameter groups, where it overrides the default given here. A group has one key
     more: ``"moments": "fp8"`` (default) or ``"fp32"``, for small tensors; :func:`coat_dist.optim.param_groups` sets it.
 
@@ -33,13 +54,15 @@ class CoatAdamW(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
-        first_moment, second_moment: "e4m3" or "e5m2".
-        expand: dynamic range expansion.
+        first_moment, second_moment: "e4m3" or "e5m2"; the first also "int8", the second "log8".
+        expand: dynamic range expansion. False is refused with "log8".
         group_size: elements that share one amax and exponent: 64, 128 or 256.
-        stochastic_rounding: round codes stochastically instead of to nearest. The noise depends on the order in which
-            parameters got their state, the step and the element, so runs are reproducible and resume exactly.
-            Needed with ``betas[1]`` above about 0.98: rounding to nearest drops changes of the second moment that are
-            smaller than half a code step, and the moment drifts (docs/numerics.md).
+        stochastic_rounding: round codes stochastically instead of to nearest: those of both moments (True), of none
+            (False), or those of the second moment while ``betas[1]`` is above 0.98 ("auto"). There rounding to nearest
+            drops changes of the second moment that are smaller than half a code step, and the moment drifts
+            (docs/numerics.md). The noise depends on the order in which parameters got their state, the step and the
+            element, so runs are reproducible and resume exactly.
+        master_weights: "parameter" or "bf16_remainder".
 
     Raises:
         ValueError, TypeError: names the option, what was given and what is accepted.
@@ -61,7 +84,8 @@ class CoatAdamW(torch.optim.Optimizer):
         second_moment: str = "e4m3",
         expand: bool = True,
         group_size: int = 128,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | str = "auto",
+        master_weights: str = "parameter",
     ) -> None:
         super().__init__(
             params,
@@ -77,6 +101,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 expand=expand,
                 group_size=group_size,
                 stochastic_rounding=stochastic_rounding,
+                master_weights=master_weights,
             ),
         )
         declare_to_zero(type(self))
@@ -84,6 +109,10 @@ class CoatAdamW(torch.optim.Optimizer):
     grad_factor: torch.Tensor | None = None
     """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the same pass; None = 1.
     For whoever unscales and clips: a gradient norm gives the factor, and nobody has to write gradients back."""
+
+    copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
+    """Contiguous bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of its
+    parameter, rounded to nearest even, in the same pass. Not for DTensors."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options it does not give take their defaults."""
@@ -98,7 +127,7 @@ class CoatAdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient. Returns what ``closure`` (run first, with gradients) returns.
 
         Raises:
-            TypeError: a gradient is sparse, complex or float64.
+            TypeError: a gradient is sparse, complex or float64; a parameter with a remainder is not bfloat16.
             ValueError: a parameter's state is of another kind than its group says.
                 No parameter has been changed in either case.
         """
@@ -115,15 +144,21 @@ class CoatAdamW(torch.optim.Optimizer):
                         f"CoatAdamW: got a {grad.layout} {grad.dtype} gradient for a parameter of shape "
                         f"{tuple(p.shape)}, accepted: dense float32, bfloat16 or float16"
                     )
+                check_master(p, group)
                 state = self.state[p]
-                if "step" in state and stored not in state:  # something else put it there
+                if "step" in state and (stored not in state or has_remainder(group) != ("coat_p_low" in state)):
+                    # something else put it there
                     check_state(state, p, group, f"CoatAdamW: state of a parameter of shape {tuple(p.shape)}")
         for group, pairs in zip(self.param_groups, todo, strict=True):
             self._step_group(group, pairs)
         return loss
 
     def _step_group(self, group: Mapping[str, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        stochastic, fp8 = group["stochastic_rounding"], group["moments"] == "fp8"
+        fp8 = group["moments"] == "fp8"
+        noisy = any(stochastic(group))
+        # From the first step on, even while "auto" rounds to nearest: keys of a state must not depend on the betas.
+        seeded = fp8 and group["stochastic_rounding"] is not False
+        seeds: int | None = None
         # Parameters of a group may differ in the steps they have taken, and in their device.
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
@@ -131,17 +166,23 @@ class CoatAdamW(torch.optim.Optimizer):
             state = self.state[p]
             if "step" not in state:  # DeepSpeed may have put an empty dict there
                 state.update(new_state(p, group))
-            if stochastic and "coat_seed" not in state:
-                state["coat_seed"] = sum("coat_seed" in s for s in self.state.values())
+            if seeded and "coat_seed" not in state:
+                if seeds is None:
+                    seeds = sum("coat_seed" in other for other in self.state.values())
+                state["coat_seed"] = seeds
+                seeds += 1
             state["step"] += 1
             key = state["step"], p.device
+            copy = self.copies.get(p)
             grad, p = local_grad(p, grad), local(p)
+            low = low_half(state, p.numel())
             if not fp8:
                 moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
-                plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments))
+                plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments, low, copy))
                 continue
-            seed = _seed(state["coat_seed"], state["step"]) if stochastic else None
-            one = AdamWTensors(p.reshape(-1), grad.reshape(-1), moment(state, "m"), moment(state, "v"), seed)
+            seed = _seed(state["coat_seed"], state["step"]) if noisy else None
+            flat, g = p.reshape(-1), grad.reshape(-1)
+            one = AdamWTensors(flat, g, moment(state, "m"), moment(state, "v"), seed, low, copy)
             if p.is_contiguous() and grad.is_contiguous():
                 compressed.setdefault(key, []).append(one)
             else:  # these are copies: not to be held for all parameters at once
@@ -190,7 +231,17 @@ def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_fac
     if isinstance(lr, torch.Tensor):
         lr = lr.reshape(()) if lr.is_cuda and lr.device == device else float(lr)
     beta1, beta2 = group["betas"]
-    return AdamWStep(lr, beta1, beta2, group["eps"], group["weight_decay"], step, group["maximize"], grad_factor)
+    return AdamWStep(
+        lr,
+        beta1,
+        beta2,
+        group["eps"],
+        group["weight_decay"],
+        step,
+        group["maximize"],
+        grad_factor,
+        stochastic(group),
+    )
 
 
 def _seed(ordinal: int, step: int) -> int:

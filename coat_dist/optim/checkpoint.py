@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ..ops.master import split
 from ..ops.moments import decode, encode
 from ..reference.moments import Moment
 from .sharded import like, local
-from .state import check_state, codecs, moment, pack
+from .state import check_state, codecs, has_remainder, moment, new_remainder, pack, remainder
 
 __all__ = ["export_moments", "import_moments", "read_moment", "write_moment"]
 
@@ -44,7 +45,12 @@ def export_moments(
 
 
 def import_moments(
-    param: torch.Tensor, group: Mapping[str, Any], exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: int
+    param: torch.Tensor,
+    group: Mapping[str, Any],
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: int,
+    master: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """The state that stores the given moments as ``group`` says, rounded to nearest, on the parameter's device.
 
@@ -55,11 +61,18 @@ def import_moments(
         exp_avg, exp_avg_sq: moments, of the parameter's number of elements; floating point. Of a DTensor, DTensors
             distributed as it is.
         step: steps taken so far.
+        master: with ``master_weights="bf16_remainder"``, the fp32 master weight, whose lower half goes into the state;
+            the upper half is the parameter, which is not changed. None: the parameter itself.
 
     Raises:
-        ValueError: the sizes differ, or ``exp_avg_sq`` has negative elements.
+        ValueError: the sizes differ, ``exp_avg_sq`` has negative elements, or ``master`` is given without a place for
+            it.
     """
-    for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+    if master is not None and not has_remainder(group):
+        raise ValueError("import_moments master: got a tensor, accepted: None, or master_weights='bf16_remainder'")
+    for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master", master)):
+        if value is None:
+            continue
         if value.numel() != param.numel() or not value.is_floating_point():
             raise ValueError(
                 f"import_moments {name}: got {value.dtype} {list(value.shape)}, accepted: floating point, "
@@ -67,15 +80,18 @@ def import_moments(
             )
     if local(exp_avg_sq).numel() and local(exp_avg_sq).min() < 0:
         raise ValueError("import_moments exp_avg_sq: got negative elements, accepted: squares")
-    step = int(step)
+    step, low = int(step), new_remainder(param, group)
+    if master is not None:
+        _, lower = split(local(master.detach()).reshape(-1).to(param.device, torch.float32))
+        remainder(low, lower.numel()).copy_(lower)  # type: ignore[union-attr]
     if group["moments"] == "fp32":
         m, v = (x.detach().to(param.device, torch.float32, copy=True).view(param.shape) for x in (exp_avg, exp_avg_sq))
-        return {"step": step, "exp_avg": m, "exp_avg_sq": v}
+        return {"step": step, "exp_avg": m, "exp_avg_sq": v, **low}
     encoded = [
         encode(local(x.detach()).to(param.device), codec)
         for x, codec in zip((exp_avg, exp_avg_sq), codecs(group), strict=True)
     ]
-    return pack(encoded[0], encoded[1], step)
+    return {**pack(encoded[0], encoded[1], step), **low}
 
 
 def read_moment(state: Mapping[str, Any], group: Mapping[str, Any], which: int, start: int, numel: int) -> torch.Tensor:

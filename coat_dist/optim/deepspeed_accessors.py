@@ -9,14 +9,16 @@ rank.
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .accessors import fragment_of, safe_get_full_moment, safe_set_full_moment
 from .checkpoint import read_moment, write_moment
-from .partitions import members
+from .partitions import Fragment, Partition, members
 from .state import new_state
 
 __all__ = ["answer_deepspeeds_accessors"]
@@ -34,8 +36,9 @@ def answer_deepspeeds_accessors(zero: Any) -> None:
     def link_and_answer() -> None:  # loading links parameters anew
         link()
         for param in (p for params in members(zero) for p in params):
-            param.get_full_hp_param = types.MethodType(_get_full, param)
-            param.set_full_hp_param = types.MethodType(_set_full, param)
+            master = param.get_full_hp_param, param.set_full_hp_param  # DeepSpeed's, or those of zero_master.py
+            param.get_full_hp_param = types.MethodType(functools.partial(_get_full, master[0]), param)
+            param.set_full_hp_param = types.MethodType(functools.partial(_set_full, master[1]), param)
 
     zero._link_all_hp_params = link_and_answer
     link_and_answer()
@@ -47,21 +50,25 @@ def _which(key: str) -> str:
     return _KEYS[key]
 
 
-def _get_full(param: Any, optim_state_key: str | None = None) -> torch.Tensor:
-    from deepspeed.utils import get_full_hp_param
-
+def _get_full(master: Callable[[], torch.Tensor], param: Any, optim_state_key: str | None = None) -> torch.Tensor:
     if optim_state_key is None:
-        return get_full_hp_param(param)
+        return master()
     return safe_get_full_moment(param, _which(optim_state_key))
 
 
-def _set_full(param: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-    from deepspeed.utils import set_full_hp_param
-
+def _set_full(
+    master: Callable[[torch.Tensor], None], param: Any, value: torch.Tensor, optim_state_key: str | None = None
+) -> None:
     if optim_state_key is None:
-        set_full_hp_param(param, value)
+        master(value)
     else:
         safe_set_full_moment(param, value, _which(optim_state_key))
+
+
+def _local(zero: Any, param: Any) -> tuple[Partition, Fragment]:
+    found = fragment_of(zero, param)
+    assert found is not None, "at stage 3 every rank has a part of every parameter"
+    return found
 
 
 def _answer_stage3(zero: Any) -> None:
@@ -83,7 +90,7 @@ def _answer_stage3(zero: Any) -> None:
         if optim_state_key is None:
             return get_local(param)
         index = ("first", "second").index(_which(optim_state_key))
-        part, f = fragment_of(zero, param)
+        part, f = _local(zero, param)
         state = zero.optimizer.state.get(part.flat) or {}
         local = torch.zeros(param.ds_tensor.ds_numel, device=part.flat.device)  # padded, as DeepSpeed gives it
         if "step" in state and f.numel:
@@ -95,7 +102,7 @@ def _answer_stage3(zero: Any) -> None:
             set_local(value, param)
             return
         index = ("first", "second").index(_which(optim_state_key))
-        part, f = fragment_of(zero, param)
+        part, f = _local(zero, param)
         if value.numel() != param.ds_tensor.ds_numel or not value.is_floating_point():
             raise ValueError(
                 f"value: got {value.dtype} {list(value.shape)}, accepted: floating point, {param.ds_tensor.ds_numel} "

@@ -76,7 +76,7 @@ def _layout(param: torch.Tensor, group_size: int) -> tuple[list[int], list, int]
 
 
 def to_global(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The FP8 state of a DTensor parameter as a checkpoint holds it. Shares memory where a shard is of full size."""
+    """The state of a DTensor parameter as a checkpoint holds it. Shares memory where a shard is of full size."""
     shards, placements, groups = _layout(param, group["group_size"])
     result = dict(state)
     for key, value in state.items():
@@ -96,18 +96,19 @@ def from_global(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
     Raises:
         ValueError: names ``what``, the key, and how the state and the parameter are sharded.
     """
-    fp8, distributed, result = group["moments"] == "fp8", is_dtensor(param), dict(saved)
+    distributed, result = is_dtensor(param), dict(saved)
     for key, value in saved.items():
         if not isinstance(value, torch.Tensor):
             continue
         found = (list(value.shape), list(value.placements)) if is_dtensor(value) else None  # type: ignore[attr-defined]
         if not distributed:
             wanted = None
-        elif not fp8 or not key.startswith("coat_"):
+        elif not key.startswith("coat_"):
             wanted = (list(param.shape), list(param.placements))  # type: ignore[attr-defined]
         else:
             shards, placements, groups = _layout(param, group["group_size"])
-            wanted = (shards + [groups] + ([group["group_size"]] if key.endswith("_q") else []), placements)
+            row = {"q": [group["group_size"]], "low": [2 * group["group_size"]]}.get(key.split("_")[-1], [])
+            wanted = (shards + [groups] + row, placements)
         if found != wanted:
             given, accepted = (
                 "a tensor that is not distributed" if x is None else f"a DTensor {x[0]} {tuple(x[1])}"
@@ -117,8 +118,8 @@ def from_global(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
                 f"{what}, {key}: got {given}, accepted: {accepted}, as the parameter is sharded now; save and load "
                 "under coat_dist.optim.fp32_state_dict(optimizer) to change the sharding"
             )
-        if distributed and fp8:
+        if distributed and key.startswith("coat_"):
             held = -(-local(param).numel() // group["group_size"])
             tensor = local(value)
-            result[key] = tensor.view(tensor.shape[len(shards) :])[:held] if key.startswith("coat_") else tensor
+            result[key] = tensor.view(tensor.shape[len(shards) :])[:held]
     return result

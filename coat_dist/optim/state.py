@@ -7,18 +7,23 @@ key                         type                                 content
 ==========================  ===================================  ========================================
 ``coat_m_q``, ``coat_v_q``  uint8 [groups, group_size]           codes
 ``coat_m_a``, ``coat_v_a``  bfloat16 [groups]                    amax, rounded up
-``coat_m_k``, ``coat_v_k``  uint8 [groups]                       exponent, in steps of 1/16
+``coat_m_k``, ``coat_v_k``  uint8 [groups]                       spacing of the codes
 ``step``                    int                                  steps taken
-``coat_seed``               int                                  only with stochastic rounding
+``coat_seed``               int                                  unless stochastic rounding is off
 ==========================  ===================================  ========================================
 
 With ``"moments": "fp32"``: ``exp_avg``, ``exp_avg_sq`` fp32 of the parameter's shape, ``step``.
 
-Of a DTensor parameter (FSDP2), n counts the elements of this rank's shard and the tensors of the first kind are plain;
+With ``"master_weights": "bf16_remainder"`` in either case one tensor more, ``coat_p_low``: int16 [groups, group_size],
+held as uint8 [groups, 2 * group_size] because neither NCCL nor gloo sends int16. It is the 16 bits that a bfloat16
+parameter lacks to be its fp32 master weight (``reference/master.py``); zeros before the first step, when the parameter
+is its own master weight.
+
+Of a DTensor parameter (FSDP2), n counts the elements of this rank's shard and tensors named ``coat_`` are plain;
 ``exp_avg`` and ``exp_avg_sq`` are DTensors like the parameter. State dicts hold DTensors only: ``optim/sharded.py``.
 
-Codes are two-dimensional and under private keys on purpose: DeepSpeed takes any state tensor of the parameter's shape
-for an fp32 moment and would hand out or convert raw codes without a word.
+Codes and remainders are two-dimensional and under private keys on purpose: DeepSpeed takes any state tensor of the
+parameter's shape for an fp32 moment and would hand out or convert raw codes without a word.
 """
 
 from __future__ import annotations
@@ -29,16 +34,34 @@ from typing import Any
 
 import torch
 
-from ..ops.moments import Moment, MomentCodec
+from ..ops.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
 from .sharded import local, refusal
 
-__all__ = ["DTYPES", "LAYOUT_KEYS", "STORED", "check_group", "check_state", "codecs", "moment", "new_state", "pack"]
+__all__ = [
+    "AUTO_BETA2",
+    "DTYPES",
+    "LAYOUT_KEYS",
+    "STORED",
+    "check_group",
+    "check_master",
+    "check_state",
+    "codecs",
+    "has_remainder",
+    "moment",
+    "new_remainder",
+    "new_state",
+    "pack",
+    "remainder",
+    "stochastic",
+]
 
-LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size")
+LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size", "master_weights")
 """Keys of a parameter group that say how its state is stored."""
 STORED = {"fp8": "coat_m_q", "fp32": "exp_avg"}
 """A key that only a state of this kind has."""
 GROUP_SIZES = (64, 128, 256)
+AUTO_BETA2 = 0.98
+"""beta2 above which ``"stochastic_rounding": "auto"`` rounds the second moment stochastically (docs/numerics.md)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
@@ -53,9 +76,34 @@ def codecs(group: Mapping[str, Any]) -> tuple[MomentCodec, MomentCodec]:
     return _codecs(group["first_moment"], group["second_moment"], group["expand"], group["group_size"])
 
 
+def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a parameter group's first and second moment are rounded stochastically at its present betas."""
+    option = group["stochastic_rounding"]
+    return (False, group["betas"][1] > AUTO_BETA2) if option == "auto" else (option, option)
+
+
 def moment(state: Mapping[str, Any], which: str) -> Moment:
     """Moment ``which`` ("m" or "v") of a state with FP8 moments."""
     return Moment(state[f"coat_{which}_q"], state[f"coat_{which}_a"], state[f"coat_{which}_k"])
+
+
+def has_remainder(group: Mapping[str, Any]) -> bool:
+    """Whether states of a parameter group hold the lower halves of master weights."""
+    return group.get("master_weights") == "bf16_remainder"
+
+
+def new_remainder(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What makes a parameter its own master weight; nothing where states have no remainder."""
+    if not has_remainder(group):
+        return {}
+    n, size = local(param).numel(), group["group_size"]
+    return {"coat_p_low": torch.zeros(-(-n // size), 2 * size, dtype=torch.uint8, device=param.device)}
+
+
+def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
+    """The lower halves of n master weights: int16 [n], sharing memory with the state; None where it has none."""
+    low = state.get("coat_p_low")
+    return None if low is None else low.view(torch.int16).view(-1)[:n]
 
 
 def pack(m: Moment, v: Moment, step: int) -> dict[str, Any]:
@@ -69,15 +117,15 @@ def pack(m: Moment, v: Moment, step: int) -> dict[str, Any]:
 
 
 def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The state before the first step: zero moments on the parameter's device."""
+    """The state before the first step, on the parameter's device: zero moments, and the parameter as master weight."""
     if reason := refusal(param):  # wrapped by FSDP1 after the optimizer was built
         raise TypeError(f"CoatAdamW params: got {reason}")
+    low = new_remainder(param, group)
     if group["moments"] == "fp32":
         zeros = [torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for _ in range(2)]
-        return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
-    n = local(param).numel()
-    m, v = (codec.zeros(n, param.device) for codec in codecs(group))
-    return pack(m, v, 0)
+        return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1], **low}
+    m, v = (codec.zeros(local(param).numel(), param.device) for codec in codecs(group))
+    return {**pack(m, v, 0), **low}
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -108,11 +156,20 @@ def check_group(group: Mapping[str, Any]) -> None:
     )
     for key in ("eps", "weight_decay"):
         require(key, "a number >= 0", number(group[key]))
-    for key in ("maximize", "expand", "stochastic_rounding"):
+    for key in ("maximize", "expand"):
         require(key, "True or False", isinstance(group[key], bool))
-    for key in ("first_moment", "second_moment"):
-        require(key, "'e4m3' or 'e5m2'", group[key] in ("e4m3", "e5m2"))
+    rounding = group["stochastic_rounding"]
+    require("stochastic_rounding", "True, False or 'auto'", isinstance(rounding, bool) or rounding == "auto")
+    for key, formats in (("first_moment", FIRST_MOMENT_FORMATS), ("second_moment", SECOND_MOMENT_FORMATS)):
+        require(key, ", ".join(map(repr, formats)), group[key] in formats)
+    require(
+        "expand",
+        "True with second_moment='log8', whose codes always span a group's range",
+        group["expand"] or group["second_moment"] != "log8",
+    )
     require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
+    accepted = ("parameter", "bf16_remainder")
+    require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in accepted)
     require("group_size", ", ".join(map(str, GROUP_SIZES)), group["group_size"] in GROUP_SIZES)
     for key in _UNSUPPORTED:
         if group.get(key):
@@ -127,6 +184,18 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
         if isinstance(p, torch.Tensor) and (reason := refusal(p)):
             raise TypeError(f"CoatAdamW params: got {reason}")
+        if isinstance(p, torch.Tensor):
+            check_master(p, group)
+
+
+def check_master(param: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """Raise TypeError where a parameter cannot be the upper half of its master weight, as its group says it is."""
+    if has_remainder(group) and param.dtype != torch.bfloat16:
+        raise TypeError(
+            f"CoatAdamW master_weights: got 'bf16_remainder' for a {param.dtype} parameter of shape "
+            f"{tuple(param.shape)}, accepted: bfloat16 parameters, or master_weights='parameter'; DeepSpeed hands over "
+            'bfloat16 with "bf16": {"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}'
+        )
 
 
 def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str) -> None:
@@ -135,14 +204,16 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
     Raises:
         ValueError: names ``what``, the key at fault, and what to do.
     """
-    shape = param.shape if group["moments"] == "fp32" else local(param).shape
-    expected = new_state(torch.empty(shape, device="meta"), group)
+    expected = new_state(torch.empty(local(param).shape, device="meta"), group)
+    if group["moments"] == "fp32":  # of a DTensor's whole shape
+        expected |= new_state(torch.empty(param.shape, device="meta"), {**group, "master_weights": "parameter"})
     found = set(saved) - {"coat_seed"}
     if found != set(expected):
         raise ValueError(
-            f"{what}: got {', '.join(sorted(found))}, accepted with moments={group['moments']!r}: "
-            f"{', '.join(sorted(expected))}. Moments of another optimizer or setting are converted with "
-            "coat_dist.optim.export_moments and import_moments; to start with empty ones, do not load optimizer states"
+            f"{what}: got {', '.join(sorted(found))}, accepted with moments={group['moments']!r}, "
+            f"master_weights={group.get('master_weights', 'parameter')!r}: {', '.join(sorted(expected))}. Moments of "
+            "another optimizer or setting are converted with coat_dist.optim.export_moments and import_moments; to "
+            "start with empty ones, do not load optimizer states"
         )
     for key, wanted in expected.items():
         value = saved[key]

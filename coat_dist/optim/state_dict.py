@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from .checkpoint import export_moments, import_moments
+from .master import export_master
 from .sharded import from_global, is_dtensor, to_global
-from .state import LAYOUT_KEYS, check_state
+from .state import LAYOUT_KEYS, check_state, has_remainder
 
 __all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @contextmanager
@@ -27,6 +30,10 @@ def fp32_state_dict(optimizer: Any) -> Iterator[None]:
     torch's AdamW. Loading encodes the moments anew, within the error bound of one encoding; options of the present
     parameter groups that say how moments are stored stay, the others are taken from the saved groups. Exporting takes
     8 bytes a parameter while the state dict lives.
+
+    With ``master_weights="bf16_remainder"`` there is ``master``, too: the fp32 master weight, 4 bytes more. Loading
+    takes its lower half from it, and the parameter is to be loaded with the model, as always; from a state without one,
+    as of torch's AdamW, the parameter becomes its own master weight.
 
     Args:
         optimizer: a :class:`CoatAdamW`.
@@ -50,12 +57,14 @@ def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         for index, p in zip(saved["params"], group["params"], strict=True):
             state = states.get(index)
-            if not state or group["moments"] == "fp32":
+            if not state:
                 continue
             if optimizer._fp32_state_dict:
-                m, v = export_moments(p, state, group)
+                m, v = (state[k] for k in _MOMENTS) if group["moments"] == "fp32" else export_moments(p, state, group)
                 rest = {k: x for k, x in state.items() if not isinstance(x, torch.Tensor)}
                 states[index] = {**rest, "exp_avg": m, "exp_avg_sq": v}
+                if has_remainder(group):
+                    states[index]["master"] = export_master(p, state)
             elif is_dtensor(p):
                 states[index] = to_global(state, p, group)
     return {**state_dict, "state": states}
@@ -123,17 +132,22 @@ def _own_layout(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
 
 def _from_fp32(saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], what: str) -> dict[str, Any]:
     """The state that ``group`` asks for, from fp32 moments of this optimizer or of torch's AdamW."""
-    found, accepted = set(saved) - {"coat_seed"}, {"step", "exp_avg", "exp_avg_sq"}
-    if found != accepted:
+    found, accepted = set(saved) - {"coat_seed"}, {"step", *_MOMENTS}
+    if "master" in found and not has_remainder(group):
+        raise ValueError(
+            f"{what}, master: got fp32 master weights, accepted with master_weights='bf16_remainder' only; to go on "
+            "with the parameter as master weight, copy it into the parameter and take it out of the state"
+        )
+    if found - {"master"} != accepted:
         raise ValueError(
             f"{what}: got {', '.join(sorted(map(str, found)))}, accepted under fp32_state_dict: "
             f"{', '.join(sorted(accepted))}; save it under fp32_state_dict, too"
         )
-    moments = {k: saved[k] for k in ("exp_avg", "exp_avg_sq")}
-    for key, value in moments.items():
+    tensors = {k: saved[k] for k in (*_MOMENTS, "master") if k in saved}
+    for key, value in tensors.items():
         if not isinstance(value, torch.Tensor) or value.shape != p.shape or not value.is_floating_point():
             given = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"{what}, {key}: got {given}, accepted: floating point {list(p.shape)}")
-    from_global(moments, p, {"moments": "fp32"}, what)
-    state = import_moments(p, group, **moments, step=int(saved["step"]))
+    from_global(tensors, p, group, what)
+    state = import_moments(p, group, **tensors, step=int(saved["step"]))
     return state | ({"coat_seed": saved["coat_seed"]} if "coat_seed" in saved else {})

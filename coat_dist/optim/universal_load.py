@@ -16,8 +16,9 @@ import torch
 
 from ..ops.moments import encode
 from .adamw import CoatAdamW
+from .master import write_master
 from .partitions import Partition, partitions
-from .state import codecs, moment, new_state
+from .state import codecs, has_remainder, moment, new_state
 from .universal_codes import FILE, read_codes
 from .zero_files import KEYS
 
@@ -87,11 +88,12 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True) -> Non
                 _local(folder / names[fragment.param] / f"{key}.pt", fragment.shape, *tp)
     steps = set()
     for part in parts:
-        part.flat.data.copy_(_gather(part, folder, names, "fp32", tp))
+        weights = _gather(part, folder, names, "fp32", tp)
         if moments:
             step = {int(torch.load(folder / names[f.param] / "step.pt", weights_only=True)) for f in part.fragments}
             steps |= step
             _fill_state(zero.optimizer, part, folder, names, tp, step.pop() if step else None)
+        _fill_weights(zero.optimizer, part, weights)
     if moments:
         # A rank that holds nothing of a group still steps it: its count has to agree for bias correction to be one.
         for part in parts:
@@ -129,6 +131,14 @@ def _fill_state(base: Any, part: Partition, folder: Path, names: Mapping, tp: tu
     old = base.state.get(part.flat) or {}
     state |= {k: old[k] for k in ("coat_seed",) if k in old}
     base.state[part.flat] = state
+
+
+def _fill_weights(base: Any, part: Partition, weights: torch.Tensor) -> None:
+    """Replace the master weights of one partition; a remainder is part of the state, which may not exist yet."""
+    state = base.state.get(part.flat) or {}
+    if "step" not in state and has_remainder(part.group):
+        base.state[part.flat] = state = new_state(part.flat, part.group)
+    write_master(part.flat, state, 0, weights)
 
 
 def _gather(part: Partition, folder: Path, names: Mapping, key: str, tp: tuple[int, int]) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""What ties CoatAdamW to DeepSpeed's ZeRO optimizers: two registrations, no replaced code.
+"""What ties CoatAdamW to DeepSpeed's ZeRO optimizers: a registration, and methods overridden on one instance.
 
 ZeRO-1 and 2 make three passes over the fp32 gradients before the optimizer sees them: a check for infinities, the norm,
 and a multiplication that unscales and clips. The norm is needed. The check is not, because ZeRO then looks at the norm,
 which is non-finite if any gradient is. The multiplication is not, because the step reads every gradient anyway.
-:func:`fuse_step` leaves both out: it overrides two methods on one ZeRO optimizer instance, and only where they are
+After the optimizer, ZeRO reads its fp32 partition once more to write the 16-bit one; the step can write it, too.
+:func:`fuse_step` leaves all three out: it overrides methods on one ZeRO optimizer instance, and only where they are
 those of a DeepSpeed version that was looked at. Results are the same bits.
 """
 
@@ -31,7 +32,8 @@ def declare_to_zero(cls: type) -> None:
 
 
 def fuse_step(zero: Any, coat: Any) -> bool:
-    """Let the step of ``coat`` unscale and clip, and let the gradient norm alone find non-finite gradients.
+    """Let the step of ``coat`` unscale, clip and write 16-bit weights, and let the gradient norm alone find non-finite
+    gradients.
 
     Args:
         zero: ``engine.optimizer``.
@@ -52,6 +54,9 @@ def fuse_step(zero: Any, coat: Any) -> bool:
     if zero.dtype == torch.bfloat16:
         zero.check_overflow = types.MethodType(_leave_to_the_norm, zero)
     zero.unscale_and_clip_grads = types.MethodType(_leave_to_the_step, zero)
+    if zero.dtype in (torch.bfloat16, torch.float16) and not zero.low_precision_master_weights_and_grads:
+        zero._optimizer_step = types.MethodType(_step_with_copy, zero)
+        zero.step = types.MethodType(_step_and_restore, zero)
     return True
 
 
@@ -69,3 +74,27 @@ def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
         scale = torch.clamp((total_norm / zero.loss_scale + 1e-6) / zero.clip_grad, min=1.0) * zero.loss_scale
     factor = torch.as_tensor(1.0 / scale, dtype=torch.float32, device=zero.device)
     zero.optimizer.grad_factor = factor.reshape(())
+
+
+def _step_with_copy(zero: Any, group_no: int) -> None:
+    """The step of one group, whose fp32 partition is copied to the 16-bit one in the same pass.
+
+    What ZeRO copies next is ``single_partition_of_fp32_groups[group_no]``. Until the end of ZeRO's step the 16-bit
+    partition itself stands there, and torch does not copy a tensor onto itself.
+    """
+    masters, weights = zero.single_partition_of_fp32_groups, zero.get_bit16_param_group(group_no)[0]
+    zero.optimizer.copies = {masters[group_no]: weights}
+    try:
+        type(zero)._optimizer_step(zero, group_no)
+    finally:
+        del zero.optimizer.copies
+    masters[group_no].grad = None  # ZeRO would clear that of the tensor which it finds
+    masters[group_no] = weights
+
+
+def _step_and_restore(zero: Any, closure: Any = None) -> None:
+    masters = list(zero.single_partition_of_fp32_groups)
+    try:
+        type(zero).step(zero, closure)
+    finally:
+        zero.single_partition_of_fp32_groups[:] = masters

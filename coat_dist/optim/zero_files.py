@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .checkpoint import read_moment
+from .master import read_master
 from .universal_codes import groups_within, select_codes
 
 __all__ = ["KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "grid", "read"]
@@ -67,7 +68,7 @@ class Shard:
         if not numel:
             return torch.empty(0)
         if key == "fp32":
-            return self.fp32[i].detach().reshape(-1).narrow(0, start, numel).float()
+            return read_master(self.fp32[i].detach().reshape(-1), self.state.get(i) or {}, start, numel)
         state, which = self._state(name), KEYS.index(key) - 1
         if key in state:
             return state[key].reshape(-1).narrow(0, start, numel).float()

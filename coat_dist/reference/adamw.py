@@ -7,6 +7,9 @@
 Weight decay is decoupled (Loshchilov & Hutter, arXiv 1711.05101). All arithmetic is fp32. With FP8 moments the update
 uses the new m and v before they are encoded, so their rounding first acts in the next step (COAT, arXiv 2410.19313,
 section 4).
+
+A bfloat16 parameter may come with the remainder of its rounding, ``low``: the two are an fp32 master weight, to the bit
+(``reference/master.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from .master import join, split
 from .moments import Moment, MomentCodec, decode, encode, uniform_noise
 
 __all__ = [
@@ -48,6 +52,8 @@ class AdamWStep:
     maximize: bool = False
     grad_factor: torch.Tensor | None = None
     """fp32 scalar on the parameter's device; gradients are multiplied by it first."""
+    stochastic: tuple[bool, bool] = (True, True)
+    """Whether the first and the second moment of tensors that have a seed are rounded with it."""
 
     @cached_property
     def inverse_bias1(self) -> float:
@@ -68,6 +74,8 @@ class AdamWTensors(NamedTuple):
     m: Moment
     v: Moment
     seed: int | None = None
+    low: torch.Tensor | None = None
+    copy: torch.Tensor | None = None
 
 
 class FP32Tensors(NamedTuple):
@@ -77,6 +85,8 @@ class FP32Tensors(NamedTuple):
     grad: torch.Tensor
     m: torch.Tensor
     v: torch.Tensor
+    low: torch.Tensor | None = None
+    copy: torch.Tensor | None = None
 
 
 def adamw_step(
@@ -88,14 +98,20 @@ def adamw_step(
     codec_v: MomentCodec,
     numbers: AdamWStep,
     seed: int | None = None,
+    low: torch.Tensor | None = None,
+    copy: torch.Tensor | None = None,
 ) -> None:
-    """Update ``param``, ``m`` and ``v`` in place.
+    """Update ``param``, ``m`` and ``v``, and where given ``low`` and ``copy``, in place.
 
     Args:
         param: [n] contiguous; fp32, bfloat16 or float16. Its new value is rounded to nearest.
         grad: [n] contiguous; fp32, bfloat16 or float16, not changed.
         m, v: moments of n elements; both codecs have the same group size.
-        seed: uint32; codes are rounded stochastically with it, and to nearest without.
+        seed: uint32; codes of the moments that ``numbers.stochastic`` names are rounded stochastically with it, and
+            all are rounded to nearest without.
+        low: int16 [n] contiguous; with a bfloat16 ``param`` it holds the master weight that is updated, and ``param``
+            is its upper half, rounded as ``reference/master.py`` says.
+        copy: [n] contiguous; bfloat16 or float16; receives the new parameter, rounded from fp32 to nearest even.
     """
     size = codec_m.group_size
     for first in range(0, param.numel(), _CHUNK):
@@ -103,16 +119,27 @@ def adamw_step(
         rows = slice(first // size, codec_m.groups(last))
         old_m, old_v = (Moment(*(t[rows] for t in moment)) for moment in (m, v))
         new_m, new_v = decode(old_m, codec_m, last - first), decode(old_v, codec_v, last - first)
-        adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers)
+        low_, copy_ = (None if t is None else t[first:last] for t in (low, copy))
+        adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers, low_, copy_)
         noise_m, noise_v = (None, None) if seed is None else uniform_noise(seed, first, last - first, param.device)
-        old_m.copy_(encode(new_m, codec_m, noise_m))
-        old_v.copy_(encode(new_v, codec_v, noise_v))
+        stochastic_m, stochastic_v = numbers.stochastic
+        old_m.copy_(encode(new_m, codec_m, noise_m if stochastic_m else None))
+        old_v.copy_(encode(new_v, codec_v, noise_v if stochastic_v else None))
 
 
 def adamw_fp32_step(
-    param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers: AdamWStep
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    numbers: AdamWStep,
+    low: torch.Tensor | None = None,
+    copy: torch.Tensor | None = None,
 ) -> None:
-    """Update ``param`` (fp32, bfloat16 or float16) and the fp32 moments ``m`` and ``v`` of the same shape in place."""
+    """Update ``param`` (fp32, bfloat16 or float16) and the fp32 moments ``m`` and ``v`` of the same shape in place.
+
+    ``low`` and ``copy`` are as in :func:`adamw_step`, of the parameter's number of elements in its logical order.
+    """
     g = grad.float()
     if numbers.grad_factor is not None:
         g = g * numbers.grad_factor
@@ -121,7 +148,14 @@ def adamw_fp32_step(
     m.mul_(numbers.beta1).add_(g, alpha=1.0 - numbers.beta1)
     v.mul_(numbers.beta2).addcmul_(g, g, value=1.0 - numbers.beta2)
     update = (m * numbers.inverse_bias1).div_((v.sqrt().mul_(numbers.inverse_sqrt_bias2)).add_(numbers.eps))
-    param.copy_(param.float() * (1.0 - numbers.lr * numbers.weight_decay) - numbers.lr * update)
+    master = param.float() if low is None else join(param, low.view(param.shape))
+    master = master * (1.0 - numbers.lr * numbers.weight_decay) - numbers.lr * update
+    if copy is not None:
+        copy.view(param.shape).copy_(master)
+    if low is not None:
+        master, rest = split(master)
+        low.view(param.shape).copy_(rest)
+    param.copy_(master)
 
 
 def adamw_steps(
@@ -129,10 +163,10 @@ def adamw_steps(
 ) -> None:
     """:func:`adamw_step` on many tensors of one device."""
     for one in tensors:
-        adamw_step(one.param, one.grad, one.m, one.v, codec_m, codec_v, numbers, one.seed)
+        adamw_step(one.param, one.grad, one.m, one.v, codec_m, codec_v, numbers, one.seed, one.low, one.copy)
 
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     """:func:`adamw_fp32_step` on many tensors of one device."""
     for one in tensors:
-        adamw_fp32_step(*one, numbers)
+        adamw_fp32_step(one.param, one.grad, one.m, one.v, numbers, one.low, one.copy)

@@ -1,26 +1,42 @@
-"""AdamW moments in FP8: 128 codes, one amax and one exponent a group.
+"""AdamW moments in 8 bits: 128 codes, one amax and one exponent a group.
 
-A group is ``group_size`` consecutive elements of the flat tensor. With F the format's largest value it is stored as
+A group is ``group_size`` consecutive elements of the flat tensor. It is stored as
 
 * ``a``: max|x| in bfloat16, rounded **up**, so that |x| / a never exceeds one;
-* ``k``: an exponent in steps of 1/16, uint8, 1 to 255;
-* ``q``: one FP8 code an element, ``sign(x) * round_fp8(F * (|x| / a) ** (k / 16))``,
+* ``k``: how codes are spaced in this group, uint8, 1 to 255;
+* ``q``: one 8-bit code an element.
 
-and read back as ``sign(q) * a * (|q| / F) ** (16 / k)``. This is dynamic range expansion (COAT, arXiv 2410.19313,
-section 4), in 3 bytes of metadata a group. The exponent makes the group's ratio of largest to smallest non-zero
-magnitude fill the range R that the format keeps::
+==============  ======  ==================================================  ===================================
+format          moment  code                                                read back as
+==============  ======  ==================================================  ===================================
+"e4m3", "e5m2"  both    ``sign(x) * round_fp8(F * (|x| / a) ** (k / 16))``  ``a * (|q| / F) ** (16 / k)``
+"int8"          first   ``sign(x) * round(127 * (|x| / a) ** (k / 64))``    ``a * (|q| / 127) ** (64 / k)``
+"log8"          second  ``round(255 + log2(x / a) * 250 / k)``, 1 to 255    ``a * 2 ** ((q - 255) * k / 250)``
+==============  ======  ==================================================  ===================================
 
-    k = floor(16 * log2(R) / log2(a / b)) clamped to [1, 255],   b = the smallest non-zero |x|
+(F is the FP8 format's largest value; int8 codes are in two's complement; what is read back takes the sign of q; code 0
+is zero.) The first two rows are dynamic range expansion (COAT, arXiv 2410.19313, section 4), in 3 bytes of metadata a
+group. The exponent makes the group's ratio of largest to smallest non-zero magnitude fill the range R that the format
+keeps::
+
+    k = floor(unit * log2(R) / log2(a / b)) clamped to [1, 255],   b = the smallest non-zero |x|, unit = 16 or 64
 
 A larger R means a finer grid, and less room below the smallest element. The second moment is divided by, so
-R = F**2 / 2 puts b at F / R = 2 / F, 2.3 steps of the subnormal grid in both formats: neither kind of rounding can turn
-it into zero. Of the first moment only absolute errors count: R = 2 * F**2 puts b at 0.57 steps, just where rounding to
-nearest still keeps it from zero. Measured on the moments of a real run (docs/numerics.md): with COAT's F**2 / 2 for
-both, the mean square error of m / (sqrt(v) + eps) is a fifth larger; not far beyond these values lie cliffs, where
-small elements become zero.
+R = F**2 / 2 puts b at F / R = 2 / F, 2.3 steps of the subnormal grid in both FP8 formats: neither kind of rounding can
+turn it into zero. Of the first moment only absolute errors count: R = 2 * F**2 puts b at 0.57 steps, just where
+rounding to nearest still keeps it from zero. Equally spaced codes, as int8 has, are best at large values anyway:
+R = 2**5 puts b at 3.97 steps. Measured on the moments of a real run (docs/numerics.md): with COAT's F**2 / 2 for both,
+the mean square error of m / (sqrt(v) + eps) is a fifth larger; not far beyond these values lie cliffs, where small
+elements become zero.
 FP8 has more range than most groups of moments have spread, so k is mostly above one and the grid becomes finer than
-plain FP8; where the spread is larger, k below one compresses it. k = 1/16 reaches ratios of 2**265, more than fp32's
-normal range.
+plain FP8; where the spread is larger, k below one compresses it. k = 1/16 reaches ratios of 2**265 and k = 1/64 of
+2**320; fp32's normal numbers and a, at most bfloat16's maximum, are within 2**254.
+
+"log8" spends no bit on a sign: 255 magnitudes, equally spaced in their logarithm. k is the spacing, in 1/250 octaves::
+
+    k = ceil(250 * log2(a / b) / 253.75) clamped to [1, 255]
+
+which puts b at 1.25 steps or more above code 0, out of reach of rounding, and reaches ratios of 2**258.
 
 What holds for every input, and is tested:
 
@@ -28,14 +44,18 @@ What holds for every input, and is tested:
   nothing but zeros (a = 0), values next to fp32's maximum (a stops at bfloat16's).
 * Zero decodes to zero. With ``keep_nonzero``, which the second moment needs because it is divided by, magnitudes from
   2**-126 up never become zero nor subnormal. Without it but with expansion, rounding to nearest gives them non-zero
-  codes; stochastic rounding may round the smallest to zero.
+  codes, and with int8 stochastic rounding does, too; with FP8 it may round the smallest to zero.
 * fp32 subnormals (below 2**-126) count as zero, as GPU arithmetic treats them.
 * Infinity or NaN anywhere makes its whole group decode to NaN: it is never hidden.
-* Error of one element, with y = F * (|x| / a) ** (k / 16): ``|log2(decoded / |x|)| <= -log2(1 - d) * 16 / k``, where
-  d = 2**-(mantissa bits + 1) if y is a normal number of the format and smallest / (2 * y) if it is subnormal.
-  Stochastic rounding doubles d.
-* Without expansion, decode and encode again gives the same bytes. With expansion the second pass may find another k,
-  because the group's extremes moved by their own rounding: the error bound holds for it anew.
+* Error of one element, with y = F * (|x| / a) ** (k / unit), F = 127 for int8: ``|log2(decoded / |x|)| <=
+  -log2(1 - d) * unit / k``, where d is half a step of the grid at y over y: 2**-(mantissa bits + 1) if y is a normal
+  number of an FP8 format, smallest / (2 * y) if it is subnormal, 1 / (2 * y) with int8. With log8 it is k / 500.
+  Stochastic rounding doubles d, and k / 500.
+* Stochastic rounding is unbiased in the stored value y; with log8 in the decoded value, because a moment that is
+  unbiased in its logarithm grows: by a third at beta2 = 0.999.
+* Without expansion, decode and encode again gives the same bytes with FP8. With expansion the second pass may find
+  another k, and with int8 another a, because the group's extremes moved by their own rounding: the error bound holds
+  for it anew.
 """
 
 from __future__ import annotations
@@ -49,7 +69,24 @@ import torch
 
 from ..formats import FP8Format, fp8_format
 
-__all__ = ["Moment", "MomentCodec", "TINY", "decode", "encode", "lowest_exponent", "uniform_noise"]
+__all__ = [
+    "FIRST_MOMENT_FORMATS",
+    "SECOND_MOMENT_FORMATS",
+    "TINY",
+    "Moment",
+    "MomentCodec",
+    "decode",
+    "encode",
+    "lowest_exponent",
+    "uniform_noise",
+]
+
+FIRST_MOMENT_FORMATS = ("e4m3", "e5m2", "int8")
+SECOND_MOMENT_FORMATS = ("e4m3", "e5m2", "log8")
+LOG8_UNIT = 250.0
+"""Steps of k in an octave."""
+LOG8_SPAN = 253.75
+"""Code steps that a group's spread takes at most."""
 
 TINY = 2.0**-126
 """Smallest normal fp32: magnitudes below it are stored as zero."""
@@ -74,9 +111,14 @@ class Moment(NamedTuple):
 class MomentCodec:
     """How one moment is stored.
 
-    ``expand`` off means k = 16 always: plain per-group FP8. ``keep_nonzero``, meant for the second moment, keeps codes
-    and decoded values of non-zero elements from reaching zero: it takes the smaller R, rounds up to the smallest code
-    (without expansion only; with it none is that small) and to 2**-126.
+    ``format`` is one of FIRST_MOMENT_FORMATS, with ``keep_nonzero`` of SECOND_MOMENT_FORMATS. ``expand`` off means that
+    codes are proportional to values: plain FP8 or int8 with an amax a group, k = 16 or 64 always; "log8" has nothing
+    like it. ``keep_nonzero``, meant for the second moment, keeps codes and decoded values of non-zero elements from
+    reaching zero: it takes the smaller R, rounds up to the smallest code (without expansion only; with it none is that
+    small) and to 2**-126.
+
+    Raises:
+        ValueError: a format that the moment does not have, or "log8" without expansion.
     """
 
     format: str = "e4m3"
@@ -84,14 +126,42 @@ class MomentCodec:
     group_size: int = 128
     keep_nonzero: bool = False
 
+    def __post_init__(self) -> None:
+        accepted = SECOND_MOMENT_FORMATS if self.keep_nonzero else FIRST_MOMENT_FORMATS
+        if self.format not in accepted:
+            which = "second" if self.keep_nonzero else "first"
+            raise ValueError(
+                f"format of the {which} moment: got {self.format!r}, accepted: {', '.join(map(repr, accepted))}"
+            )
+        if self.format == "log8" and not self.expand:
+            raise ValueError("expand: got False with log8, accepted: True (its codes always span the group's range)")
+
     @cached_property
     def fp8(self) -> FP8Format:
+        """The FP8 format; only of "e4m3" and "e5m2"."""
         return fp8_format(self.format)
 
     @cached_property
+    def max(self) -> float:
+        """What the group's amax is encoded as: F, 127 or 255."""
+        return {"int8": 127.0, "log8": 255.0}.get(self.format) or self.fp8.max
+
+    @cached_property
+    def unit(self) -> float:
+        """k of a power of one; with "log8", of steps of one octave."""
+        return {"int8": 64.0, "log8": LOG8_UNIT}.get(self.format, 16.0)
+
+    @cached_property
     def k_numerator(self) -> float:
-        """16 * log2(R)."""
-        return 16.0 * math.log2(self.fp8.max**2 * (0.5 if self.keep_nonzero else 2.0))
+        """unit * log2(R); not of "log8"."""
+        if self.format == "int8":
+            return self.unit * 5.0
+        return self.unit * math.log2(self.fp8.max**2 * (0.5 if self.keep_nonzero else 2.0))
+
+    @cached_property
+    def k_of_zeros(self) -> int:
+        """k of a group of zeros."""
+        return int(self.unit) if not self.expand else 1 if self.format == "log8" else 255
 
     def groups(self, n: int) -> int:
         """Groups that n elements take."""
@@ -100,11 +170,10 @@ class MomentCodec:
     def zeros(self, n: int, device: torch.device | str | None = None) -> Moment:
         """The encoding of n zeros."""
         groups = self.groups(n)
-        k = 255 if self.expand else 16
         return Moment(
             torch.zeros(groups, self.group_size, dtype=torch.uint8, device=device),
             torch.zeros(groups, dtype=torch.bfloat16, device=device),
-            torch.full((groups,), k, dtype=torch.uint8, device=device),
+            torch.full((groups,), self.k_of_zeros, dtype=torch.uint8, device=device),
         )
 
 
@@ -114,7 +183,7 @@ def encode(x: torch.Tensor, codec: MomentCodec, noise: torch.Tensor | None = Non
     Args:
         x: any shape and floating dtype, n elements, taken in C order.
         noise: ``None`` rounds to nearest, ties to even; fp32 in [0, 1), n elements, rounds stochastically, without bias
-            in the stored value ``F * (|x| / a) ** (k / 16)``.
+            as described above.
     """
     groups, size = codec.groups(x.numel()), codec.group_size
     x = _as_groups(x.float(), groups, size)
@@ -123,26 +192,46 @@ def encode(x: torch.Tensor, codec: MomentCodec, noise: torch.Tensor | None = Non
     a = _round_up_to_bf16(magnitude.amax(1))
     smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
     log_a = torch.log2(torch.where(a == 0, 1.0, a))
-    if codec.expand:
-        spread = log_a - torch.log2(smallest)  # -inf for a group of zeros, NaN for a non-finite one
-        k = torch.where(spread > 0, torch.floor(codec.k_numerator / spread), 255.0).clamp(1.0, 255.0)
-    else:
-        k = torch.full_like(a, 16.0)
+    spread = log_a - torch.log2(smallest)  # -inf for a group of zeros, NaN for a non-finite one
     # A difference of logarithms, not the logarithm of a ratio: |x| / a underflows for ratios that must survive.
-    y = codec.fp8.max * torch.exp2(((torch.log2(magnitude) - log_a[:, None]) * (k / 16.0)[:, None]).clamp(max=0.0))
-    if noise is not None:
-        y = _round_stochastically(y, codec.fp8, _as_groups(noise, groups, size))
-    q = y.to(codec.fp8.dtype).view(torch.uint8)
-    if codec.keep_nonzero:
-        q = torch.where((q == 0) & (magnitude > 0), 1, q)
-    return Moment(q | (x.signbit().to(torch.uint8) << 7), a.to(torch.bfloat16), k.to(torch.uint8))
+    log_ratio = torch.log2(magnitude) - log_a[:, None]
+    if codec.format == "log8":
+        k = torch.where(spread > 0, torch.ceil(spread * (LOG8_UNIT / LOG8_SPAN)), 1.0).clamp(1.0, 255.0)
+        y = (255.0 + log_ratio * (LOG8_UNIT / k)[:, None]).clamp(0.0, 255.0)
+    else:
+        if codec.expand:
+            k = torch.where(spread > 0, torch.floor(codec.k_numerator / spread), 255.0).clamp(1.0, 255.0)
+        else:
+            k = torch.full_like(a, codec.unit)
+        y = codec.max * torch.exp2((log_ratio * (k / codec.unit)[:, None]).clamp(max=0.0))
+    noise = None if noise is None else _as_groups(noise, groups, size)
+    if codec.format == "log8":
+        rounded = torch.round(y) if noise is None else _round_logarithm(y, k / LOG8_UNIT, noise)
+        q = rounded.nan_to_num(0.0).to(torch.uint8)  # a is NaN then
+    elif codec.format == "int8":
+        rounded = torch.copysign(torch.round(y) if noise is None else torch.floor(y + noise), x)
+        q = rounded.nan_to_num(0.0).to(torch.int8).view(torch.uint8)
+    else:
+        y = y if noise is None else _round_stochastically(y, codec.fp8, noise)
+        q = y.to(codec.fp8.dtype).view(torch.uint8)
+        if codec.keep_nonzero:
+            q = torch.where((q == 0) & (magnitude > 0), 1, q)
+        q = q | (x.signbit().to(torch.uint8) << 7)
+    return Moment(q, a.to(torch.bfloat16), k.to(torch.uint8))
 
 
 def decode(moment: Moment, codec: MomentCodec, n: int | None = None) -> torch.Tensor:
     """The first ``n`` elements (default: all, filling included), flat, fp32."""
-    code = moment.q.view(codec.fp8.dtype).float()
-    # Half the exponent twice: the power alone underflows where its product with a does not. Code F gives a exactly.
-    root = torch.exp2(torch.log2(code.abs() / codec.fp8.max) * (8.0 / moment.k.float())[:, None])
+    k = moment.k.float()[:, None]
+    if codec.format == "log8":
+        code = moment.q.float()
+        log_ratio = torch.where(code > 0, (code - 255.0) * (k / LOG8_UNIT), -torch.inf)
+    else:
+        code = moment.q.view(torch.int8 if codec.format == "int8" else codec.fp8.dtype).float()
+        log_ratio = torch.log2(code.abs() / codec.max) * (codec.unit / k)
+    # Half the exponent twice: the power alone underflows where its product with a does not. The largest code gives a
+    # exactly.
+    root = torch.exp2(0.5 * log_ratio)
     x = moment.a.float()[:, None] * root * root
     if codec.keep_nonzero:  # a code's own rounding must not make it a subnormal, which the next encoding takes for zero
         x = torch.where((code != 0) & (x < TINY), TINY, x)
@@ -192,3 +281,11 @@ def _round_stochastically(y: torch.Tensor, fp8: FP8Format, noise: torch.Tensor) 
     exponent = (y.view(torch.int32) >> 23).clamp(min=lowest_exponent(fp8))
     step = ((exponent - fp8.mantissa_bits) << 23).view(torch.float32)
     return torch.where(y.isfinite(), torch.floor(y / step + noise) * step, y)
+
+
+def _round_logarithm(y: torch.Tensor, step: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """One of the two integers next to y: the upper with the probability that keeps the mean of 2 ** (step * result)."""
+    lower = torch.floor(y)
+    octaves = math.log(2.0) * step[:, None]
+    upper = torch.expm1((y - lower) * octaves) / torch.expm1(octaves)
+    return lower + torch.floor(upper + noise)

@@ -76,7 +76,15 @@ def test_no_block_is_none_and_unchecked():
         ({"optimizer": {"group_size": 100}}, ["coat.optimizer.group_size: got 100", "64, 128 or 256"]),
         ({"optimizer": {"expand": "yes"}}, ['coat.optimizer.expand: got "yes"', "true or false"]),
         ({"optimizer": {"expand": 1}}, ["coat.optimizer.expand: got 1", "true or false"]),
-        ({"optimizer": {"second_moment": "fp8"}}, ['coat.optimizer.second_moment: got "fp8"', "'e4m3' or 'e5m2'"]),
+        (
+            {"optimizer": {"second_moment": "fp8"}},
+            ['coat.optimizer.second_moment: got "fp8"', "'e4m3', 'e5m2' or 'log8'"],
+        ),
+        ({"optimizer": {"first_moment": "log8"}}, ['coat.optimizer.first_moment: got "log8"', "'int8'"]),
+        ({"optimizer": {"second_moment": "int8"}}, ['coat.optimizer.second_moment: got "int8"', "'log8'"]),
+        ({"optimizer": {"second_moment": "log8", "expand": False}}, ["coat.optimizer.expand: got false", "log8"]),
+        ({"optimizer": {"stochastic_rounding": 1}}, ["coat.optimizer.stochastic_rounding: got 1", '"auto"']),
+        ({"optimizer": {"stochastic_rounding": "on"}}, ['stochastic_rounding: got "on"', "true, false"]),
         ({"activation": {"forward": "fast"}}, ['coat.activation.forward: got "fast"', "'exact' or 'quantized'"]),
         ({"activation": {"attention": "fp16"}}, ['coat.activation.attention: got "fp16"', "'bf16' or 'fp8'"]),
         ({"activation": {"weights": "kept"}}, ['coat.activation.weights: got "kept"', "'on_use' or 'cached'"]),
@@ -147,6 +155,54 @@ def test_refused_deepspeed_features(changes, context, words):
         check_deepspeed(config(**changes), **context)
     for word in words:
         assert word in str(error.value)
+
+
+MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bf16": {"enabled": True, **MASTERS}}, []),
+        ({"bf16": {"enabled": True, **MASTERS}, "data_types": {"grad_accum_dtype": "fp32"}}, []),
+        ({}, ["bf16.bf16_master_weights_and_grads: got null, accepted: true with coat.optimizer.master_weights"]),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            ["bf16.bf16_optimizer_states: got null, accepted: true"],
+        ),
+        ({"bf16": {"enabled": False, **MASTERS}}, ["bf16.enabled: got false"]),
+        (
+            {
+                "bf16": {"enabled": True, **MASTERS},
+                "zero_optimization__stage": 1,
+                "data_types__grad_accum_dtype": "fp32",
+            },
+            ['data_types.grad_accum_dtype: got "fp32", accepted: "bf16" with', "stage 2 or 3"],
+        ),
+        ({"bf16": {"enabled": True, **MASTERS}, "zero_optimization__stage": 0}, ["zero_optimization.stage: got 0"]),
+    ],
+)
+@pytest.mark.parametrize("place", ["block", "params"])
+def test_remainders_need_deepspeeds_keys(changes, words, place):
+    where = "coat__optimizer__master_weights" if place == "block" else "optimizer__params__master_weights"
+    settings = config(**{where: "bf16_remainder"}, **changes)
+    if not words:
+        return check_deepspeed(settings)
+    with pytest.raises(CoatConfigError) as error:
+        check_deepspeed(settings)
+    assert len(str(error.value).splitlines()) == (2 if not changes else 1)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_bf16_masters_without_remainders_are_refused():
+    for block in ("bf16", "bfloat16"):
+        settings = config()
+        del settings["bf16"]
+        settings[block] = {"enabled": True, **MASTERS}
+        with pytest.raises(CoatConfigError, match=f"{block}.bf16_master_weights_and_grads: got true, accepted: false"):
+            check_deepspeed(settings)
+        check_deepspeed({**settings, "optimizer": {"type": "AdamW"}, "coat": {"activation": {}}})
 
 
 def test_offload_is_refused_for_the_bare_type_too():

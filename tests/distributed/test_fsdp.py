@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from coat_dist.optim import CoatAdamW, fp32_state_dict, param_groups
 from tests.support import run_ranks
 
+REMAINDER = {"master_weights": "bf16_remainder"}
+
 
 class Model(torch.nn.Module):
     """Rows that do not divide by the ranks, shards of different numbers of groups, and one rank without any row."""
@@ -33,11 +35,13 @@ class Model(torch.nn.Module):
         self.last = torch.nn.Linear(129, 1, bias=False)
 
     def forward(self, x):
+        x = x.to(self.up.weight.dtype)
         return (self.last(torch.tanh(self.down(self.norm(self.up(x))))) - 1).square().mean()
 
 
 def sharded(mesh=None, **options):
-    model = fully_shard(Model(), mesh=mesh) if mesh is not None else fully_shard(Model())
+    whole = Model().bfloat16() if options.get("master_weights") == "bf16_remainder" else Model()
+    model = fully_shard(whole, mesh=mesh) if mesh is not None else fully_shard(whole)
     return model, CoatAdamW(param_groups(model, 0.1), lr=0.01, **options)
 
 
@@ -89,7 +93,7 @@ def load(model, optimizer, folder):
 
 def shards_follow_the_whole_model(rank, world, moments):
     """FSDP2 against the same optimizer on each rank's slice of the unsharded model: equal bytes."""
-    model, optimizer = sharded()
+    model, optimizer = sharded(**(REMAINDER if moments == "remainder" else {}))
     if moments == "fp32":
         optimizer = CoatAdamW([{"params": list(model.parameters()), "moments": "fp32"}], lr=0.01)
     train(model, optimizer, 0, 1)
@@ -111,12 +115,13 @@ def shards_follow_the_whole_model(rank, world, moments):
         optimizer.step()
         plain.step()
     held = [p.to_local() for g in optimizer.param_groups for p in g["params"]]
-    codes = [x for s in optimizer.state.values() for k, x in s.items() if k.startswith("coat_") and k[-1] in "qak"]
+    codes = [x for s in optimizer.state.values() for k, x in s.items() if k.startswith("coat_") and k[-1] in "qakw"]
+    assert moments != "remainder" or sum("coat_p_low" in s for s in optimizer.state.values()) == len(slices)
     assert moments == "fp32" or (codes and not any(isinstance(x, DTensor) for x in codes))
     return all(torch.equal(p, q) for p, q in zip(held, slices, strict=True)), len(held[-1])
 
 
-@pytest.mark.parametrize("moments", ["fp8", "fp32"])
+@pytest.mark.parametrize("moments", ["fp8", "fp32", "remainder"])
 def test_each_rank_updates_its_shard(moments):
     for equal, _ in run_ranks(2, shards_follow_the_whole_model, moments):
         assert equal
@@ -136,7 +141,7 @@ def straight_and_resumed(rank, world, folder, options):
     return loaded, losses[3:] == more, same(snapshot(model, optimizer), snapshot(again, other)), losses
 
 
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True, "group_size": 64}])
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True, "group_size": 64}, REMAINDER])
 def test_a_distributed_checkpoint_restores_every_byte(options, tmp_path):
     results = run_ranks(2, straight_and_resumed, str(tmp_path), options)
     for loaded, losses_equal, end, losses in results:
@@ -175,10 +180,10 @@ def test_meshes_of_two_dimensions(tmp_path):
         assert found == [True, True]
 
 
-def full_state(rank, world, folder):
+def full_state(rank, world, folder, more):
     """A full state dict, as one file, gives every shard its bytes back."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model, optimizer = sharded()
+    model, optimizer = sharded(**more)
     train(model, optimizer, 0, 2, rank)
     before = snapshot(model, optimizer)
     state = get_optimizer_state_dict(model, optimizer, options=options)
@@ -192,12 +197,13 @@ def full_state(rank, world, folder):
     return same(before[:states], snapshot(model, optimizer)[:states])
 
 
-def test_a_full_state_dict_restores_every_byte(tmp_path):
-    assert run_ranks(2, full_state, str(tmp_path)) == [True, True]
+@pytest.mark.parametrize("options", [{}, REMAINDER])
+def test_a_full_state_dict_restores_every_byte(options, tmp_path):
+    assert run_ranks(2, full_state, str(tmp_path), options) == [True, True]
 
 
-def write(rank, world, folder):
-    model, optimizer = sharded()
+def write(rank, world, folder, options):
+    model, optimizer = sharded(**options)
     train(model, optimizer, 0, 3)
     save(model, optimizer, f"{folder}/codes")
     with fp32_state_dict(optimizer):
@@ -206,14 +212,15 @@ def write(rank, world, folder):
 
 
 def moments_of(model, optimizer):
-    """Whole fp32 moments by name, and steps."""
+    """Whole fp32 moments, and master weights where there are such, by name, and steps."""
     with fp32_state_dict(optimizer):
         state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
-    return {n: (int(s["step"]), s["exp_avg"].clone(), s["exp_avg_sq"].clone()) for n, s in state.items()}
+    keys = ("exp_avg", "exp_avg_sq", "master")
+    return {n: (int(s["step"]), *(s[k].clone() for k in keys if k in s)) for n, s in state.items()}
 
 
-def read(rank, world, folder):
-    model, optimizer = sharded()
+def read(rank, world, folder, options):
+    model, optimizer = sharded(**options)
     before = snapshot(model, optimizer) if optimizer.state else None
     try:
         load(model, optimizer, f"{folder}/codes")
@@ -228,16 +235,18 @@ def read(rank, world, folder):
     return message, keys, found, train(model, optimizer, 3, 4)[0]
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_another_world_size_is_refused_and_fp32_moments_reshard(world, tmp_path):
-    saved = run_ranks(2, write, str(tmp_path))[0]
-    for message, keys, found, loss in run_ranks(world, read, str(tmp_path)):
+@pytest.mark.parametrize(("world", "options"), [(1, {}), (3, {}), (3, REMAINDER)])
+def test_another_world_size_is_refused_and_fp32_moments_reshard(world, options, tmp_path):
+    saved = run_ranks(2, write, str(tmp_path), options)[0]
+    assert all(len(x) == (4 if options else 3) for x in saved.values())
+    for message, keys, found, loss in run_ranks(world, read, str(tmp_path), options):
         assert "Size mismatch" in message and "coat_" in message, message
         assert {"coat_m_q", "exp_avg"} <= keys
         assert loss == loss
-        for name, (step, m, v) in saved.items():
+        for name, (step, m, v, *master) in saved.items():
             assert found[name][0] == step == 3
-            for wanted, got in zip((m, v), found[name][1:], strict=True):
+            assert all(torch.equal(x, found[name][3]) for x in master), "to the bit"
+            for wanted, got in zip((m, v), found[name][1:3], strict=True):
                 assert got.shape == wanted.shape
                 # one more encoding: 2**-4 of an element, and of subnormal codes less than 1e-2 of the group's amax
                 assert torch.allclose(got, wanted, rtol=0.08, atol=float(wanted.abs().max()) * 1e-2)

@@ -10,10 +10,13 @@ def train(rank, world, stage, clip, fused):
     import deepspeed
 
     from coat_dist import CoatAdamW, engine, initialize
-    from coat_dist.optim import zero
+    from coat_dist.optim import adamw, zero
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    calls = []
+    calls, copied = [], set()
+    original_steps = (adamw.adamw_steps, adamw.adamw_fp32_steps)
+    adamw.adamw_steps = lambda many, *a: (copied.add(many[0].copy is not None), original_steps[0](many, *a))
+    adamw.adamw_fp32_steps = lambda many, *a: (copied.add(many[0].copy is not None), original_steps[1](many, *a))
     if not fused:
         engine.fuse_step = lambda *_: False
     else:
@@ -47,6 +50,12 @@ def train(rank, world, stage, clip, fused):
             applied.append(built.was_step_applied())
     states = [s[k] for s in built.optimizer.optimizer.state.values() for k in sorted(s)]
     weights = [p.detach().clone() for p in net.parameters()]
+    if stage < 3:
+        masters = built.optimizer.single_partition_of_fp32_groups
+        assert all(m.dtype == torch.float32 and m.grad is None for m in masters), "restored, and without a gradient"
+        assert all(g["params"][0] is m for g, m in zip(built.basic_optimizer.param_groups, masters, strict=True))
+        weights += [m.detach().clone() for m in masters]
+        assert not built.basic_optimizer.copies and copied == {fused}
     return calls, norms, applied, [t for t in states if isinstance(t, torch.Tensor)], weights
 
 

@@ -10,14 +10,9 @@ if torch.cuda.get_device_capability() < (8, 9):
 
 from coat_dist.kernels import adamw as kernels
 from coat_dist.ops.dispatch import use_kernels
-from coat_dist.optim import CoatAdamW
+from coat_dist.optim import CoatAdamW, export_master
 from coat_dist.reference.moments import Moment, MomentCodec, decode, encode
 from tests.coat_dist.kernels import adamw_agreement as agreement
-
-
-@pytest.fixture(autouse=True)
-def shared_launches(monkeypatch):
-    monkeypatch.setenv("COAT_SHARED_LAUNCH", "1")
 
 
 @pytest.mark.parametrize("n", [1, 129, 1025, 1_000_003])
@@ -54,12 +49,64 @@ def test_launches_of_a_step_do_not_grow_with_the_number_of_tensors(moments):
     assert 0 < launches[1] <= 2 * launches[0] + 4, launches
 
 
+@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+def test_a_remainder_keeps_the_fp32_master_to_the_bit(grad, seed):
+    for n in (1, 129, 128 * 21 + 1, 1_000_003):
+        agreement.check_remainder("cuda", seed=seed, grad=grad, n=n)
+
+
+def test_every_master_is_divided_as_defined():
+    agreement.check_split("cuda")
+
+
+@pytest.mark.parametrize(("param", "low"), [("float32", False), ("bfloat16", True)])
+def test_fp32_moments_with_remainders_and_copies(param, low):
+    agreement.check_fp32_steps("cuda", getattr(torch, param), low=low, copy=torch.bfloat16)
+
+
+def test_the_optimizer_with_remainders_has_the_bits_of_fp32_masters():
+    """Flat and small tensors, alone and in shared launches, with FP8 and fp32 moments."""
+    runs = []
+    for remainder in (True, False):
+        torch.manual_seed(0)
+        start = [torch.randn(s, device="cuda").bfloat16() for s in ((512, 512), (64, 16), (128, 8), (1031,), (4096,))]
+        params = [torch.nn.Parameter(x if remainder else x.float()) for x in start]
+        options = {"master_weights": "bf16_remainder"} if remainder else {}
+        optimizer = CoatAdamW([{"params": params[:4]}, {"params": params[4:], "moments": "fp32"}], lr=1e-2, **options)
+        for _ in range(10):
+            for p in params:
+                p.grad = (torch.randn(p.shape, device="cuda") ** 3).bfloat16().to(p.dtype)
+            optimizer.step()
+        runs.append([export_master(p, optimizer.state[p]) for p in params])
+        assert all("coat_p_low" in s for s in optimizer.state.values()) == remainder
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_a_step_with_remainders_allocates_nothing():
+    p = torch.nn.Parameter(torch.randn(1 << 22, device="cuda").bfloat16())
+    optimizer = CoatAdamW([p], master_weights="bf16_remainder")
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["coat_p_low"].nbytes == 2 * p.numel()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() == held
+
+
 def test_non_finite_gradients():
     agreement.check_non_finite("cuda")
 
 
 def test_extreme_moments_survive():
     agreement.check_extremes("cuda")
+
+
+def test_int8_and_log8_codes_survive():
+    agreement.check_codes_survive("cuda")
 
 
 def test_the_smallest_normal_numbers():

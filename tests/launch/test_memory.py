@@ -1,8 +1,10 @@
 """What autograd keeps, counted by storage."""
 
+from types import SimpleNamespace
+
 import torch
 
-from launch.memory import saved_for_backward
+from launch.memory import MemoryReport, saved_for_backward
 
 
 class Model(torch.nn.Module):
@@ -33,3 +35,19 @@ def test_nothing_is_kept_without_gradients():
     with torch.no_grad(), saved_for_backward(Model()) as found:
         Model()(torch.randn(4, 8))
     assert not found
+
+
+def test_master_weights_that_share_the_memory_of_weights_count_their_remainders():
+    model = torch.nn.Linear(64, 2, bias=False).bfloat16()
+    shard = model.weight.data.view(-1)[:64]
+    low = torch.zeros(1, 256, dtype=torch.uint8)
+    state = {shard: {"step": 1, "coat_m_q": torch.zeros(64, dtype=torch.uint8), "coat_p_low": low}}
+    inner = SimpleNamespace(state=state)
+    for own, master in ((0, shard), (4 * 64, shard.float())):
+        zero = SimpleNamespace(single_partition_of_fp32_groups=[master], optimizer=inner)
+        report = MemoryReport(SimpleNamespace(module=model, optimizer=zero), 1)
+        report.step_done()
+        rows = report.to_dict()
+        assert rows["master weights"] == {"bytes": own + low.nbytes, "elements": 64}
+        assert rows["optimizer moments"] == {"bytes": 64, "elements": 64}
+        assert rows["parameters"] == {"bytes": 2 * 128, "elements": 128}

@@ -1,6 +1,7 @@
 """What test_adamw.py runs with TRITON_INTERPRET=1."""
 
 import pytest
+import torch
 
 from tests.coat_dist.kernels import adamw_agreement as agreement
 
@@ -25,12 +26,30 @@ def test_extreme_moments_survive():
     agreement.check_extremes()
 
 
+def test_int8_and_log8_codes_survive():
+    agreement.check_codes_survive()
+
+
 def test_the_smallest_normal_numbers():
     agreement.check_smallest_normals()
 
 
 @pytest.mark.parametrize(
-    "variant", ["default", "e5m2", "groups of 64", "maximize", "bf16", "stochastic", "lr tensor", "gradient factor"]
+    "variant",
+    [
+        *("default", "e5m2", "groups of 64", "maximize", "bf16", "stochastic", "lr tensor", "gradient factor"),
+        *("int8, log8", "e4m3, log8, second moment stochastic", "remainder, copy, stochastic", "fp16 copy"),
+    ],
 )
 def test_many_tensors_in_one_launch(variant):
     agreement.check_many(**agreement.VARIANTS[variant])
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+def test_a_remainder_keeps_the_fp32_master_to_the_bit(grad, seed):
+    agreement.check_remainder(seed=seed, grad=grad)
+
+
+def test_every_master_is_divided_as_defined():
+    agreement.check_split(every=61)

@@ -31,6 +31,14 @@ def test_fp32_moments_of_many_tensors_are_those_of_the_definition(param, grad, m
     agreement.check_fp32_steps(param=getattr(torch, param), grad=getattr(torch, grad), maximize=maximize)
 
 
+@pytest.mark.parametrize(("param", "low"), [("float32", False), ("bfloat16", True)])
+def test_fp32_moments_with_remainders_and_copies(param, low):
+    pytest.importorskip("triton")
+    from tests.coat_dist.kernels import adamw_agreement as agreement
+
+    agreement.check_fp32_steps(param=getattr(torch, param), low=low, copy=torch.bfloat16)
+
+
 def test_fp32_moments_of_many_tensors_need_few_calls(monkeypatch):
     """Two hundred small tensors of two dtypes: two batches, whatever their number."""
     from coat_dist.kernels import adamw_fp32

@@ -32,7 +32,7 @@ def equal_bytes(a, b):
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
-        and torch.equal(a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
+        and torch.equal(a.detach().reshape(-1).view(torch.uint8), b.detach().reshape(-1).view(torch.uint8))
     )
 
 
@@ -50,7 +50,7 @@ def test_state_layout_is_lazy_private_and_two_dimensional():
     optimizer.state[p] = {}  # DeepSpeed does this
     train(optimizer, [p], 2)
     state = optimizer.state[p]
-    assert set(state) == CODE_KEYS
+    assert set(state) == CODE_KEYS | {"coat_seed"}
     assert state["step"] == 2 and type(state["step"]) is int
     for which in "mv":
         q, a, k = moment(state, which)
@@ -59,7 +59,7 @@ def test_state_layout_is_lazy_private_and_two_dimensional():
     assert sum(t.nbytes for t in state.values() if isinstance(t, torch.Tensor)) == 2 * 3 * (128 + 3)
 
 
-@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2")])
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8")])
 def test_minimizes_like_fp32_adamw(formats):
     torch.manual_seed(0)
     a, target = torch.randn(64, 32) / 8, torch.randn(64)
@@ -80,13 +80,15 @@ def test_minimizes_like_fp32_adamw(formats):
 
 
 @pytest.mark.parametrize("moments", ["fp8", "fp32"])
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_state_dict_resumes_to_the_byte_through_a_file(moments, stochastic):
+@pytest.mark.parametrize("stochastic", [False, True, "auto"])
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("int8", "log8")])
+def test_state_dict_resumes_to_the_byte_through_a_file(moments, stochastic, formats):
     def build():
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(s)) for s in ((13, 20), (0,), (129,), (4, 4, 4))]
         groups = [{"params": params[:2], "moments": moments}, {"params": params[2:], "lr": 0.1}]
-        return params, CoatAdamW(groups, stochastic_rounding=stochastic)
+        first, second = formats
+        return params, CoatAdamW(groups, stochastic_rounding=stochastic, first_moment=first, second_moment=second)
 
     straight, whole = build()
     train(whole, straight, 3)
@@ -235,9 +237,13 @@ def test_groups_added_later_take_defaults_and_own_options():
         ({"expand": 1}, "expand"),
         ({"first_moment": "fp8"}, "first_moment"),
         ({"second_moment": None}, "second_moment"),
+        ({"first_moment": "log8"}, "first_moment"),
+        ({"second_moment": "int8"}, "second_moment"),
+        ({"second_moment": "log8", "expand": False}, "expand"),
         ({"group_size": 100}, "group_size"),
         ({"maximize": "no"}, "maximize"),
         ({"stochastic_rounding": 0}, "stochastic_rounding"),
+        ({"stochastic_rounding": "always"}, "stochastic_rounding"),
     ],
 )
 def test_bad_options_are_named(options, word):
@@ -330,9 +336,9 @@ def test_two_bytes_a_parameter_for_a_model():
     assert exported.shape == matrix.shape
 
 
-@pytest.mark.parametrize("expand", [True, False])
-def test_no_second_moment_beside_a_huge_one_becomes_zero(expand):
-    p, optimizer = make(128, expand=expand)
+@pytest.mark.parametrize("options", [{}, {"expand": False}, {"second_moment": "log8"}], ids=str)
+def test_no_second_moment_beside_a_huge_one_becomes_zero(options):
+    p, optimizer = make(128, **options)
     p.grad = torch.full((128,), 1e-12)
     p.grad[0] = 1e6
     optimizer.step()

@@ -54,8 +54,8 @@ def test_moments_of_torch_are_taken_over():
 def test_round_trip_is_exact_where_encoding_is_idempotent(group):
     p, state, options = trained(**group)
     again = import_moments(p, options, *export_moments(p, state, options), step=state["step"])
-    assert again.keys() == state.keys()
-    for key, value in state.items():
+    assert again.keys() == state.keys() - {"coat_seed"}  # which the next step chooses
+    for key, value in ((key, state[key]) for key in again):
         assert torch.equal(value, again[key]) if isinstance(value, torch.Tensor) else value == again[key]
 
 

@@ -2,98 +2,22 @@
 
 import math
 
-import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
 from coat_dist.formats import E4M3, E5M2
-from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encode, uniform_noise
-
-FP32_MAX = torch.finfo(torch.float32).max
-BF16_MAX = torch.finfo(torch.bfloat16).max
-CODECS = [
-    MomentCodec(f, e, g, n)
-    for f in ("e4m3", "e5m2")
-    for e in (True, False)
-    for g in (64, 128, 256)
-    for n in (True, False)
-]
-
-
-def magnitudes():
-    """fp32 magnitudes: zeros, subnormals, the ends of the range, repeats, and every scale between."""
-    return st.one_of(
-        st.sampled_from(
-            [
-                0.0,
-                1e-45,
-                1e-39,
-                TINY,
-                1.2e-38,
-                1e-30,
-                1e-8,
-                1.0,
-                1.0 - 2**-9,
-                1.0 + 2**-8,
-                448.0,
-                3.3895e38,
-                3.395e38,
-                FP32_MAX,
-            ]
-        ),
-        st.floats(0, FP32_MAX, width=32),
-        st.tuples(st.floats(1, 2, width=32), st.integers(-126, 126)).map(lambda p: p[0] * 2.0 ** p[1]),
-    )
-
-
-def vectors():
-    """Flat tensors: a few distinct magnitudes, drawn with repetition, of lengths around the group sizes."""
-    return st.builds(
-        lambda values, n, seed, signed: _draw(values, n, seed, signed),
-        st.lists(magnitudes(), min_size=1, max_size=6),
-        st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 256, 257, 300]),
-        st.integers(0, 2**31),
-        st.booleans(),
-    )
-
-
-def _draw(values, n, seed, signed):
-    g = torch.Generator().manual_seed(seed)
-    x = torch.tensor(values, dtype=torch.float32)[torch.randint(len(values), (n,), generator=g)]
-    return x * (torch.randint(2, (n,), generator=g) * 2 - 1) if signed else x
-
-
-def spread(n, sigma, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(n, generator=g) * torch.exp(sigma * torch.randn(n, generator=g))
-
-
-def groups_of(x, size):
-    return torch.nn.functional.pad(x, (0, -x.numel() % size)).view(-1, size)
-
-
-def exact_y(x, moment, codec):
-    """F * (|x| / a) ** (k / 16) in fp64 from the stored a and k."""
-    ratio = groups_of(x.double().abs(), codec.group_size) / moment.a.double()[:, None]
-    return codec.fp8.max * ratio.clamp(max=1.0) ** (moment.k.double() / 16)[:, None]
-
-
-def half_step(y, fp8):
-    """Largest relative error of rounding y to nearest."""
-    normal = fp8.smallest * 2**fp8.mantissa_bits
-    return torch.where(y >= normal, 2.0 ** -(fp8.mantissa_bits + 1), fp8.smallest / (2 * y))
-
-
-def assert_within_bound(x, moment, codec, steps=1.0):
-    y = exact_y(x, moment, codec)
-    wide = groups_of(x.double().abs(), codec.group_size)
-    decoded = groups_of(decode(moment, codec, x.numel()), codec.group_size).double().abs()
-    kept = (wide >= TINY) & (decoded > 0) & (wide <= BF16_MAX)
-    d = (steps * half_step(y, codec.fp8)).clamp(max=0.9)
-    bound = -torch.log2(1 - d) * 16 / moment.k.double()[:, None] + 1e-4
-    error = torch.log2(decoded / wide).abs()
-    assert (error[kept] <= bound[kept]).all()
+from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, MomentCodec, decode, encode
+from tests.coat_dist.reference.groups import (
+    CODECS,
+    FP8_CODECS,
+    _log_noise_can_explain,
+    assert_metadata,
+    assert_within_bound,
+    exact_y,
+    spread,
+    vectors,
+)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -114,19 +38,18 @@ def test_guarantees_over_adversarial_groups(codec, x):
     assert (decoded[zero] == 0).all()
     if codec.keep_nonzero:
         assert (decoded.abs()[decoded != 0] >= TINY).all()
-    assert torch.equal(decoded.signbit(), x.signbit())
+    if codec.format != "log8":  # has no sign: it is for squares
+        same_sign = decoded.signbit() == x.signbit()
+        assert (same_sign | ((decoded == 0) & (codec.format == "int8"))).all()  # whose zero has none
     if codec.expand or codec.keep_nonzero:
         assert (decoded[~zero] != 0).all()
     assert (decode(moment, codec)[n:] == 0).all()
-    amax = groups_of(x.abs().where(~zero, 0.0), codec.group_size).amax(1)
-    a = moment.a.float()
-    assert ((a >= amax) | (a == BF16_MAX)).all() and (a <= torch.maximum(amax * (1 + 2**-7), amax + 1e-45)).all()
-    assert (moment.k >= 1).all()
+    assert_metadata(x, moment, codec)
     if not (codec.keep_nonzero and not codec.expand):  # rounding up to the smallest code has no relative bound
         assert_within_bound(x, moment, codec)
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c.expand and c.group_size == 128], ids=str)
+@pytest.mark.parametrize("codec", [c for c in FP8_CODECS if c.expand and c.group_size == 128], ids=str)
 @pytest.mark.parametrize("sigma", [0.0, 1.0, 4.0, 12.0])
 def test_error_bound_and_use_of_the_range(codec, sigma):
     x = spread(128 * 64 + 1, sigma)
@@ -152,6 +75,12 @@ def test_the_smallest_element_lands_where_the_docstring_says(fp8):
 
 
 def test_wide_spread_is_compressed_and_narrow_spread_expanded():
+    log8 = MomentCodec("log8", keep_nonzero=True)
+    wide, narrow = (encode(torch.tensor(x), log8).k.item() for x in ([1e-38 * 2, 1e38], [0.5, 1.0]))
+    assert narrow == 1 and wide == math.ceil(250 / LOG8_SPAN * math.log2(1e38 / 2e-38))
+    int8 = MomentCodec("int8")
+    wide, narrow = (encode(torch.tensor(x), int8) for x in ([1e-38 * 2, 1e38], [0.5, 1.0]))
+    assert wide.k.item() == 1 and narrow.k.item() == 255 and wide.q[0, 0] > 0
     for codec in (MomentCodec("e4m3", keep_nonzero=True), MomentCodec("e5m2", keep_nonzero=True)):
         wide, narrow = encode(torch.tensor([1e-38 * 2, 1e38]), codec), encode(torch.tensor([0.5, 1.0]), codec)
         assert 1 <= wide.k.item() < 16 < narrow.k.item() <= 255
@@ -188,11 +117,6 @@ def test_codes_are_the_nearest_values_ties_to_even(fp8):
         assert moment.q[0, 0].item() == len(table) - 1
 
 
-def _log_noise_can_explain(value, between):
-    """The value lies within the error of fp32 logarithms of a rounding boundary."""
-    return (torch.log2(between) - math.log2(value)).abs().min().item() < 4e-6
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_non_finite_input_makes_its_group_nan_and_no_other(codec, bad):
@@ -209,7 +133,7 @@ def test_non_finite_input_makes_its_group_nan_and_no_other(codec, bad):
         assert torch.equal(mine[::2], other[::2])
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if not c.expand], ids=str)
+@pytest.mark.parametrize("codec", [c for c in FP8_CODECS if not c.expand], ids=str)
 @settings(max_examples=25, deadline=None)
 @given(x=vectors())
 def test_without_expansion_encoding_is_idempotent(codec, x):
@@ -225,55 +149,36 @@ def test_with_expansion_a_second_pass_keeps_the_bound(codec):
     assert_within_bound(once, encode(once, codec), codec)
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c.group_size == 64], ids=str)
-def test_stochastic_rounding_is_unbiased_in_the_stored_value(codec):
-    x = spread(64 * 4, 1.0)
-    y = exact_y(x, encode(x, codec), codec).view(-1)
-    rounds = 2048
-    generator = torch.Generator().manual_seed(1)
-    total, seen = torch.zeros(256, dtype=torch.float64), []
-    for _ in range(rounds):
-        q = encode(x, codec, torch.rand(256, generator=generator)).q.view(codec.fp8.dtype).double().abs().view(-1)
-        total += q
-        seen.append(q)
-    low, high = torch.stack(seen).amin(0), torch.stack(seen).amax(0)
-    step = (2.0 ** (torch.floor(torch.log2(y)) - codec.fp8.mantissa_bits)).clamp(min=codec.fp8.smallest)
-    assert (low >= (y - step) * (1 - 1e-4)).all() and (high <= (y + step) * (1 + 1e-4)).all()
-    assert ((high - low) <= step * 1.001).all()
-    deviation = 0.5 * step / rounds**0.5  # of the mean, at most
-    raised = codec.keep_nonzero & (y < codec.fp8.smallest)  # rounded up on purpose
-    assert ((total / rounds - y).abs() < 5 * deviation + 1e-4 * y)[~raised].all()
-    if codec.keep_nonzero:
-        assert (low > 0).all()
+def test_int8_codes_are_twos_complement():
+    codec = MomentCodec("int8", expand=False)
+    x = torch.arange(-127, 128).float()[torch.randperm(255)[:128]]
+    x[0] = 127.0
+    moment = encode(x, codec)
+    assert moment.a == 127 and torch.equal(moment.q.view(torch.int8).view(-1).float(), x)
+    ties = encode(torch.tensor([127.0, 2.5, -2.5, 3.5, 0.5]), codec).q.view(torch.int8)[0, :5]
+    assert ((ties - torch.tensor([127, 2, -2, 4, 0])).abs() <= 1).all()  # a logarithm may move a tie
 
 
-@settings(max_examples=100, deadline=None)
-@given(x=vectors(), extreme=st.sampled_from([0.0, 1 - 2**-16]))
-def test_stochastic_rounding_keeps_the_guarantees(x, extreme):
-    for codec in (MomentCodec(), MomentCodec(keep_nonzero=True)):
-        decoded = decode(encode(x, codec, torch.full_like(x, extreme)), codec, x.numel())
-        assert decoded.isfinite().all()
-        zero = x.abs() < TINY
-        assert (decoded[zero] == 0).all()
-        if codec.keep_nonzero:
-            assert (decoded[~zero] != 0).all()
+def test_log8_by_hand():
+    """Eight octaves need ceil(250 * 8 / 253.75) = 8 steps of 1/250 octave: 8.0 / 0.032 = 250 codes below 255."""
+    codec = MomentCodec("log8", keep_nonzero=True)
+    moment = encode(torch.tensor([1.0, 2.0**-8, 2.0**-4, 0.0, 2.0**-0.016 * 0.99, 2.0**-0.016 * 1.01]), codec)
+    assert moment.k == 8 and moment.q[0, :6].tolist() == [255, 5, 130, 0, 254, 255]
+    assert torch.allclose(decode(moment, codec, 3), torch.tensor([1.0, 2.0**-8, 2.0**-4]), rtol=1e-6)
 
 
-def test_noise_depends_on_seed_and_index_only_and_is_uniform():
-    whole = uniform_noise(5, 0, 4096)
-    part = uniform_noise(5, 1000, 96)
-    for w, p in zip(whole, part, strict=True):
-        assert torch.equal(w[1000:1096], p)
-        assert w.min() >= 0 and w.max() < 1
-    assert not torch.equal(whole[0], uniform_noise(6, 0, 4096)[0])
-    assert not torch.equal(uniform_noise(5, 2**32, 64)[0], uniform_noise(5, 0, 64)[0])
-    m, v = uniform_noise(123, 2**32 - 50000, 100000)
-    for one in (m, v):
-        assert abs(one.mean().item() - 0.5) < 5e-3
-        counts = torch.histc(one, 64, 0, 1)
-        assert ((counts - 100000 / 64).abs() < 6 * (100000 / 64) ** 0.5).all()
-    assert abs(torch.corrcoef(torch.stack([m, v]))[0, 1].item()) < 0.02
-    assert abs(torch.corrcoef(torch.stack([m[1:], m[:-1]]))[0, 1].item()) < 0.02
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (("log8",), "first moment: got 'log8', accepted: 'e4m3', 'e5m2', 'int8'"),
+        (("int8", True, 128, True), "second moment: got 'int8', accepted: 'e4m3', 'e5m2', 'log8'"),
+        (("fp8",), "got 'fp8'"),
+        (("log8", False, 128, True), "expand: got False with log8"),
+    ],
+)
+def test_codecs_that_do_not_exist(arguments, word):
+    with pytest.raises(ValueError, match=word):
+        MomentCodec(*arguments)
 
 
 def test_zeros_is_the_encoding_of_zeros_and_takes_the_promised_bytes():

@@ -1,0 +1,84 @@
+"""Stochastic rounding of moments: without bias, within the guarantees, from noise that anybody can repeat."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from coat_dist.reference.moments import TINY, MomentCodec, decode, encode, uniform_noise
+from tests.coat_dist.reference.groups import CODECS, assert_within_bound, exact_y, spread, stored, vectors
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.group_size == 64 and c.format != "log8"], ids=str)
+def test_stochastic_rounding_is_unbiased_in_the_stored_value(codec):
+    x = spread(64 * 4, 1.0)
+    y = exact_y(x, encode(x, codec), codec).view(-1)
+    rounds = 2048
+    generator = torch.Generator().manual_seed(1)
+    total, seen = torch.zeros(256, dtype=torch.float64), []
+    for _ in range(rounds):
+        q = stored(encode(x, codec, torch.rand(256, generator=generator)).q, codec).view(-1)
+        total += q
+        seen.append(q)
+    low, high = torch.stack(seen).amin(0), torch.stack(seen).amax(0)
+    if codec.format == "int8":
+        step, raised = torch.ones(256), torch.zeros(256).bool()
+    else:
+        step = (2.0 ** (torch.floor(torch.log2(y)) - codec.fp8.mantissa_bits)).clamp(min=codec.fp8.smallest)
+        raised = codec.keep_nonzero & (y < codec.fp8.smallest)  # rounded up on purpose
+    assert (low >= (y - step) * (1 - 1e-4)).all() and (high <= (y + step) * (1 + 1e-4)).all()
+    assert ((high - low) <= step * 1.001).all()
+    deviation = 0.5 * step / rounds**0.5  # of the mean, at most
+    assert ((total / rounds - y).abs() < 5 * deviation + 1e-4 * y)[~raised].all()
+    if codec.keep_nonzero:
+        assert (low > 0).all()
+
+
+def test_log8_rounds_stochastically_without_bias_in_the_value():
+    """Unbiased in its logarithm, a second moment would grow: with beta2 near one by a third."""
+    codec = MomentCodec("log8", group_size=64, keep_nonzero=True)
+    x = torch.cat([spread(63, 2.0).square(), torch.tensor([1e-30])])  # steps of 0.4 octaves
+    rounds = 4096
+    decoded = torch.stack([decode(encode(x, codec, torch.rand(64)), codec) for _ in range(rounds)]).double()
+    upper, lower = decoded.amax(0), decoded.amin(0)
+    step = 2 ** (encode(x, codec).k.item() / 250)
+    assert step > 1.25 and (upper <= lower * step * 1.0001).all() and (upper > lower).sum() > 55
+    assert ((decoded.mean(0) - x).abs() <= 5 * 0.5 * (upper - lower) / rounds**0.5 + 1e-5 * x).all()
+    even_in_logarithm = (lower * upper).sqrt()
+    assert ((decoded.mean(0) - x).abs().sum() < (even_in_logarithm - x).abs().sum()).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(x=vectors(), extreme=st.sampled_from([0.0, 1 - 2**-16]))
+def test_stochastic_rounding_keeps_the_guarantees(x, extreme):
+    for codec in (
+        MomentCodec(), MomentCodec(keep_nonzero=True), MomentCodec("int8"), MomentCodec("log8", keep_nonzero=True),
+    ):  # fmt: skip
+        moment = encode(x, codec, torch.full_like(x, extreme))
+        decoded = decode(moment, codec, x.numel())
+        assert decoded.isfinite().all()
+        zero = x.abs() < TINY
+        assert (decoded[zero] == 0).all()
+        if codec.keep_nonzero or codec.format == "int8":
+            assert (decoded[~zero] != 0).all()
+        if codec.keep_nonzero:
+            assert (decoded.abs()[~zero] >= TINY).all()
+        if codec.format in ("int8", "log8"):
+            assert_within_bound(x, moment, codec, 2.0)
+
+
+def test_noise_depends_on_seed_and_index_only_and_is_uniform():
+    whole = uniform_noise(5, 0, 4096)
+    part = uniform_noise(5, 1000, 96)
+    for w, p in zip(whole, part, strict=True):
+        assert torch.equal(w[1000:1096], p)
+        assert w.min() >= 0 and w.max() < 1
+    assert not torch.equal(whole[0], uniform_noise(6, 0, 4096)[0])
+    assert not torch.equal(uniform_noise(5, 2**32, 64)[0], uniform_noise(5, 0, 64)[0])
+    m, v = uniform_noise(123, 2**32 - 50000, 100000)
+    for one in (m, v):
+        assert abs(one.mean().item() - 0.5) < 5e-3
+        counts = torch.histc(one, 64, 0, 1)
+        assert ((counts - 100000 / 64).abs() < 6 * (100000 / 64) ** 0.5).all()
+    assert abs(torch.corrcoef(torch.stack([m, v]))[0, 1].item()) < 0.02
+    assert abs(torch.corrcoef(torch.stack([m[1:], m[:-1]]))[0, 1].item()) < 0.02

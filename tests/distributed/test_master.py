@@ -1,0 +1,335 @@
+"""bfloat16 and remainder through DeepSpeed: the bits of fp32 master weights, in one copy, saved and loaded exactly."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.distributed.test_universal import WithBuffer
+from tests.distributed.test_universal import contents as contents_of
+from tests.distributed.test_zero import differences, run, snapshot
+from tests.support import run_ranks
+
+CASES = {
+    "zero-1": {"zero_optimization": {"stage": 1}},
+    "zero-2": {"zero_optimization": {"stage": 2}},
+    "zero-2, fp32 sums, round robin": {
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "zero-3, sub-groups, persistent": {"zero_optimization": {"stage": 3, "sub_group_size": 5000}},
+}
+BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+class Given(torch.nn.Module):
+    """Its gradients are what it is given, whatever its weights are."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.randn(61, 47))
+        self.other = torch.nn.Parameter(torch.randn(33, 129))
+        self.vector = torch.nn.Parameter(torch.randn(47))
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, given):
+        return sum((p * g).sum(dtype=torch.float32) for p, g in zip(self.parameters(), given, strict=True))
+
+
+def build(settings, remainder=True, universal=False, model=WithBuffer, **more):
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    import coat_dist
+
+    __compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
+    torch.manual_seed(0)
+    params = {"lr": 0.01, **({"master_weights": "bf16_remainder"} if remainder else {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": BF16 if remainder else {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "CoatAdamW", "params": params},
+        **({"checkpoint": {"load_universal": True}} if universal else {}),
+        **copy.deepcopy(settings),
+        **more,
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
+        net = model()
+    named = list(net.named_parameters())
+    groups = coat_dist.param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
+    groups += [{"params": [net.scale], "moments": "fp32", "weight_decay": 0.0, "lr": 0.005}]
+    return coat_dist.initialize(model=net, model_parameters=groups, config=config)[0]
+
+
+def bits(found):
+    return {n: x.view(torch.int32).clone() for n, x in found.items()}
+
+
+def trajectory(rank, world, settings, remainder, clip):
+    """Master weights, weights and moments after each of ten steps on given gradients."""
+    engine = build(settings, remainder, model=Given, gradient_clipping=clip, gradient_accumulation_steps=2)
+    found = []
+    shapes = [getattr(p, "ds_shape", p.shape) for p in engine.module.parameters()]
+    for step in range(20):
+        g = torch.Generator().manual_seed(100 * step + rank)
+        given = [(torch.randn(s, generator=g) ** 3).bfloat16() for s in shapes]
+        engine.backward(engine(given))
+        engine.step()
+        if step % 2:
+            got = contents_of_given(engine)
+            found.append({**got, "masters": bits(got["masters"])})
+    return found
+
+
+def contents_of_given(engine):
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import coat_dist
+
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values()), enabled=hasattr(named["matrix"], "ds_id")):
+        weights = {n: p.detach().clone() for n, p in named.items()}
+    moments = {(n, w): coat_dist.safe_get_full_moment(p, w) for n, p in named.items() for w in ("first", "second")}
+    return {"masters": {n: safe_get_full_fp32_param(p) for n, p in named.items()}, "weights": weights, **moments}
+
+
+@pytest.mark.parametrize(
+    ("case", "clip"),
+    [("zero-1", 0.0), ("zero-2", 30.0), ("zero-3", 0.0), ("zero-3, sub-groups, persistent", 0.0)],
+)
+def test_given_equal_gradients_every_step_has_the_bits_of_fp32_master_weights(case, clip):
+    """Where ZeRO clips, it is CoatAdamW that multiplies (ZeRO-1, 2); ZeRO-3 would round clipped gradients to bf16."""
+    from coat_dist.reference.master import split
+
+    ours = run_ranks(2, trajectory, CASES[case], True, clip)
+    fp32 = run_ranks(2, trajectory, CASES[case], False, clip)
+    assert any((x.remainder(1 << 16) != 0).any() for x in ours[0][0]["masters"].values())
+    for rank in range(2):
+        for mine, theirs in zip(ours[rank], fp32[rank], strict=True):
+            assert all(torch.equal(x, theirs["masters"][n]) for n, x in mine["masters"].items())
+            assert all(torch.equal(mine[k], theirs[k]) for k in mine if isinstance(k, tuple))
+            for n, x in mine["weights"].items():
+                assert x.dtype == torch.bfloat16
+                assert torch.equal(x, split(mine["masters"][n].view(torch.float32))[0])
+
+
+def straight_and_resumed(rank, world, settings, folder):
+    """Five steps and five, with and without a restart between; and what is one copy."""
+    torch.use_deterministic_algorithms(True)
+    engine = build(settings)
+    losses = run(engine, rank, 0, 5)
+    engine.save_checkpoint(folder)
+    at_save, masters = snapshot(engine), contents_of(engine)["fp32"]
+    losses += run(engine, rank, 5, 10)
+    at_end = snapshot(engine)
+    engine.destroy()
+
+    again = build(settings)
+    run(again, rank, 20, 21)  # state that loading has to replace
+    again.load_checkpoint(folder)
+    loaded, masters_loaded = snapshot(again), contents_of(again)["fp32"]
+    more = run(again, rank, 5, 10)
+    return {
+        "losses": losses,
+        "more": more,
+        "loaded": differences(at_save, loaded),
+        "masters": [n for n in masters if not torch.equal(masters[n], masters_loaded[n])],
+        "lower halves": any((x.view(torch.int32) % (1 << 16)).any() for x in masters.values()),
+        "end": differences(at_end, snapshot(again)),
+        "two copies": copies(again),
+    }
+
+
+def copies(engine):
+    """Partitions that are stepped in other memory than that of the weights."""
+    zero = engine.optimizer
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        pairs = zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
+    else:
+        flats = zero.single_partition_of_fp32_groups
+        pairs = ((flat, zero.get_bit16_param_group(i)[0]) for i, flat in enumerate(flats))
+    return [i for i, (a, b) in enumerate(pairs) if a.data_ptr() != b.data_ptr() or a.dtype != torch.bfloat16]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_are_five_a_restart_and_five(case, tmp_path):
+    for rank, r in enumerate(run_ranks(2, straight_and_resumed, CASES[case], str(tmp_path))):
+        assert r["losses"][5:] == r["more"], rank
+        assert r["loaded"] == r["masters"] == r["end"] == r["two copies"] == [], rank
+        assert r["lower halves"] and r["losses"][-1] < 0.8 * r["losses"][0]
+
+
+def train_and_save(rank, world, settings, folder, remainder):
+    engine = build(settings, remainder)
+    run(engine, rank, 0, 5)
+    engine.save_checkpoint(folder, tag="plain")
+    return contents_of(engine)["fp32"]
+
+
+def load(rank, world, settings, folder, remainder):
+    """Master weights after loading, once with optimizer states and once without, and the weights."""
+    found = []
+    for states in (True, False):
+        engine = build(settings, remainder, universal=True)
+        run(engine, rank, 20, 21)
+        engine.load_checkpoint(folder, tag="universal", load_optimizer_states=states)
+        got = contents_of(engine)
+        found.append((got["fp32"], got["weights"]))
+        run(engine, rank, 5, 6)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks", "saved_as", "target", "to", "loaded_as"),
+    [
+        ("zero-2", 2, True, "zero-3", 1, True),
+        ("zero-3, sub-groups, persistent", 2, True, "zero-1", 2, False),
+        ("zero-1", 1, False, "zero-2", 2, True),
+    ],
+)
+def test_universal_checkpoints_carry_masters_between_all_kinds(
+    source, ranks, saved_as, target, to, loaded_as, tmp_path
+):
+    from coat_dist import convert_to_universal
+    from coat_dist.reference.master import split
+
+    saved = run_ranks(ranks, train_and_save, CASES[source], str(tmp_path), saved_as)[0]
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    for name, master in saved.items():
+        file = torch.load(tmp_path / "universal" / "zero" / name / "fp32.pt")["param"]
+        assert torch.equal(file.view(torch.int32), master.view(torch.int32)), name
+    assert any((x.view(torch.int32) % (1 << 16)).any() for x in saved.values())
+    for rank in run_ranks(to, load, CASES[target], str(tmp_path), loaded_as):
+        for masters, weights in rank:
+            for name, master in saved.items():
+                assert torch.equal(masters[name].view(torch.int32), master.view(torch.int32)), name
+                assert torch.equal(weights[name], split(master)[0] if loaded_as else master.bfloat16()), name
+
+
+def accessors(rank, world, settings):
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+
+    import coat_dist
+    from coat_dist.reference.master import split
+
+    engine = build(settings)
+    problems = []
+    for stepped in (False, True):
+        before = contents_of(engine)["fp32"]
+        for name in ("up.weight", "norm.weight", "scale"):
+            p = dict(engine.module.named_parameters())[name]
+            value = torch.randn(before[name].shape, generator=torch.Generator().manual_seed(3))
+            value.view(-1)[0] = -0.0
+            safe_set_full_fp32_param(p, value)
+            after = contents_of(engine)
+            if not torch.equal(safe_get_full_fp32_param(p).view(torch.int32), value.view(torch.int32)):
+                problems.append(f"{name} {stepped}: not what was set")
+            if not torch.equal(after["weights"][name], split(value)[0]):
+                problems.append(f"{name} {stepped}: the weight is another")
+            before[name] = value
+            problems += [f"{name} changed {n}" for n, x in after["fp32"].items() if not torch.equal(x, before[n])]
+            if stepped and name != "up.weight":
+                for key, which in (("exp_avg", "first"), ("exp_avg_sq", "second")):
+                    got = safe_get_full_optimizer_state(p, key)
+                    if not torch.equal(got, coat_dist.safe_get_full_moment(p, which)):
+                        problems.append(f"{name} {key}")
+        run(engine, rank, 0, 2)
+    if hasattr(p, "ds_id"):
+        problems += local_accessors(engine)
+    return problems + [str(x) for x in run(engine, rank, 2, 3) if not 0 < x < 20]
+
+
+def local_accessors(engine):
+    from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+    p = engine.module.up.weight
+    value = torch.randn(safe_get_local_fp32_param(p).shape)
+    safe_set_local_fp32_param(p, value)
+    return [] if torch.equal(safe_get_local_fp32_param(p), value) else ["local"]
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3", "zero-3, sub-groups, persistent"])
+def test_deepspeeds_accessors_give_and_take_fp32(case):
+    assert run_ranks(2, accessors, CASES[case]) == [[], []]
+
+
+def weights_only(rank, world, settings, folder):
+    """Of weights loaded without optimizer states, nothing of older remainders is left.
+
+    ``load_module_only`` leaves ZeRO-3's weights as they are in DeepSpeed 0.19.8, whatever the optimizer.
+    """
+    engine = build(settings)
+    run(engine, rank, 0, 3)
+    engine.save_checkpoint(folder)
+    weights = contents_of(engine)["weights"]
+    problems = []
+    ways = [{"load_optimizer_states": False}, {"load_module_only": True}]
+    for more in ways[: 1 if hasattr(engine.module.scale, "ds_id") else 2]:
+        run(engine, rank, 3, 5)
+        engine.load_checkpoint(folder, **more)
+        got = contents_of(engine)
+        problems += [f"{more}: {n}" for n, x in got["fp32"].items() if not torch.equal(x, weights[n].float())]
+    return problems
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_weights_without_optimizer_states_are_the_masters(case, tmp_path):
+    assert run_ranks(2, weights_only, CASES[case], str(tmp_path)) == [[], []]
+
+
+def failing(rank, world, settings, remainder, as_instance):
+    import deepspeed
+
+    import coat_dist
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    net = Given().bfloat16()
+    option = {"master_weights": "bf16_remainder"} if remainder else {}
+    config = {"train_micro_batch_size_per_gpu": 2, **settings, "coat": {"activation": {"enabled": False}}}
+    optimizer = None
+    if as_instance:
+        optimizer = coat_dist.CoatAdamW(net.parameters(), **option)
+    else:
+        config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 0.01}}
+        config["coat"]["optimizer"] = option
+    try:
+        coat_dist.initialize(model=net, optimizer=optimizer, config=config)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("settings", "remainder", "as_instance", "words"),
+    [
+        (
+            {"bf16": {"enabled": True}},
+            True,
+            False,
+            ["bf16.bf16_master_weights_and_grads: got null, accepted: true", "bf16.bf16_optimizer_states: got null"],
+        ),
+        ({"bf16": BF16}, False, False, ["bf16_master_weights_and_grads: got true, accepted: false with CoatAdamW"]),
+        (
+            {"bf16": BF16},
+            False,
+            True,
+            ["master_weights: got 'parameter'", "torch.bfloat16 from DeepSpeedZeroOptimizer"],
+        ),
+        ({"bf16": {"enabled": True}}, True, True, ["master_weights: got 'bf16_remainder'", "torch.float32 from"]),
+        (
+            {"bf16": BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+            True,
+            True,
+            ["torch.float32 from BF16_Optimizer"],
+        ),
+    ],
+)
+def test_options_that_do_not_agree_are_refused(settings, remainder, as_instance, words):
+    settings = {"zero_optimization": {"stage": 2}, **settings}
+    for message in run_ranks(2, failing, settings, remainder, as_instance):
+        for word in words:
+            assert word in message, message
