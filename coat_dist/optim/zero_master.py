@@ -18,7 +18,7 @@ from .accessors import get_full_master, safe_get_full_moment, set_full_master
 from .master import read_master, write_master
 from .partitions import base_optimizer, members, partitions
 from .state import has_remainder, new_state
-from .zero import FUSED_VERSIONS
+from .zero import COPY_VERSIONS
 
 __all__ = ["check_master_weights", "enable_remainders"]
 
@@ -59,7 +59,7 @@ def enable_remainders(zero: Any) -> bool:
         return False
     if not all(has_remainder(part.group) for part in partitions(zero)):
         return False
-    shared = deepspeed.__version__ in FUSED_VERSIONS
+    shared = deepspeed.__version__ in COPY_VERSIONS
     if type(zero) is DeepSpeedZeroOptimizer:
         if shared:
             for i, flat in enumerate(zero.single_partition_of_fp32_groups):
