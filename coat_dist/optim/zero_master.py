@@ -22,6 +22,8 @@ from .zero import COPY_VERSIONS
 
 __all__ = ["check_master_weights", "enable_remainders"]
 
+_PARTITIONS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+"""What ZeRO-1 and 2, ZeRO-3, and BF16_Optimizer call what they hand over."""
 _FP32_MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second"}
 
 
@@ -31,8 +33,8 @@ def check_master_weights(zero: Any) -> None:
     Raises:
         ValueError: names the parameter group, what its weights are and what its option says.
     """
-    if base_optimizer(zero) is None or zero is base_optimizer(zero):
-        return
+    if base_optimizer(zero) is None or not any(hasattr(zero, name) for name in _PARTITIONS):
+        return  # without ZeRO, it is the step that looks at the parameters' type
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
             raise ValueError(
