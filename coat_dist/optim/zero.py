@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["FUSED_VERSIONS", "declare_to_zero", "fuse_step"]
+__all__ = ["COPY_VERSIONS", "FUSED_VERSIONS", "declare_to_zero", "fuse_step"]
 
 FUSED_VERSIONS = ("0.19.7", "0.19.8")
 """DeepSpeed versions whose ZeRO step was read; others keep all their passes."""
+COPY_VERSIONS = ("0.19.8",)
+"""The same for how 16-bit weights follow the partitions that the optimizer steps."""
 
 
 def declare_to_zero(cls: type) -> None:
@@ -54,7 +56,8 @@ def fuse_step(zero: Any, coat: Any) -> bool:
     if zero.dtype == torch.bfloat16:
         zero.check_overflow = types.MethodType(_leave_to_the_norm, zero)
     zero.unscale_and_clip_grads = types.MethodType(_leave_to_the_step, zero)
-    if zero.dtype in (torch.bfloat16, torch.float16) and not zero.low_precision_master_weights_and_grads:
+    half = zero.dtype in (torch.bfloat16, torch.float16) and not zero.low_precision_master_weights_and_grads
+    if half and deepspeed.__version__ in COPY_VERSIONS:
         zero._optimizer_step = types.MethodType(_step_with_copy, zero)
         zero.step = types.MethodType(_step_and_restore, zero)
     return True

@@ -18,9 +18,12 @@ from .accessors import get_full_master, set_full_master
 from .master import read_master, write_master
 from .partitions import base_optimizer, members, partitions
 from .state import has_remainder, new_state
-from .zero import FUSED_VERSIONS
+from .zero import COPY_VERSIONS
 
 __all__ = ["check_master_weights", "enable_remainders"]
+
+_PARTITIONS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+"""What ZeRO-1 and 2, ZeRO-3, and BF16_Optimizer call what they hand over."""
 
 
 def check_master_weights(zero: Any) -> None:
@@ -29,8 +32,8 @@ def check_master_weights(zero: Any) -> None:
     Raises:
         ValueError: names the parameter group, what its weights are and what its option says.
     """
-    if base_optimizer(zero) is None or zero is base_optimizer(zero):
-        return
+    if base_optimizer(zero) is None or not any(hasattr(zero, name) for name in _PARTITIONS):
+        return  # without ZeRO, it is the step that looks at the parameters' type
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
             raise ValueError(
@@ -57,7 +60,7 @@ def enable_remainders(zero: Any) -> bool:
         return False
     if not all(has_remainder(part.group) for part in partitions(zero)):
         return False
-    shared = deepspeed.__version__ in FUSED_VERSIONS
+    shared = deepspeed.__version__ in COPY_VERSIONS
     if type(zero) is DeepSpeedZeroOptimizer:
         if shared:
             for i, flat in enumerate(zero.single_partition_of_fp32_groups):
