@@ -62,10 +62,15 @@ def flat_parameter(n: int) -> torch.nn.Parameter:
 
 
 def candidates() -> dict[str, Callable[[list], torch.optim.Optimizer]]:
-    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
+    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    noisy = {**options, "betas": (0.9, 0.999)}  # where the second moment is rounded stochastically
+    other = {"first_moment": "int8", "second_moment": "log8"}
     found: dict[str, Callable] = {
         "torch fused AdamW": lambda p: torch.optim.AdamW(p, fused=True, **options),
         "CoatAdamW": lambda p: CoatAdamW(p, **options),
+        "CoatAdamW, beta2 0.999": lambda p: CoatAdamW(p, **noisy),
+        "CoatAdamW, int8 and log8": lambda p: CoatAdamW(p, **options, **other),
+        "CoatAdamW, int8 and log8, beta2 0.999": lambda p: CoatAdamW(p, **noisy, **other),
     }
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
@@ -94,12 +99,12 @@ def measure(n: int, bandwidth: float) -> list[dict[str, Any]]:
             print(f"{name} at {n:.0e}: {type(error).__name__}: {error}")
             continue
         row = {"optimizer": name, "parameters": n, "ms": milliseconds}
-        if name in BYTES:
-            row["fraction_of_copy_bandwidth"] = BYTES[name] * n / (milliseconds * 1e-3) / bandwidth
+        if (kind := name.split(",")[0]) in BYTES:
+            row["fraction_of_copy_bandwidth"] = BYTES[kind] * n / (milliseconds * 1e-3) / bandwidth
         row["ratio_to_torch_fused"] = milliseconds / rows[0]["ms"] if rows else 1.0
         rows.append(row)
         print(
-            f"{n:>14,} {name:<24} {milliseconds:9.3f} ms  {row.get('fraction_of_copy_bandwidth', 0):6.1%} of copy  "
+            f"{n:>14,} {name:<37} {milliseconds:9.3f} ms  {row.get('fraction_of_copy_bandwidth', 0):6.1%} of copy  "
             f"{row['ratio_to_torch_fused']:.3f} x torch fused",
             flush=True,
         )
@@ -153,7 +158,7 @@ def measure_model() -> list[dict[str, Any]]:
         params = model_of_many()
         small = [p for p in params if p.numel() == 512]
         groups: list[Any] = params
-        if name == "CoatAdamW":
+        if name.startswith("CoatAdamW"):
             groups = [{"params": [p for p in params if p.numel() > 512]}, {"params": small, "moments": "fp32"}]
         try:
             optimizer = build(groups)
