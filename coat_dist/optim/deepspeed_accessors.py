@@ -16,7 +16,7 @@ import torch
 
 from .accessors import fragment_of, safe_get_full_moment, safe_set_full_moment
 from .checkpoint import read_moment, write_moment
-from .partitions import members
+from .partitions import Fragment, Partition, members
 from .state import new_state
 
 __all__ = ["answer_deepspeeds_accessors"]
@@ -45,6 +45,13 @@ def _which(key: str) -> str:
     if key not in _KEYS:
         raise ValueError(f"optim_state_key: got {key!r}, accepted with CoatAdamW: {', '.join(_KEYS)}")
     return _KEYS[key]
+
+
+def _place(zero: Any, param: Any) -> tuple[Partition, Fragment]:
+    found = fragment_of(zero, param)
+    if found is None:
+        raise ValueError(f"param: got one of shape {list(param.ds_shape)} that is not trained, accepted: a trained one")
+    return found
 
 
 def _get_full(param: Any, optim_state_key: str | None = None) -> torch.Tensor:
@@ -83,7 +90,7 @@ def _answer_stage3(zero: Any) -> None:
         if optim_state_key is None:
             return get_local(param)
         index = ("first", "second").index(_which(optim_state_key))
-        part, f = fragment_of(zero, param)
+        part, f = _place(zero, param)
         state = zero.optimizer.state.get(part.flat) or {}
         local = torch.zeros(param.ds_tensor.ds_numel, device=part.flat.device)  # padded, as DeepSpeed gives it
         if "step" in state and f.numel:
@@ -95,7 +102,7 @@ def _answer_stage3(zero: Any) -> None:
             set_local(value, param)
             return
         index = ("first", "second").index(_which(optim_state_key))
-        part, f = fragment_of(zero, param)
+        part, f = _place(zero, param)
         if value.numel() != param.ds_tensor.ds_numel or not value.is_floating_point():
             raise ValueError(
                 f"value: got {value.dtype} {list(value.shape)}, accepted: floating point, {param.ds_tensor.ds_numel} "
