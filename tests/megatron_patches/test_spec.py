@@ -147,11 +147,7 @@ def test_sdpa_refuses_configurations(key, value):
         SDPA(config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
 
 
-def test_spec_refuses_experts_and_latent_attention():
-    config = tiny_config()
-    config.num_moe_experts = 4
-    with pytest.raises(ValueError, match="num_moe_experts: got 4, accepted: None"):
-        gpt_layer_spec(config)
+def test_spec_refuses_latent_attention():
     config = tiny_config()
     config.multi_latent_attention = True
     with pytest.raises(ValueError, match="multi_latent_attention: got True, accepted: False"):
