@@ -97,49 +97,20 @@ def test_experts_take_any_number_of_tokens(tokens, activation):
 
 
 def _megatron_training(rank, world):
-    """Losses of BF16 and of FP8 under Megatron's DistributedDataParallel and DistributedOptimizer."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    from megatron_patches import initialize_model_parallel, patch_model
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from megatron_patches import initialize_model_parallel
 
     initialize_model_parallel(1)
-    curves = {}
-    for patch in (False, True):
-        model = tiny_gpt(activation_func=torch.nn.functional.gelu, gated_linear_unit=False, add_bias_linear=True)
-        if patch:
-            assert not patch_model(model, ActivationConfig()).left
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        wrapped = DistributedDataParallel(model.config, ddp_config, model)
-        optimizer_config = OptimizerConfig(
-            optimizer="adam", lr=3e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
-        )
-        optimizer = get_megatron_optimizer(optimizer_config, [wrapped])
-        curve = []
-        for step in range(20):
-            wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
-            for part in range(2):  # accumulated in main_grad
-                loss = tiny_loss(wrapped, tiny_batch(1000 * rank + 2 * step + part, "cuda"))
-                loss.backward()
-            finalize_model_grads([wrapped])
-            assert optimizer.step()[0]
-            curve.append(loss.item())
-        curves[patch] = curve
-    return curves
+    from tests.megatron_patches import megatron_loop
+
+    return [megatron_loop.losses(patch, "cuda", rank=rank) for patch in (False, True)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_megatrons_distributed_optimizer(world):
+    """Its DistributedDataParallel and DistributedOptimizer over NCCL, without DeepSpeed."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
+    from tests.megatron_patches import megatron_loop
+
     for curves in run_ranks(world, _megatron_training, backend="nccl"):
-        assert curves[True] != curves[False]
-        assert curves[True][-1] < curves[True][0] - 0.5, curves
-        for plain, fp8 in zip(curves[False], curves[True], strict=True):
-            assert fp8 == pytest.approx(plain, rel=0.05), curves
+        megatron_loop.check(*curves)

@@ -127,11 +127,11 @@ def test_saved_tensors_on_the_cpu(options, device):
     assert_same(([loss.item()], {n: p.grad for n, p in model.named_parameters()}), expected, device)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_layers(options, backend, device):
+@pytest.mark.parametrize(("name", "backend"), [("llama", "aot_eager"), ("gpt2", "eager"), ("experts", "eager")])
+def test_compiled_layers(name, backend, device):
     """torch.compile around each layer. It may break the graph at the flow; results are those without it."""
     torch._dynamo.reset()
-    model, batch = build(options), tiny_batch(0, device)
+    model, batch = build(MODELS[name]), tiny_batch(0, device)
     expected = gradients(model, batch)
     for i, layer in enumerate(model.decoder.layers):
         model.decoder.layers[i] = torch.compile(layer, backend=backend)
