@@ -35,7 +35,8 @@ def moments_of_one_step(rank, world, settings):
             if got.shape != shape or got.dtype != torch.float32 or before[name].any():
                 problems.append(f"{name} {which}: {got.dtype} {got.shape}")
             error = ((got - exact).norm() / exact.norm().clamp(min=1e-12)).item()
-            if error > (1e-5 if exact.ndim < 2 else 0.03):
+            # at this beta2 the second moment is rounded stochastically, which errs twice as much
+            if error > (1e-5 if exact.ndim < 2 else 0.03 if which == "first" else 0.06):
                 problems.append(f"{name} {which}: off by {error}")
     return problems
 

@@ -133,7 +133,7 @@ def codes(engine):
             if name.startswith("a_"):
                 assert f.first % 128 == f.start % 128 == f.numel % 128 == 0, (name, f)
                 for key, value in engine.optimizer.optimizer.state[part.flat].items():
-                    if key.startswith("coat_"):
+                    if key.startswith("coat_") and isinstance(value, torch.Tensor):
                         for i in range(f.numel // 128):
                             found[name, key, f.first // 128 + i] = value[f.start // 128 + i].clone()
     return found
