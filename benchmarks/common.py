@@ -17,8 +17,11 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def command() -> str:
-    """This run's command as one would type it: the module by name, without the folder that results go to."""
+    """This run's command as one would type it: the module by name, without folders of this machine."""
     arguments = list(sys.argv[1:])
+    for option in ("--peers", "--data"):
+        if option in arguments:
+            arguments[arguments.index(option) + 1] = "PATH"
     if "--output" in arguments:
         at = arguments.index("--output")
         del arguments[at : at + 2]

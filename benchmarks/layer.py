@@ -132,7 +132,12 @@ def peers(folder: str, model: ModelConfig, tokens: int) -> dict[str, dict[str, f
 
 def variants(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The "activation" blocks to measure, by name."""
-    chosen = {"coat": {}, "coat quantized": {"forward": "quantized"}, "coat fp8 attention": {"attention": "fp8"}}
+    chosen: dict[str, dict[str, Any]] = {
+        "coat": {},
+        "coat cached weights": {"weights": "cached"},
+        "coat quantized": {"forward": "quantized"},
+        "coat fp8 attention": {"attention": "fp8"},
+    }
     return {name: chosen[name] for name in arguments.variants}
 
 
@@ -143,6 +148,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["coat"])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel table, 0 = none")
+    parser.add_argument("--name", default="layer", help="of the JSON result")
     parser.add_argument("--peers", help="folder with layer_anchors.py and Transformer Engine")
     parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
     arguments = parser.parse_args()
@@ -166,8 +172,8 @@ def main() -> None:
             torch.cuda.empty_cache()
             theirs = peers(arguments.peers, model, tokens) if arguments.peers else {}
             results.append(report(preset, tokens, model, runs, theirs, table, arguments))
-    chosen = {k: v for k, v in vars(arguments).items() if k not in ("output", "peers")}
-    print("wrote", write_result("layer", {"settings": chosen, "results": results}, arguments.output))
+    chosen = {k: v for k, v in vars(arguments).items() if k not in ("output", "peers", "name")}
+    print("wrote", write_result(arguments.name, {"settings": chosen, "results": results}, arguments.output))
 
 
 def report(preset, tokens, model, runs, theirs, table, arguments) -> dict[str, Any]:
