@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .config import CoatConfig, CoatConfigError, check_deepspeed, load_json
+from .config import CoatConfig, CoatConfigError, load_json
 from .flow.weights import invalidate_after
 from .optim import CoatAdamW, param_groups
 from .optim.accessors import register
@@ -28,6 +28,7 @@ from .optim.round_robin import relink
 from .optim.universal_load import enable_universal_load
 from .optim.zero import fuse_step
 from .optim.zero_master import check_master_weights, enable_remainders
+from .refusals import check_deepspeed
 
 __all__ = ["check_same_on_all_ranks", "initialize"]
 

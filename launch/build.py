@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
-from coat_dist.config import check_deepspeed
+from coat_dist.refusals import check_deepspeed
 from launch import data
 from launch.loop import Batch
 from launch.model import build_model

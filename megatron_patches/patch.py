@@ -8,10 +8,8 @@ of experts, the experts and the shared experts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -43,6 +41,7 @@ from .reasons import (
     output_reason,
     shared_experts_reason,
 )
+from .report import PatchReport
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
@@ -60,34 +59,6 @@ _ORIGINAL: dict[type, type] = {
 }
 # Megatron's flag on a layer that recomputes a norm's output, by the norm.
 _RECOMPUTE = {"input_layernorm": "recompute_input_layernorm", "pre_mlp_layernorm": "recompute_pre_mlp_layernorm"}
-
-
-@dataclass
-class PatchReport:
-    """What :func:`patch_model` did. ``str()`` is a table; names are those of ``model.named_modules()``."""
-
-    patched: list[str] = field(default_factory=list)
-    """Blocks that run the flow."""
-    left: dict[str, str] = field(default_factory=dict)
-    """Blocks that stay BF16, and why."""
-    unfused: dict[str, str] = field(default_factory=dict)
-    """Patched attention whose rotary embedding stays Megatron's passes over queries and keys, and why."""
-    loss: dict[str, str] = field(default_factory=dict)
-    """Output layers of language models: "chunked", or "plain" and why."""
-    notes: list[str] = field(default_factory=list)
-    """Settings of the model that patching overrides."""
-
-    def __str__(self) -> str:
-        lines = [f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"]
-        lines += [f"  patched  {names}" for names in _condensed(self.patched)]
-        for word, reasons in (("left   ", self.left), ("unfused", self.unfused)):
-            by_reason: dict[str, list[str]] = {}
-            for name, reason in reasons.items():
-                by_reason.setdefault(reason, []).append(name)
-            for reason, group in by_reason.items():
-                lines += [f"  {word}  {names}: {reason}" for names in _condensed(group)]
-        lines += [f"  loss     {name}: {how}" for name, how in self.loss.items()]
-        return "\n".join(lines + [f"  note     {note}" for note in self.notes])
 
 
 def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
@@ -293,22 +264,3 @@ def _bf16_layers(settings: ActivationConfig, layers: int) -> set[int]:
         accepted = f"{-layers} to {layers - 1} for {layers} layers"
         raise ValueError(f"activation.bf16_layers: got {wrong[0]}, accepted: {accepted}")
     return {i % layers for i in settings.bf16_layers}
-
-
-def _condensed(names: list[str]) -> list[str]:
-    """``a.0.b, a.1.b, a.2.b`` → ``a.[0-2].b``."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for name in names:
-        match = re.fullmatch(r"(.*?\.)(\d+)(\..*)", name)
-        groups.setdefault((match[1], match[3]) if match else (name, ""), []).append(int(match[2]) if match else -1)
-    lines = []
-    for (before, after), numbers in groups.items():
-        runs: list[list[int]] = []
-        for n in sorted(numbers):
-            if runs and n == runs[-1][1] + 1:
-                runs[-1][1] = n
-            else:
-                runs.append([n, n])
-        span = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-        lines.append(before if numbers == [-1] else f"{before}[{span}]{after}")
-    return lines

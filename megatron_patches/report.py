@@ -1,0 +1,55 @@
+"""What patching did, as an object that prints as a table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+__all__ = ["PatchReport"]
+
+
+@dataclass
+class PatchReport:
+    """What :func:`patch_model` did. ``str()`` is a table; names are those of ``model.named_modules()``."""
+
+    patched: list[str] = field(default_factory=list)
+    """Blocks that run the flow."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Blocks that stay BF16, and why."""
+    unfused: dict[str, str] = field(default_factory=dict)
+    """Patched attention whose rotary embedding stays Megatron's passes over queries and keys, and why."""
+    loss: dict[str, str] = field(default_factory=dict)
+    """Output layers of language models: "chunked", or "plain" and why."""
+    notes: list[str] = field(default_factory=list)
+    """Settings of the model that patching overrides."""
+
+    def __str__(self) -> str:
+        lines = [f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"]
+        lines += [f"  patched  {names}" for names in _condensed(self.patched)]
+        for word, reasons in (("left   ", self.left), ("unfused", self.unfused)):
+            by_reason: dict[str, list[str]] = {}
+            for name, reason in reasons.items():
+                by_reason.setdefault(reason, []).append(name)
+            for reason, group in by_reason.items():
+                lines += [f"  {word}  {names}: {reason}" for names in _condensed(group)]
+        lines += [f"  loss     {name}: {how}" for name, how in self.loss.items()]
+        return "\n".join(lines + [f"  note     {note}" for note in self.notes])
+
+
+def _condensed(names: list[str]) -> list[str]:
+    """``a.0.b, a.1.b, a.2.b`` → ``a.[0-2].b``."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*?\.)(\d+)(\..*)", name)
+        groups.setdefault((match[1], match[3]) if match else (name, ""), []).append(int(match[2]) if match else -1)
+    lines = []
+    for (before, after), numbers in groups.items():
+        runs: list[list[int]] = []
+        for n in sorted(numbers):
+            if runs and n == runs[-1][1] + 1:
+                runs[-1][1] = n
+            else:
+                runs.append([n, n])
+        span = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+        lines.append(before if numbers == [-1] else f"{before}[{span}]{after}")
+    return lines
