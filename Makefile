@@ -48,8 +48,11 @@ quickstart: $(STAMP)
 report: $(STAMP)
 	$(BIN)/python -m coat_dist.report
 
+# Processes that share the test files. Each file stays in one: some start ranks once for all their tests.
+WORKERS ?= 2
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check --config .ci/ruff.toml .
