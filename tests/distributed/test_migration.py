@@ -23,14 +23,15 @@ def test_the_way_back_gives_the_same_bytes(expand, tmp_path):
         convert_to_universal(tmp_path / f"{i}" / "plain", tmp_path / f"{i}" / "universal")
         after = run_ranks(ranks, bordered, stage, expand, str(tmp_path / f"{i + 1}"), str(tmp_path / f"{i}"))
     for one, other in zip(before, after, strict=True):
-        assert one.keys() == other.keys() and len(one) == 6
-        assert all(torch.equal(one[k], other[k]) for k in one)
+        assert set(one) - {"coat_seed"} == set(other) - {"coat_seed"}
+        codes = [k for k in one if isinstance(one[k], torch.Tensor)]
+        assert len(codes) == 6 and all(torch.equal(one[k], other[k]) for k in codes)
     assert not torch.equal(before[0]["coat_m_q"], before[1]["coat_m_q"]) and before[0]["coat_m_q"].any()
 
     for codes in tmp_path.glob("0/universal/zero/*/codes.coat"):
         codes.unlink()
     again = run_ranks(2, bordered, 2, expand, None, str(tmp_path / "0"))
-    equal = [torch.equal(one[k], other[k]) for one, other in zip(before, again, strict=True) for k in one]
+    equal = [torch.equal(one[k], other[k]) for one, other in zip(before, again, strict=True) for k in codes]
     assert all(equal) is not expand
 
 
