@@ -286,7 +286,7 @@ def norm_backward(
     rows, columns = source.shape
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
     programs, warps, registers = BACKWARD
-    programs = min(rows, programs)
+    programs = max(1, min(rows, programs))  # without rows one that writes zero sums
     center = stats.mean is not None
     partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
     width = max(triton.next_power_of_2(columns), size)

@@ -22,6 +22,10 @@ def test_norm(rows, sizes):
     agreement.check_norm("cuda", sizes=sizes, rows=rows)
 
 
+def test_norm_of_no_rows():
+    agreement.check_norm_of_no_rows("cuda")
+
+
 def test_activation():
     agreement.check_activation("cuda", sizes=(2752,), rows=260, variants=1)
 

@@ -98,6 +98,17 @@ def check_norm(device="cpu", sizes=(64, 200), rows=7):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def check_norm_of_no_rows(device="cpu"):
+    """As an expert without tokens has them."""
+    x, weight = torch.empty(0, 64, device=device), torch.ones(64, device=device)
+    got, wanted = (
+        m.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True) for m in (norm, reference_norm)
+    )
+    assert got.x8.codes.shape == wanted.x8.codes.shape and got.amax == wanted.amax == 0
+    dx, dweight, dbias = norm.norm_backward(torch.empty(0, 64, device=device), wanted.x8, wanted.stats, weight)
+    assert dx.shape == (0, 64) and not dweight.any() and not dbias.any()
+
+
 def check_activation(device="cpu", sizes=(64, 176), rows=37, activations=tuple(ACTIVATIONS), variants=5):
     """Every activation, with and without a bias, over tails of rows, columns and groups; ``variants`` of the rest."""
     kinds = itertools.cycle(itertools.product((E4M3, E5M2), SCALES, (True, False), (torch.float32, torch.bfloat16)))

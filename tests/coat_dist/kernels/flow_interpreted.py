@@ -11,6 +11,10 @@ def test_norm():
     agreement.check_norm(sizes=(72,), rows=3)
 
 
+def test_norm_of_no_rows():
+    agreement.check_norm_of_no_rows()
+
+
 def test_activation():
     agreement.check_activation(sizes=(72,), rows=9)
 
