@@ -125,6 +125,7 @@ def initialize(
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)
     if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):
+        # After enable_remainders, whose accessors of master weights it keeps and calls.
         answer_deepspeeds_accessors(engine.optimizer)
         enable_universal_load(engine)
         check_native_loads(engine)
