@@ -68,9 +68,10 @@ def build(te: Any, given: dict[str, Any]) -> torch.nn.Module:
 def run(layer: torch.nn.Module, x: torch.Tensor, dout: torch.Tensor, freqs: torch.Tensor, context: Any) -> dict:
     """Output and gradients by our names; x, dout ``[s, b, h]``."""
     parameters = dict(layer.named_parameters())
+    leaf: Any = x.transpose(0, 1).contiguous().requires_grad_()
     for _ in range(WARM_UP + 1):
         layer.zero_grad(set_to_none=True)
-        leaf = x.transpose(0, 1).contiguous().requires_grad_()
+        leaf.grad = None
         with context():
             y = layer(leaf, rotary_pos_emb=freqs)
         y.backward(dout.transpose(0, 1).contiguous())
