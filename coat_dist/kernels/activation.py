@@ -32,6 +32,7 @@ from .fp8 import (
     store_turned,
     to_fp8,
 )
+from .launch import fast_launch
 from .quantize import packet
 
 __all__ = ["activation_backward", "activation_compress", "activation_grad_amax", "activation_quantize"]
@@ -103,6 +104,7 @@ def _compress_part(
     return value
 
 
+@fast_launch
 @triton.jit
 def _compress_kernel(
     x, bias, codes, scales, amax, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
@@ -147,15 +149,15 @@ def activation_compress(
     amax = amax_buffer(device)
     bm, bn, warps = COMPRESS_TILE
     bn = max(bn, group_size)
-    with torch.cuda.device_of(pre):
-        _compress_kernel[(triton.cdiv(flat.shape[0], bm), triton.cdiv(columns, bn))](
-            flat, bias, codes, scales, amax, flat.shape[0], columns, groups, C=constants(fmt, pre), ACT=act.function,
-            GATED=act.gated, BIAS=bias is not None, EXACT=exact, G=group_size, E8M0=e8m0, BM=bm, BN=bn,
-            num_warps=warps,
-        )  # fmt: skip
+    _compress_kernel[(triton.cdiv(flat.shape[0], bm), triton.cdiv(columns, bn))](
+        flat, bias, codes, scales, amax, flat.shape[0], columns, groups, C=constants(fmt, pre), ACT=act.function,
+        GATED=act.gated, BIAS=bias is not None, EXACT=exact, G=group_size, E8M0=e8m0, BM=bm, BN=bn,
+        num_warps=warps,
+    )  # fmt: skip
     return ActivationForward(QuantizedTensor(codes, scales, "group", group_size), read_amax(amax))
 
 
+@fast_launch
 @triton.jit
 def _quantize_kernel(
     x, scales, bias, scale, out, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
@@ -212,15 +214,15 @@ def activation_quantize(
     bn = max(bn, size)
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
-    with torch.cuda.device_of(source):
-        _quantize_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
-            flat, scales, bias, scale, out.view(word), rows, columns, triton.cdiv(columns, size) if size else 0,
-            C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, E8M0=e8m0,
-            PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
-        )  # fmt: skip
+    _quantize_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
+        flat, scales, bias, scale, out.view(word), rows, columns, triton.cdiv(columns, size) if size else 0,
+        C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, E8M0=e8m0,
+        PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
+    )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")
 
 
+@fast_launch
 @triton.jit
 def _backward_kernel(
     da, x, scales, grad_scale, scale, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
@@ -296,13 +298,12 @@ def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, 
     flat = da.reshape(-1, columns).contiguous()
     rows, size = flat.shape[0], pre8.group_size
     bm, bn, warps = tile
-    with torch.cuda.device_of(da):
-        _backward_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
-            flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
-            triton.cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
-            GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
-            PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
-        )  # fmt: skip
+    _backward_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
+        flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
+        triton.cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
+        GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
+        PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
+    )  # fmt: skip
 
 
 def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:

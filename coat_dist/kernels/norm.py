@@ -30,6 +30,7 @@ from .fp8 import (
     store_turned,
     to_fp8,
 )
+from .launch import fast_launch
 from .quantize import launch_rows, packet
 
 __all__ = ["norm_backward", "norm_compress", "norm_forward", "norm_quantize"]
@@ -61,6 +62,7 @@ def _row_stats(value, inside, columns, eps, CENTER: tl.constexpr):
     return value, center, tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(spread + eps))
 
 
+@fast_launch
 @triton.jit
 def _compress_kernel(
     x, weight, bias, codes, scales, rstd, mean, amax, columns, groups, eps,
@@ -105,17 +107,17 @@ def norm_compress(
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if center else None
     amax = amax_buffer(x.device)
-    with torch.cuda.device_of(x):
-        _compress_kernel[(rows,)](
-            flat, weight, bias, codes, scales, rstd, mean, amax, columns, groups, eps,
-            C=constants(fmt, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
-            WEIGHT=weight is not None, BIAS=bias is not None,
-            BN=max(triton.next_power_of_2(columns), group_size), num_warps=COMPRESS_WARPS,
-        )  # fmt: skip
+    _compress_kernel[(rows,)](
+        flat, weight, bias, codes, scales, rstd, mean, amax, columns, groups, eps,
+        C=constants(fmt, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
+        WEIGHT=weight is not None, BIAS=bias is not None,
+        BN=max(triton.next_power_of_2(columns), group_size), num_warps=COMPRESS_WARPS,
+    )  # fmt: skip
     x8 = QuantizedTensor(codes, scales, "group", group_size)
     return NormForward(x8, NormStats(rstd, mean), read_amax(amax))
 
 
+@fast_launch
 @triton.jit
 def _forward_kernel(
     x, weight, bias, y, rstd, mean, columns, eps,
@@ -142,14 +144,14 @@ def norm_forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if kind == "layernorm" else None
-    with torch.cuda.device_of(x):
-        _forward_kernel[(rows,)](
-            flat, weight, bias, y, rstd, mean, columns, eps, CENTER=mean is not None, WEIGHT=weight is not None,
-            BIAS=bias is not None, BN=triton.next_power_of_2(columns), num_warps=4 if columns <= 2048 else 8,
-        )  # fmt: skip
+    _forward_kernel[(rows,)](
+        flat, weight, bias, y, rstd, mean, columns, eps, CENTER=mean is not None, WEIGHT=weight is not None,
+        BIAS=bias is not None, BN=triton.next_power_of_2(columns), num_warps=4 if columns <= 2048 else 8,
+    )  # fmt: skip
     return y, NormStats(rstd, mean)
 
 
+@fast_launch
 @triton.jit
 def _norm_quantize_kernel(
     x, scales, rstd, mean, weight, bias, scale, out, rows, columns, groups,
@@ -202,14 +204,13 @@ def norm_quantize(
     bn = max(bn, size)
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
-    with torch.cuda.device_of(source):
-        _norm_quantize_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
-            flat, scales, stats.rstd, stats.mean, weight, bias, scale, out.view(word), rows, columns,
-            triton.cdiv(columns, size) if size else 0,
-            C=constants(fmt, source), G=size, E8M0=e8m0,
-            CENTER=stats.mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,
-            BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
-        )  # fmt: skip
+    _norm_quantize_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
+        flat, scales, stats.rstd, stats.mean, weight, bias, scale, out.view(word), rows, columns,
+        triton.cdiv(columns, size) if size else 0,
+        C=constants(fmt, source), G=size, E8M0=e8m0,
+        CENTER=stats.mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,
+        BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
+    )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")
 
 
@@ -225,6 +226,7 @@ def _load_row(
     return grad, value, stored, tl.load(rstd + row, mask=here, other=0.0)
 
 
+@fast_launch
 @triton.jit
 def _backward_kernel(
     dy, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
@@ -290,13 +292,12 @@ def norm_backward(
     center = stats.mean is not None
     partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
     width = max(triton.next_power_of_2(columns), size)
-    with torch.cuda.device_of(dy):
-        _backward_kernel[(programs,)](
-            launch_rows(dy), source, scales, stats.rstd, stats.mean, weight, dx, partial[0], partial[-1], rows, columns,
-            triton.cdiv(columns, size) if size else 0,
-            G=size, E8M0=e8m0,
-            CENTER=center, WEIGHT=weight is not None, BIAS=bias, BN=width, BG=width // size if size else 1,
-            TURNS=triton.cdiv(rows, programs), num_warps=warps, maxnreg=registers,
-        )  # fmt: skip
+    _backward_kernel[(programs,)](
+        launch_rows(dy), source, scales, stats.rstd, stats.mean, weight, dx, partial[0], partial[-1], rows, columns,
+        triton.cdiv(columns, size) if size else 0,
+        G=size, E8M0=e8m0,
+        CENTER=center, WEIGHT=weight is not None, BIAS=bias, BN=width, BG=width // size if size else 1,
+        TURNS=triton.cdiv(rows, programs), num_warps=warps, maxnreg=registers,
+    )  # fmt: skip
     sums = partial.sum(1, dtype=sum_dtype)
     return dx, sums[0], sums[1] if bias else None
