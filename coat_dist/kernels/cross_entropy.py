@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..reference.cross_entropy import LogitStats
-from .launch import fast_launch
+from .launch import cdiv, fast_launch, next_power_of_2
 
 __all__ = ["logit_grad", "logit_stats"]
 
@@ -126,7 +126,7 @@ def logit_grad(
     target = out if out.stride(-1) == 1 else torch.empty_like(logits)
     if logits.numel():
         block = _block(columns)
-        _grad_kernel[(rows, triton.cdiv(columns, block))](
+        _grad_kernel[(rows, cdiv(columns, block))](
             logits, labels.contiguous(), exponent, inverse, boost, dloss.contiguous(), target, columns,
             logits.stride(0), target.stride(0), offset, BOOST=boost is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
@@ -138,4 +138,4 @@ def _columns_adjacent(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _block(columns: int) -> int:
-    return min(BLOCK, max(128, triton.next_power_of_2(columns)))
+    return min(BLOCK, max(128, next_power_of_2(columns)))

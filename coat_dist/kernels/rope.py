@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from ..reference.rope import Heads, RopeTable
-from .fp8 import amax_buffer, atomic_amax, magnitude_bits, read_amax
-from .launch import fast_launch
+from .fp8 import amax_buffer, atomic_amax, magnitude_bits
+from .launch import fast_launch, next_power_of_2
 
 __all__ = ["split_rope", "split_rope_backward"]
 
@@ -123,7 +123,7 @@ def split_rope_backward(
     amax = amax_buffer(dq.device)
     dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
     _launch(dmixed, dq, dk, dv, amax, heads, table)
-    return dmixed, read_amax(amax)
+    return dmixed, amax
 
 
 def _launch(
@@ -148,7 +148,7 @@ def _launch(
         GROUPS=heads.groups, PER_GROUP=heads.per_group, SIZE=heads.size,
         HALF=half, STEP=2 if interleaved else 1, GAP=1 if interleaved else half, INVERSE=amax is not None,
         # A first choice, not measured yet: 16 heads of 128 elements are one 16-byte access a thread and half head.
-        BS=min(16, triton.next_power_of_2(slots)), BH=triton.next_power_of_2(max(half, 1)),
-        BT=triton.next_power_of_2(max(heads.size - 2 * half, 1)),
+        BS=min(16, next_power_of_2(slots)), BH=next_power_of_2(max(half, 1)),
+        BT=next_power_of_2(max(heads.size - 2 * half, 1)),
         num_warps=4, enable_fp_fusion=False,  # no fused multiply-add: the definition rounds products
     )  # fmt: skip
