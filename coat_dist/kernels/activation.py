@@ -28,10 +28,10 @@ from .fp8 import (
     magnitude_bits,
     pack_rows,
     parts,
-    read_amax,
     store_turned,
     to_fp8,
 )
+from .launch import cdiv, fast_launch
 from .quantize import packet
 
 __all__ = ["activation_backward", "activation_compress", "activation_grad_amax", "activation_quantize"]
@@ -103,6 +103,7 @@ def _compress_part(
     return value
 
 
+@fast_launch
 @triton.jit
 def _compress_kernel(
     x, bias, codes, scales, amax, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
@@ -140,22 +141,22 @@ def activation_compress(
     act = ACTIVATIONS[activation]
     columns = pre.shape[-1] // act.parts
     flat = pre.reshape(-1, pre.shape[-1]).contiguous()
-    groups, e8m0, device = triton.cdiv(columns, group_size), scale == "e8m0", pre.device
+    groups, e8m0, device = cdiv(columns, group_size), scale == "e8m0", pre.device
     shape = (*pre.shape[:-1], act.parts)
     codes = torch.empty(*shape, columns, dtype=fmt.dtype, device=device)
     scales = torch.empty(*shape, groups, dtype=torch.uint8 if e8m0 else torch.bfloat16, device=device)
     amax = amax_buffer(device)
     bm, bn, warps = COMPRESS_TILE
     bn = max(bn, group_size)
-    with torch.cuda.device_of(pre):
-        _compress_kernel[(triton.cdiv(flat.shape[0], bm), triton.cdiv(columns, bn))](
-            flat, bias, codes, scales, amax, flat.shape[0], columns, groups, C=constants(fmt, pre), ACT=act.function,
-            GATED=act.gated, BIAS=bias is not None, EXACT=exact, G=group_size, E8M0=e8m0, BM=bm, BN=bn,
-            num_warps=warps,
-        )  # fmt: skip
-    return ActivationForward(QuantizedTensor(codes, scales, "group", group_size), read_amax(amax))
+    _compress_kernel[(cdiv(flat.shape[0], bm), cdiv(columns, bn))](
+        flat, bias, codes, scales, amax, flat.shape[0], columns, groups, C=constants(fmt, pre), ACT=act.function,
+        GATED=act.gated, BIAS=bias is not None, EXACT=exact, G=group_size, E8M0=e8m0, BM=bm, BN=bn,
+        num_warps=warps,
+    )  # fmt: skip
+    return ActivationForward(QuantizedTensor(codes, scales, "group", group_size), amax)
 
 
+@fast_launch
 @triton.jit
 def _quantize_kernel(
     x, scales, bias, scale, out, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
@@ -212,15 +213,15 @@ def activation_quantize(
     bn = max(bn, size)
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
-    with torch.cuda.device_of(source):
-        _quantize_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
-            flat, scales, bias, scale, out.view(word), rows, columns, triton.cdiv(columns, size) if size else 0,
-            C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, E8M0=e8m0,
-            PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
-        )  # fmt: skip
+    _quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
+        flat, scales, bias, scale, out.view(word), rows, columns, cdiv(columns, size) if size else 0,
+        C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, E8M0=e8m0,
+        PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
+    )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")
 
 
+@fast_launch
 @triton.jit
 def _backward_kernel(
     da, x, scales, grad_scale, scale, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
@@ -296,20 +297,19 @@ def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, 
     flat = da.reshape(-1, columns).contiguous()
     rows, size = flat.shape[0], pre8.group_size
     bm, bn, warps = tile
-    with torch.cuda.device_of(da):
-        _backward_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
-            flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
-            triton.cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
-            GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
-            PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
-        )  # fmt: skip
+    _backward_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
+        flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
+        cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
+        GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
+        PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
+    )  # fmt: skip
 
 
 def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
     """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
     amax = amax_buffer(da.device)
     _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE)
-    return read_amax(amax)
+    return amax
 
 
 def activation_backward(
@@ -327,7 +327,7 @@ def activation_backward(
     The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same order every time.
     """
     (rows, columns), width, device = da.shape, da.shape[1] * ACTIVATIONS[activation].parts, da.device
-    tiles = triton.cdiv(rows, BACKWARD_TILE[0])
+    tiles = cdiv(rows, BACKWARD_TILE[0])
     d8 = torch.empty(rows, width, dtype=grad_fmt.dtype, device=device)
     d8_t = torch.empty(width, rows, dtype=grad_fmt.dtype, device=device)
     a8_t = torch.empty(columns, rows, dtype=fmt.dtype, device=device)
