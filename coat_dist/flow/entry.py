@@ -50,7 +50,10 @@ class PlainInput:
         y8 = QuantizedTensor(codes, source.scales, "tensor")
         return transposed(y8) if transpose else y8
 
-    def backward(self, dy: torch.Tensor, wanted: tuple[bool, ...]) -> tuple[torch.Tensor | None, ParameterGrads]:
+    def backward(
+        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ParameterGrads]:
+        assert residual is None  # nobody makes an alias of what has no norm before it
         return dy if wanted[0] else None, ParameterGrads(None, None)
 
     def save(self) -> tuple[torch.Tensor, ...]:

@@ -155,11 +155,19 @@ class NormedInput:
         y8 = QuantizedTensor(self.tp.gather_rows(local.codes), self.scale, "tensor")
         return transposed(y8) if transpose else y8
 
-    def backward(self, dy: torch.Tensor, wanted: tuple[bool, ...]) -> tuple[torch.Tensor | None, ParameterGrads]:
-        """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x, weight, bias which."""
+    def backward(
+        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ParameterGrads]:
+        """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x, weight, bias which.
+
+        ``residual`` is what x's alias received (:func:`aliased`), in any shape; x's gradient includes it.
+        """
         sum_dtype = torch.float64 if self.settings.tp_invariant else torch.float32
         weight, bias = self.norm.weight, self.norm.bias
-        dx, dweight, dbias = norm_backward(dy, self.x8, self.stats, weight, sum_dtype, self.dtype, bias is not None)
+        rows = None if residual is None else residual.reshape(dy.shape)
+        dx, dweight, dbias = norm_backward(
+            dy, self.x8, self.stats, weight, sum_dtype, self.dtype, bias is not None, rows
+        )
         grads = finish_grads(dweight, dbias, weight, bias, wanted[1:], self.norm, self.tp)
         return dx if wanted[0] else None, grads
 
@@ -196,3 +204,8 @@ def check_normed(x: torch.Tensor, norm: Norm, tp: TensorParallel) -> None:
             "norm.reduce_grad: got true without sequence parallelism, accepted: false there, because every rank "
             "already has the complete gradient after the linear's dgrad is summed"
         )
+
+
+def aliased(x: torch.Tensor, residual: bool) -> bool:
+    """Whether a function of x is to return an alias of x that takes part in its backward: where x gets a gradient."""
+    return residual and torch.is_grad_enabled() and x.requires_grad

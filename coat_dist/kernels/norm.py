@@ -38,7 +38,9 @@ __all__ = ["norm_backward", "norm_compress", "norm_forward", "norm_quantize"]
 ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4
-BACKWARD = (264, 8, 112)  # programs, each with a partial weight gradient of its rows; warps; registers a thread
+# Programs, each with a partial weight gradient of its rows; warps; registers a thread, without and with a residual. At
+# 128 two programs still fit a multiprocessor; a row of 4096 with its residual spills at 112 and does not at 128.
+BACKWARD = (264, 8, (112, 128))
 
 
 @triton.jit
@@ -228,9 +230,9 @@ def _load_row(
 @fast_launch
 @triton.jit
 def _backward_kernel(
-    dy, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
+    dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
     G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BN)[None, :]
@@ -250,6 +252,8 @@ def _backward_kernel(
             dy, x, scales, rstd, ahead, rows, column, group, columns, groups, G
         )
         here = inside & (row < rows)
+        if RESIDUAL:  # of this row: on its way during the reductions; a row ahead it would not fit into registers
+            carried = tl.load(residual + row * columns + column, mask=here, other=0.0)
         value = decode_raw(raw, stored, 1, BN, G, E8M0)
         if CENTER:
             value = tl.where(here, value - tl.load(mean + row, mask=row < rows, other=0.0), 0.0)
@@ -264,7 +268,10 @@ def _backward_kernel(
         if BIAS:
             sum_bias += grad
         sum_weight += grad * normalized
-        tl.store(dx + row * columns + column, (out * reciprocal).to(dx.dtype.element_ty), mask=here)
+        out = out * reciprocal
+        if RESIDUAL:
+            out = out + carried.to(tl.float32)
+        tl.store(dx + row * columns + column, out.to(dx.dtype.element_ty), mask=here)
         row, raw_grad, raw, stored, reciprocal = ahead, next_grad, next_raw, next_stored, next_reciprocal
     at = first.to(tl.int64) * columns + column
     tl.store(dweight + at, sum_weight, mask=inside)
@@ -280,6 +287,7 @@ def norm_backward(
     sum_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
     bias: bool = True,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`coat_dist.reference.norm.norm_backward`."""
     source, scales, size, e8m0 = parts(x)
@@ -289,14 +297,15 @@ def norm_backward(
     programs, warps, registers = BACKWARD
     programs = max(1, min(rows, programs))  # without rows one that writes zero sums
     center = stats.mean is not None
+    carried = None if residual is None else launch_rows(residual)
     partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
     width = max(next_power_of_2(columns), size)
     _backward_kernel[(programs,)](
-        launch_rows(dy), source, scales, stats.rstd, stats.mean, weight, dx, partial[0], partial[-1], rows, columns,
-        cdiv(columns, size) if size else 0,
-        G=size, E8M0=e8m0,
-        CENTER=center, WEIGHT=weight is not None, BIAS=bias, BN=width, BG=width // size if size else 1,
-        TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers,
+        launch_rows(dy), carried, source, scales, stats.rstd, stats.mean, weight,
+        dx, partial[0], partial[-1], rows, columns, cdiv(columns, size) if size else 0,
+        G=size, E8M0=e8m0, CENTER=center, WEIGHT=weight is not None, BIAS=bias,
+        RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
+        TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers[residual is not None],
     )  # fmt: skip
     sums = partial.sum(1, dtype=sum_dtype)
     return dx, sums[0], sums[1] if bias else None
