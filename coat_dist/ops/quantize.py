@@ -10,6 +10,7 @@ __all__ = [
     "power_of_two",
     "quantize_both",
     "quantize_groups",
+    "quantize_rows",
     "quantize_tensor",
     "tensor_scale",
     "transpose",
@@ -19,6 +20,7 @@ amax = operation(reference.amax)
 dequantize = operation(reference.dequantize)
 quantize_both = operation(reference.quantize_both)
 quantize_groups = operation(reference.quantize_groups)
+quantize_rows = operation(reference.quantize_rows)
 tensor_scale = operation(reference.tensor_scale)
 quantize_tensor = operation(reference.quantize_tensor)
 transpose = operation(reference.transpose)

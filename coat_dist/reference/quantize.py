@@ -30,6 +30,7 @@ __all__ = [
     "power_of_two",
     "quantize_both",
     "quantize_groups",
+    "quantize_rows",
     "quantize_tensor",
     "scale_values",
     "tensor_scale",
@@ -131,6 +132,24 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
     scales = group_scales(amax(filled, -1), fmt, scale)
     codes = _codes(filled, scale_values(scales)[..., None], fmt).flatten(-2)[..., :n]
     return QuantizedTensor(codes.contiguous(), scales, "group", group_size)
+
+
+def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> QuantizedTensor:
+    """Quantize with one scale per row: :func:`tensor_scale` of the row's own amax.
+
+    As that function is monotone, the largest of the row scales is the scale that the whole tensor would have.
+
+    Args:
+        x: ``[..., k]``, any floating dtype.
+        aligned: round scales up to powers of two.
+
+    Returns:
+        layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``; a row with a non-finite value is all NaN.
+    """
+    scales = tensor_scale(amax(x, -1), fmt)[..., None]
+    if aligned:
+        scales = power_of_two(scales)
+    return QuantizedTensor(_codes(x.float(), scales, fmt), scales, "row")
 
 
 def transpose(q: QuantizedTensor) -> QuantizedTensor:
