@@ -49,8 +49,8 @@ def one(shape: tuple[int, int], tokens: int, bandwidth: float) -> dict[str, floa
     """Times of one weight ``[n, k]``, in microseconds."""
     parameter: Any = torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02)
     modes = {mode: weights.Weight(parameter, ONE, ActivationConfig(wgrad=mode)) for mode in ("grad", "main_grad")}
-    w8 = modes["grad"].quantized()
-    d8_t, x8_t = (quantize_tensor(torch.randn(n, tokens, device="cuda"), E4M3, w8.scales) for n in shape)
+    w8, scale = modes["grad"].quantized()
+    d8_t, x8_t = (quantize_tensor(torch.randn(n, tokens, device="cuda"), E4M3, scale) for n in shape)
     parameter.main_grad = torch.zeros(shape, device="cuda")
 
     def separate() -> None:
@@ -61,7 +61,7 @@ def one(shape: tuple[int, int], tokens: int, bandwidth: float) -> dict[str, floa
 
     calls = {
         "on use: W8": modes["grad"].quantized,
-        "on use: W8 transposed": lambda: modes["grad"].transposed(parameter, w8.scales),
+        "on use: W8 transposed": lambda: modes["grad"].transposed(parameter, scale),
         "cached: W8 transposed": lambda: transpose(w8),
         "wgrad returned": lambda: modes["grad"].gradient(d8_t, x8_t),
         "wgrad returned, then added": separate,

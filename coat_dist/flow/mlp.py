@@ -117,9 +117,8 @@ def _activate(
     given = pre, activation, fmt, settings.group_size, settings.scale, exact, bias
     if settings.forward_scales == "row":
         pre8, a8 = activation_compress_rows(*given)
-        if settings.tp_invariant:
-            a = activation_apply(pre, activation, bias) if exact else activation_apply(pre8, activation)
-            a8 = share_rows(a8, a, tp, settings)
+        source, bias = (pre, bias) if exact else (pre8, None)
+        a8 = share_rows(a8, lambda: activation_apply(source, activation, bias), tp, settings)
         return pre8, row_operand(a8, tp, settings)
     pre8, top = activation_compress(*given)
     scale = shared_scale(top, fmt, tp, settings.tp_invariant)

@@ -18,6 +18,7 @@ each rank holds a part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -147,15 +148,17 @@ def row_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationCon
 
 
 def share_rows(
-    q8: QuantizedTensor, values: torch.Tensor, tp: TensorParallel, settings: ActivationConfig
+    q8: QuantizedTensor, values: Callable[[], torch.Tensor], tp: TensorParallel, settings: ActivationConfig
 ) -> QuantizedTensor:
-    """``values`` ``[rows, k / tp]``, of which ``q8`` is the row-wise FP8, where each rank holds a part of every row.
+    """Row-wise FP8 ``[rows, k / tp]`` of which each rank holds a part of every row, its scales shared if they must be.
 
-    With ``tp_invariant`` quantized again, with row scales that ranks share; otherwise ``q8`` as it is.
+    Args:
+        values: gives what ``q8`` was quantized from. With ``tp_invariant`` it is quantized again, with shared scales;
+            otherwise ``q8`` stays as it is.
     """
     if not settings.tp_invariant or tp.size == 1:
         return q8
-    return requantize_rows(values, fp8_format(settings.format), _largest(q8.scales, tp))
+    return requantize_rows(values(), fp8_format(settings.format), _largest(q8.scales, tp))
 
 
 def _largest(scales: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -183,7 +186,7 @@ def quantize_input(
     fmt = fp8_format(settings.format)
     if settings.forward_scales == "row":
         q8 = quantize_rows(x, fmt, aligned)
-        return row_operand(share_rows(q8, x, tp, settings) if split else q8, tp, settings)
+        return row_operand(share_rows(q8, lambda: x, tp, settings) if split else q8, tp, settings)
     scale = shared_scale(amax(x), fmt, tp, settings.tp_invariant)
     scale = power_of_two(scale) if aligned else scale
     return Operand(quantize_tensor(x, fmt, scale), scale)

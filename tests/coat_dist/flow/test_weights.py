@@ -382,7 +382,7 @@ def test_bytes_and_lifetime():
     assert not copied.__dict__ and torch.equal(copied, layer.weight)
     pickle.dump(layer.weight, buffer := io.BytesIO())
     assert len(buffer.getvalue()) < 2 * layer.weight.numel() + 2000
-    held = [weakref.ref(entry.w8) for entry in weights._cache.values()]
+    held = [weakref.ref(entry.operand.q8) for entry in weights._cache.values()]
     invalidate_weights()
     assert weights.cached_weight_bytes() == 0
     assert len(held) == len(WEIGHTS) and not any(w8() for w8 in held)  # though ``out`` still holds its graph
