@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "exact, e5m2 gradients": {"grad_format": "e5m2"},
     "quantized": {"forward": "quantized"},
     "fp8 attention": {"attention": "fp8"},
+    "row scales": {"forward_scales": "row"},
 }
 
 

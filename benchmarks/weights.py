@@ -49,6 +49,7 @@ def one(shape: tuple[int, int], tokens: int, bandwidth: float) -> dict[str, floa
     """Times of one weight ``[n, k]``, in microseconds."""
     parameter: Any = torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02)
     modes = {mode: weights.Weight(parameter, ONE, ActivationConfig(wgrad=mode)) for mode in ("grad", "main_grad")}
+    by_rows = weights.Weight(parameter, ONE, ActivationConfig(forward_scales="row"))
     w8, scale = modes["grad"].quantized()
     d8_t, x8_t = (quantize_tensor(torch.randn(n, tokens, device="cuda"), E4M3, scale) for n in shape)
     parameter.main_grad = torch.zeros(shape, device="cuda")
@@ -61,6 +62,7 @@ def one(shape: tuple[int, int], tokens: int, bandwidth: float) -> dict[str, floa
 
     calls = {
         "on use: W8": modes["grad"].quantized,
+        "on use: W8, row scales": by_rows.quantized,
         "on use: W8 transposed": lambda: modes["grad"].transposed(parameter, scale),
         "cached: W8 transposed": lambda: transpose(w8),
         "wgrad returned": lambda: modes["grad"].gradient(d8_t, x8_t),
