@@ -37,7 +37,7 @@ class PlainInput:
     def forward(
         cls, x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig
     ) -> tuple[PlainInput, QuantizedTensor]:
-        """From x ``[rows, h]``: what to save, and the linear's input ``[all rows, h]``, gathered where rows are split."""
+        """From x ``[rows, h]``: what to save, and the linear's input ``[all rows, h]``, gathered if they are split."""
         fmt = fp8_format(settings.format)
         if settings.forward_scales == "row":
             if tp.sharded and settings.fp8_gather:

@@ -215,12 +215,12 @@ def scale_edges(rank, scales):
     facts["nan"] = torch.equal(lost.isnan().all(-1), expected) and torch.equal(lost.isnan().any(-1), expected)
     facts["nan in wgrad"] = bool(torch.autograd.grad(lost.sum(), weight)[0].isnan().all())
     bad = torch.randn(S, B, N // 2)
-    if rank == 1:
-        bad[2, 1, 3] = torch.nan
-    for invariant in (False, True):
+    for invariant, value in itertools.product((False, True), (torch.nan, torch.inf)):
+        if rank == 1:
+            bad[2, 1, 3] = value
         both = ActivationConfig(forward_scales=scales, tp_invariant=invariant)
         lost = linear(bad, p["back"].chunk(2, 1)[rank], tp, both).isnan()
-        facts[f"nan in a part of a row, {invariant}"] = bool(lost[2, 1].all()) and (
+        facts[f"{value} in a part of a row, {invariant}"] = bool(lost[2, 1].all()) and (
             scales == "tensor" or int(lost.sum()) == H
         )
 

@@ -98,9 +98,7 @@ def train(layer, x, device, config):
 @pytest.mark.parametrize("invariant", [False, True])
 def test_layer_agrees_with_the_cpu(forward, scales, grad_format, kind, invariant):
     layer, x = Layer.random(h=128, n=192, f=256, kind=kind), torch.randn(50, 4, 128)
-    config = ActivationConfig(
-        forward=forward, forward_scales=scales, grad_format=grad_format, tp_invariant=invariant
-    )
+    config = ActivationConfig(forward=forward, forward_scales=scales, grad_format=grad_format, tp_invariant=invariant)
     cpu, gpu = (train(layer, x, device, config) for device in ("cpu", "cuda"))
     noise = 0.15 if grad_format == "e4m3" else 0.3
     for name in cpu:

@@ -159,7 +159,7 @@ def same_codes(got, expected):
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt, kind):
-    """"quantized" mode: y and a of both directions are one function of the same bytes. Forward's codes are theirs by
+    """ "quantized" mode: y and a of both directions are one function of the same bytes. Forward's codes are theirs by
     rows, backward's theirs per tensor, transposed, with the largest of forward's scales; so it is with weights."""
     config, form = settings(forward="quantized", format=fmt, forward_scales="row"), fp8_format(fmt)
     layer, x = Layer.random(kind=kind, f=80), torch.randn(96, 64, requires_grad=True)
