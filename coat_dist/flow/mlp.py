@@ -14,8 +14,10 @@ from torch.autograd.function import once_differentiable
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops.activation import (
+    activation_apply,
     activation_backward,
     activation_compress,
+    activation_compress_rows,
     activation_grad_amax,
     activation_quantize,
     check_activation,
@@ -23,7 +25,17 @@ from ..ops.activation import (
 from ..ops.quantize import dequantize, quantize_groups
 from .entry import enter, restore_entry
 from .norm import Norm, aliased, check_normed
-from .scaling import TensorParallel, check_input, gemm, quantize_gradient, shared_scale, summed_gemm
+from .scaling import (
+    Operand,
+    TensorParallel,
+    check_input,
+    gemm,
+    quantize_gradient,
+    row_operand,
+    share_rows,
+    shared_scale,
+    summed_gemm,
+)
 from .weights import Weight
 
 __all__ = ["mlp", "norm_mlp", "scale_rows"]
@@ -126,6 +138,23 @@ def _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias) ->
         )
 
 
+def _activate(
+    pre: torch.Tensor, bias: torch.Tensor | None, activation: str, tp: TensorParallel, settings: ActivationConfig
+) -> tuple[QuantizedTensor, Operand]:
+    """From fc1's output ``[rows, parts f / tp]``: what is saved of it, and a, the input of fc2."""
+    fmt, exact = fp8_format(settings.format), settings.forward == "exact"
+    given = pre, activation, fmt, settings.group_size, settings.scale, exact, bias
+    if settings.forward_scales == "row":
+        pre8, a8 = activation_compress_rows(*given)
+        source, bias = (pre, bias) if exact else (pre8, None)
+        a8 = share_rows(a8, lambda: activation_apply(source, activation, bias), tp, settings)
+        return pre8, row_operand(a8, tp, settings)
+    pre8, top = activation_compress(*given)
+    scale = shared_scale(top, fmt, tp, settings.tp_invariant)
+    source, bias = (pre, bias) if exact else (pre8, None)
+    return pre8, Operand(activation_quantize(source, activation, fmt, scale, bias=bias), scale)
+
+
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -142,29 +171,25 @@ class _MLP(torch.autograd.Function):
         settings: ActivationConfig,
         alias: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        fmt, exact = fp8_format(settings.format), settings.forward == "exact"
         entry, y8 = enter(x.reshape(-1, x.shape[-1]), norm, tp, settings)
-        ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings)
-        w1 = ctx.fc1.quantized()
+        ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings, split=True)
+        w1, w1_scale = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
         del y8
-        found = activation_compress(pre, activation, fmt, settings.group_size, settings.scale, exact, fc1_bias)
-        a_scale = shared_scale(found.amax, fmt, tp, settings.tp_invariant)
-        source = (pre, fc1_bias) if exact else (found.pre8, None)
-        a8 = activation_quantize(source[0], activation, fmt, a_scale, bias=source[1])
-        del pre, source
-        w2 = ctx.fc2.quantized()
+        pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
+        del pre
+        w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True)
         ctx.save_for_backward(
             *entry.save(),
-            found.pre8.codes,
-            found.pre8.scales,
+            pre8.codes,
+            pre8.scales,
             a_scale,
             fc1_weight,
-            w1.scales,
+            w1_scale,
             fc1_bias,
             fc2_weight,
-            w2.scales,
+            w2_scale,
         )
         ctx.args = entry.bare(), activation, x.shape
         ctx.set_materialize_grads(False)

@@ -1,6 +1,6 @@
 """norm → column-parallel linear, as one autograd function; for attention also its split into rotated heads.
 
-Saved per token: x8 and its group scales, rstd (and mean); per call: the scales of y8 and of the weight, and a reference
+Saved per token: x8 and its group scales, rstd (and mean); per call: one scale of y8, one of the weight, and a reference
 to the table of cosines and sines, which all layers share. Not saved: y, y8, any copy of the weight.
 
 With ``residual`` the functions return x once more, as an alias for the residual connection. Its gradient arrives in the
@@ -127,12 +127,12 @@ class _NormLinear(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         entry, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
         ctx.weight = Weight(weight, tp, settings)
-        w8 = ctx.weight.quantized()
+        w8, w_scale = ctx.weight.quantized()
         out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
         if bias is not None:
             out += bias
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
-        ctx.save_for_backward(*entry.save(), weight, w8.scales, bias, cos, sin)
+        ctx.save_for_backward(*entry.save(), weight, w_scale, bias, cos, sin)
         ctx.args = entry.bare(), x.shape, heads, table is not None and table.interleaved
         ctx.set_materialize_grads(False)
         out = out.view(-1, *x.shape[1:-1], weight.shape[0])
