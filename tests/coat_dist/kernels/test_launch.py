@@ -13,10 +13,10 @@ from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import jit as runtime  # noqa: E402
 
+from coat_dist.formats import E4M3, E5M2  # noqa: E402
 from coat_dist.kernels import launch  # noqa: E402
 from coat_dist.kernels.fp8 import constants  # noqa: E402
 from coat_dist.kernels.launch import FastLaunch, Plan, cdiv, fast_launch, next_power_of_2  # noqa: E402
-from coat_dist.formats import E4M3, E5M2  # noqa: E402
 
 if not launch.COMPARED or not triton.__version__.startswith(launch.COMPARED):
     pytest.skip(f"Triton {triton.__version__} launches by its own path", allow_module_level=True)
@@ -156,7 +156,9 @@ def test_parameters_are_passed_in_the_order_of_the_kernel(launched):
     x, y = torch.zeros(64), torch.ones(64)
     for _ in range(2):
         kernel[(1,)](FLAG=False, factor=2.0, num_warps=4, m=3, y=y, C=0, n=2, x=x)
-    assert calls["compiled"] == [(1, 1, 1, 7, 1001, "metadata", None, None, None, *_addresses(x, y), 2, 3, 2.0, 0, False)]
+    assert calls["compiled"] == [
+        (1, 1, 1, 7, 1001, "metadata", None, None, None, *_addresses(x, y), 2, 3, 2.0, 0, False)
+    ]
 
 
 def _addresses(*tensors):
