@@ -258,10 +258,7 @@ def test_sdpa_takes_sequence_first(groups):
 
 def test_the_order_of_backends_is_that_of_sdpa_kernel_and_is_put_back(monkeypatch):
     """Where it matters, on Hopper, there is no CPU to run it: only the order is looked at."""
-    from torch.nn.attention import sdpa_kernel
-
-    from coat_dist.flow import attention as module
-
+    module = importlib.import_module("coat_dist.flow.attention")
     monkeypatch.setattr(module, "_is_hopper", lambda device: True)
     order = torch._C._get_sdp_priority_order
     before = order()
