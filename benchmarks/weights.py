@@ -69,7 +69,8 @@ def calls(shape: tuple[int, int], d8_t: QuantizedTensor, x8_t: QuantizedTensor) 
     parameter: Any = torch.nn.Parameter(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * 0.02)
     parameter.main_grad = torch.zeros(shape, device=DEVICE)
     modes = {mode: weights.Weight(parameter, ONE, ActivationConfig(wgrad=mode)) for mode in ("grad", "main_grad")}
-    w8 = modes["grad"].quantized()
+    by_rows = weights.Weight(parameter, ONE, ActivationConfig(forward_scales="row"))
+    w8, scale = modes["grad"].quantized()
 
     def separate() -> None:
         """What Megatron does without fusion: a bf16 gradient, added by a hook."""
@@ -79,7 +80,8 @@ def calls(shape: tuple[int, int], d8_t: QuantizedTensor, x8_t: QuantizedTensor) 
 
     return {
         "on use: W8": modes["grad"].quantized,
-        "on use: W8 transposed": lambda: modes["grad"].transposed(parameter, w8.scales),
+        "on use: W8, row scales": by_rows.quantized,
+        "on use: W8 transposed": lambda: modes["grad"].transposed(parameter, scale),
         "cached: W8 transposed": lambda: transpose(w8),
         "wgrad returned": lambda: modes["grad"].gradient(d8_t, x8_t),
         "wgrad returned, then added": separate,

@@ -72,7 +72,7 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
     Raises:
         ValueError: the model is patched already, holds no transformer block, or nothing in it can be patched (lists
             why); ``bf16_layers`` out of range; ``tp_invariant`` with blocks that would not be; ``attention: "fp8"``
-            with attention that cannot.
+            with attention that cannot; ``z_loss`` with a loss that stays plain.
         ImportError: unsupported megatron-core.
     """
     check_version()
@@ -114,6 +114,10 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
     ]
     outputs = [(n, m.output_layer) for n, m in language_models if isinstance(m, GPTModel)]
     chunked = [m for n, m in language_models if _chunked(n, m, settings, report)]
+    if settings.z_loss and (not chunked or len(chunked) < len(language_models)):
+        raise ValueError(
+            f"activation.z_loss: got {settings.z_loss}, accepted: 0, or a model whose loss is chunked\n{report}"
+        )
     if settings.tp_invariant:
         report.left |= {f"{n}.output_layer".lstrip("."): r for n, m in outputs if (r := output_reason(m)) is not None}
         if report.left:
