@@ -60,7 +60,7 @@ def launch(grid, values):
     if kernel is None or current_device() != {device} or (
         runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave or enter_calls or leave_calls
         or runtime.debug or runtime.add_stages_inspection_hook is not None or pre_run_hooks
-        or "instrumentation_mode" in compilation
+        or compilation.instrumentation_mode
     ):
         return None
     run, function, metadata, compiled = kernel
@@ -162,7 +162,7 @@ class Plan:
             leave=_LEAVE,
             enter_calls=getattr(_ENTER, "calls", True),
             leave_calls=getattr(_LEAVE, "calls", True),
-            compilation=vars(knobs.compilation),
+            compilation=knobs.compilation,
             pre_run_hooks=jit.pre_run_hooks,
             # torch's own functions without Python around them. A build without CUDA gets no hits, and calls neither.
             current_device=getattr(torch._C, "_cuda_getDevice", None),
