@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -24,7 +25,7 @@ from torch import nn
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel
 
-from .attention import PATCHED, unfused_reason
+from .attention import PATCHED, PatchedSelfAttention, unfused_reason, unsplit_reason
 from .compat import check_version
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear, loss_reason
@@ -42,6 +43,7 @@ from .reasons import (
     shared_experts_reason,
 )
 from .report import PatchReport
+from .residual import AliasedAdd, add_reason
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
@@ -59,6 +61,11 @@ _ORIGINAL: dict[type, type] = {
 }
 # Megatron's flag on a layer that recomputes a norm's output, by the norm.
 _RECOMPUTE = {"input_layernorm": "recompute_input_layernorm", "pre_mlp_layernorm": "recompute_pre_mlp_layernorm"}
+# The attribute that makes the addition of bias, dropout and residual, with the block before it and its patched class.
+_ADDITIONS: dict[str, tuple[str, Any]] = {
+    "self_attn_bda": ("self_attention", PatchedSelfAttention),
+    "mlp_bda": ("mlp", NormMLP),
+}
 
 
 def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
@@ -136,6 +143,7 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
         attention = f"{name}.self_attention"
         if attention in report.patched and (reason := unfused_reason(layer.self_attention)) is not None:
             report.unfused[attention] = reason
+        report.unfused |= {f"{name}.{add}": reason for add, reason in _alias_residuals(layer).items()}
     if settings.tp_invariant:
         for _, output_layer in outputs:
             _swap(output_layer, InvariantColumnParallelLinear, Patch(settings, tensor_parallel(output_layer)))
@@ -163,6 +171,11 @@ def unpatch_model(model: nn.Module) -> None:
         for norm_name, flag in _RECOMPUTE.items():
             if getattr(layer, norm_name).__dict__.pop("coat_recompute", False):
                 setattr(layer, flag, True)
+        if isinstance(getattr(layer, "mlp", None), NormMLP):
+            layer.recompute_mlp = layer.mlp.coat.recompute
+        for add in _ADDITIONS:
+            if isinstance(getattr(layer, add, None), AliasedAdd):
+                setattr(layer, add, AliasedAdd.original)
     for module in found:
         module.__dict__.pop("coat", None)
         module.__class__ = _ORIGINAL[type(module)]
@@ -188,7 +201,25 @@ def _patch_attention(layer: Any, settings: ActivationConfig, report: PatchReport
 
 def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:
     norm = _fold_norm(layer, "pre_mlp_layernorm", report)
-    _swap(layer.mlp, NormMLP, Patch(settings, tensor_parallel(layer.mlp.linear_fc1), norm))
+    recompute, layer.recompute_mlp = layer.recompute_mlp, False
+    tp = tensor_parallel(layer.mlp.linear_fc1)
+    _swap(layer.mlp, NormMLP, Patch(settings, tp, norm, recompute=recompute))
+
+
+def _alias_residuals(layer: Any) -> dict[str, str]:
+    """Let the norms' backward of patched blocks add the residual's gradient; where it stays autograd's, why."""
+    reasons = {}
+    for add, (block, swapped) in _ADDITIONS.items():
+        module = getattr(layer, block)
+        if not isinstance(module, swapped):
+            continue
+        reason = add_reason(layer, add) or (unsplit_reason(module) if block == "self_attention" else None)
+        if reason is None:
+            setattr(layer, add, AliasedAdd())
+            module.coat = replace(module.coat, residual=True)
+        else:
+            reasons[add] = reason
+    return reasons
 
 
 def _chunked(name: str, model: Any, settings: ActivationConfig, report: PatchReport) -> bool:

@@ -6,10 +6,10 @@ import torch
 
 from ..formats import QuantizedTensor
 from ..reference import gemm as reference
-from ..reference.gemm import code_products, exact_mm, scale_and_round
+from ..reference.gemm import check_operands, code_products, exact_mm, scale_and_round
 from .dispatch import use_kernels
 
-__all__ = ["code_products", "exact_mm", "scale_and_round", "scaled_mm"]
+__all__ = ["check_operands", "code_products", "exact_mm", "scale_and_round", "scaled_mm"]
 
 _ALIGNMENT = 16
 """cuBLASLt takes FP8 operands whose k and n are multiples of 16. Zero codes fill up others without changing a sum."""
@@ -23,23 +23,33 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fa
     """
     if not (a.codes.is_cuda and use_kernels(a.codes)):
         return reference.scaled_mm(a, b, out_dtype, fast_accum)
+    check_operands(a, b)
     if a.codes.dtype == b.codes.dtype == torch.float8_e5m2:
         # The hardware has no product of two E5M2 tensors, but BF16 holds their codes exactly.
         sums = torch.mm(a.codes.bfloat16(), b.codes.bfloat16().t(), out_dtype=torch.float32)
-        return (sums * (a.scales * b.scales)).to(out_dtype)
+        return _apply_scales(sums, a, b, out_dtype)
     n, k = b.codes.shape
     if not (a.codes.numel() and n):  # an expert without tokens: a sum over none is zero
         return a.codes.new_zeros(a.codes.shape[0], n, dtype=out_dtype)
     n_fill, k_fill = -n % _ALIGNMENT, -k % _ALIGNMENT
-    out = torch._scaled_mm(
-        _fill(a.codes, 0, k_fill),
-        _fill(b.codes, n_fill, k_fill).t(),
-        a.scales,
-        b.scales,
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accum,
-    )
+    left, right = _fill(a.codes, 0, k_fill), _fill(b.codes, n_fill, k_fill).t()
+    if a.layout == "row" and not (out_dtype == torch.bfloat16 and a.codes.dtype == b.codes.dtype):
+        # Kernels of row scales write BF16, of two E4M3 tensors; only newer ones on some devices also write fp32.
+        one = a.scales.new_ones(())
+        sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast_accum)
+        return _apply_scales(sums[:, :n], a, b, out_dtype)
+    b_scales = b.scales
+    if a.layout == "row":
+        b_scales = torch.nn.functional.pad(b_scales, (0, 0, 0, n_fill)).t() if n_fill else b_scales.t()
+    out = torch._scaled_mm(left, right, a.scales, b_scales, out_dtype=out_dtype, use_fast_accum=fast_accum)
     return out[:, :n].contiguous() if n_fill else out
+
+
+def _apply_scales(sums: torch.Tensor, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 sums ``[m, n]`` times both scales."""
+    if a.layout == "tensor":
+        return (sums * (a.scales * b.scales)).to(dtype)
+    return (sums * a.scales).mul_(b.scales.t()).to(dtype)
 
 
 def _fill(codes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -6,7 +6,8 @@ and up apart, so that no group spans both. All arithmetic is fp32.
 
 Forward and backward take two passes each, because a per-tensor scale is known only when the whole tensor has been seen:
 one pass for the amax, one that writes codes. Backward's second pass also writes ``a`` again, transposed, for wgrad, so
-that nothing of size f is kept but the pre-activation in FP8 (COAT section 5.2).
+that nothing of size f is kept but the pre-activation in FP8 (COAT section 5.2). With a scale per row forward takes one
+pass, :func:`activation_compress_rows`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ..formats import FP8Format, QuantizedTensor
-from .quantize import amax, dequantize, quantize_groups, quantize_tensor
+from .quantize import amax, dequantize, quantize_groups, quantize_rows, quantize_tensor
 
 __all__ = [
     "ACTIVATIONS",
@@ -26,9 +27,11 @@ __all__ = [
     "Activation",
     "ActivationForward",
     "ActivationGradients",
+    "ActivationRows",
     "activation_apply",
     "activation_backward",
     "activation_compress",
+    "activation_compress_rows",
     "activation_grad_amax",
     "activation_quantize",
     "check_activation",
@@ -52,6 +55,13 @@ class ActivationForward(NamedTuple):
 
     pre8: QuantizedTensor
     amax: torch.Tensor
+
+
+class ActivationRows(NamedTuple):
+    """What the one pass with row scales finds: the pre-activation in per-group FP8 and a in row-wise FP8."""
+
+    pre8: QuantizedTensor
+    a8: QuantizedTensor
 
 
 class ActivationGradients(NamedTuple):
@@ -148,10 +158,22 @@ def activation_compress(
     bias: torch.Tensor | None = None,
 ) -> ActivationForward:
     """First pass over pre ``[..., parts f]``; ``exact``: amax of a from pre + bias, otherwise from its FP8 values."""
-    values = torch.stack(_parts(pre, activation, bias), -2)
-    pre8 = quantize_groups(values, fmt, group_size, scale)
-    a = activation_apply(pre, activation, bias) if exact else activation_apply(pre8, activation)
+    pre8, a = _compressed(pre, activation, fmt, group_size, scale, exact, bias)
     return ActivationForward(pre8, amax(a))
+
+
+def activation_compress_rows(
+    pre: torch.Tensor,
+    activation: str,
+    fmt: FP8Format,
+    group_size: int,
+    scale: str,
+    exact: bool,
+    bias: torch.Tensor | None = None,
+) -> ActivationRows:
+    """:func:`activation_compress`, and a in FP8 with one scale per row, of the row's own amax."""
+    pre8, a = _compressed(pre, activation, fmt, group_size, scale, exact, bias)
+    return ActivationRows(pre8, quantize_rows(a, fmt))
 
 
 def activation_quantize(
@@ -197,6 +219,20 @@ def activation_backward(
     d8_t = QuantizedTensor(d8.codes.t().contiguous(), grad_scale, "tensor")
     a8_t = activation_quantize(pre8, activation, fmt, scale, transpose=True)
     return ActivationGradients(d8, d8_t, a8_t, None if bias_sum is None else gradient.sum(0, dtype=bias_sum))
+
+
+def _compressed(
+    pre: torch.Tensor,
+    activation: str,
+    fmt: FP8Format,
+    group_size: int,
+    scale: str,
+    exact: bool,
+    bias: torch.Tensor | None,
+) -> tuple[QuantizedTensor, torch.Tensor]:
+    """The pre-activation in FP8, and a (fp32) from the side that ``exact`` names."""
+    pre8 = quantize_groups(torch.stack(_parts(pre, activation, bias), -2), fmt, group_size, scale)
+    return pre8, activation_apply(pre, activation, bias) if exact else activation_apply(pre8, activation)
 
 
 def _parts(

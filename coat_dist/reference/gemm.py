@@ -1,7 +1,8 @@
-"""Matrix product of two per-tensor FP8 tensors.
+"""Matrix product of two FP8 tensors.
 
 ``a`` is ``[m, k]``, ``b`` is ``[n, k]``, both contiguous, and the product is ``a @ b.T``: the one arrangement that
-Hopper's FP8 tensor cores take, so it is the only one here.
+Hopper's FP8 tensor cores take, so it is the only one here. Both have one scale, or both one a row: a scale must be
+constant along k to be applied to a sum.
 
 The definition is exact. A product of two E4M3 codes is a multiple of 2**-18 below 2**18, so fp64 sums of up to 2**17 of
 them lose nothing, in any order. Summing parts of k on several ranks, then scaling and rounding once, therefore gives
@@ -15,7 +16,7 @@ import torch
 
 from ..formats import QuantizedTensor
 
-__all__ = ["code_products", "exact_mm", "scale_and_round", "scaled_mm"]
+__all__ = ["check_operands", "code_products", "exact_mm", "scale_and_round", "scaled_mm"]
 
 _CHUNK = 2**24
 """Elements converted to fp64 at a time: 128 MiB."""
@@ -35,27 +36,42 @@ def exact_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def check_operands(a: QuantizedTensor, b: QuantizedTensor) -> None:
+    """Whether two tensors can be multiplied.
+
+    Raises:
+        ValueError: an operand is no matrix with one scale or with one a row, the two differ in that, or the shapes do
+            not fit.
+    """
+    for name, q in (("a", a), ("b", b)):
+        if q.layout not in ("tensor", "row") or q.codes.dim() != 2:
+            raise ValueError(
+                f"{name}: got layout {q.layout!r} of shape {list(q.codes.shape)}, "
+                "accepted: layout 'tensor' or 'row', 2-D"
+            )
+    if a.layout != b.layout:
+        raise ValueError(f"b: got layout {b.layout!r}, accepted: {a.layout!r}, as a has")
+    if a.codes.shape[1] != b.codes.shape[1]:
+        raise ValueError(f"b: got shape {list(b.codes.shape)}, accepted: [n, {a.codes.shape[1]}] to fit a")
+
+
 def code_products(a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
     """Sums of products of codes, fp64 ``[m, n]``, scales left out.
 
     Raises:
-        ValueError: an operand is not per-tensor FP8, or the shapes do not fit.
+        ValueError: see :func:`check_operands`.
     """
-    for name, q in (("a", a), ("b", b)):
-        if q.layout != "tensor" or q.codes.dim() != 2:
-            raise ValueError(
-                f"{name}: got layout {q.layout!r} of shape {list(q.codes.shape)}, accepted: layout 'tensor', 2-D"
-            )
-    if a.codes.shape[1] != b.codes.shape[1]:
-        raise ValueError(f"b: got shape {list(b.codes.shape)}, accepted: [n, {a.codes.shape[1]}] to fit a")
+    check_operands(a, b)
     return exact_mm(a.codes, b.codes)
 
 
 def scale_and_round(
     sums: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Sums of products (fp64) times both scales, whose own product fp64 holds; rounded to fp32, then to ``dtype``."""
-    return (sums * (a_scale.double() * b_scale.double())).float().to(dtype)
+    """Sums of products (fp64 ``[m, n]``) times both scales, whose own product fp64 holds; rounded to fp32, then to
+    ``dtype``. Scales are scalars, or ``[m, 1]`` and ``[n, 1]``.
+    """
+    return (sums * (a_scale.double() * b_scale.double().t())).float().to(dtype)
 
 
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool = False) -> torch.Tensor:
@@ -65,6 +81,6 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fa
         fast_accum: allow an implementation to keep fewer bits in its running sums; the definition does not.
 
     Raises:
-        ValueError: see :func:`code_products`.
+        ValueError: see :func:`check_operands`.
     """
     return scale_and_round(code_products(a, b), a.scales, b.scales, out_dtype)

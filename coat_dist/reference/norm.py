@@ -6,6 +6,7 @@ The row statistics are summed in fp64 and rounded once, so that they do not depe
 Forward needs two passes, because the scale of the normalized tensor is known only when all of it has been seen:
 :func:`norm_compress` reads x once, writes what backward keeps and finds the amax; :func:`norm_quantize` writes the
 codes. Backward calls :func:`norm_quantize` again on what was kept (COAT section 5, with the scale of the first time).
+With a scale per row one pass does both: :func:`norm_compress_rows`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ from typing import NamedTuple
 import torch
 
 from ..formats import FP8Format, QuantizedTensor
-from .quantize import amax, dequantize, quantize_groups, quantize_tensor
+from .quantize import amax, dequantize, quantize_groups, quantize_rows, quantize_tensor
 
-__all__ = ["NormForward", "NormStats", "norm_apply", "norm_backward", "norm_compress", "norm_quantize", "norm_stats"]
+__all__ = [
+    "NormForward",
+    "NormRows",
+    "NormStats",
+    "norm_apply",
+    "norm_backward",
+    "norm_compress",
+    "norm_compress_rows",
+    "norm_forward",
+    "norm_quantize",
+    "norm_stats",
+]
 
 
 class NormStats(NamedTuple):
@@ -33,6 +45,14 @@ class NormForward(NamedTuple):
     x8: QuantizedTensor
     stats: NormStats
     amax: torch.Tensor
+
+
+class NormRows(NamedTuple):
+    """What the one pass with row scales finds: x in per-group FP8, its row statistics, and y in row-wise FP8."""
+
+    x8: QuantizedTensor
+    stats: NormStats
+    y8: QuantizedTensor
 
 
 def norm_stats(x: torch.Tensor, kind: str, eps: float) -> NormStats:
@@ -92,6 +112,24 @@ def norm_compress(
     return NormForward(x8, stats, amax(norm_apply(source, stats, weight, bias)))
 
 
+def norm_compress_rows(
+    x: torch.Tensor,
+    kind: str,
+    eps: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fmt: FP8Format,
+    group_size: int,
+    scale: str,
+    exact: bool,
+) -> NormRows:
+    """:func:`norm_compress`, and y in FP8 with one scale per row, of the row's own amax."""
+    x8 = quantize_groups(x, fmt, group_size, scale)
+    source = x if exact else dequantize(x8)
+    stats = norm_stats(source, kind, eps)
+    return NormRows(x8, stats, quantize_rows(norm_apply(source, stats, weight, bias), fmt))
+
+
 def norm_quantize(
     x: torch.Tensor | QuantizedTensor,
     stats: NormStats,
@@ -113,6 +151,7 @@ def norm_backward(
     sum_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
     bias: bool = True,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of x, weight and bias.
 
@@ -121,6 +160,7 @@ def norm_backward(
         sum_dtype: type in which the gradients of weight and bias are summed over rows and returned.
         dtype: of dx.
         bias: whether the bias's gradient is wanted.
+        residual: gradient that x receives from elsewhere, in its shape; added to dx in fp32, before it is rounded.
 
     Returns:
         dx (shape of x), dweight and dbias (``[h]``, ``sum_dtype``; dbias None where it is not wanted).
@@ -131,9 +171,12 @@ def norm_backward(
     dx = weighted - normalized * _row_mean(weighted * normalized)
     if stats.mean is not None:
         dx = dx - _row_mean(weighted)
+    dx = dx * stats.rstd
+    if residual is not None:
+        dx = dx + residual.float()
     rows = tuple(range(dy.dim() - 1))
     dbias = dy.sum(rows, dtype=sum_dtype) if bias else None
-    return (dx * stats.rstd).to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dbias
+    return dx.to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dbias
 
 
 def _normalized(x: torch.Tensor | QuantizedTensor, stats: NormStats) -> torch.Tensor:

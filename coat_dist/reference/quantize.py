@@ -30,7 +30,9 @@ __all__ = [
     "power_of_two",
     "quantize_both",
     "quantize_groups",
+    "quantize_rows",
     "quantize_tensor",
+    "requantize_rows",
     "scale_values",
     "tensor_scale",
     "transpose",
@@ -131,6 +133,29 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
     scales = group_scales(amax(filled, -1), fmt, scale)
     codes = _codes(filled, scale_values(scales)[..., None], fmt).flatten(-2)[..., :n]
     return QuantizedTensor(codes.contiguous(), scales, "group", group_size)
+
+
+def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> QuantizedTensor:
+    """Quantize with one scale per row: :func:`tensor_scale` of the row's own amax.
+
+    As that function is monotone, the largest of the row scales is the scale that the whole tensor would have.
+
+    Args:
+        x: ``[..., k]``, any floating dtype.
+        aligned: round scales up to powers of two.
+
+    Returns:
+        layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``; a row with a non-finite value is all NaN.
+    """
+    scales = tensor_scale(amax(x, -1), fmt)[..., None]
+    if aligned:
+        scales = power_of_two(scales)
+    return requantize_rows(x, fmt, scales)
+
+
+def requantize_rows(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
+    """:func:`quantize_rows` with given scales, fp32 ``[..., 1]``: those that several parts of a row share."""
+    return QuantizedTensor(_codes(x.float(), scales, fmt), scales, "row")
 
 
 def transpose(q: QuantizedTensor) -> QuantizedTensor:

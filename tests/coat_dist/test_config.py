@@ -20,6 +20,7 @@ BASE = {
         "activation": {
             "enabled": True,
             "forward": "exact",
+            "forward_scales": "tensor",
             "format": "e4m3",
             "grad_format": "e4m3",
             "group_size": 32,
@@ -88,6 +89,10 @@ def test_no_block_is_none_and_unchecked():
         ({"optimizer": {"stochastic_rounding": 1}}, ["coat.optimizer.stochastic_rounding: got 1", '"auto"']),
         ({"optimizer": {"stochastic_rounding": "on"}}, ['stochastic_rounding: got "on"', "true, false"]),
         ({"activation": {"forward": "fast"}}, ['coat.activation.forward: got "fast"', "'exact' or 'quantized'"]),
+        (
+            {"activation": {"forward_scales": "rows"}},
+            ['coat.activation.forward_scales: got "rows"', "'tensor' or 'row'"],
+        ),
         ({"activation": {"attention": "fp16"}}, ['coat.activation.attention: got "fp16"', "'bf16' or 'fp8'"]),
         ({"activation": {"weights": "kept"}}, ['coat.activation.weights: got "kept"', "'on_use' or 'cached'"]),
         ({"activation": {"wgrad": "fp32"}}, ['coat.activation.wgrad: got "fp32"', "'grad' or 'main_grad'"]),

@@ -226,9 +226,9 @@ class Model(torch.nn.Module):
         return x
 
 
-def train(layers, data, mode, kind, accumulation=2):
+def train(layers, data, mode, kind, scales, accumulation=2):
     """Losses of a loop with everything in it: accumulation, two micro-batches in flight, evaluation, loads."""
-    config, model = settings(weights=mode), Model(layers)
+    config, model = settings(weights=mode, forward_scales=scales), Model(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     first = {k: v.clone() for k, v in model.state_dict().items()}
     losses, wrap = [], replayed(kind)
@@ -260,12 +260,12 @@ def train(layers, data, mode, kind, accumulation=2):
     return losses
 
 
-@pytest.mark.parametrize("kind", REPLAYS)
-def test_cached_training_is_the_same_to_the_bit(kind, quantized):
+@pytest.mark.parametrize(("kind", "scales"), [*((kind, "tensor") for kind in REPLAYS), ("plain", "row")])
+def test_cached_training_is_the_same_to_the_bit(kind, scales, quantized):
     layers, data = [Layer.random(f=64), Layer.random(f=64)], batches(14)
-    expected = train(layers, data, "on_use", kind)
+    expected = train(layers, data, "on_use", kind, scales)
     quantized.clear()
-    assert train(layers, data, "cached", kind) == expected
+    assert train(layers, data, "cached", kind, scales) == expected
     assert len(set(expected)) == len(expected)  # nothing stood still
     assert len(quantized) == 2 * len(WEIGHTS) * (7 + 3)  # once for each of 7 steps and 3 changes in between
 
@@ -366,23 +366,25 @@ def test_methods_that_write_weights_can_be_named():
 
 def test_different_settings_do_not_share_codes():
     p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
-    for fmt in ("e4m3", "e5m2", "e4m3"):
-        options = {"format": fmt, "grad_format": "e4m3"}
+    for fmt, scales in (("e4m3", "tensor"), ("e5m2", "tensor"), ("e5m2", "row"), ("e4m3", "row"), ("e4m3", "tensor")):
+        options = {"format": fmt, "grad_format": "e4m3", "forward_scales": scales}
         cached = linear(x, p, ONE, settings(weights="cached", **options))
         assert torch.equal(cached, linear(x, p, ONE, settings(**options)))
 
 
-def test_bytes_and_lifetime():
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_bytes_and_lifetime(scales):
     layer, x = Layer.random(dtype=torch.bfloat16), batches(1, torch.bfloat16)[0]
-    config = settings(weights="cached")
+    config = settings(weights="cached", forward_scales=scales)
     out = layer.flow(x, config)
-    elements = sum(getattr(layer, name).numel() for name in WEIGHTS)
-    assert weights.cached_weight_bytes() == elements + 4 * len(WEIGHTS)  # a byte each, and a scale
+    elements, rows = (sum(count(getattr(layer, name)) for name in WEIGHTS) for count in (torch.numel, len))
+    for_rows = 4 * rows if scales == "row" else 0
+    assert weights.cached_weight_bytes() == elements + 4 * len(WEIGHTS) + for_rows  # a byte each, and scales
     copied = copy.deepcopy(layer.weight)
     assert not copied.__dict__ and torch.equal(copied, layer.weight)
     pickle.dump(layer.weight, buffer := io.BytesIO())
     assert len(buffer.getvalue()) < 2 * layer.weight.numel() + 2000
-    held = [weakref.ref(entry.w8) for entry in weights._cache.values()]
+    held = [weakref.ref(entry.operand.q8) for entry in weights._cache.values()]
     invalidate_weights()
     assert weights.cached_weight_bytes() == 0
     assert len(held) == len(WEIGHTS) and not any(w8() for w8 in held)  # though ``out`` still holds its graph
@@ -394,11 +396,12 @@ def test_bytes_and_lifetime():
     assert weights.cached_weight_bytes() == 0
 
 
-def test_backward_after_the_codes_are_gone_is_the_same():
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_backward_after_the_codes_are_gone_is_the_same(scales):
     layer, x = Layer.random(), batches(1)[0]
     grads = []
     for drop in (False, True):
-        out = layer.flow(x, settings(weights="cached"))
+        out = layer.flow(x, settings(weights="cached", forward_scales=scales))
         if drop:
             invalidate_weights()
         grads.append(torch.autograd.grad(out.square().sum(), list(layer.parameters().values())))

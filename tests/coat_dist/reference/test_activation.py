@@ -11,11 +11,12 @@ from coat_dist.reference.activation import (
     activation_apply,
     activation_backward,
     activation_compress,
+    activation_compress_rows,
     activation_grad_amax,
     activation_quantize,
     check_activation,
 )
-from coat_dist.reference.quantize import amax, dequantize, quantize_groups, quantize_tensor, tensor_scale
+from coat_dist.reference.quantize import amax, dequantize, quantize_groups, quantize_rows, quantize_tensor, tensor_scale
 
 TORCH = {
     "silu": F.silu,
@@ -88,6 +89,24 @@ def test_passes_are_the_sum_of_their_parts(name, f, biased):
     if biased:
         assert out.dbias.dtype == bias_sum
         torch.testing.assert_close(out.dbias, torch.cat(grads, -1).sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("f", [1, 45])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_pass_with_row_scales_is_the_two_passes_with_the_scales_of_rows(name, f, exact, biased):
+    width = ACTIVATIONS[name].parts * f
+    pre = torch.randn(2, 3, width) * torch.exp(torch.randn(2, 3, 1))
+    bias = torch.randn(width) if biased else None
+    arguments = (pre, name, E4M3, 32, "e8m0", exact, bias)
+    got, first = activation_compress_rows(*arguments), activation_compress(*arguments)
+    assert torch.equal(u8(got.pre8), u8(first.pre8)) and torch.equal(got.pre8.scales, first.pre8.scales)
+    a = activation_apply(pre, name, bias) if exact else activation_apply(first.pre8, name)
+    expected = quantize_rows(a, E4M3)
+    assert got.a8.layout == "row" and got.a8.codes.shape == (2, 3, f) and got.a8.scales.shape == (2, 3, 1)
+    assert torch.equal(u8(got.a8), u8(expected)) and torch.equal(got.a8.scales, expected.scales)
+    assert torch.equal(got.a8.scales.amax(), tensor_scale(first.amax, E4M3))
 
 
 def test_nan_is_not_lost():

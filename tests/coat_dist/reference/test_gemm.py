@@ -21,6 +21,12 @@ def operand(*shape, dtype=torch.float8_e4m3fn, scale=None):
     )
 
 
+def row_operand(rows, k, dtype=torch.float8_e4m3fn):
+    """A scale per row, over many magnitudes."""
+    scales = torch.exp2(torch.randint(-30, 30, (rows, 1)).float()) * (torch.rand(rows, 1) + 0.5)
+    return QuantizedTensor(random_codes(rows, k, dtype=dtype), scales, "row")
+
+
 def as_integers(codes):
     return (codes.double() * 2**9).long()
 
@@ -66,6 +72,37 @@ def test_value_and_type(dtype, other):
     assert torch.equal(got, ops.scaled_mm(a, b, dtype, fast_accum=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("m, n, k", [(8, 3, 33), (1, 1, 16), (1, 5, 7), (0, 4, 16), (37, 19, 64)])
+def test_row_scales_are_applied_to_rows_and_columns(dtype, m, n, k):
+    """Products of codes are exact in fp64, and so is the product of two scales: one rounding in fp64, one in fp32."""
+    a, b = row_operand(m, k), row_operand(n, k)
+    got = scaled_mm(a, b, dtype)
+    exact = (a.codes.double() @ b.codes.double().t()) * (a.scales.double() * b.scales.double()[:, 0])
+    assert got.dtype == dtype and torch.equal(got, exact.float().to(dtype))
+    values = (a.codes.double() * a.scales) @ (b.codes.double() * b.scales).t()
+    torch.testing.assert_close(exact, values, rtol=1e-9, atol=1e-9 * values.abs().amax().item() if m else 0)
+    assert torch.equal(got, ops.scaled_mm(a, b, dtype, fast_accum=True))
+    for i in range(m):  # a row's result is its own
+        one = QuantizedTensor(a.codes[i : i + 1], a.scales[i : i + 1], "row")
+        assert torch.equal(scaled_mm(one, b, dtype), got[i : i + 1])
+
+
+def test_equal_row_scales_are_a_tensor_scale():
+    a, b = operand(9, 48), operand(5, 48)
+    rows = [QuantizedTensor(q.codes, q.scales.expand(len(q.codes), 1), "row") for q in (a, b)]
+    assert torch.equal(scaled_mm(*rows, torch.float32), scaled_mm(a, b, torch.float32))
+
+
+def test_a_bad_row_spoils_its_row_of_the_product_and_no_other():
+    a, b = row_operand(4, 16), row_operand(3, 16)
+    a.scales[1] = torch.nan
+    b.scales[2] = torch.nan
+    wanted = torch.zeros(4, 3, dtype=torch.bool)
+    wanted[1], wanted[:, 2] = True, True
+    assert torch.equal(scaled_mm(a, b, torch.float32).isnan(), wanted)
+
+
 def test_nan_codes_and_scales_reach_the_result():
     a, b = operand(4, 16), operand(3, 16)
     a.codes.view(torch.uint8)[2, 5] = 0x7F
@@ -79,3 +116,7 @@ def test_misfits_are_refused():
     grouped = QuantizedTensor(random_codes(4, 16), torch.ones(4, 1, dtype=torch.bfloat16), "group", 16)
     with pytest.raises(ValueError, match="a: got layout 'group'"):
         scaled_mm(grouped, operand(3, 16), torch.float32)
+    with pytest.raises(ValueError, match="b: got layout 'row', accepted: 'tensor', as a has"):
+        scaled_mm(operand(4, 16), row_operand(3, 16), torch.float32)
+    with pytest.raises(ValueError, match="b: got layout 'tensor', accepted: 'row', as a has"):
+        code_products(row_operand(4, 16), operand(3, 16))

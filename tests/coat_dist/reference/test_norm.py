@@ -5,8 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from coat_dist.formats import E4M3
-from coat_dist.reference.norm import norm_apply, norm_backward, norm_compress, norm_quantize, norm_stats
-from coat_dist.reference.quantize import amax, dequantize, quantize_groups, tensor_scale
+from coat_dist.reference.norm import (
+    norm_apply,
+    norm_backward,
+    norm_compress,
+    norm_compress_rows,
+    norm_quantize,
+    norm_stats,
+)
+from coat_dist.reference.quantize import amax, dequantize, quantize_groups, quantize_rows, tensor_scale
 
 EPS = 1e-5
 
@@ -40,6 +47,18 @@ def test_values_and_gradients(kind, affine):
     assert (stats.mean is None) == (kind == "rmsnorm")
 
 
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_the_residual_gradient_is_added_before_the_one_rounding(kind):
+    x, weight, _ = inputs()
+    dy, residual = torch.randn_like(x).bfloat16(), (torch.randn_like(x) * 3).bfloat16()
+    stats = norm_stats(x, kind, EPS)
+    exact, *sums = norm_backward(dy, x, stats, weight)
+    got, *others = norm_backward(dy, x, stats, weight, dtype=torch.bfloat16, residual=residual)
+    assert torch.equal(got, (exact + residual.float()).bfloat16())
+    assert not torch.equal(got, exact.bfloat16() + residual)  # what two roundings give
+    assert all(torch.equal(a, b) for a, b in zip(sums, others, strict=True))
+
+
 def test_statistics_do_not_depend_on_the_other_rows():
     x = torch.randn(37, 72, dtype=torch.bfloat16)
     for kind in ("rmsnorm", "layernorm"):
@@ -68,6 +87,23 @@ def test_first_pass_is_the_sum_of_its_parts(kind, exact):
     assert torch.equal(found.stats.rstd, stats.rstd)
     assert torch.equal(found.amax, norm_apply(source, stats, weight, bias).abs().max())
     assert exact == torch.equal(found.stats.rstd, norm_stats(x, kind, EPS).rstd)
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_one_pass_with_row_scales_is_the_two_passes_with_the_scales_of_rows(kind, exact):
+    x, weight, bias = inputs()
+    arguments = (x, kind, EPS, weight, bias, E4M3, 32, "e8m0", exact)
+    got, first = norm_compress_rows(*arguments), norm_compress(*arguments)
+    assert torch.equal(got.x8.codes.view(torch.uint8), first.x8.codes.view(torch.uint8))
+    assert torch.equal(got.x8.scales, first.x8.scales)
+    for mine, expected in zip(got.stats, first.stats, strict=True):
+        assert mine is expected is None or torch.equal(mine, expected)
+    y = norm_apply(x if exact else first.x8, first.stats, weight, bias)
+    expected = quantize_rows(y, E4M3)
+    assert got.y8.layout == "row" and torch.equal(got.y8.scales, expected.scales)
+    assert torch.equal(got.y8.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(got.y8.scales.amax(), tensor_scale(first.amax, E4M3))
 
 
 def test_second_pass_from_codes_and_transposed():

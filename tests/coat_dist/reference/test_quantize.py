@@ -11,6 +11,7 @@ from coat_dist.reference.quantize import (
     group_scales,
     power_of_two,
     quantize_groups,
+    quantize_rows,
     quantize_tensor,
     scale_values,
     tensor_scale,
@@ -177,6 +178,46 @@ def test_subnormal_and_huge_values_stay_finite(scale):
 def test_e8m0_groups_read_back_exactly_when_quantized_again():
     once = dequantize(quantize_groups(wide(50, 64, low=-9, high=9), E4M3, 32, "e8m0"))
     assert torch.equal(dequantize(quantize_groups(once, E4M3, 32, "e8m0")), once)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, **ids)
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("shape", [(5, 33), (2, 3, 64), (7, 1), (1, 300)])
+def test_a_row_is_a_tensor_of_its_own(fmt, aligned, shape):
+    x = wide(*shape, low=-8, high=8) * torch.exp2(torch.randint(-40, 40, (*shape[:-1], 1)).float())
+    x.view(-1, shape[-1])[0] = 0.0
+    x.view(-1, shape[-1])[-1, 0] = 1e-41
+    got = quantize_rows(x, fmt, aligned)
+    assert got.layout == "row" and got.scales.shape == (*shape[:-1], 1) and got.scales.dtype == torch.float32
+    assert got.codes.shape == x.shape and got.codes.is_contiguous()
+    rows = zip(x.view(-1, shape[-1]), got.codes.view(-1, shape[-1]), got.scales.view(-1), strict=True)
+    for row, codes, scale in rows:
+        expected = tensor_scale(amax(row), fmt)
+        expected = power_of_two(expected) if aligned else expected
+        assert torch.equal(scale, expected)
+        assert torch.equal(codes.view(torch.uint8), quantize_tensor(row, fmt, expected).codes.view(torch.uint8))
+    if not aligned:
+        assert torch.equal(got.scales.amax(), tensor_scale(amax(x), fmt))
+    assert dequantize(got).isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_bad_value_spoils_its_row_and_no_other(bad, aligned):
+    x = torch.randn(5, 40)
+    clean = quantize_rows(x, E4M3, aligned)
+    x[3, 7] = bad
+    got = quantize_rows(x, E4M3, aligned)
+    others = [0, 1, 2, 4]
+    assert dequantize(got)[3].isnan().all() and got.scales[3].isnan() and got.scales.amax().isnan()
+    assert torch.equal(got.codes.view(torch.uint8)[others], clean.codes.view(torch.uint8)[others])
+    assert torch.equal(got.scales[others], clean.scales[others])
+
+
+def test_rows_of_nothing():
+    none, empty = quantize_rows(torch.empty(0, 8), E4M3), quantize_rows(torch.empty(3, 0), E4M3)
+    assert none.codes.shape == (0, 8) and none.scales.shape == (0, 1)
+    assert empty.codes.shape == (3, 0) and torch.equal(empty.scales, torch.full((3, 1), SMALLEST_SCALE))
 
 
 def test_unknown_scale_is_refused():
