@@ -1,22 +1,22 @@
 """Activation kernels: the functions of ``reference/activation.py``.
 
 The pre-activation is one tensor, [rows, parts, f]: with a gate (GATED) gate and up, of which a program takes the same
-tile, otherwise one part. Backward's second pass reads da and all parts once and writes their gradients, the same
-transposed, and the activation transposed: no intermediate of size f is ever written in BF16. fc1's bias (BIAS) costs
-no pass of its own: it is added as pre is read, and its gradient is summed by columns of each tile.
-
-Tiles that are written transposed are taken by packets of four rows, as in ``kernels/quantize.py``.
+tile, otherwise one part. fc1's bias (BIAS) costs no pass of its own: it is added as pre is read. Backward's kernels are
+in ``activation_backward.py``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..formats import E4M3, FP8Format, QuantizedTensor
-from ..reference.activation import ACTIVATIONS, ActivationForward, ActivationGradients
-from .approximations import exp2, sigmoid
+from ..formats import FP8Format, QuantizedTensor
+from ..reference.activation import ACTIVATIONS, ActivationForward, ActivationRows
+from .activation_backward import activation_backward, activation_grad_amax
+from .activation_functions import activate, add_bias, load_part
 from .fp8 import (
     amax_buffer,
     atomic_amax,
@@ -24,106 +24,95 @@ from .fp8 import (
     group_decode,
     group_encode,
     inverse,
-    load_tile,
     magnitude_bits,
     pack_rows,
     parts,
     read_amax,
+    row_tiles,
+    scale_of,
     store_turned,
     to_fp8,
 )
-from .quantize import packet
+from .quantize import launch_rows, packet
 
-__all__ = ["activation_backward", "activation_compress", "activation_grad_amax", "activation_quantize"]
+__all__ = [
+    "activation_backward",
+    "activation_compress",
+    "activation_compress_rows",
+    "activation_grad_amax",
+    "activation_quantize",
+]
 
 # Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
 COMPRESS_TILE = (8, 256, 4)
 ROWS_TILE = (8, 256, 8)
 TURNED_TILE = (64, 64, 4)
-AMAX_TILE = (8, 256, 4)
-BACKWARD_TILE = (32, 256, 8)
+HELD_TILES = (1, 16, 4)  # tiles on their way; elements a thread of a tile; tiles of a row in registers, at most
+HELD_REGISTERS = 128  # a thread: two programs of 8 warps at a time
 
 
 @triton.jit
-def _activate(g, ACT: tl.constexpr, FAST: tl.constexpr):
-    """Value and derivative of the function called ACT."""
-    if ACT == "squared_relu":
-        r = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        value = r * r
-        slope = 2.0 * r
-    elif ACT == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-        value = g * cdf
-        slope = cdf + g * exp2(g * g * -0.7213475204444817, FAST) * 0.3989422804014327
-    else:  # g * sigmoid(z); "inner" is dz/dg
-        if ACT == "silu":
-            z = g
-            inner = 1.0
-        elif ACT == "quick_gelu":
-            z = g * 1.702
-            inner = 1.702
-        else:
-            tl.static_assert(ACT == "gelu_tanh")
-            z = 1.5957691216057308 * g * (1.0 + 0.044715 * g * g)
-            inner = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
-        s = sigmoid(z, FAST)
-        value = g * s
-        slope = s + value * (1.0 - s) * inner
-    return value, slope
-
-
-@triton.jit
-def _load_part(
-    x, scales, bias, part, row, column, group, inside, in_group, columns, groups,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
-):  # fmt: skip
-    """A tile of the gate (part 0) or of up (part 1), fp32, from plain values (G = 0) or from per-group codes."""
-    at = row * PARTS + part
-    out = load_tile(x, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, E8M0)
-    if BIAS:  # zero outside, where an amax would see it
-        more = tl.load(bias + part * columns + column, mask=column < columns, other=0.0)
-        out = tl.where(inside, out + more.to(tl.float32), 0.0)
-    return out
+def _load_raw(x, row, column, inside, columns, PARTS: tl.constexpr):
+    """A tile of plain values of each part, as they lie in memory; of one part alone, twice."""
+    gate = tl.load(x + row * PARTS * columns + column, mask=inside, other=0.0)
+    up = gate
+    if PARTS == 2:
+        up = tl.load(x + (row * PARTS + 1) * columns + column, mask=inside, other=0.0)
+    return gate, up
 
 
 @triton.jit
 def _compress_part(
-    x, bias, codes, scales, part, row, column, group, inside, in_group, columns, groups, C: tl.constexpr,
-    EXACT: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
-    E8M0: tl.constexpr,
+    raw, bias, codes, scales, part, row, column, group, inside, in_group, columns, groups, C: tl.constexpr,
+    EXACT: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
-    value = _load_part(
-        x, None, bias, part, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, 0, E8M0
-    )
-    q, stored = group_encode(value, BM, BN, G, E8M0, C)
-    tl.store(codes + (row * PARTS + part) * columns + column, q, mask=inside)
-    tl.store(scales + (row * PARTS + part) * groups + group, stored, mask=in_group)
-    if not EXACT:
-        value = group_decode(q, stored, BM, BN, G, E8M0)
+    value = add_bias(raw.to(tl.float32), bias, part, column, inside, columns, BIAS)
+    if WRITE or not EXACT:
+        q, stored = group_encode(value, BM, BN, G, E8M0, C)
+        if WRITE:
+            tl.store(codes + (row * PARTS + part) * columns + column, q, mask=inside)
+            tl.store(scales + (row * PARTS + part) * groups + group, stored, mask=in_group)
+        if not EXACT:
+            value = group_decode(q, stored, BM, BN, G, E8M0)
+    return value
+
+
+@triton.jit
+def _compress_tile(
+    raw, bias, codes, scales, row, column, group, inside, in_group, columns, groups, C: tl.constexpr,
+    ACT: tl.constexpr, EXACT: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
+):  # fmt: skip
+    """The activation of a tile of :func:`_load_raw`; WRITE: the pre-activation in FP8 is stored."""
+    g = _compress_part(
+        raw[0], bias, codes, scales, 0, row, column, group, inside, in_group, columns, groups, C, EXACT, PARTS, BIAS,
+        WRITE, BM, BN, G, E8M0,
+    )  # fmt: skip
+    value, _ = activate(g, ACT, C.fast)
+    if PARTS == 2:
+        value *= _compress_part(
+            raw[1], bias, codes, scales, 1, row, column, group, inside, in_group, columns, groups, C, EXACT, PARTS,
+            BIAS, WRITE, BM, BN, G, E8M0,
+        )  # fmt: skip
     return value
 
 
 @triton.jit
 def _compress_kernel(
-    x, bias, codes, scales, amax, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    x, bias, codes, scales, amax, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr,
     BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    PARTS: tl.constexpr = 2 if GATED else 1
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
     inside = (row < rows) & (column < columns)
     in_group = (row < rows) & (group < groups)
-    g = _compress_part(
-        x, bias, codes, scales, 0, row, column, group, inside, in_group, columns, groups, C, EXACT, PARTS, BIAS,
-        BM, BN, G, E8M0,
+    raw = _load_raw(x, row, column, inside, columns, PARTS)
+    value = _compress_tile(
+        raw, bias, codes, scales, row, column, group, inside, in_group, columns, groups, C, ACT, EXACT, PARTS, BIAS,
+        True, BM, BN, G, E8M0,
     )  # fmt: skip
-    value, _ = _activate(g, ACT, C.fast)
-    if GATED:
-        value *= _compress_part(
-            x, bias, codes, scales, 1, row, column, group, inside, in_group, columns, groups, C, EXACT, PARTS, BIAS,
-            BM, BN, G, E8M0,
-        )  # fmt: skip
     atomic_amax(amax, magnitude_bits(value))
 
 
@@ -137,23 +126,128 @@ def activation_compress(
     bias: torch.Tensor | None = None,
 ) -> ActivationForward:
     """See :func:`coat_dist.reference.activation.activation_compress`."""
-    act = ACTIVATIONS[activation]
-    columns = pre.shape[-1] // act.parts
-    flat = pre.reshape(-1, pre.shape[-1]).contiguous()
-    groups, e8m0, device = triton.cdiv(columns, group_size), scale == "e8m0", pre.device
-    shape = (*pre.shape[:-1], act.parts)
-    codes = torch.empty(*shape, columns, dtype=fmt.dtype, device=device)
-    scales = torch.empty(*shape, groups, dtype=torch.uint8 if e8m0 else torch.bfloat16, device=device)
-    amax = amax_buffer(device)
+    columns = pre.shape[-1] // ACTIVATIONS[activation].parts
+    flat = launch_rows(pre)
+    pre8 = _pre8(pre, activation, fmt, group_size, scale)
+    amax = amax_buffer(pre.device)
     bm, bn, warps = COMPRESS_TILE
     bn = max(bn, group_size)
     with torch.cuda.device_of(pre):
         _compress_kernel[(triton.cdiv(flat.shape[0], bm), triton.cdiv(columns, bn))](
-            flat, bias, codes, scales, amax, flat.shape[0], columns, groups, C=constants(fmt, pre), ACT=act.function,
-            GATED=act.gated, BIAS=bias is not None, EXACT=exact, G=group_size, E8M0=e8m0, BM=bm, BN=bn,
-            num_warps=warps,
+            flat, bias, pre8.codes, pre8.scales, amax, flat.shape[0], columns, pre8.scales.shape[-1],
+            **_constants(pre, activation, fmt, group_size, scale, exact, bias), BM=bm, BN=bn, num_warps=warps,
         )  # fmt: skip
-    return ActivationForward(QuantizedTensor(codes, scales, "group", group_size), read_amax(amax))
+    return ActivationForward(pre8, read_amax(amax))
+
+
+def _pre8(pre: torch.Tensor, activation: str, fmt: FP8Format, group_size: int, scale: str) -> QuantizedTensor:
+    """Room for the pre-activation in FP8."""
+    parts = ACTIVATIONS[activation].parts
+    shape, columns = (*pre.shape[:-1], parts), pre.shape[-1] // parts
+    codes = torch.empty(*shape, columns, dtype=fmt.dtype, device=pre.device)
+    stored = torch.uint8 if scale == "e8m0" else torch.bfloat16
+    scales = torch.empty(*shape, triton.cdiv(columns, group_size), dtype=stored, device=pre.device)
+    return QuantizedTensor(codes, scales, "group", group_size)
+
+
+def _constants(pre, activation, fmt, group_size, scale, exact, bias) -> dict[str, Any]:
+    """What both kernels that compress are compiled for."""
+    act = ACTIVATIONS[activation]
+    return {
+        "C": constants(fmt, pre),
+        "ACT": act.function,
+        "PARTS": act.parts,
+        "BIAS": bias is not None,
+        "EXACT": exact,
+        "G": group_size,
+        "E8M0": scale == "e8m0",
+    }
+
+
+@triton.jit
+def _row_tile(
+    raw, bias, codes, scales, row, first, columns, groups, C: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
+    E8M0: tl.constexpr,
+):  # fmt: skip
+    """:func:`_compress_tile` of a row's columns from ``first`` on."""
+    column = first + tl.arange(0, BN)[None, :]
+    group = first // G + tl.arange(0, BN // G)[None, :]
+    return _compress_tile(
+        raw, bias, codes, scales, row, column, group, column < columns, group < groups, columns, groups, C, ACT, EXACT,
+        PARTS, BIAS, WRITE, 1, BN, G, E8M0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _compress_rows_kernel(
+    x, bias, codes, scales, out, row_scales, columns, groups, C: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, AHEAD: tl.constexpr,
+    HELD: tl.constexpr, LONG: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The activation of HELD tiles of a row stays in registers until the row's scale is known; LONG: there are more,
+    and those are read and computed twice. AHEAD tiles are on their way while one is computed.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BN)[None, :]
+    top = tl.zeros((1, BN), tl.int32)
+    raw, held = (), ()
+    for i in tl.static_range(HELD + AHEAD):
+        if i < HELD:
+            raw = raw + (_load_raw(x, row, i * BN + column, i * BN + column < columns, columns, PARTS),)
+        if i >= AHEAD:
+            value = _row_tile(
+                raw[i - AHEAD], bias, codes, scales, row, (i - AHEAD) * BN, columns, groups, C, ACT, EXACT, PARTS, BIAS,
+                True, BN, G, E8M0,
+            )  # fmt: skip
+            held = held + (value,)
+    if LONG:
+        for first in range(HELD * BN, columns, BN):
+            tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
+            more = _row_tile(
+                tile, bias, codes, scales, row, first, columns, groups, C, ACT, EXACT, PARTS, BIAS, True, BN, G, E8M0
+            )
+            top = tl.maximum(top, magnitude_bits(more))
+    for i in tl.static_range(HELD):
+        top = tl.maximum(top, magnitude_bits(held[i]))
+    scale, factor = scale_of(tl.max(top, 1), 0, C)
+    tl.store(row_scales + row + tl.arange(0, 1), scale)
+    out += row * columns
+    for i in tl.static_range(HELD):
+        tl.store(out + i * BN + column, to_fp8(held[i] * factor[:, None], C), mask=i * BN + column < columns)
+    if LONG:
+        for first in range(HELD * BN, columns, BN):
+            tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
+            more = _row_tile(
+                tile, bias, codes, scales, row, first, columns, groups, C, ACT, EXACT, PARTS, BIAS, False, BN, G, E8M0
+            )
+            tl.store(out + first + column, to_fp8(more * factor[:, None], C), mask=first + column < columns)
+
+
+def activation_compress_rows(
+    pre: torch.Tensor,
+    activation: str,
+    fmt: FP8Format,
+    group_size: int,
+    scale: str,
+    exact: bool,
+    bias: torch.Tensor | None = None,
+) -> ActivationRows:
+    """See :func:`coat_dist.reference.activation.activation_compress_rows`."""
+    shape, columns = pre.shape[:-1], pre.shape[-1] // ACTIVATIONS[activation].parts
+    flat = launch_rows(pre)
+    pre8 = _pre8(pre, activation, fmt, group_size, scale)
+    out = torch.empty(*shape, columns, dtype=fmt.dtype, device=pre.device)
+    row_scales = torch.empty(*shape, 1, dtype=torch.float32, device=pre.device)
+    ahead, *tiles = HELD_TILES
+    width, held, long, warps = row_tiles(columns, *tiles, group_size)
+    with torch.cuda.device_of(pre):
+        _compress_rows_kernel[(flat.shape[0],)](
+            flat, bias, pre8.codes, pre8.scales, out, row_scales, columns, pre8.scales.shape[-1],
+            **_constants(pre, activation, fmt, group_size, scale, exact, bias), AHEAD=ahead, HELD=held, LONG=long,
+            BN=width, num_warps=warps, maxnreg=HELD_REGISTERS,
+        )  # fmt: skip
+    return ActivationRows(pre8, QuantizedTensor(out, row_scales, "row"))
 
 
 @triton.jit
@@ -175,12 +269,12 @@ def _quantize_kernel(
         row = packet.to(tl.int64) * STEP + i
         inside = (row < rows) & (column < columns)
         in_group = (row < rows) & (group < groups)
-        g = _load_part(
+        g = load_part(
             x, scales, bias, 0, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, E8M0
         )  # fmt: skip
-        value, _ = _activate(g, ACT, C.fast)
+        value, _ = activate(g, ACT, C.fast)
         if GATED:
-            value *= _load_part(
+            value *= load_part(
                 x, scales, bias, 1, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, E8M0
             )  # fmt: skip
         last, y = y, value * factor
@@ -219,125 +313,3 @@ def activation_quantize(
             PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
         )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")
-
-
-@triton.jit
-def _backward_kernel(
-    da, x, scales, grad_scale, scale, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
-    D: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr,
-    E8M0: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """PACK rows of codes make an element of a transposed result; 0: nothing is written but the amax."""
-    PARTS: tl.constexpr = 2 if GATED else 1
-    STEP: tl.constexpr = max(PACK, 1)
-    packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
-    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
-    zero = tl.zeros((BM, BN), tl.float32)
-    gate, up, act = zero, zero, zero  # what goes into the codes, of the row before
-    gates, ups, acts = (tl.zeros((BM, BN), tl.int32),) * 3  # packets
-    gate_sum, up_sum = zero, zero
-    if PACK > 0:
-        grad_factor = inverse(grad_scale)
-        factor = inverse(scale)
-    for i in tl.static_range(STEP):
-        row = packet.to(tl.int64) * STEP + i
-        inside = (row < rows) & (column < columns)
-        in_group = (row < rows) & (group < groups)
-        grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        g = _load_part(
-            x, scales, None, 0, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
-        )  # fmt: skip
-        value, slope = _activate(g, ACT, C.fast)
-        du = grad * value
-        if GATED:
-            u = _load_part(
-                x, scales, None, 1, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
-            )  # fmt: skip
-            grad *= u
-            value *= u
-        dg = grad * slope
-        if PACK == 0:
-            bits = magnitude_bits(dg)
-            if GATED:
-                bits = tl.maximum(bits, magnitude_bits(du))
-            atomic_amax(amax, bits)
-        else:
-            at = row * PARTS * columns + column
-            last, act = act, value * factor
-            acts = pack_rows(acts, last, act, i, PACK, C)
-            last, gate = gate, dg * grad_factor
-            gates = pack_rows(gates, last, gate, i, PACK, D)
-            tl.store(d8 + at, to_fp8(gate, D), mask=inside)
-            if GATED:
-                last, up = up, du * grad_factor
-                ups = pack_rows(ups, last, up, i, PACK, D)
-                tl.store(d8 + at + columns, to_fp8(up, D), mask=inside)
-            if BIAS:
-                gate_sum += dg
-                up_sum += du
-    if PACK > 0:
-        height = rows // PACK
-        there = (packet < height) & (column < columns)
-        store_turned(a8_t, acts, packet, column, height, there)
-        store_turned(d8_t, gates, packet, column, height, there)
-        at = tl.program_id(0).to(tl.int64) * PARTS * columns + column
-        if GATED:
-            up_t = d8_t + tl.full((), 1, tl.int64) * columns * height
-            store_turned(up_t, ups, packet, column, height, there)
-        if BIAS:
-            tl.store(dbias + at, tl.sum(gate_sum, 0)[None, :], mask=column < columns)
-            if GATED:
-                tl.store(dbias + at + columns, tl.sum(up_sum, 0)[None, :], mask=column < columns)
-
-
-def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, pack, tile) -> None:
-    act, columns = ACTIVATIONS[activation], da.shape[-1]
-    flat = da.reshape(-1, columns).contiguous()
-    rows, size = flat.shape[0], pre8.group_size
-    bm, bn, warps = tile
-    with torch.cuda.device_of(da):
-        _backward_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
-            flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
-            triton.cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
-            GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
-            PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
-        )  # fmt: skip
-
-
-def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
-    """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
-    amax = amax_buffer(da.device)
-    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE)
-    return read_amax(amax)
-
-
-def activation_backward(
-    da: torch.Tensor,
-    pre8: QuantizedTensor,
-    activation: str,
-    grad_fmt: FP8Format,
-    grad_scale: torch.Tensor,
-    fmt: FP8Format,
-    scale: torch.Tensor,
-    bias_sum: torch.dtype | None = None,
-) -> ActivationGradients:
-    """See :func:`coat_dist.reference.activation.activation_backward`.
-
-    The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same order every time.
-    """
-    (rows, columns), width, device = da.shape, da.shape[1] * ACTIVATIONS[activation].parts, da.device
-    tiles = triton.cdiv(rows, BACKWARD_TILE[0])
-    d8 = torch.empty(rows, width, dtype=grad_fmt.dtype, device=device)
-    d8_t = torch.empty(width, rows, dtype=grad_fmt.dtype, device=device)
-    a8_t = torch.empty(columns, rows, dtype=fmt.dtype, device=device)
-    sums = None if bias_sum is None else torch.empty(tiles, width, dtype=torch.float32, device=device)
-    pack, word = packet(rows)
-    outputs = d8, d8_t.view(word), a8_t.view(word), sums
-    _backward(da, pre8, activation, grad_scale, scale, None, outputs, grad_fmt, fmt, pack, BACKWARD_TILE)
-    return ActivationGradients(
-        QuantizedTensor(d8, grad_scale, "tensor"),
-        QuantizedTensor(d8_t, grad_scale, "tensor"),
-        QuantizedTensor(a8_t, scale, "tensor"),
-        None if sums is None else sums.sum(0, dtype=bias_sum),
-    )

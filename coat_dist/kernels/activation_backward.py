@@ -1,0 +1,158 @@
+"""Activation kernels of backward, which the functions of the same names in ``reference/activation.py`` define.
+
+The second pass reads da and all parts once and writes their gradients, the same transposed, and the activation
+transposed: no intermediate of size f is ever written in BF16. The gradient of fc1's bias (BIAS) costs no pass of its
+own: it is summed by columns of each tile.
+
+Tiles that are written transposed are taken by packets of four rows, as in ``kernels/quantize.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import E4M3, FP8Format, QuantizedTensor
+from ..reference.activation import ACTIVATIONS, ActivationGradients
+from .activation_functions import activate, load_part
+from .fp8 import (
+    amax_buffer,
+    atomic_amax,
+    constants,
+    inverse,
+    magnitude_bits,
+    pack_rows,
+    read_amax,
+    store_turned,
+    to_fp8,
+)
+from .quantize import packet
+
+__all__ = ["activation_backward", "activation_grad_amax"]
+
+# Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
+AMAX_TILE = (8, 256, 4)
+BACKWARD_TILE = (32, 256, 8)
+
+
+@triton.jit
+def _backward_kernel(
+    da, x, scales, grad_scale, scale, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
+    D: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr,
+    E8M0: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """PACK rows of codes make an element of a transposed result; 0: nothing is written but the amax."""
+    PARTS: tl.constexpr = 2 if GATED else 1
+    STEP: tl.constexpr = max(PACK, 1)
+    packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
+    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
+    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
+    zero = tl.zeros((BM, BN), tl.float32)
+    gate, up, act = zero, zero, zero  # what goes into the codes, of the row before
+    gates, ups, acts = (tl.zeros((BM, BN), tl.int32),) * 3  # packets
+    gate_sum, up_sum = zero, zero
+    if PACK > 0:
+        grad_factor = inverse(grad_scale)
+        factor = inverse(scale)
+    for i in tl.static_range(STEP):
+        row = packet.to(tl.int64) * STEP + i
+        inside = (row < rows) & (column < columns)
+        in_group = (row < rows) & (group < groups)
+        grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        g = load_part(
+            x, scales, None, 0, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
+        )  # fmt: skip
+        value, slope = activate(g, ACT, C.fast)
+        du = grad * value
+        if GATED:
+            u = load_part(
+                x, scales, None, 1, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
+            )  # fmt: skip
+            grad *= u
+            value *= u
+        dg = grad * slope
+        if PACK == 0:
+            bits = magnitude_bits(dg)
+            if GATED:
+                bits = tl.maximum(bits, magnitude_bits(du))
+            atomic_amax(amax, bits)
+        else:
+            at = row * PARTS * columns + column
+            last, act = act, value * factor
+            acts = pack_rows(acts, last, act, i, PACK, C)
+            last, gate = gate, dg * grad_factor
+            gates = pack_rows(gates, last, gate, i, PACK, D)
+            tl.store(d8 + at, to_fp8(gate, D), mask=inside)
+            if GATED:
+                last, up = up, du * grad_factor
+                ups = pack_rows(ups, last, up, i, PACK, D)
+                tl.store(d8 + at + columns, to_fp8(up, D), mask=inside)
+            if BIAS:
+                gate_sum += dg
+                up_sum += du
+    if PACK > 0:
+        height = rows // PACK
+        there = (packet < height) & (column < columns)
+        store_turned(a8_t, acts, packet, column, height, there)
+        store_turned(d8_t, gates, packet, column, height, there)
+        at = tl.program_id(0).to(tl.int64) * PARTS * columns + column
+        if GATED:
+            up_t = d8_t + tl.full((), 1, tl.int64) * columns * height
+            store_turned(up_t, ups, packet, column, height, there)
+        if BIAS:
+            tl.store(dbias + at, tl.sum(gate_sum, 0)[None, :], mask=column < columns)
+            if GATED:
+                tl.store(dbias + at + columns, tl.sum(up_sum, 0)[None, :], mask=column < columns)
+
+
+def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, pack, tile) -> None:
+    act, columns = ACTIVATIONS[activation], da.shape[-1]
+    flat = da.reshape(-1, columns).contiguous()
+    rows, size = flat.shape[0], pre8.group_size
+    bm, bn, warps = tile
+    with torch.cuda.device_of(da):
+        _backward_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
+            flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
+            triton.cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
+            GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
+            PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
+        )  # fmt: skip
+
+
+def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
+    """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
+    amax = amax_buffer(da.device)
+    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE)
+    return read_amax(amax)
+
+
+def activation_backward(
+    da: torch.Tensor,
+    pre8: QuantizedTensor,
+    activation: str,
+    grad_fmt: FP8Format,
+    grad_scale: torch.Tensor,
+    fmt: FP8Format,
+    scale: torch.Tensor,
+    bias_sum: torch.dtype | None = None,
+) -> ActivationGradients:
+    """See :func:`coat_dist.reference.activation.activation_backward`.
+
+    The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same order every time.
+    """
+    (rows, columns), width, device = da.shape, da.shape[1] * ACTIVATIONS[activation].parts, da.device
+    tiles = triton.cdiv(rows, BACKWARD_TILE[0])
+    d8 = torch.empty(rows, width, dtype=grad_fmt.dtype, device=device)
+    d8_t = torch.empty(width, rows, dtype=grad_fmt.dtype, device=device)
+    a8_t = torch.empty(columns, rows, dtype=fmt.dtype, device=device)
+    sums = None if bias_sum is None else torch.empty(tiles, width, dtype=torch.float32, device=device)
+    pack, word = packet(rows)
+    outputs = d8, d8_t.view(word), a8_t.view(word), sums
+    _backward(da, pre8, activation, grad_scale, scale, None, outputs, grad_fmt, fmt, pack, BACKWARD_TILE)
+    return ActivationGradients(
+        QuantizedTensor(d8, grad_scale, "tensor"),
+        QuantizedTensor(d8_t, grad_scale, "tensor"),
+        QuantizedTensor(a8_t, scale, "tensor"),
+        None if sums is None else sums.sum(0, dtype=bias_sum),
+    )
