@@ -77,7 +77,7 @@ def _train(tp, sp, steps, settings, hooks=True, **changes):
 
 
 def _invariance(rank, world, changes):
-    settings = INVARIANT.model_copy(update={"attention": changes.pop("attention", "bf16")})
+    settings = INVARIANT.model_copy(update=changes.pop("coat", {}))
     runs = [_train(tp, sp, 6, settings, **changes) for tp, sp in ((1, False), (2, False), (2, True))]
     (losses, first, last, _, _), *others = runs
     assert losses[-1] < losses[0] - 0.2, losses
@@ -98,9 +98,10 @@ def _invariance(rank, world, changes):
         {"qk_layernorm": True, "num_query_groups": 2, "add_qkv_bias": True},
         {"bf16": False, "params_dtype": torch.float32, "qk_layernorm": True},
         {"normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}},
-        {"attention": "fp8", "num_query_groups": 2},
+        {"coat": {"attention": "fp8"}, "num_query_groups": 2},
+        {"coat": {"forward_scales": "row", "attention": "fp8"}, "num_query_groups": 2, "add_qkv_bias": True},
     ],
-    ids=["llama", "qk_norm_gqa_bias", "fp32", "olmo_tied", "fp8_attention_gqa"],
+    ids=["llama", "qk_norm_gqa_bias", "fp32", "olmo_tied", "fp8_attention_gqa", "row_scales_fp8_attention"],
 )
 def test_losses_do_not_depend_on_tensor_parallelism(changes):
     """Six optimizer steps at TP 1, TP 2 and TP 2 with SP: losses and all weights are the same to the last bit."""

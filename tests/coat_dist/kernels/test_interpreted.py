@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-INTERPRETED = ["adamw_interpreted", "attention_interpreted", "cross_entropy_interpreted", "flow_interpreted"]
+INTERPRETED = [
+    "adamw_interpreted",
+    "attention_interpreted",
+    "cross_entropy_interpreted",
+    "flow_interpreted",
+    "rows_interpreted",
+]
 
 
 @pytest.mark.parametrize("module", INTERPRETED)
