@@ -25,8 +25,9 @@ SHORT = (32, 1, True, 4)
 
 def tiles(module, ahead=None, chosen=None):
     """A module whose kernels take rows by other tiles: ``ahead`` of them on their way, ``chosen`` as SHORT is."""
-    values = {} if ahead is None else {"HELD_TILES": (ahead, *module.HELD_TILES[1:])}
-    return mock.patch.multiple(module, **values, **({"row_tiles": lambda *_: chosen} if chosen else {}))
+    held = module.HELD_TILES if ahead is None else (ahead, *module.HELD_TILES[1:])
+    values = {} if chosen is None else {"row_tiles": lambda *_: chosen}
+    return mock.patch.multiple(module, HELD_TILES=held, **values)
 
 
 def same_rows(got, wanted):
