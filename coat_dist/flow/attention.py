@@ -241,6 +241,11 @@ def _sdpa(q, k, v, *, causal: bool, scale: float | None, dropout: float = 0.0) -
         )
 
 
+_HOPPER_NUMBERS = [int(backend) for backend in _HOPPER_ORDER]  # type: ignore[call-overload]
+_get_order: Any = getattr(torch._C, "_get_sdp_priority_order", None)
+_set_order: Any = getattr(torch._C, "_set_sdp_priority_order", None)
+
+
 @contextmanager
 def _preferred_backend(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or not _is_hopper(device):
@@ -257,10 +262,6 @@ def _preferred_backend(device: torch.device) -> Iterator[None]:
             yield
         finally:
             _set_order(before)
-
-
-_HOPPER_NUMBERS = [int(backend) for backend in _HOPPER_ORDER]
-_get_order, _set_order = (getattr(torch._C, f"_{verb}_sdp_priority_order", None) for verb in ("get", "set"))
 
 
 @functools.cache

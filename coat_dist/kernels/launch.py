@@ -103,7 +103,7 @@ class FastLaunch:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        pattern = (*map(type, values), *kwargs)
+        pattern: tuple[Any, ...] = (*map(type, values), *kwargs)
         plan = self._plans.get(pattern)
         if plan is None:
             plan = self._plans[pattern] = Plan(self.jit, pattern[: len(values)], tuple(kwargs))
@@ -130,7 +130,9 @@ class Plan:
 
     def __init__(self, jit: JITFunction, types: tuple[type, ...], keywords: tuple[str, ...]) -> None:
         """``types`` of positional arguments and then of those that ``keywords`` names, options included."""
-        self.kernels: dict[tuple, tuple] = {}
+        self.kernels: dict[Any, tuple] = {}
+        self.launch: Callable[..., Any]
+        self.key: Callable[[tuple], Any]
         positional = [p.name for p in jit.params[: len(types) - len(keywords)]]
         places = {name: i for i, name in enumerate((*positional, *keywords))}
         tensors = [i for i, t in enumerate(types) if t in _TENSORS]

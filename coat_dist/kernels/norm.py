@@ -338,7 +338,7 @@ def norm_backward(
     width = max(next_power_of_2(columns), size)
     _backward_kernel[(programs,)](
         launch_rows(dy), carried, source, scales, stats.rstd, stats.mean, weight,
-        dx, partial[0], partial[-1], rows, columns, cdiv(columns, size) if size else 0,
+        dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
         G=size, E8M0=e8m0, CENTER=center, WEIGHT=weight is not None, BIAS=bias,
         RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
         TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers[residual is not None],

@@ -254,3 +254,20 @@ def test_sdpa_takes_sequence_first(groups):
     q, k, v = qkv(groups, dtype=torch.float32)
     expected = F.scaled_dot_product_attention(*heads_first(q, k, v), is_causal=True, enable_gqa=True)
     assert torch.equal(sdpa(q, k, v), expected.permute(2, 0, 1, 3).flatten(2))
+
+
+def test_the_order_of_backends_is_that_of_sdpa_kernel_and_is_put_back(monkeypatch):
+    """Where it matters, on Hopper, there is no CPU to run it: only the order is looked at."""
+    from torch.nn.attention import sdpa_kernel
+
+    from coat_dist.flow import attention as module
+
+    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    order = torch._C._get_sdp_priority_order
+    before = order()
+    with sdpa_kernel(module._HOPPER_ORDER, set_priority=True):
+        wanted = order()
+    with pytest.raises(ZeroDivisionError), module._preferred_backend(torch.device("cuda")):
+        assert order() == wanted != before
+        raise ZeroDivisionError
+    assert order() == before
