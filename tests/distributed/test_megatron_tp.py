@@ -311,12 +311,21 @@ def test_zero2_norm_of_gradients_counts_replicas_once():
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
+def _apart(*arguments):
+    from megatron_patches import patch
+
+    patch._alias_residuals = lambda layer: {}
+    return _deepspeed(*arguments)
+
+
 def test_zero3_gathers_the_weights_that_patched_modules_reach_for():
     """ZeRO-3 gathers a module's own weights; fc1, fc2 and folded norms belong to modules that are not called.
 
-    Its hooks also wrap what modules return: with FP8 attention, the tensors that attention hands to linear_proj.
+    Its hooks also wrap what modules return: with FP8 attention, the tensors that attention hands to linear_proj. And
+    what modules take, so that autograd adds the residual's gradient, as it is made to do in the run to compare with.
     """
-    runs = [run_ranks(2, _deepspeed, stage, 1, False, 6, ActivationConfig(attention="fp8")) for stage in (3, 2)]
+    settings = ActivationConfig(attention="fp8")
+    runs = [run_ranks(2, run, stage, 1, False, 6, settings) for stage, run in ((3, _deepspeed), (2, _apart))]
     for (losses, *_), (reference, *_) in zip(*runs, strict=True):
         assert losses == pytest.approx(reference, rel=2e-3)
 
