@@ -192,16 +192,16 @@ def _compress_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     top = tl.zeros((1, BN), tl.int32)
-    raw, held = (), ()
+    raw, held = (), ()  # tiles; a tuple, since Triton has no lists
     for i in tl.static_range(HELD + AHEAD):
         if i < HELD:
-            raw = raw + (_load_raw(x, row, i * BN + column, i * BN + column < columns, columns, PARTS),)
+            raw = raw + (_load_raw(x, row, i * BN + column, i * BN + column < columns, columns, PARTS),)  # type: ignore
         if i >= AHEAD:
             value = _row_tile(
                 raw[i - AHEAD], bias, codes, scales, row, (i - AHEAD) * BN, columns, groups, C, ACT, EXACT, PARTS, BIAS,
                 True, BN, G, E8M0,
             )  # fmt: skip
-            held = held + (value,)
+            held = held + (value,)  # type: ignore[assignment]
     if LONG:
         for first in range(HELD * BN, columns, BN):
             tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
@@ -240,8 +240,8 @@ def activation_compress_rows(
     pre8 = _pre8(pre, activation, fmt, group_size, scale)
     out = torch.empty(*shape, columns, dtype=fmt.dtype, device=pre.device)
     row_scales = torch.empty(*shape, 1, dtype=torch.float32, device=pre.device)
-    ahead, *tiles = HELD_TILES
-    width, held, long, warps = row_tiles(columns, *tiles, group_size)
+    ahead, elements, most = HELD_TILES
+    width, held, long, warps = row_tiles(columns, elements, most, group_size)
     _compress_rows_kernel[(flat.shape[0],)](
         flat, bias, pre8.codes, pre8.scales, out, row_scales, columns, pre8.scales.shape[-1],
         **_constants(pre, activation, fmt, group_size, scale, exact, bias), AHEAD=ahead, HELD=held, LONG=long,

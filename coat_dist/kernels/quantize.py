@@ -223,9 +223,9 @@ def _rows_kernel(
     column = tl.arange(0, BN)[None, :]
     x += row * columns
     out += row * columns
-    held = ()
+    held = ()  # tiles; a tuple, since Triton has no lists
     for i in tl.static_range(HELD):
-        held = held + (tl.load(x + i * BN + column, mask=column < columns - i * BN, other=0.0),)
+        held = held + (tl.load(x + i * BN + column, mask=column < columns - i * BN, other=0.0),)  # type: ignore
     top = tl.zeros((1, BN), tl.int32)
     for i in tl.static_range(HELD):
         top = tl.maximum(top, magnitude_bits(held[i].to(tl.float32)))

@@ -24,7 +24,7 @@ def test_in_the_interpreter(module):
     root = here.parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / f"{module}.py")]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0 and "passed" in result.stdout, result.stdout + result.stderr
 
 
