@@ -99,7 +99,7 @@ def prepare(folder: Path, size: Size) -> str:
 
 def tokens(data: str, size: Size, steps: int) -> dict[str, Any]:
     """What there is to read and what a run reads. Samples beyond the first epoch are the same ones in another order."""
-    there = Path(f"{data}.bin").stat().st_size // 2  # ids below 2**16
+    there = json.loads(Path(f"{data}.json").read_text())["tokens"]
     trained, held_out = (n * size.sequence * size.micro_batch for n in (steps, size.evaluation))
     return {
         "tokens": there,

@@ -35,6 +35,7 @@ def main() -> None:
     entry = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True)
     gu8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True).pre8
     q = quantize.quantize_tensor(x, E4M3, scale)
+    down = torch.randn(h, f, device="cuda", dtype=torch.bfloat16)  # fc2's weight
     heads, batch, size = Heads(h // 128, 1, 128), 4, 128
     table = rope_table(torch.randn(m // batch, 1, 1, size, device="cuda"))
     mixed = torch.randn(m // batch, batch, heads.width, device="cuda", dtype=torch.bfloat16)
@@ -45,6 +46,8 @@ def main() -> None:
         "quantize": (lambda: quantize.quantize_tensor(x, E4M3, scale), 3 * m * h),
         "quantize transposed": (lambda: quantize.quantize_tensor(x, E4M3, scale, True), 3 * m * h),
         "quantize, both orders": (lambda: quantize.quantize_both(x, E4M3, scale), 4 * m * h),
+        "quantize_rows": (lambda: quantize.quantize_rows(x, E4M3), 3 * m * h),
+        "quantize_rows of fc2's weight": (lambda: quantize.quantize_rows(down, E4M3), 3 * h * f),
         "transpose codes": (lambda: quantize.transpose(q), 2 * m * h),
         "quantize_groups": (lambda: quantize.quantize_groups(x, E4M3, 32, "e8m0"), (2 + wide) * m * h),
         "dequantize groups": (lambda: quantize.dequantize(entry.x8, torch.bfloat16), (2 + wide) * m * h),
@@ -54,6 +57,14 @@ def main() -> None:
         "norm_compress": (
             lambda: norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True),
             (2 + wide) * m * h,
+        ),
+        "norm_compress_rows": (
+            lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True),
+            (3 + wide) * m * h,
+        ),
+        "norm_compress_rows, quantized": (
+            lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", False),
+            (3 + wide) * m * h,
         ),
         "norm_quantize from x": (
             lambda: norm.norm_quantize(x, entry.stats, weight, None, E4M3, scale),
@@ -67,9 +78,21 @@ def main() -> None:
             lambda: norm.norm_backward(dy, entry.x8, entry.stats, weight, dtype=torch.bfloat16, bias=False),
             (4 + wide) * m * h,
         ),
+        "norm_backward with a residual": (
+            lambda: norm.norm_backward(dy, entry.x8, entry.stats, weight, torch.float32, torch.bfloat16, False, x),
+            (6 + wide) * m * h,
+        ),
         "activation_compress": (
             lambda: activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True),
             (4 + 2 * wide) * m * f,
+        ),
+        "activation_compress_rows": (
+            lambda: activation.activation_compress_rows(gate_up, "swiglu", E4M3, 32, "e8m0", True),
+            (5 + 2 * wide) * m * f,
+        ),
+        "activation_compress_rows, quantized": (
+            lambda: activation.activation_compress_rows(gate_up, "swiglu", E4M3, 32, "e8m0", False),
+            (5 + 2 * wide) * m * f,
         ),
         "activation_quantize from BF16": (
             lambda: activation.activation_quantize(gate_up, "swiglu", E4M3, scale),

@@ -37,6 +37,7 @@ from coat_dist import CoatConfig, flow
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {},
+    "row scales": {"forward_scales": "row"},
     "quantized": {"forward": "quantized"},
     "exact, e5m2 gradients": {"grad_format": "e5m2"},
     "fp8 attention": {"attention": "fp8"},

@@ -15,8 +15,8 @@ Counted beyond what is there before forward (weights, the input, the gradient th
 * what the function that runs has made and not yet dropped (:func:`_moments`).
 
 The worst moment lies in the last layer's backward where a layer saves more than its gradients weigh (many tokens), in
-the first layer's otherwise. Forward is never it: at its largest, in the last layer's MLP, it holds fc1's output and the
-activation beside what is saved, as many bytes as backward's codes alone.
+the first layer's otherwise. Forward is not it: at its largest, in the last layer's MLP, it holds fc1's output and the
+activation's codes beside what is saved, where backward has the activation's gradient and more codes.
 
 Left out, below 1 % where layers are large: fp32 sums of a norm's gradient, scalars, the allocator's rounding (512
 bytes, or the rest of a cached block below 1 MiB), workspaces of cuBLAS (kept from the warm-up) and of SDPA's backward,
@@ -80,24 +80,33 @@ def _moments(model: ModelConfig, tokens: int, settings: ActivationConfig) -> Ite
     h, parts = model.hidden_size, _parts(model)
     q = model.num_attention_heads * model.head_channels
     w = q + 2 * model.kv_heads * model.head_channels
-    f = model.ffn_hidden_size
+    f, wide = model.ffn_hidden_size, parts * model.ffn_hidden_size  # of the activation, of fc1's output
     qkv_saved, attention_saved, mlp_saved = (tokens * n for n in saved_bytes(model, settings))
-    rounded = settings.attention == "fp8"  # values are read back to bf16
-    codes = (2 * parts + 1) * f  # of the gradient of fc1's output in both orders, of the activation transposed
-    out8 = 2 * h  # the quantized output gradient, both orders
-    mlp, proj, qkv = 2 * (1 + parts) * h * f, 2 * h * q, 2 * h * w
+    rounded = 2 * (q + w) if settings.attention == "fp8" else 0  # q, k, v and the output read back to bf16
+    fc2, fc1, proj, qkv = 2 * h * f, 2 * h * wide, 2 * h * q, 2 * h * w
+    mlp = fc1 + fc2
 
-    # The gradient of the activation (bf16) becomes codes.
-    yield "activation backward", 0, 0, tokens * (out8 + 2 * f + codes)
-    # dy and dx of the norm (bf16), y8 transposed; codes of both gradients are still referred to.
-    yield "gradient of fc1", 0, mlp, tokens * (out8 + codes + 4 * h + h)
-    # dx (bf16), the input's codes transposed.
-    yield "gradient of proj", mlp_saved, mlp + proj, tokens * (out8 + 2 * q + q + (2 * q if rounded else 0))
-    # Gradients of the output, of q, k and v (bf16); q, k, v and the output where they were compressed.
-    yield "attention backward", mlp_saved, mlp + proj, tokens * (2 * q + 2 * w + (2 * (q + w) if rounded else 0))
-    # Gradients of q, k and v, put together (bf16), as codes in both orders; dy and dx, y8 transposed.
+    # Of the output's gradient codes transposed, for fc2; the gradient of the activation (bf16) becomes codes, of fc1's
+    # output in both orders, beside the activation's, transposed.
+    yield "activation backward", 0, 0, tokens * (h + 2 * f + 2 * wide + f)
+    # The same but for the activation's gradient; fc2's is made.
+    yield "gradient of fc2", 0, fc2, tokens * (h + 2 * wide + f)
+    # Codes of both orders, the transposed weight's, dy (bf16).
+    yield "dgrad of fc1", 0, fc2, tokens * (2 * wide + 2 * h) + h * wide
+    # Transposed codes; dy and dx (bf16).
+    yield "norm backward", 0, fc2, tokens * (wide + 4 * h)
+    # Transposed codes, also of y; dx (bf16).
+    yield "gradient of fc1", 0, mlp, tokens * (wide + h + 2 * h)
+    # Transposed codes, also of the input; dx (bf16).
+    yield "gradient of proj", mlp_saved, mlp + proj, tokens * (h + q + 2 * q + (2 * q if rounded else 0))
+    # Gradients of the output, of q, k and v (bf16).
+    yield "attention backward", mlp_saved, mlp + proj, tokens * (2 * q + 2 * w + rounded)
+    # Gradients of q, k and v, which autograd holds until the function returns, and put together (bf16); codes of both
+    # orders.
     released = mlp_saved + attention_saved
-    yield "gradient of qkv", released, mlp + proj + qkv, tokens * (2 * w + 2 * w + 2 * w + 4 * h + h)
+    yield "quantization for qkv", released, mlp + proj, tokens * (2 * w + 2 * w + 2 * w)
+    # Those gradients; transposed codes, also of y; dx (bf16).
+    yield "gradient of qkv", released, mlp + proj + qkv, tokens * (2 * w + w + h + 2 * h)
 
 
 def _parts(model: ModelConfig) -> int:

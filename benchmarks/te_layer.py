@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +80,27 @@ def run(layer: torch.nn.Module, x: torch.Tensor, dout: torch.Tensor, freqs: torc
     return rows | {ours: parameters[theirs].grad for ours, theirs in PARAMETERS.items()}
 
 
-def main() -> None:
-    import transformer_engine.pytorch as te
+def contexts(te: Any) -> dict[str, Any]:
+    """By name, what makes the context of a forward pass. Recipes are new objects: by them Transformer Engine tells
+    histories of amaxes apart."""
     from transformer_engine.common import recipe
 
     recipes = {
-        "bf16": contextlib.nullcontext,
-        "current": lambda: te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()),
-        "current, e4m3 gradients": lambda: te.autocast(
-            enabled=True, recipe=recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3)
-        ),
-        "delayed": lambda: te.autocast(enabled=True, recipe=recipe.DelayedScaling()),
+        "current": recipe.Float8CurrentScaling(),
+        "current, e4m3 gradients": recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3),
+        "delayed": recipe.DelayedScaling(),
     }
+    found = {name: partial(te.autocast, enabled=True, recipe=r) for name, r in recipes.items()}
+    return {"bf16": contextlib.nullcontext, **found}
+
+
+def main() -> None:
+    import transformer_engine.pytorch as te
+
     folder = Path(sys.argv[1])
     given = torch.load(folder / "layer.pt")
     for case, (x, dout) in given["cases"].items():
-        for name, context in recipes.items():
+        for name, context in contexts(te).items():
             torch.save(run(build(te, given), x, dout, given["freqs"], context), folder / f"{case}--{name}.pt")
 
 

@@ -15,9 +15,8 @@ from benchmarks.common import graph_ms, write_result
 from benchmarks.optimizer import copy_bandwidth
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, weights
-from coat_dist.flow.scaling import quantize_input
-from coat_dist.formats import QuantizedTensor
-from coat_dist.ops.quantize import transpose
+from coat_dist.formats import E4M3, QuantizedTensor
+from coat_dist.ops.quantize import amax, quantize_tensor, tensor_scale, transpose
 
 ONE = TensorParallel()
 DEVICE = "cuda"
@@ -50,16 +49,19 @@ def main() -> None:
 def one(shape: tuple[int, int], tokens: int, bandwidth: float) -> dict[str, float]:
     """Times of one weight ``[n, k]``, in microseconds of GPU work: launches are in a graph, and as many copies of the
     weight take turns as do not fit into the cache."""
-    d8_t, x8_t = (
-        quantize_input(torch.randn(n, tokens, device=DEVICE, dtype=torch.bfloat16), ONE, ActivationConfig(), False)[0]
-        for n in shape
-    )
+    d8_t, x8_t = (operand(n, tokens) for n in shape)
     elements = shape[0] * shape[1]
     copies = [calls(shape, d8_t, x8_t) for _ in range(-(-CACHE // (2 * elements)))]
     return {f"{name}_us": 1e3 * graph_ms([c[name] for c in copies]) for name in copies[0]} | {
         "floor on use_us": elements * 8 / bandwidth * 1e6,
         "floor cached_us": elements * 2 / bandwidth * 1e6,
     }
+
+
+def operand(rows: int, columns: int) -> QuantizedTensor:
+    """Normal random numbers with the scale of their amax: products of other codes take another time."""
+    x = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+    return quantize_tensor(x, E4M3, tensor_scale(amax(x), E4M3))
 
 
 def calls(shape: tuple[int, int], d8_t: QuantizedTensor, x8_t: QuantizedTensor) -> dict[str, Callable[[], Any]]:

@@ -121,10 +121,10 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
     ]
     outputs = [(n, m.output_layer) for n, m in language_models if isinstance(m, GPTModel)]
     chunked = [m for n, m in language_models if _chunked(n, m, settings, report)]
-    if settings.z_loss and (not chunked or len(chunked) < len(language_models)):
-        raise ValueError(
-            f"activation.z_loss: got {settings.z_loss}, accepted: 0, or a model whose loss is chunked\n{report}"
-        )
+    has_loss = any(isinstance(m, LanguageModule) for m in model.modules())  # perhaps in a later pipeline stage
+    if settings.z_loss and (not has_loss or len(chunked) < len(language_models)):
+        accepted = "0, or a model whose loss is chunked"
+        raise ValueError(f"activation.z_loss: got {settings.z_loss}, accepted: {accepted}\n{report}")
     if settings.tp_invariant:
         report.left |= {f"{n}.output_layer".lstrip("."): r for n, m in outputs if (r := output_reason(m)) is not None}
         if report.left:

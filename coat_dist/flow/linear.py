@@ -73,6 +73,7 @@ class _Linear(torch.autograd.Function):
         d8, d8_t = quantize_gradient(dout.reshape(-1, weight.shape[0]), tp, settings, gather=True)
         if ctx.needs_input_grad[0]:
             dx = gemm(d8, ctx.weight.transposed(weight, w_scale), dtype, settings).view(shape)
+        del d8
         if ctx.needs_input_grad[1]:
             if codes is not None:
                 x = dequantize(QuantizedTensor(codes, scales, "group", group_size), dtype).view(shape)

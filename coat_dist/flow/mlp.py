@@ -211,6 +211,7 @@ class _MLP(torch.autograd.Function):
 
         d8, d8_t = quantize_gradient(dout.reshape(-1, fc2_weight.shape[0]), tp, settings, gather=True)
         da = gemm(d8, ctx.fc2.transposed(fc2_weight, w2_scale), dtype, settings)
+        del d8  # like all that follow: the peak of a step is in this function
         d_scale = shared_scale(activation_grad_amax(da, pre8, activation), grad_fmt, tp, settings.tp_invariant)
         bias_sum = None
         if ctx.needs_input_grad[4]:
@@ -221,12 +222,16 @@ class _MLP(torch.autograd.Function):
             dfc1_bias = inner.dbias.to(fc1_bias.dtype)
         if ctx.needs_input_grad[5]:
             dfc2 = ctx.fc2.gradient(d8_t, inner.a8_t)
+        d8, d8_t = inner.d8, inner.d8_t
+        del inner
         if any(ctx.needs_input_grad[:3]):
-            dy = summed_gemm(inner.d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
+            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
+            del d8
             dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3], residual)
+            del dy
             dx = None if dx is None else dx.view(shape)
         if ctx.needs_input_grad[3]:
-            dfc1 = ctx.fc1.gradient(inner.d8_t, entry.y8(entry.x8, transpose=True))
+            dfc1 = ctx.fc1.gradient(d8_t, entry.y8(entry.x8, transpose=True))
         return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None, None
 
 

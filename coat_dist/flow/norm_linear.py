@@ -161,14 +161,17 @@ class _NormLinear(torch.autograd.Function):
             dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
         dout = dout.reshape(-1, weight.shape[0])
         d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=top)
+        if ctx.needs_input_grad[4]:
+            dbias = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).to(bias.dtype)
+        del dout
         if any(ctx.needs_input_grad[:3]):
             dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), entry.dtype, tp, settings)
+            del d8
             dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3], residual)
+            del dy
             dx = None if dx is None else dx.view(shape)
         if ctx.needs_input_grad[3]:
             dweight = ctx.weight.gradient(d8_t, entry.y8(entry.x8, transpose=True))
-        if ctx.needs_input_grad[4]:
-            dbias = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).to(bias.dtype)
         return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None, None, None
 
 

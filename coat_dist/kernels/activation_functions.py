@@ -10,7 +10,7 @@ import triton.language as tl
 from .approximations import exp2, sigmoid
 from .fp8 import load_tile
 
-__all__ = ["activate", "load_part"]
+__all__ = ["activate", "add_bias", "load_part"]
 
 
 @triton.jit
@@ -42,6 +42,14 @@ def activate(g, ACT: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def add_bias(value, bias, part, column, inside, columns, BIAS: tl.constexpr):
+    if BIAS:  # zero outside, where an amax would see it
+        more = tl.load(bias + part * columns + column, mask=column < columns, other=0.0)
+        value = tl.where(inside, value + more.to(tl.float32), 0.0)
+    return value
+
+
+@triton.jit
 def load_part(
     x, scales, bias, part, row, column, group, inside, in_group, columns, groups,
     PARTS: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
@@ -49,7 +57,4 @@ def load_part(
     """A tile of the gate (part 0) or of up (part 1), fp32, from plain values (G = 0) or from per-group codes."""
     at = row * PARTS + part
     out = load_tile(x, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, E8M0)
-    if BIAS:  # zero outside, where an amax would see it
-        more = tl.load(bias + part * columns + column, mask=column < columns, other=0.0)
-        out = tl.where(inside, out + more.to(tl.float32), 0.0)
-    return out
+    return add_bias(out, bias, part, column, inside, columns, BIAS)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..formats import E4M3, E5M2, FP8Format, QuantizedTensor
+from .launch import cdiv, next_power_of_2
 
 __all__ = [
     "Format",
@@ -28,6 +29,8 @@ __all__ = [
     "magnitude_bits",
     "pack_rows",
     "parts",
+    "row_tiles",
+    "scale_of",
     "store_turned",
     "to_fp8",
 ]
@@ -139,20 +142,30 @@ def inverse(scale):
 
 
 @triton.jit
+def scale_of(top, DROP: tl.constexpr, C: tl.constexpr):
+    """fp32 scale of the largest magnitude (bits), and its reciprocal, correctly rounded; NaN where that magnitude is
+    not finite. The last DROP bits are rounded up to zero: 16 leaves bfloat16, 23 a power of two.
+    """
+    finite = top < INF_BITS
+    amax = tl.where(finite, top, 0).to(tl.float32, bitcast=True)
+    bits = tl.maximum(amax * C.inverse_max, TINY).to(tl.int32, bitcast=True)
+    bits = (bits + ((1 << DROP) - 1)) & -(1 << DROP)
+    scale = tl.where(finite, bits, NAN_BITS).to(tl.float32, bitcast=True)
+    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
 def group_encode(x, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, C: tl.constexpr):
     """Quantize a tile [BM, BN] with one scale per G columns: codes [BM, BN] and stored scales [BM, BN / G]."""
     groups = tl.reshape(x, (BM, BN // G, G))
     top = tl.max(magnitude_bits(groups), 2)
-    finite = top < INF_BITS
     if E8M0:
+        finite = top < INF_BITS
         exponent = tl.maximum(((tl.where(finite, top, 0) + 0x1FFFFF) >> 23) - C.power, 1)
         inverse = tl.where(finite, (254 - exponent) << 23, NAN_BITS).to(tl.float32, bitcast=True)
         stored = tl.where(finite, exponent, 255).to(tl.uint8)
     else:
-        amax = tl.where(finite, top, 0).to(tl.float32, bitcast=True)
-        bits = tl.maximum(amax * C.inverse_max, TINY).to(tl.int32, bitcast=True)
-        scale = tl.where(finite, (bits + 0xFFFF) & -0x10000, NAN_BITS).to(tl.float32, bitcast=True)
-        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        scale, inverse = scale_of(top, 16, C)
         stored = scale.to(tl.bfloat16)
     return tl.reshape(to_fp8(groups * inverse[:, :, None], C), (BM, BN)), stored
 
@@ -198,6 +211,18 @@ def store_turned(out, codes, row, column, rows, inside):
     """Store a tile transposed into ``out`` [columns, rows]."""
     at = tl.trans(column).to(tl.int64) * rows + tl.trans(row)
     tl.store(out + at, tl.trans(codes).to(out.dtype.element_ty), mask=tl.trans(inside))
+
+
+def row_tiles(columns: int, elements: int, most: int, group_size: int = 1) -> tuple[int, int, bool, int]:
+    """How a program takes one row: columns of a tile, tiles that stay in its registers, whether the row is longer than
+    these, and warps. A thread has ``elements`` of a tile; longer rows get more warps, then tiles up to ``most``.
+    """
+    warps = 4
+    while warps < 16 and 32 * warps * elements * most < columns:
+        warps *= 2
+    width = max(min(32 * warps * elements, next_power_of_2(columns)), group_size)
+    tiles = cdiv(columns, width)
+    return width, min(tiles, most), tiles > most, warps
 
 
 _SLOTS = 256

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference.norm import NormForward, NormStats
+from ..reference.norm import NormForward, NormRows, NormStats
 from .fp8 import (
     amax_buffer,
     atomic_amax,
@@ -26,18 +26,20 @@ from .fp8 import (
     magnitude_bits,
     pack_rows,
     parts,
+    scale_of,
     store_turned,
     to_fp8,
 )
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_rows, packet
 
-__all__ = ["norm_backward", "norm_compress", "norm_forward", "norm_quantize"]
+__all__ = ["norm_backward", "norm_compress", "norm_compress_rows", "norm_forward", "norm_quantize"]
 
 # Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
 ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4
+COMPRESS_ROWS_WARPS = 4
 # Programs, each with a partial weight gradient of its rows; warps; registers a thread, without and with a residual. At
 # 128 two programs still fit a multiprocessor; a row of 4096 with its residual spills at 112 and does not at 128.
 BACKWARD = (264, 8, (112, 128))
@@ -66,10 +68,11 @@ def _row_stats(value, inside, columns, eps, CENTER: tl.constexpr):
 @fast_launch
 @triton.jit
 def _compress_kernel(
-    x, weight, bias, codes, scales, rstd, mean, amax, columns, groups, eps,
+    x, weight, bias, codes, scales, rstd, mean, amax, y8, y_scales, columns, groups, eps,
     C: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, EXACT: tl.constexpr, CENTER: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """Of y, ROWS writes codes with a scale per row; otherwise its amax is all that is left."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
@@ -85,7 +88,13 @@ def _compress_kernel(
         tl.store(mean + row + tl.arange(0, 1), center)
     tl.store(rstd + row + tl.arange(0, 1), reciprocal)
     y = _affine(value * reciprocal[:, None], weight, bias, column, inside, WEIGHT, BIAS)
-    atomic_amax(amax, magnitude_bits(tl.where(inside, y, 0.0)))
+    bits = magnitude_bits(tl.where(inside, y, 0.0))
+    if ROWS:
+        scale, factor = scale_of(tl.max(bits, 1), 0, C)
+        tl.store(y_scales + row + tl.arange(0, 1), scale)
+        tl.store(y8 + row * columns + column, to_fp8(y * factor[:, None], C), mask=inside)
+    else:
+        atomic_amax(amax, bits)
 
 
 def norm_compress(
@@ -100,6 +109,33 @@ def norm_compress(
     exact: bool,
 ) -> NormForward:
     """See :func:`coat_dist.reference.norm.norm_compress`."""
+    amax = amax_buffer(x.device)
+    x8, stats = _compress(x, kind, eps, weight, bias, fmt, group_size, scale, exact, amax, None)
+    return NormForward(x8, stats, amax)
+
+
+def norm_compress_rows(
+    x: torch.Tensor,
+    kind: str,
+    eps: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fmt: FP8Format,
+    group_size: int,
+    scale: str,
+    exact: bool,
+) -> NormRows:
+    """See :func:`coat_dist.reference.norm.norm_compress_rows`."""
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    y8 = QuantizedTensor(codes, scales, "row")
+    return NormRows(*_compress(x, kind, eps, weight, bias, fmt, group_size, scale, exact, None, y8), y8)
+
+
+def _compress(
+    x, kind, eps, weight, bias, fmt, group_size, scale, exact, amax: torch.Tensor | None, y8: QuantizedTensor | None
+) -> tuple[QuantizedTensor, NormStats]:
+    """x8 and the statistics; writes either the amax of y or ``y8``."""
     flat = launch_rows(x)
     rows, columns = flat.shape
     groups, e8m0, center = cdiv(columns, group_size), scale == "e8m0", kind == "layernorm"
@@ -107,15 +143,15 @@ def norm_compress(
     scales = torch.empty((*x.shape[:-1], groups), dtype=torch.uint8 if e8m0 else torch.bfloat16, device=x.device)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if center else None
-    amax = amax_buffer(x.device)
+    y_codes, y_scales = (None, None) if y8 is None else (y8.codes, y8.scales)
     _compress_kernel[(rows,)](
-        flat, weight, bias, codes, scales, rstd, mean, amax, columns, groups, eps,
+        flat, weight, bias, codes, scales, rstd, mean, amax, y_codes, y_scales, columns, groups, eps,
         C=constants(fmt, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
-        WEIGHT=weight is not None, BIAS=bias is not None,
-        BN=max(next_power_of_2(columns), group_size), num_warps=COMPRESS_WARPS,
+        WEIGHT=weight is not None, BIAS=bias is not None, ROWS=y8 is not None,
+        BN=max(next_power_of_2(columns), group_size),
+        num_warps=COMPRESS_WARPS if y8 is None else COMPRESS_ROWS_WARPS,
     )  # fmt: skip
-    x8 = QuantizedTensor(codes, scales, "group", group_size)
-    return NormForward(x8, NormStats(rstd, mean), amax)
+    return QuantizedTensor(codes, scales, "group", group_size), NormStats(rstd, mean)
 
 
 @fast_launch

@@ -1,7 +1,8 @@
 """Quantization kernels: the functions of ``reference/quantize.py`` that touch whole tensors, with the same codes.
 
-One read of the input and one write of each result. Codes are transposed as packets: four rows of a column are one
-int32, put together in registers, so that the exchange between threads and the stores move words instead of bytes.
+One read of the input and one write of each result; what of a row exceeds a program's registers is read twice where
+the row has a scale. Codes are transposed as packets: four rows of a column are one int32, put together in registers, so
+that the exchange between threads and the stores move words instead of bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .fp8 import (
     load_tile,
     magnitude_bits,
     pack_rows,
+    row_tiles,
+    scale_of,
     store_turned,
     to_fp8,
 )
@@ -35,6 +38,7 @@ __all__ = [
     "packet",
     "quantize_both",
     "quantize_groups",
+    "quantize_rows",
     "quantize_tensor",
     "tensor_scale",
     "transpose",
@@ -45,6 +49,7 @@ AMAX_TILE = (16384, 8)
 GROUPS_TILE = (16, 256, 4)
 ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
+HELD_TILES = (16, 4)  # elements a thread of a tile; tiles of a row that stay in registers, at most
 
 
 @fast_launch
@@ -205,6 +210,54 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
             BM=bm, BN=max(bn, group_size), num_warps=warps,
         )  # fmt: skip
     return QuantizedTensor(codes, scales, "group", group_size)
+
+
+@fast_launch
+@triton.jit
+def _rows_kernel(
+    x, out, scales, columns, C: tl.constexpr, DROP: tl.constexpr, HELD: tl.constexpr, LONG: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """HELD tiles of a row stay in registers; LONG: there are more, and those are read twice."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BN)[None, :]
+    x += row * columns
+    out += row * columns
+    held = ()  # tiles; a tuple, since Triton has no lists
+    for i in tl.static_range(HELD):
+        held = held + (tl.load(x + i * BN + column, mask=column < columns - i * BN, other=0.0),)  # type: ignore
+    top = tl.zeros((1, BN), tl.int32)
+    for i in tl.static_range(HELD):
+        top = tl.maximum(top, magnitude_bits(held[i].to(tl.float32)))
+    if LONG:
+        for first in range(HELD * BN, columns, BN):
+            more = tl.load(x + first + column, mask=column < columns - first, other=0.0).to(tl.float32)
+            top = tl.maximum(top, magnitude_bits(more))
+    scale, factor = scale_of(tl.max(top, 1), DROP, C)
+    tl.store(scales + row + tl.arange(0, 1), scale)
+    for i in tl.static_range(HELD):
+        codes = to_fp8(held[i].to(tl.float32) * factor[:, None], C)
+        tl.store(out + i * BN + column, codes, mask=column < columns - i * BN)
+    if LONG:
+        for first in range(HELD * BN, columns, BN):
+            inside = column < columns - first
+            more = tl.load(x + first + column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out + first + column, to_fp8(more * factor[:, None], C), mask=inside)
+
+
+def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> QuantizedTensor:
+    """See :func:`coat_dist.reference.quantize.quantize_rows`."""
+    flat = launch_rows(x)
+    rows, columns = flat.shape
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    width, held, long, warps = row_tiles(columns, *HELD_TILES)
+    if rows:
+        _rows_kernel[(rows,)](
+            flat, codes, scales, columns, C=constants(fmt, x), DROP=23 if aligned else 0, HELD=held, LONG=long,
+            BN=width, num_warps=warps,
+        )  # fmt: skip
+    return QuantizedTensor(codes, scales, "row")
 
 
 @fast_launch

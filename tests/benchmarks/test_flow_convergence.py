@@ -26,7 +26,7 @@ def result(variant: str, seed: int, losses: list[float], held_out: float | None)
 
 @pytest.fixture
 def data(tmp_path):
-    (tmp_path / "text.bin").write_bytes(bytes(2_000_000))
+    (tmp_path / "text.json").write_text('{"tokens": 1000000}')
     return str(tmp_path / "text")
 
 

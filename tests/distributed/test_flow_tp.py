@@ -68,9 +68,10 @@ def rows(t, tp):
 def model(kind, x, p, labels, tp, config):
     """Every piece: norm → linear → linear; MLPs gated, with a bias, without norm; final norm, output layer, loss."""
     one = Norm(kind, 1e-5, p["gain"], p.get("shift"), reduce_grad=tp.sharded)
-    middle = norm_linear(x, one, p["weight"], p["bias"], tp, config)
+    middle, x = norm_linear(x, one, p["weight"], p["bias"], tp, config, residual=True)
     x = x + linear(middle, p["back"], tp, config)
-    x = x + norm_mlp(x, one, p["fc1"], p["fc2"], "swiglu", tp, config)
+    y, x = norm_mlp(x, one, p["fc1"], p["fc2"], "swiglu", tp, config, residual=True)
+    x = x + y
     x = x + norm_mlp(x, one, p["up"], p["down"], "gelu", tp, config, p["up_bias"])
     x = x + mlp(x, p["fc1"], p["fc2"], "quick_geglu", tp, config)
     logits = invariant_linear(norm(x, one, tp, exact=config.tp_invariant), p["out"], tp)

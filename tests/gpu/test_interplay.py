@@ -61,7 +61,8 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm = Layer(**vars(self.layer) | {"norm_weight": self.norm_weight}).norm
-        return x + norm_mlp(x, norm, self.fc1, self.fc2, "swiglu", ONE, ActivationConfig())
+        y, x = norm_mlp(x, norm, self.fc1, self.fc2, "swiglu", ONE, ActivationConfig(), residual=True)
+        return x + y
 
 
 def test_graphed_callables():

@@ -215,6 +215,7 @@ def test_z_loss_that_would_be_ignored_is_refused():
     assert [type(m) for m in model.modules()] == before
     with pytest.raises(ValueError, match="activation.z_loss: got 0.01, accepted: 0"):
         patch_model(tiny_gpt().decoder, ActivationConfig(z_loss=0.01))
+    patch_model(tiny_gpt(gpt={"post_process": False}), ActivationConfig(z_loss=0.01))  # not the last stage
     model = tiny_gpt().cpu()
     patch_model(model, ActivationConfig(z_loss=0.01))
     with pytest.raises(ValueError, match="activation.z_loss: got 0.01 and a training model called without labels"):

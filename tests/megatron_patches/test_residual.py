@@ -25,6 +25,7 @@ FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.fl
 OPTIONS = {
     **{name: (options, SETTINGS) for name, options in MODELS.items()},
     "dropout": ({"hidden_dropout": 0.1, "add_bias_linear": True}, SETTINGS),
+    "compiled_addition": ({"bias_dropout_fusion": True, "add_bias_linear": True}, SETTINGS),
     "qk_norm": ({"qk_layernorm": True, "num_query_groups": 2}, SETTINGS),
     "fp8_attention": ({}, ActivationConfig(attention="fp8")),
     "first_in_bf16": ({}, ActivationConfig(bf16_layers=(0,))),
@@ -67,6 +68,8 @@ def test_same_bits_as_apart_in_fp32(name, residuals, device):
     options, settings = OPTIONS[name]
     if name == "fp8_attention" and device != "cpu":
         pytest.skip("cuDNN attention takes BF16")
+    if name == "compiled_addition" and device == "cpu":
+        pytest.skip("compiles C++")
     model, batch = tiny_gpt(**options | FP32), tiny_batch(0, device)
     report = patch_model(model, settings)
     assert not any("bda" in block for block in report.unfused)
@@ -81,7 +84,7 @@ def test_same_bits_as_apart_in_fp32(name, residuals, device):
         if device == "cpu":  # a GPU's attention backward is not deterministic
             assert torch.equal(g, apart[n]), n
         else:
-            torch.testing.assert_close(g, apart[n], rtol=1e-2, atol=1e-4)
+            assert (g - apart[n]).norm() <= 2e-2 * apart[n].norm(), n
 
 
 def test_autograd_adds_nothing_to_the_gradient_of_a_layers_input(device):

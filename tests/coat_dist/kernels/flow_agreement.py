@@ -108,7 +108,10 @@ def check_residual(rest, residual):
         got, *others = norm.norm_backward(*rest, residual=given)
         # The GPU's kernel may add with the product before it, which is rounded then: an fp32 rounding of dx apart.
         torch.testing.assert_close(got, dx + given.float(), rtol=3e-7, atol=3e-7 * dx.abs().max().item())
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(sums, others, strict=True))
+        for a, b in zip(sums, others, strict=True):
+            assert (a is None) == (b is None)
+            if b is not None:  # compiled apart, so a GPU may fuse other products with sums
+                torch.testing.assert_close(a, b, rtol=0, atol=a.is_cuda * 1e-6 * b.abs().max().item())
         low = norm.norm_backward(*rest[:5], torch.bfloat16, rest[6], residual=given)[0]
         step = 2**-8 if low.is_cuda else 2**-7  # one rounding: half a step; the interpreter cuts off
         torch.testing.assert_close(low.float(), got, rtol=step * 1.001, atol=1e-6 * dx.abs().max().item())
