@@ -243,8 +243,10 @@ def amax_buffer(device: torch.device) -> torch.Tensor:
     except IndexError:
         with torch.inference_mode(False), torch.no_grad():
             # 16 bytes apart: kernels are compiled for that alignment
-            zeros.extend(torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)[:, 0].unbind())
-        return zeros.pop()
+            fresh = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)[:, 0]
+            if type(fresh) is torch.Tensor:  # not the fake one of a tracer, which must not outlive it
+                zeros.extend(fresh[1:].unbind())
+            return fresh[0]
 
 
 def parts(x: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
