@@ -78,6 +78,10 @@ def main() -> None:
             lambda: norm.norm_backward(dy, entry.x8, entry.stats, weight, dtype=torch.bfloat16, bias=False),
             (4 + wide) * m * h,
         ),
+        "norm_backward with a residual": (
+            lambda: norm.norm_backward(dy, entry.x8, entry.stats, weight, torch.float32, torch.bfloat16, False, x),
+            (6 + wide) * m * h,
+        ),
         "activation_compress": (
             lambda: activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True),
             (4 + 2 * wide) * m * f,

@@ -3,9 +3,10 @@
     python -m benchmarks.layer [--presets llama2-7b ...] [--tokens 16384 ...] [--peers DIR]
 
 Builds a stack of Megatron layers from a preset, times it as BF16, patches it in place and times it again, all in one
-process. Saved bytes are what the allocator holds between forward and backward, a token and layer. The kernel table is
-of one profiled pass of the patched stack. With ``--peers`` the program ``DIR/layer_anchors.py`` runs Transformer
-Engine's layer of the same shape afterwards, and ratios to it are printed.
+process. Saved bytes are what the allocator holds between forward and backward, a token and layer. The peak of one
+forward and backward, without gradients before it, is compared with what ``layer_memory.py`` expects from shapes. The
+kernel table is of one profiled pass of the patched stack. With ``--peers`` the program ``DIR/layer_anchors.py`` runs
+Transformer Engine's layer of the same shape afterwards, and ratios to it are printed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import median, write_result
+from benchmarks.layer_memory import expected_peak
 from coat_dist import CoatConfig
 from launch.model import ModelConfig, build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
@@ -50,7 +52,8 @@ def stack(model: ModelConfig, tokens: int) -> tuple[Callable[[], torch.Tensor], 
 
 
 def measure(forward: Callable[[], torch.Tensor], gpt: torch.nn.Module, x: torch.Tensor, layers: int) -> dict[str, Any]:
-    """Median milliseconds a layer of forward and backward, bytes saved a token and layer, and the peak's share."""
+    """Median milliseconds a layer of forward and backward, bytes saved a token and layer, and the peak and the
+    gradients of one pass that starts without gradients."""
     tokens = x.shape[0] * x.shape[1]
     y = forward()
     dy = torch.randn_like(y)
@@ -137,6 +140,7 @@ def variants(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "coat cached weights": {"weights": "cached"},
         "coat quantized": {"forward": "quantized"},
         "coat fp8 attention": {"attention": "fp8"},
+        "coat row scales": {"forward_scales": "row"},
     }
     return {name: chosen[name] for name in arguments.variants}
 
@@ -166,6 +170,7 @@ def main() -> None:
                 settings = CoatConfig.parse({"activation": changes}).activation
                 with patched(gpt, settings):
                     runs[name] = measure(forward, gpt, x, arguments.layers)
+                    runs[name]["expected_peak"] = vars(expected_peak(model, tokens, settings))
                     if arguments.kernels and not table:
                         table = kernels(forward, torch.randn_like(x), arguments.layers)
             del forward, gpt, x
@@ -193,6 +198,13 @@ def report(preset, tokens, model, runs, theirs, table, arguments) -> dict[str, A
             f"{one['tflops']:5.0f} TFLOP/s  saved {one['saved_bytes_per_token']:,.0f} B/token",
             flush=True,
         )
+        if expected := one.get("expected_peak"):
+            one["peak_to_expected"] = one["peak_bytes"] / expected["bytes"]
+            print(
+                f"{'':<24} peak {one['peak_bytes']:,} B, expected {expected['bytes']:,} B "
+                f"({expected['moment']}, layer {expected['layer']}): {one['peak_to_expected']:.4f}",
+                flush=True,
+            )
     for row in table[: arguments.kernels]:
         print(f"  {row['us']:9.1f} us  {row['calls']:5.1f} x  {row['kernel'][:110]}")
     if table:

@@ -1,6 +1,6 @@
 """Output layer and loss, forward and backward: all logits against chunks of the vocabulary. Time, peak memory, kernels.
 
-python -m benchmarks.loss [--tokens 16384] [--hidden 4096] [--vocabulary 32000] [--output DIR]
+python -m benchmarks.loss [--tokens 16384] [--hidden 4096] [--vocabulary 32000 128256] [--output DIR]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from coat_dist.flow import TensorParallel, linear_cross_entropy, vocab_parallel_
 from coat_dist.kernels import cross_entropy
 
 ONE = TensorParallel()
+DEVICE = "cuda"
 
 
 def peak(call: Callable[[], Any]) -> int:
@@ -75,20 +76,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--vocabulary", nargs="+", type=int, default=[32000, 128256])
     parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
     arguments = parser.parse_args()
-    tokens, hidden, vocabulary = arguments.tokens, arguments.hidden, arguments.vocabulary
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = (torch.randn(vocabulary, hidden, device="cuda") * hidden**-0.5).bfloat16().requires_grad_()
-    labels = torch.randint(0, vocabulary, (tokens,), device="cuda")
+    bandwidth = copy_bandwidth()
+    results = [one(arguments.tokens, arguments.hidden, v, bandwidth) for v in arguments.vocabulary]
+    found = {"copy_bytes_per_second": bandwidth, "results": results}
+    print("wrote", write_result("loss", found, arguments.output))
+
+
+def one(tokens: int, hidden: int, vocabulary: int, bandwidth: float) -> dict[str, Any]:
+    """All of one shape."""
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(vocabulary, hidden, device=DEVICE) * hidden**-0.5).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device=DEVICE)
     print(f"{tokens} tokens, h {hidden}, vocabulary {vocabulary}: forward, forward and backward, peak")
     result = losses(x, weight, labels)
-    bandwidth = copy_bandwidth()
     with torch.no_grad():
         of_kernels = kernels(F.linear(x, weight), labels, bandwidth)
-    shapes = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "copy_bytes_per_second": bandwidth}
-    write_result("loss", {**shapes, "losses": result, "kernels": of_kernels}, arguments.output)
+    shape = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
+    return {**shape, "losses": result, "kernels": of_kernels}
 
 
 if __name__ == "__main__":

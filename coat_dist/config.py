@@ -72,6 +72,9 @@ class ActivationConfig(_Block):
     forward: Literal["exact", "quantized"] = "exact"
     """"quantized" (the paper): norm and activation read the FP8 tensor that is saved. "exact": they read the BF16
     tensor, and only backward reads the FP8 one."""
+    forward_scales: Literal["tensor", "row"] = "tensor"
+    """Scales of forward's FP8 operands, activations and weights: one a tensor, or one a row (token, output feature),
+    which needs one pass where a tensor needs two, and no reduction over ranks. Backward's are per tensor."""
     format: Literal["e4m3", "e5m2"] = "e4m3"
     """FP8 format of activations and weights."""
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"
@@ -95,6 +98,8 @@ class ActivationConfig(_Block):
     loss: Literal["chunked", "plain"] = "chunked"
     """Where a model computes its own loss: "chunked" never holds all logits and makes them again in backward; "plain"
     leaves the model's output layer and loss as they are."""
+    z_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """In training, adds ``z_loss * log(sum(exp(logits)))**2`` to a token's chunked loss (PaLM used 1e-4)."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
 
@@ -104,6 +109,9 @@ class ActivationConfig(_Block):
             raise ValueError(
                 "tp_invariant: got true with fp8_gather false, accepted: tp_invariant needs fp8_gather true"
             )
+        if self.z_loss and (self.loss == "plain" or not self.enabled):
+            why = 'loss "plain"' if self.enabled else "enabled false"
+            raise ValueError(f'z_loss: got {self.z_loss} with {why}, accepted: 0, or loss "chunked" with enabled true')
         if len(set(self.bf16_layers)) != len(self.bf16_layers):
             raise ValueError(f"bf16_layers: got {list(self.bf16_layers)}, accepted: a list of distinct layer indices")
         return self
@@ -204,6 +212,7 @@ def _explain(model: type[BaseModel], error: Any) -> str:
         "tuple_type": lambda: "a list of integers",
         "int_type": lambda: "an integer",
         "int_parsing": lambda: "an integer",
+        **dict.fromkeys(("float_type", "greater_than_equal", "finite_number"), lambda: "a finite number from 0"),
     }.get(kind, lambda: error["msg"])()
     if kind == "model_type":
         accepted = f"an object with keys {_keys(model.model_fields[location[0]].annotation)}"  # type: ignore[arg-type]

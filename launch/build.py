@@ -12,6 +12,7 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.refusals import check_deepspeed
 from launch import data
+from launch.experts import scale_aux_loss
 from launch.loop import Batch
 from launch.model import build_model
 from launch.plan import Plan
@@ -31,6 +32,8 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) 
     from megatron_patches.parallel import MPUAdapter, install_replicated_grad_hooks
 
     model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel)
+    if p.model.num_moe_experts is not None:
+        scale_aux_loss(p.batch.accumulation)
     if p.coat is not None and p.coat.activation.enabled:
         try:
             note(str(patch_model(model, p.coat.activation)))

@@ -51,7 +51,14 @@ _STRUCTURE = (
 )
 _UNIVERSAL_STRUCTURE = ("model.", "format")
 _CONVERSION = "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers"
-_FREE = ("model.hidden_dropout", "model.attention_dropout", "model.seq_length", "parallel.sequence_parallel")
+_FREE = (
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "model.seq_length",
+    "model.moe_aux_loss_coeff",
+    "model.moe_token_dispatcher_type",
+    "parallel.sequence_parallel",
+)
 
 
 def save(

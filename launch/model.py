@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from coat_dist import CoatConfigError
 from coat_dist.config import load_json
+from launch.experts import ExpertsConfig
 
 __all__ = [
     "ModelConfig",
@@ -47,10 +48,8 @@ def _activation(name: str) -> tuple[bool, Callable[[torch.Tensor], torch.Tensor]
 _GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(ExpertsConfig):
     """A decoder-only transformer with rotary positions. Sizes are the whole model's, not a shard's."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     num_layers: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
@@ -105,6 +104,8 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 f"head_size: got {self.head_channels}, accepted: an even number (rotary embedding turns pairs)"
             )
+        if self.num_moe_experts is not None and self.linear_bias:
+            raise ValueError("linear_bias: got true with num_moe_experts, accepted: false")
         return self
 
     @property
@@ -150,9 +151,13 @@ class ModelConfig(BaseModel):
         }
         if sequence_parallel:
             sizes["seq_length"] = self.seq_length
+        for key in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+            sizes[key] = getattr(self, key) or 0
         wrong = [
             f"model.{k}: got {v}, accepted: a multiple of --tensor-parallel ({tp})" for k, v in sizes.items() if v % tp
         ]
+        if self.num_moe_experts is not None and tp > 1 and not sequence_parallel:
+            wrong.append("--sequence-parallel: got False, accepted: given, with experts and --tensor-parallel")
         if wrong:
             raise CoatConfigError("\n".join(wrong))
 
@@ -221,6 +226,7 @@ def transformer_config(
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_std,
+        **model.expert_options(model.ffn_hidden_size),
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -237,7 +243,12 @@ def build_model(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = Fa
     """The GPT on this rank's device in bf16. Model-parallel groups and seeds must be set up before.
 
     ``model(tokens, position_ids, None)`` with int64 ``[b, s]`` gives logits ``[b, s, padded_vocab / tp]``.
+
+    Raises:
+        CoatConfigError: a token dispatcher that this machine cannot run.
     """
+    if (problem := model.check_dispatcher()) is not None:
+        raise CoatConfigError(problem)
     from megatron.core.models.gpt import GPTModel
 
     from megatron_patches.spec import gpt_layer_spec
@@ -260,23 +271,29 @@ def parameter_count(model: ModelConfig) -> int:
     h, d = model.hidden_size, model.head_channels
     attention = h * d * (2 * model.num_attention_heads + 2 * model.kv_heads)
     wide = model.ffn_hidden_size * (2 if model.activation in _GATED else 1)  # what fc1 writes
-    mlp = h * (wide + model.ffn_hidden_size)
+    moe = model.expert_layers(model.num_layers)
+    mlps = (model.num_layers - moe) * h * (wide + model.ffn_hidden_size)
+    if moe:
+        mlps += moe * model.expert_weights(h, model.ffn_hidden_size, model.activation in _GATED, active=False)
     biases = d * (model.num_attention_heads + 2 * model.kv_heads) if model.qkv_bias or model.linear_bias else 0
     biases += 2 * h + wide if model.linear_bias else 0
     norm = h * (2 if model.normalization == "layernorm" else 1) if model.norm_affine else 0
     qk = 2 * d * (2 if model.normalization == "layernorm" else 1) if model.qk_norm else 0  # these always have a scale
     embeddings = model.padded_vocab * h * (1 if model.tie_embeddings else 2)
-    return model.num_layers * (attention + mlp + biases + 2 * norm + qk) + norm + embeddings
+    return model.num_layers * (attention + biases + 2 * norm + qk) + mlps + norm + embeddings
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """Floating-point operations of forward and backward for one token.
 
     Two a weight and pass, three passes (forward, dgrad, wgrad), and attention's two products over the causal half of
-    the sequence. Recomputation is not counted.
+    the sequence. Recomputation is not counted. Of experts, those that a token goes to.
     """
     h, d = model.hidden_size, model.head_channels
-    weights = h * d * (2 * model.num_attention_heads + 2 * model.kv_heads)
-    weights += h * model.ffn_hidden_size * (3 if model.activation in _GATED else 2)
+    gated, moe = model.activation in _GATED, model.expert_layers(model.num_layers)
+    weights = model.num_layers * h * d * (2 * model.num_attention_heads + 2 * model.kv_heads)
+    weights += (model.num_layers - moe) * h * model.ffn_hidden_size * (3 if gated else 2)
+    if moe:
+        weights += moe * model.expert_weights(h, model.ffn_hidden_size, gated, active=True)
     attention = 2 * seq_length * model.num_attention_heads * d  # two products, two operations each, half of the keys
-    return 3.0 * (model.num_layers * (2 * weights + attention) + 2 * h * model.padded_vocab)
+    return 3.0 * (2 * weights + model.num_layers * attention + 2 * h * model.padded_vocab)

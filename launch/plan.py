@@ -43,7 +43,7 @@ class Plan:
         if self.coat is not None:
             settings["coat"] = self.coat.model_dump()
         return {
-            "model": self.model.model_dump(),
+            "model": self.model.identity(),
             "parallel": {
                 "tensor": self.args.tensor_parallel,
                 "data": self.dp,

@@ -22,8 +22,9 @@ from coat_dist.formats import QuantizedTensor
 
 from .compat import rope_mscale
 from .linear import Patch
+from .residual import Residual
 
-__all__ = ["PATCHED", "SDPA", "CompactSelfAttention", "PatchedSelfAttention", "unfused_reason"]
+__all__ = ["PATCHED", "SDPA", "CompactSelfAttention", "PatchedSelfAttention", "unfused_reason", "unsplit_reason"]
 
 
 class SDPA(MegatronModule):
@@ -199,31 +200,38 @@ class PatchedSelfAttention(CompactSelfAttention):
                     f"{name}: got {type(given).__name__}, accepted: None (rotary_pos_emb: one for queries and keys) "
                     'with activation.attention "fp8"'
                 )
-        if any(given is not None for given in foreign.values()) or (_unsplit_reason(self) and not fp8):
+        if any(given is not None for given in foreign.values()) or (unsplit_reason(self) and not fp8):
             leading = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb
             return super().forward(*leading, *args, **kwargs)
 
-        query, key, value = self._query_key_value(hidden_states, freqs)
+        residual = Residual(hidden_states) if self.coat.residual else None
+        query, key, value = self._query_key_value(hidden_states, freqs, residual)
         if fp8:
             settings = self.coat.settings
             out, out8 = self.core_attention.compressed(query, key, value, attention_mask, bias, settings)
-            return self.linear_proj(out, compressed=out8)
-        recompute = self.checkpoint_core_attention and self.training
-        core = self._checkpointed_attention_forward if recompute else self.core_attention
-        out = core(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type, attention_bias=bias)
-        return self.linear_proj(out)
+            y, y_bias = self.linear_proj(out, compressed=out8)
+        else:
+            recompute = self.checkpoint_core_attention and self.training
+            core = self._checkpointed_attention_forward if recompute else self.core_attention
+            out = core(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type, attention_bias=bias)
+            y, y_bias = self.linear_proj(out)
+        if residual is not None:
+            residual.send_with(y)
+        return y, y_bias
 
-    def _query_key_value(self, hidden_states: torch.Tensor, freqs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def _query_key_value(
+        self, hidden_states: torch.Tensor, freqs: torch.Tensor | None, residual: Residual | None
+    ) -> tuple[torch.Tensor, ...]:
         config, normed = self.config, _normed(self)
         if getattr(config, "no_rope_freq", None) and config.no_rope_freq[self.layer_number - 1]:
             freqs = None
-        if _unsplit_reason(self) is not None:
+        if unsplit_reason(self) is not None:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
         else:
             groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
             heads = flow.Heads(groups, self.num_attention_heads_per_partition // groups, size)
             table = None if freqs is None or normed else _table(freqs, config)
-            query, key, value = self.linear_qkv(hidden_states, heads=heads, table=table)[0]
+            query, key, value = self.linear_qkv(hidden_states, heads=heads, table=table, residual=residual)[0]
             if not normed:
                 return query, key, value
             query = query if self.q_layernorm is None else self.q_layernorm(query)
@@ -243,10 +251,10 @@ PATCHED: dict[type, type] = {SelfAttention: PatchedSelfAttention, CompactSelfAtt
 
 def unfused_reason(attention: Any) -> str | None:
     """Why the rotary embedding of a patched self-attention stays Megatron's, or None where it is part of the split."""
-    return _unsplit_reason(attention) or ("norms on queries and keys" if _normed(attention) else None)
+    return unsplit_reason(attention) or ("norms on queries and keys" if _normed(attention) else None)
 
 
-def _unsplit_reason(attention: Any) -> str | None:
+def unsplit_reason(attention: Any) -> str | None:
     """Why Megatron splits linear_qkv's output, or None where a kernel of ours does."""
     for key in ("test_mode", "flash_decode", "attention_output_gate"):
         if getattr(attention.config, key, False):

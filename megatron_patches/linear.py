@@ -14,6 +14,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.formats import QuantizedTensor
 
 from .norm import describe
+from .residual import Residual
 
 __all__ = ["FP8RowParallelLinear", "InvariantColumnParallelLinear", "NormColumnParallelLinear", "Patch"]
 
@@ -28,6 +29,10 @@ class Patch:
     settings: ActivationConfig
     tp: flow.TensorParallel
     norm: nn.Module | None = None
+    residual: bool = False
+    """Whether the block's output carries its :class:`~megatron_patches.residual.Residual`."""
+    recompute: bool = False
+    """Whether the MLP checkpoints itself, in the layer's place: so the residual's alias leaves the checkpoint too."""
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -43,16 +48,21 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
         heads: flow.Heads | None = None,
         table: flow.RopeTable | None = None,
+        residual: Residual | None = None,
         **_: object,
     ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], None]:
         """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or with ``heads`` queries, keys and
-        values, rotated by ``table``."""
+        values, rotated by ``table``. ``residual`` gets its alias where ``input_`` is its x."""
         if weight is not None or runtime_gather_output:
             raise ValueError("linear_qkv: got weight or runtime_gather_output, accepted: neither in a patched layer")
         assert self.coat.norm is not None
         norm, tp, settings = describe(self.coat.norm), self.coat.tp, self.coat.settings
         if heads is not None:
-            return flow.norm_qkv(input_, norm, self.weight, self.bias, heads, table, tp, settings), None
+            alias = residual is not None and residual.x is input_
+            outs = flow.norm_qkv(input_, norm, self.weight, self.bias, heads, table, tp, settings, residual=alias)
+            if residual is not None and alias:
+                *outs, residual.alias = outs  # type: ignore[assignment]
+            return tuple(outs), None
         return flow.norm_linear(input_, norm, self.weight, self.bias, tp, settings), None
 
 

@@ -42,8 +42,10 @@ class _ChunkedLoss:
         if self.coat_labels is None:
             return super().forward(input_, weight, runtime_gather_output, **rest)  # type: ignore[misc]
         weight = self.weight if weight is None else weight
-        exact = self.coat.settings.tp_invariant
-        return flow.linear_cross_entropy(input_, weight, self.coat_labels, self.coat.tp, exact=exact), None
+        settings = self.coat.settings
+        z_loss = settings.z_loss if self.training else 0.0  # type: ignore[attr-defined]
+        options = {"exact": settings.tp_invariant, "z_loss": z_loss}
+        return flow.linear_cross_entropy(input_, weight, self.coat_labels, self.coat.tp, **options), None
 
 
 class ChunkedLossLinear(_ChunkedLoss, ColumnParallelLinear):
@@ -61,6 +63,11 @@ class ChunkedLossGPTModel(GPTModel):
 
     def _postprocess(self, hidden_states: Any, input_ids: Any, position_ids: Any, labels: Any, *args, **kwargs) -> Any:
         if labels is None:
+            if self.training and (z_loss := self.output_layer.coat.settings.z_loss):
+                raise ValueError(
+                    f"activation.z_loss: got {z_loss} and a training model called without labels, accepted: labels "
+                    "(a loss of the caller's own would lack it), or 0, or model.eval()"
+                )
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
         self.output_layer.coat_labels = labels.transpose(0, 1).contiguous()
         try:

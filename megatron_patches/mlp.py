@@ -6,7 +6,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from megatron.core import activations
+from megatron.core import activations, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer import TransformerConfig
@@ -18,6 +18,7 @@ from coat_dist import flow
 
 from .linear import Patch
 from .norm import describe
+from .residual import Residual
 
 __all__ = ["ExpertMLP", "NormMLP", "SharedExperts", "activation_name"]
 
@@ -84,9 +85,22 @@ class NormMLP(MLP):
         """
         if per_token_scale is not None:
             raise ValueError("per_token_scale: got a tensor, accepted: None in a patched layer (it is for experts)")
+        if self.coat.recompute:
+            y, alias = tensor_parallel.checkpoint(self._norm_mlp, False, hidden_states)
+        else:
+            y, alias = self._norm_mlp(hidden_states)
+        if self.coat.residual:
+            Residual(hidden_states, alias).send_with(y)
+        bias = self.linear_fc2.bias
+        # An alias: a checkpoint around this makes what is returned its own output. The parameter itself then would be
+        # no leaf any more, and backward never end.
+        return y, None if bias is None else bias.view_as(bias)
+
+    def _norm_mlp(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output without fc2's bias, and the input's alias where it is wanted."""
         _wait_for_parameters(self.linear_fc1, self.linear_fc2)
         assert self.coat.norm is not None
-        y = flow.norm_mlp(
+        y, alias = flow.norm_mlp(
             hidden_states,
             describe(self.coat.norm),
             self.linear_fc1.weight,
@@ -95,11 +109,9 @@ class NormMLP(MLP):
             self.coat.tp,
             self.coat.settings,
             self.linear_fc1.bias,
+            residual=True,
         )
-        bias = self.linear_fc2.bias
-        # An alias: selective recompute of "mlp" makes what is returned here its own output. Megatron's MLP returns the
-        # parameter itself, which then is no leaf any more, and backward never ends.
-        return y, None if bias is None else bias.view_as(bias)
+        return y, alias if self.coat.residual else None
 
 
 class ExpertMLP(MLP):

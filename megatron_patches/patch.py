@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -24,7 +25,7 @@ from torch import nn
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel
 
-from .attention import PATCHED, unfused_reason
+from .attention import PATCHED, PatchedSelfAttention, unfused_reason, unsplit_reason
 from .compat import check_version
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear, loss_reason
@@ -42,6 +43,7 @@ from .reasons import (
     shared_experts_reason,
 )
 from .report import PatchReport
+from .residual import AliasedAdd, add_reason
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
@@ -59,6 +61,11 @@ _ORIGINAL: dict[type, type] = {
 }
 # Megatron's flag on a layer that recomputes a norm's output, by the norm.
 _RECOMPUTE = {"input_layernorm": "recompute_input_layernorm", "pre_mlp_layernorm": "recompute_pre_mlp_layernorm"}
+# The attribute that makes the addition of bias, dropout and residual, with the block before it and its patched class.
+_ADDITIONS: dict[str, tuple[str, Any]] = {
+    "self_attn_bda": ("self_attention", PatchedSelfAttention),
+    "mlp_bda": ("mlp", NormMLP),
+}
 
 
 def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
@@ -72,7 +79,7 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
     Raises:
         ValueError: the model is patched already, holds no transformer block, or nothing in it can be patched (lists
             why); ``bf16_layers`` out of range; ``tp_invariant`` with blocks that would not be; ``attention: "fp8"``
-            with attention that cannot.
+            with attention that cannot; ``z_loss`` with a loss that stays plain.
         ImportError: unsupported megatron-core.
     """
     check_version()
@@ -114,6 +121,10 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
     ]
     outputs = [(n, m.output_layer) for n, m in language_models if isinstance(m, GPTModel)]
     chunked = [m for n, m in language_models if _chunked(n, m, settings, report)]
+    has_loss = any(isinstance(m, LanguageModule) for m in model.modules())  # perhaps in a later pipeline stage
+    if settings.z_loss and (not has_loss or len(chunked) < len(language_models)):
+        accepted = "0, or a model whose loss is chunked"
+        raise ValueError(f"activation.z_loss: got {settings.z_loss}, accepted: {accepted}\n{report}")
     if settings.tp_invariant:
         report.left |= {f"{n}.output_layer".lstrip("."): r for n, m in outputs if (r := output_reason(m)) is not None}
         if report.left:
@@ -132,6 +143,7 @@ def patch_model(model: nn.Module, settings: ActivationConfig) -> PatchReport:
         attention = f"{name}.self_attention"
         if attention in report.patched and (reason := unfused_reason(layer.self_attention)) is not None:
             report.unfused[attention] = reason
+        report.unfused |= {f"{name}.{add}": reason for add, reason in _alias_residuals(layer).items()}
     if settings.tp_invariant:
         for _, output_layer in outputs:
             _swap(output_layer, InvariantColumnParallelLinear, Patch(settings, tensor_parallel(output_layer)))
@@ -159,6 +171,11 @@ def unpatch_model(model: nn.Module) -> None:
         for norm_name, flag in _RECOMPUTE.items():
             if getattr(layer, norm_name).__dict__.pop("coat_recompute", False):
                 setattr(layer, flag, True)
+        if isinstance(getattr(layer, "mlp", None), NormMLP):
+            layer.recompute_mlp = layer.mlp.coat.recompute
+        for add in _ADDITIONS:
+            if isinstance(getattr(layer, add, None), AliasedAdd):
+                setattr(layer, add, AliasedAdd.original)
     for module in found:
         module.__dict__.pop("coat", None)
         module.__class__ = _ORIGINAL[type(module)]
@@ -184,7 +201,25 @@ def _patch_attention(layer: Any, settings: ActivationConfig, report: PatchReport
 
 def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:
     norm = _fold_norm(layer, "pre_mlp_layernorm", report)
-    _swap(layer.mlp, NormMLP, Patch(settings, tensor_parallel(layer.mlp.linear_fc1), norm))
+    recompute, layer.recompute_mlp = layer.recompute_mlp, False
+    tp = tensor_parallel(layer.mlp.linear_fc1)
+    _swap(layer.mlp, NormMLP, Patch(settings, tp, norm, recompute=recompute))
+
+
+def _alias_residuals(layer: Any) -> dict[str, str]:
+    """Let the norms' backward of patched blocks add the residual's gradient; where it stays autograd's, why."""
+    reasons = {}
+    for add, (block, swapped) in _ADDITIONS.items():
+        module = getattr(layer, block)
+        if not isinstance(module, swapped):
+            continue
+        reason = add_reason(layer, add) or (unsplit_reason(module) if block == "self_attention" else None)
+        if reason is None:
+            setattr(layer, add, AliasedAdd())
+            module.coat = replace(module.coat, residual=True)
+        else:
+            reasons[add] = reason
+    return reasons
 
 
 def _chunked(name: str, model: Any, settings: ActivationConfig, report: PatchReport) -> bool:

@@ -17,7 +17,8 @@ class PatchReport:
     left: dict[str, str] = field(default_factory=dict)
     """Blocks that stay BF16, and why."""
     unfused: dict[str, str] = field(default_factory=dict)
-    """Patched attention whose rotary embedding stays Megatron's passes over queries and keys, and why."""
+    """Passes that stay Megatron's or autograd's in patched blocks, and why: of ``self_attention`` the rotary embedding
+    of queries and keys; of ``self_attn_bda`` and ``mlp_bda`` the sum of a norm's and the residual's gradient."""
     loss: dict[str, str] = field(default_factory=dict)
     """Output layers of language models: "chunked", or "plain" and why."""
     notes: list[str] = field(default_factory=list)

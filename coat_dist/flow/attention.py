@@ -241,13 +241,27 @@ def _sdpa(q, k, v, *, causal: bool, scale: float | None, dropout: float = 0.0) -
         )
 
 
+_HOPPER_NUMBERS = [int(backend) for backend in _HOPPER_ORDER]  # type: ignore[call-overload]
+_get_order: Any = getattr(torch._C, "_get_sdp_priority_order", None)
+_set_order: Any = getattr(torch._C, "_set_sdp_priority_order", None)
+
+
 @contextmanager
 def _preferred_backend(device: torch.device) -> Iterator[None]:
-    if device.type == "cuda" and _is_hopper(device):
+    if device.type != "cuda" or not _is_hopper(device):
+        yield
+    elif _set_order is None or torch.compiler.is_compiling():
         with sdpa_kernel(_HOPPER_ORDER, set_priority=True):
             yield
     else:
-        yield
+        # The order alone, by what sdpa_kernel calls: it also switches each backend on and off again, one by one, which
+        # is as much host time as several launches. Backends that the user has switched off stay off.
+        before = _get_order()
+        _set_order([*_HOPPER_NUMBERS, *(b for b in before if b not in _HOPPER_NUMBERS)])
+        try:
+            yield
+        finally:
+            _set_order(before)
 
 
 @functools.cache

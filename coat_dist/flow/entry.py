@@ -1,7 +1,8 @@
 """The input side of a column-parallel FP8 linear that no norm feeds: tokens on their way to an expert.
 
-Same interface as :class:`~coat_dist.flow.norm.NormedInput`. The linear reads x in per-tensor FP8 (x8), which is what is
-saved, one byte an element: backward multiplies the very codes of forward in both forward modes.
+Same interface as :class:`~coat_dist.flow.norm.NormedInput`. What is saved is x in per-tensor FP8 (x8), one byte an
+element. With per-tensor scales the linear reads it too: backward multiplies the very codes of forward in both forward
+modes. With row scales the linear reads codes of its own, made of the same x.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.quantize import amax, dequantize, quantize_tensor
+from ..ops.quantize import amax, dequantize, quantize_rows, quantize_tensor
 from ..ops.quantize import transpose as transposed
 from .norm import Norm, NormedInput, ParameterGrads
-from .scaling import TensorParallel, shared_scale
+from .scaling import TensorParallel, row_operand, shared_scale
 
 __all__ = ["PlainInput", "enter", "restore_entry"]
 
@@ -36,8 +37,15 @@ class PlainInput:
     def forward(
         cls, x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig
     ) -> tuple[PlainInput, QuantizedTensor]:
-        """From x ``[rows, h]``: what to save, and x8 ``[all rows, h]``; sequence parallelism gathers the rows."""
+        """From x ``[rows, h]``: what to save, and the linear's input ``[all rows, h]``, gathered if they are split."""
         fmt = fp8_format(settings.format)
+        if settings.forward_scales == "row":
+            if tp.sharded and settings.fp8_gather:
+                y8 = tp.gather_quantized(quantize_rows(x, fmt))
+            else:
+                y8 = quantize_rows(tp.gather_rows(x) if tp.sharded else x, fmt)
+            y8, scale = row_operand(y8, tp, settings)
+            return cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype), y8
         this = cls(quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, tp.sharded)), tp, settings, x.dtype)
         return this, this.y8(this.x8)
 
@@ -50,7 +58,10 @@ class PlainInput:
         y8 = QuantizedTensor(codes, source.scales, "tensor")
         return transposed(y8) if transpose else y8
 
-    def backward(self, dy: torch.Tensor, wanted: tuple[bool, ...]) -> tuple[torch.Tensor | None, ParameterGrads]:
+    def backward(
+        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ParameterGrads]:
+        assert residual is None  # nobody makes an alias of what has no norm before it
         return dy if wanted[0] else None, ParameterGrads(None, None)
 
     def save(self) -> tuple[torch.Tensor, ...]:

@@ -32,7 +32,7 @@ def linear(
         x: ``[..., k / tp]``, bfloat16 or float32, the whole sequence.
         weight: this rank's ``[n, k / tp]``.
         compressed: x by groups, saved in x's place; x must be exactly what it reads back as
-            (:func:`~coat_dist.flow.attention` returns both). Where its scales are powers of two, so is that of the
+            (:func:`~coat_dist.flow.attention` returns both). Where its scales are powers of two, so are those of the
             product's operand: codes then change exponents and are not rounded again, unless they become subnormal.
 
     Returns:
@@ -56,10 +56,10 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x, weight, codes, scales, group_size: int, tp: TensorParallel, settings: ActivationConfig
     ) -> torch.Tensor:
         aligned = scales is not None and scales.dtype == torch.uint8
-        x8 = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings, aligned)
-        ctx.weight = Weight(weight, tp, settings)
-        w8 = ctx.weight.quantized()
-        ctx.save_for_backward(x if codes is None else None, weight, x8.scales, w8.scales, codes, scales)
+        x8, x_scale = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings, True, aligned)
+        ctx.weight = Weight(weight, tp, settings, split=True)
+        w8, w_scale = ctx.weight.quantized()
+        ctx.save_for_backward(x if codes is None else None, weight, x_scale, w_scale, codes, scales)
         ctx.args = x.shape, x.dtype, group_size, tp, settings
         out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True)
         return out.view(-1, *x.shape[1:-1], weight.shape[0])
@@ -73,6 +73,7 @@ class _Linear(torch.autograd.Function):
         d8, d8_t = quantize_gradient(dout.reshape(-1, weight.shape[0]), tp, settings, gather=True)
         if ctx.needs_input_grad[0]:
             dx = gemm(d8, ctx.weight.transposed(weight, w_scale), dtype, settings).view(shape)
+        del d8
         if ctx.needs_input_grad[1]:
             if codes is not None:
                 x = dequantize(QuantizedTensor(codes, scales, "group", group_size), dtype).view(shape)

@@ -174,7 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 class _Sum:
     """The gradient of x, summed over chunks and then over ranks: fp64 where exact, else fp32 (BF16 over ranks, as
-    Megatron does), and without a wider buffer where there is one chunk."""
+    Megatron does), and on a GPU without a wider buffer where there is one chunk."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, exact: bool, several: bool) -> None:
         self.exact, self.dtype, self.total = exact, dtype, None
@@ -182,8 +182,11 @@ class _Sum:
             self.total = torch.zeros(shape, dtype=torch.float64 if exact else torch.float32, device=device)
 
     def add(self, grad: torch.Tensor, weight: torch.Tensor) -> None:
-        if self.total is None:
+        if self.total is None and grad.is_cuda:
             self.total = grad @ weight
+        elif self.total is None:
+            # Without BF16 instructions, torch on CPU takes a hundred times as long for this product in BF16.
+            self.total = (grad.float() @ weight.float()).to(self.dtype)
         elif self.exact:
             self.total += exact_mm(grad, weight.t())
         elif grad.is_cuda and grad.dtype != torch.float32:

@@ -6,7 +6,7 @@ or one tensor without a gate); per call: four scales. Not saved: fc1's output, t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -14,21 +14,34 @@ from torch.autograd.function import once_differentiable
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops.activation import (
+    activation_apply,
     activation_backward,
     activation_compress,
+    activation_compress_rows,
     activation_grad_amax,
     activation_quantize,
     check_activation,
 )
 from ..ops.quantize import dequantize, quantize_groups
 from .entry import enter, restore_entry
-from .norm import Norm, check_normed
-from .scaling import TensorParallel, check_input, gemm, quantize_gradient, shared_scale, summed_gemm
+from .norm import Norm, aliased, check_normed
+from .scaling import (
+    Operand,
+    TensorParallel,
+    check_input,
+    gemm,
+    quantize_gradient,
+    row_operand,
+    share_rows,
+    shared_scale,
+    summed_gemm,
+)
 from .weights import Weight
 
 __all__ = ["mlp", "norm_mlp", "scale_rows"]
 
 
+@overload
 def norm_mlp(
     x: torch.Tensor,
     norm: Norm,
@@ -38,7 +51,32 @@ def norm_mlp(
     tp: TensorParallel,
     settings: ActivationConfig,
     fc1_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    residual: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def norm_mlp(
+    x: torch.Tensor,
+    norm: Norm,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fc1_bias: torch.Tensor | None = None,
+    *,
+    residual: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def norm_mlp(
+    x: torch.Tensor,
+    norm: Norm,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fc1_bias: torch.Tensor | None = None,
+    residual: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """An MLP and the norm before it, with FP8 products, split over ranks by intermediate features.
 
     A bias of fc2 is not added: it is replicated over ranks, and belongs to the dropout and residual that follow.
@@ -50,16 +88,19 @@ def norm_mlp(
         activation: with a gate "swiglu", "geglu" (erf), "geglu_tanh" or "quick_geglu"; without "gelu" (erf),
             "gelu_tanh", "quick_gelu" or "squared_relu".
         fc1_bias: this rank's ``[2 f / tp]`` or ``[f / tp]``; added in fp32.
+        residual: also return x's alias for the residual connection, as :func:`~coat_dist.flow.norm_linear` does.
 
     Returns:
-        The shape and dtype of x.
+        The shape and dtype of x; with ``residual`` also the alias.
 
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     check_normed(x, norm, tp)
     _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
-    return _MLP.apply(x, norm.weight, norm.bias, fc1_weight, fc1_bias, fc2_weight, norm, activation, tp, settings)
+    alias, weights = aliased(x, residual), (fc1_weight, fc1_bias, fc2_weight)
+    out = _MLP.apply(x, norm.weight, norm.bias, *weights, norm, activation, tp, settings, alias)
+    return out if alias or not residual else (out, x)
 
 
 def mlp(
@@ -76,7 +117,7 @@ def mlp(
     Saves x in per-tensor FP8, the codes that fc1 multiplied. Any number of tokens will do, also none.
     """
     _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
-    return _MLP.apply(x, None, None, fc1_weight, fc1_bias, fc2_weight, None, activation, tp, settings)
+    return _MLP.apply(x, None, None, fc1_weight, fc1_bias, fc2_weight, None, activation, tp, settings, False)
 
 
 def _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias) -> None:
@@ -97,6 +138,23 @@ def _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias) ->
         )
 
 
+def _activate(
+    pre: torch.Tensor, bias: torch.Tensor | None, activation: str, tp: TensorParallel, settings: ActivationConfig
+) -> tuple[QuantizedTensor, Operand]:
+    """From fc1's output ``[rows, parts f / tp]``: what is saved of it, and a, the input of fc2."""
+    fmt, exact = fp8_format(settings.format), settings.forward == "exact"
+    given = pre, activation, fmt, settings.group_size, settings.scale, exact, bias
+    if settings.forward_scales == "row":
+        pre8, a8 = activation_compress_rows(*given)
+        source, bias = (pre, bias) if exact else (pre8, None)
+        a8 = share_rows(a8, lambda: activation_apply(source, activation, bias), tp, settings)
+        return pre8, row_operand(a8, tp, settings)
+    pre8, top = activation_compress(*given)
+    scale = shared_scale(top, fmt, tp, settings.tp_invariant)
+    source, bias = (pre, bias) if exact else (pre8, None)
+    return pre8, Operand(activation_quantize(source, activation, fmt, scale, bias=bias), scale)
+
+
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -111,37 +169,38 @@ class _MLP(torch.autograd.Function):
         activation: str,
         tp: TensorParallel,
         settings: ActivationConfig,
-    ) -> torch.Tensor:
-        fmt, exact = fp8_format(settings.format), settings.forward == "exact"
+        alias: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         entry, y8 = enter(x.reshape(-1, x.shape[-1]), norm, tp, settings)
-        ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings)
-        w1 = ctx.fc1.quantized()
+        ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings, split=True)
+        w1, w1_scale = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
         del y8
-        found = activation_compress(pre, activation, fmt, settings.group_size, settings.scale, exact, fc1_bias)
-        a_scale = shared_scale(found.amax, fmt, tp, settings.tp_invariant)
-        source = (pre, fc1_bias) if exact else (found.pre8, None)
-        a8 = activation_quantize(source[0], activation, fmt, a_scale, bias=source[1])
-        del pre, source
-        w2 = ctx.fc2.quantized()
+        pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
+        del pre
+        w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True)
         ctx.save_for_backward(
             *entry.save(),
-            found.pre8.codes,
-            found.pre8.scales,
+            pre8.codes,
+            pre8.scales,
             a_scale,
             fc1_weight,
-            w1.scales,
+            w1_scale,
             fc1_bias,
             fc2_weight,
-            w2.scales,
+            w2_scale,
         )
         ctx.args = entry.bare(), activation, x.shape
-        return out.view(*x.shape[:-1], fc2_weight.shape[0])
+        ctx.set_materialize_grads(False)
+        out = out.view(*x.shape[:-1], fc2_weight.shape[0])
+        return (out, x.view_as(x)) if alias else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor):
+    def backward(ctx: Any, dout: torch.Tensor | None, residual: torch.Tensor | None = None):
+        if dout is None:  # the alias alone was used
+            return residual, *[None] * 10
         *saved, codes, scales, a_scale, fc1_weight, w1_scale, fc1_bias, fc2_weight, w2_scale = ctx.saved_tensors
         bare, activation, shape = ctx.args
         entry = restore_entry(saved, *bare)
@@ -152,6 +211,7 @@ class _MLP(torch.autograd.Function):
 
         d8, d8_t = quantize_gradient(dout.reshape(-1, fc2_weight.shape[0]), tp, settings, gather=True)
         da = gemm(d8, ctx.fc2.transposed(fc2_weight, w2_scale), dtype, settings)
+        del d8  # like all that follow: the peak of a step is in this function
         d_scale = shared_scale(activation_grad_amax(da, pre8, activation), grad_fmt, tp, settings.tp_invariant)
         bias_sum = None
         if ctx.needs_input_grad[4]:
@@ -162,13 +222,17 @@ class _MLP(torch.autograd.Function):
             dfc1_bias = inner.dbias.to(fc1_bias.dtype)
         if ctx.needs_input_grad[5]:
             dfc2 = ctx.fc2.gradient(d8_t, inner.a8_t)
+        d8, d8_t = inner.d8, inner.d8_t
+        del inner
         if any(ctx.needs_input_grad[:3]):
-            dy = summed_gemm(inner.d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
-            dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3])
+            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
+            del d8
+            dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3], residual)
+            del dy
             dx = None if dx is None else dx.view(shape)
         if ctx.needs_input_grad[3]:
-            dfc1 = ctx.fc1.gradient(inner.d8_t, entry.y8(entry.x8, transpose=True))
-        return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None
+            dfc1 = ctx.fc1.gradient(d8_t, entry.y8(entry.x8, transpose=True))
+        return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None, None
 
 
 def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Norms: on their own in BF16, and as the input side of a column-parallel FP8 linear.
 
-:class:`NormedInput` is that input side. The linear reads y = norm(x) in per-tensor FP8 (y8). Backward needs y8 again
-for wgrad, and x for the gradient of the norm. Both come from what is saved: x in per-group FP8 (x8), the row
-statistics and the scale of y8. ``y8()`` is the one function that makes y8 out of a source, so in "quantized" mode,
+:class:`NormedInput` is that input side. The linear reads y = norm(x) in FP8 (y8). Backward needs y8 again for wgrad,
+and x for the gradient of the norm. Both come from what is saved: x in per-group FP8 (x8), the row statistics and the
+per-tensor scale of y8. ``y8()`` is the one function that makes per-tensor y8 out of a source, so in "quantized" mode,
 where forward's source is x8 too, backward gets the same bytes. In "exact" mode forward's source is x itself and
-backward's differs by x8's rounding; the scale is forward's, so what the rounding carries beyond it saturates.
+backward's differs by x8's rounding; the scale is forward's, so what the rounding carries beyond it saturates. With
+row scales forward's y8 comes out of the pass that reads x, and its bytes are its own; the scale for backward is the
+same.
 """
 
 from __future__ import annotations
@@ -17,10 +19,18 @@ from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.norm import NormStats, norm_apply, norm_backward, norm_compress, norm_forward, norm_quantize
-from ..ops.quantize import quantize_tensor
+from ..ops.norm import (
+    NormStats,
+    norm_apply,
+    norm_backward,
+    norm_compress,
+    norm_compress_rows,
+    norm_forward,
+    norm_quantize,
+)
+from ..ops.quantize import quantize_rows, quantize_tensor
 from ..ops.quantize import transpose as transposed
-from .scaling import TensorParallel, shared_scale
+from .scaling import TensorParallel, row_operand, shared_scale
 
 __all__ = ["Norm", "NormedInput", "norm"]
 
@@ -122,7 +132,7 @@ class NormedInput:
     x8: QuantizedTensor
     stats: NormStats
     scale: torch.Tensor
-    """Per-tensor scale of y8, fp32 scalar: the same in forward and backward."""
+    """Per-tensor scale of y8, fp32 scalar: the same in forward and backward. With row scales the largest of them."""
     norm: Norm
     tp: TensorParallel
     settings: ActivationConfig
@@ -135,9 +145,17 @@ class NormedInput:
     ) -> tuple[NormedInput, QuantizedTensor]:
         """From x ``[rows, h]``: what to save, and y8 ``[all rows, h]``; sequence parallelism gathers the rows."""
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
-        found = norm_compress(
-            x, norm.kind, norm.eps, norm.weight, norm.bias, fmt, settings.group_size, settings.scale, exact
-        )
+        given = x, norm.kind, norm.eps, norm.weight, norm.bias, fmt, settings.group_size, settings.scale, exact
+        if settings.forward_scales == "row":
+            x8, stats, y8 = norm_compress_rows(*given)
+            if tp.sharded and not settings.fp8_gather:
+                y = norm_apply(x if exact else x8, stats, norm.weight, norm.bias).to(x.dtype)
+                y8 = quantize_rows(tp.gather_rows(y), fmt)
+            elif tp.sharded:
+                y8 = tp.gather_quantized(y8)
+            y8, scale = row_operand(y8, tp, settings)
+            return cls(x8, stats, scale, norm, tp, settings, x.dtype), y8
+        found = norm_compress(*given)
         scale = shared_scale(found.amax, fmt, tp, tp.sharded)
         this = cls(found.x8, found.stats, scale, norm, tp, settings, x.dtype)
         return this, this.y8(x if exact else found.x8)
@@ -155,11 +173,19 @@ class NormedInput:
         y8 = QuantizedTensor(self.tp.gather_rows(local.codes), self.scale, "tensor")
         return transposed(y8) if transpose else y8
 
-    def backward(self, dy: torch.Tensor, wanted: tuple[bool, ...]) -> tuple[torch.Tensor | None, ParameterGrads]:
-        """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x, weight, bias which."""
+    def backward(
+        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ParameterGrads]:
+        """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x, weight, bias which.
+
+        ``residual`` is what x's alias received (:func:`aliased`), in any shape; x's gradient includes it.
+        """
         sum_dtype = torch.float64 if self.settings.tp_invariant else torch.float32
         weight, bias = self.norm.weight, self.norm.bias
-        dx, dweight, dbias = norm_backward(dy, self.x8, self.stats, weight, sum_dtype, self.dtype, bias is not None)
+        rows = None if residual is None else residual.reshape(dy.shape)
+        dx, dweight, dbias = norm_backward(
+            dy, self.x8, self.stats, weight, sum_dtype, self.dtype, bias is not None, rows
+        )
         grads = finish_grads(dweight, dbias, weight, bias, wanted[1:], self.norm, self.tp)
         return dx if wanted[0] else None, grads
 
@@ -196,3 +222,8 @@ def check_normed(x: torch.Tensor, norm: Norm, tp: TensorParallel) -> None:
             "norm.reduce_grad: got true without sequence parallelism, accepted: false there, because every rank "
             "already has the complete gradient after the linear's dgrad is summed"
         )
+
+
+def aliased(x: torch.Tensor, residual: bool) -> bool:
+    """Whether a function of x is to return an alias of x that takes part in its backward: where x gets a gradient."""
+    return residual and torch.is_grad_enabled() and x.requires_grad

@@ -1,25 +1,31 @@
 """norm → column-parallel linear, as one autograd function; for attention also its split into rotated heads.
 
-Saved per token: x8 and its group scales, rstd (and mean); per call: the scales of y8 and of the weight, and a reference
+Saved per token: x8 and its group scales, rstd (and mean); per call: one scale of y8, one of the weight, and a reference
 to the table of cosines and sines, which all layers share. Not saved: y, y8, any copy of the weight.
+
+With ``residual`` the functions return x once more, as an alias for the residual connection. Its gradient arrives in the
+same backward as that of the product, and the pass that computes the norm's gradient adds it, in fp32 and before the one
+rounding: autograd has nothing left to add. The alias is a view of x and costs no memory. Autograd refuses to change it
+in place. Where x gets no gradient, it is x itself.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
 from ..ops.rope import Heads, RopeTable, split_rope, split_rope_backward
-from .norm import Norm, NormedInput, check_normed
+from .norm import Norm, NormedInput, aliased, check_normed
 from .scaling import TensorParallel, check_input, gemm, quantize_gradient, summed_gemm
 from .weights import Weight
 
 __all__ = ["norm_linear", "norm_qkv"]
 
 
+@overload
 def norm_linear(
     x: torch.Tensor,
     norm: Norm,
@@ -27,21 +33,44 @@ def norm_linear(
     bias: torch.Tensor | None,
     tp: TensorParallel,
     settings: ActivationConfig,
-) -> torch.Tensor:
+    residual: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def norm_linear(
+    x: torch.Tensor,
+    norm: Norm,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    residual: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def norm_linear(
+    x: torch.Tensor,
+    norm: Norm,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    residual: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``norm(x) @ weight.T + bias`` with an FP8 product, split over ranks by output features.
 
     Args:
         x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
         weight, bias: this rank's ``[n / tp, h]`` and ``[n / tp]``.
+        residual: also return x's alias for the residual connection.
 
     Returns:
-        ``[..., n / tp]`` of x's dtype, for the whole sequence.
+        ``[..., n / tp]`` of x's dtype, for the whole sequence; with ``residual`` also the alias.
 
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     _check(x, norm, weight, bias, tp)
-    return _NormLinear.apply(x, norm.weight, norm.bias, weight, bias, norm, tp, settings, None, None)
+    alias = aliased(x, residual)
+    out = _NormLinear.apply(x, norm.weight, norm.bias, weight, bias, norm, tp, settings, None, None, alias)
+    return out if alias or not residual else (out, x)
 
 
 def norm_qkv(
@@ -53,7 +82,8 @@ def norm_qkv(
     table: RopeTable | None,
     tp: TensorParallel,
     settings: ActivationConfig,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    residual: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """:func:`norm_linear` for attention: queries, keys and values, queries and keys with rotary position embedding.
 
     Backward takes the amax of the projection's output gradient in the pass that puts it together.
@@ -63,10 +93,11 @@ def norm_qkv(
         weight, bias: this rank's ``[heads.width, h]`` and ``[heads.width]``, in the layout of ``reference/rope.py``.
         heads: this rank's heads.
         table: from :func:`~coat_dist.ops.rope.rope_table` for the whole sequence; None without rotary embedding.
+        residual: also return x's alias for the residual connection.
 
     Returns:
         q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` of x's dtype, for the whole sequence,
-        each contiguous.
+        each contiguous; with ``residual`` also the alias.
 
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
@@ -76,7 +107,9 @@ def norm_qkv(
         raise ValueError(f"x: got shape {list(x.shape)}, accepted: [s, b, h]")
     rows = x.shape[0] * (tp.size if tp.sharded else 1)
     heads.check((rows, x.shape[1], weight.shape[0]), table)
-    return _NormLinear.apply(x, norm.weight, norm.bias, weight, bias, norm, tp, settings, heads, table)
+    alias = aliased(x, residual)
+    out = _NormLinear.apply(x, norm.weight, norm.bias, weight, bias, norm, tp, settings, heads, table, alias)
+    return out if alias or not residual else (*out, x)
 
 
 def _check(x: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel) -> None:
@@ -90,40 +123,61 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x, norm_weight, norm_bias, weight, bias, norm: Norm, tp: TensorParallel, settings: ActivationConfig,
-        heads: Heads | None, table: RopeTable | None,
+        heads: Heads | None, table: RopeTable | None, alias: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         entry, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
         ctx.weight = Weight(weight, tp, settings)
-        w8 = ctx.weight.quantized()
+        w8, w_scale = ctx.weight.quantized()
         out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
         if bias is not None:
             out += bias
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
-        ctx.save_for_backward(*entry.save(), weight, w8.scales, bias, cos, sin)
+        ctx.save_for_backward(*entry.save(), weight, w_scale, bias, cos, sin)
         ctx.args = entry.bare(), x.shape, heads, table is not None and table.interleaved
+        ctx.set_materialize_grads(False)
         out = out.view(-1, *x.shape[1:-1], weight.shape[0])
-        return out if heads is None else split_rope(out, heads, table)
+        outs = (out,) if heads is None else split_rope(out, heads, table)
+        if alias:
+            outs = (*outs, x.view_as(x))
+        return outs if len(outs) > 1 else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor | None):
         *saved, weight, w_scale, bias, cos, sin = ctx.saved_tensors
         bare, shape, heads, interleaved = ctx.args
         entry = NormedInput.restore(saved, *bare)
         tp, settings = entry.tp, entry.settings
         dx = dnorm_weight = dnorm_bias = dweight = dbias = None
+        count = 1 if heads is None else 3
+        douts, residual = grads[:count], grads[count] if len(grads) > count else None
+        given = [d for d in douts if d is not None]
+        if not given:  # the alias alone was used
+            return residual, *[None] * 10
         if heads is None:
-            dout, top = douts[0], None
+            dout, top = given[0], None
         else:
-            dout, top = split_rope_backward(*douts, heads, None if cos is None else RopeTable(cos, sin, interleaved))
+            table = None if cos is None else RopeTable(cos, sin, interleaved)
+            dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
         dout = dout.reshape(-1, weight.shape[0])
         d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=top)
+        if ctx.needs_input_grad[4]:
+            dbias = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).to(bias.dtype)
+        del dout
         if any(ctx.needs_input_grad[:3]):
             dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), entry.dtype, tp, settings)
-            dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3])
+            del d8
+            dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3], residual)
+            del dy
             dx = None if dx is None else dx.view(shape)
         if ctx.needs_input_grad[3]:
             dweight = ctx.weight.gradient(d8_t, entry.y8(entry.x8, transpose=True))
-        if ctx.needs_input_grad[4]:
-            dbias = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).to(bias.dtype)
-        return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None, None
+        return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None, None, None
+
+
+def _no_none(douts: tuple[torch.Tensor | None, ...], heads: Heads) -> list[torch.Tensor]:
+    """Gradients of queries, keys and values, zeros for those that nothing used."""
+    given = next(d for d in douts if d is not None)
+    counts = (heads.groups * heads.per_group, heads.groups, heads.groups)
+    shapes = [(*given.shape[:2], n, heads.size) for n in counts]
+    return [given.new_zeros(shape) if d is None else d for d, shape in zip(douts, shapes, strict=True)]

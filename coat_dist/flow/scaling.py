@@ -1,17 +1,27 @@
 """What the flow shares: tensor parallelism, scales that several ranks agree on, and the two kinds of FP8 product.
 
+**Scales of forward** are per tensor or per row (``forward_scales``). Backward's are per tensor: wgrad sums over rows,
+dgrad over rows of the weight, and a scale that changes along a sum cannot be applied to it. So every :class:`Operand`
+carries one scale for backward. It is the same in both modes: a scale is a monotone function of an amax, and therefore
+the largest scale of the rows is the scale of the tensor.
+
 Per-tensor scales under tensor parallelism (``tp``):
 
 * An FP8 tensor that is gathered has one scale on all ranks: its amax is MAX-reduced before it is quantized.
 * Everything else may differ between ranks, since each rank's GEMM applies its own scales. ``tp_invariant`` reduces
   these too and adds partial products up exactly, which makes results the same, to the bit, for every tensor-parallel
   size.
+
+Row scales are gathered with the codes and never reduced, except that ``tp_invariant`` reduces those of rows of which
+each rank holds a part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +29,27 @@ import torch.distributed as dist
 from ..config import ActivationConfig
 from ..formats import FP8Format, QuantizedTensor, fp8_format
 from ..ops.gemm import code_products, scale_and_round, scaled_mm
-from ..ops.quantize import amax, power_of_two, quantize_both, quantize_tensor, tensor_scale, transpose
+from ..ops.quantize import (
+    SMALLEST_SCALE,
+    amax,
+    power_of_two,
+    quantize_both,
+    quantize_rows,
+    quantize_tensor,
+    requantize_rows,
+    tensor_scale,
+    transpose,
+)
 
 __all__ = [
+    "Operand",
     "TensorParallel",
     "check_input",
     "gemm",
     "quantize_gradient",
     "quantize_input",
+    "row_operand",
+    "share_rows",
     "shared_scale",
     "summed_gemm",
 ]
@@ -80,6 +103,14 @@ class TensorParallel:
         _all_gather(out, payload, group=self.group)
         return out.view(t.dtype)
 
+    def gather_quantized(self, q: QuantizedTensor) -> QuantizedTensor:
+        """All ranks' rows of a tensor quantized by rows, codes and scales."""
+        return QuantizedTensor(self.gather_rows(q.codes), self.gather_rows(q.scales), q.layout)
+
+    def own_rows(self, t: torch.Tensor) -> torch.Tensor:
+        """This rank's share along dimension 0 where rows are split over ranks, all of them otherwise."""
+        return t.chunk(self.size)[self.rank] if self.sharded else t
+
     def reduce_scatter_rows(self, t: torch.Tensor) -> torch.Tensor:
         """This rank's share along dimension 0 of the sum over ranks.
 
@@ -95,22 +126,70 @@ class TensorParallel:
         return out
 
 
+class Operand(NamedTuple):
+    """An operand of a forward product."""
+
+    q8: QuantizedTensor
+    """What is multiplied: layout "tensor" or "row"."""
+    scale: torch.Tensor
+    """fp32 scalar, to be saved: backward quantizes the same values with it, transposed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.q8.nbytes + (0 if self.scale is self.q8.scales else self.scale.nbytes)
+
+
+def row_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> Operand:
+    """The operand with these row scales; its ``scale`` is that of all ranks' rows with ``tp_invariant``."""
+    rows = q8.scales
+    scale = rows.amax() if rows.numel() else rows.new_full((), SMALLEST_SCALE)
+    return Operand(q8, _largest(scale, tp) if settings.tp_invariant else scale)
+
+
+def share_rows(
+    q8: QuantizedTensor, values: Callable[[], torch.Tensor], tp: TensorParallel, settings: ActivationConfig
+) -> QuantizedTensor:
+    """Row-wise FP8 ``[rows, k / tp]`` of which each rank holds a part of every row, its scales shared if they must be.
+
+    Args:
+        values: gives what ``q8`` was quantized from. With ``tp_invariant`` it is quantized again, with shared scales;
+            otherwise ``q8`` stays as it is.
+    """
+    if not settings.tp_invariant or tp.size == 1:
+        return q8
+    return requantize_rows(values(), fp8_format(settings.format), _largest(q8.scales, tp))
+
+
+def _largest(scales: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """Elementwise maximum over ranks. NaN, which a MAX may lose, travels as infinity, which no scale is."""
+    if tp.size == 1:
+        return scales
+    top = tp.max_(scales.nan_to_num(nan=torch.inf))
+    return torch.where(top.isinf(), torch.nan, top)
+
+
 def shared_scale(amax: torch.Tensor, fmt: FP8Format, tp: TensorParallel, shared: bool) -> torch.Tensor:
     """The per-tensor scale for ``amax`` (fp32 scalar, overwritten); one scale for all ranks if ``shared``."""
     return tensor_scale(tp.max_(amax) if shared else amax, fmt)
 
 
 def quantize_input(
-    x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, aligned: bool = False
-) -> QuantizedTensor:
-    """The input ``[rows, k / tp]`` of a row-parallel GEMM in per-tensor FP8; also a weight shard.
+    x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, split: bool, aligned: bool = False
+) -> Operand:
+    """The input ``[rows, k / tp]`` of a row-parallel GEMM in FP8; also a weight shard.
 
     Args:
-        aligned: make the scale a power of two.
+        split: each rank holds a part of every row (row-parallel GEMM), and not some whole rows (column-parallel).
+        aligned: make scales powers of two.
     """
     fmt = fp8_format(settings.format)
+    if settings.forward_scales == "row":
+        q8 = quantize_rows(x, fmt, aligned)
+        return row_operand(share_rows(q8, lambda: x, tp, settings) if split else q8, tp, settings)
     scale = shared_scale(amax(x), fmt, tp, settings.tp_invariant)
-    return quantize_tensor(x, fmt, power_of_two(scale) if aligned else scale)
+    scale = power_of_two(scale) if aligned else scale
+    return Operand(quantize_tensor(x, fmt, scale), scale)
 
 
 def quantize_gradient(
@@ -156,7 +235,8 @@ def summed_gemm(
     """
     reduce = tp.reduce_scatter_rows if tp.sharded else tp.sum
     if settings.tp_invariant and tp.size > 1:  # codes first, scales last: then the sum over ranks is exact
-        return scale_and_round(reduce(code_products(a, b)), a.scales, b.scales, dtype)
+        a_scales = tp.own_rows(a.scales) if a.layout == "row" else a.scales
+        return scale_and_round(reduce(code_products(a, b)), a_scales, b.scales, dtype)
     return reduce(gemm(a, b, dtype, settings, fast_accum))
 
 

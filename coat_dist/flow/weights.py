@@ -5,7 +5,8 @@ context: ``quantized()`` for the forward product, ``transposed()`` for dgrad, ``
 
 **Cached codes** (``weights: "cached"``). The codes of forward are kept until the weights change: 1 byte a parameter.
 Backward transposes them, which moves a quarter of the bytes that quantizing on every use moves (2 of 8 a parameter
-and micro-batch); keeping the transposed codes too would save that quarter for another byte a parameter. What is
+and micro-batch); keeping the transposed codes too would save that quarter for another byte a parameter. With row
+scales codes cannot be transposed, since dgrad sums over these rows: backward quantizes the weight again. What is
 multiplied is the same to the bit either way. Codes are dropped
 
 * after every step of any ``torch.optim.Optimizer`` in the process, by a hook that torch offers. DeepSpeed and Megatron
@@ -32,7 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops.quantize import quantize_tensor, transpose
-from .scaling import TensorParallel, gemm, quantize_input
+from .scaling import Operand, TensorParallel, gemm, quantize_input
 
 __all__ = ["Weight", "cached_weight_bytes", "invalidate_after", "invalidate_weights"]
 
@@ -47,27 +48,32 @@ class Weight:
     another tensor, without the attributes of the parameter. Its values are read from the saved one.
     """
 
-    def __init__(self, parameter: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, split: bool = False
+    ) -> None:
+        """``split``: each rank holds a part of every row (row-parallel), and not some whole rows (column-parallel)."""
         self.parameter = parameter
         self.tp = tp
         self.settings = settings
+        self.split = split
         # Weak: a graph that outlives the step keeps no stale codes alive.
         self._cached: weakref.ref[QuantizedTensor] | None = None
 
-    def quantized(self) -> QuantizedTensor:
-        """In per-tensor FP8, codes ``[out, in]``. Its scale is to be saved for :meth:`transposed`.
+    def quantized(self) -> Operand:
+        """In FP8 for forward, codes ``[out, in]``. The operand's scale is to be saved for :meth:`transposed`.
 
         Raises:
             ValueError: codes of a parameter that ZeRO-3 partitions were to be cached.
         """
         if self.settings.weights == "cached" and _cacheable(self.parameter):
-            w8 = _from_cache(self.parameter, self.tp, self.settings)
-            self._cached = weakref.ref(w8)
-            return w8
-        return quantize_input(self.parameter, self.tp, self.settings)
+            operand = _from_cache(self.parameter, self.tp, self.settings, self.split)
+            if operand.q8.layout == "tensor":
+                self._cached = weakref.ref(operand.q8)
+            return operand
+        return quantize_input(self.parameter, self.tp, self.settings, self.split)
 
     def transposed(self, weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """The codes of :meth:`quantized` as ``[in, out]``.
+        """In per-tensor FP8 for dgrad, codes ``[in, out]``: with per-tensor scales those of :meth:`quantized`.
 
         Args:
             weight, scale: the parameter and forward's scale as ``saved_tensors`` returns them.
@@ -129,7 +135,7 @@ def _into_main_grad(
 
 class _Entry(NamedTuple):
     stamp: tuple
-    w8: QuantizedTensor
+    operand: Operand
 
 
 _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -154,7 +160,7 @@ def invalidate_after(owner: Any, *methods: str) -> None:
 
 def cached_weight_bytes() -> int:
     """Bytes of the codes and scales that are cached now."""
-    return sum(entry.w8.nbytes for entry in _cache.values())
+    return sum(entry.operand.nbytes for entry in _cache.values())
 
 
 def _then_invalidate(method: Any) -> Any:
@@ -184,13 +190,13 @@ def _cacheable(parameter: torch.Tensor) -> bool:
     return not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _from_cache(parameter: torch.Tensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor:
+def _from_cache(parameter: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, split: bool) -> Operand:
     shared_by = tp.group if settings.tp_invariant else None
     state = parameter.data_ptr(), parameter._version, parameter.dtype, parameter.shape, parameter.stride()
-    stamp = (*state, settings.format, shared_by)
+    stamp = (*state, settings.format, settings.forward_scales, shared_by, split)
     entry = _cache.get(parameter)
     if entry is None or entry.stamp != stamp:
         # Tensors made in inference mode could not be saved for backward later. Leaving it switches gradients on.
         with torch.inference_mode(False), torch.no_grad():
-            entry = _cache[parameter] = _Entry(stamp, quantize_input(parameter, tp, settings))
-    return entry.w8
+            entry = _cache[parameter] = _Entry(stamp, quantize_input(parameter, tp, settings, split))
+    return entry.operand

@@ -27,12 +27,12 @@ from .fp8 import (
     magnitude_bits,
     pack_rows,
     parts,
-    read_amax,
     row_tiles,
     scale_of,
     store_turned,
     to_fp8,
 )
+from .launch import cdiv, fast_launch
 from .quantize import launch_rows, packet
 
 __all__ = [
@@ -98,6 +98,7 @@ def _compress_tile(
     return value
 
 
+@fast_launch
 @triton.jit
 def _compress_kernel(
     x, bias, codes, scales, amax, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr,
@@ -132,12 +133,11 @@ def activation_compress(
     amax = amax_buffer(pre.device)
     bm, bn, warps = COMPRESS_TILE
     bn = max(bn, group_size)
-    with torch.cuda.device_of(pre):
-        _compress_kernel[(triton.cdiv(flat.shape[0], bm), triton.cdiv(columns, bn))](
-            flat, bias, pre8.codes, pre8.scales, amax, flat.shape[0], columns, pre8.scales.shape[-1],
-            **_constants(pre, activation, fmt, group_size, scale, exact, bias), BM=bm, BN=bn, num_warps=warps,
-        )  # fmt: skip
-    return ActivationForward(pre8, read_amax(amax))
+    _compress_kernel[(cdiv(flat.shape[0], bm), cdiv(columns, bn))](
+        flat, bias, pre8.codes, pre8.scales, amax, flat.shape[0], columns, pre8.scales.shape[-1],
+        **_constants(pre, activation, fmt, group_size, scale, exact, bias), BM=bm, BN=bn, num_warps=warps,
+    )  # fmt: skip
+    return ActivationForward(pre8, amax)
 
 
 def _pre8(pre: torch.Tensor, activation: str, fmt: FP8Format, group_size: int, scale: str) -> QuantizedTensor:
@@ -146,7 +146,7 @@ def _pre8(pre: torch.Tensor, activation: str, fmt: FP8Format, group_size: int, s
     shape, columns = (*pre.shape[:-1], parts), pre.shape[-1] // parts
     codes = torch.empty(*shape, columns, dtype=fmt.dtype, device=pre.device)
     stored = torch.uint8 if scale == "e8m0" else torch.bfloat16
-    scales = torch.empty(*shape, triton.cdiv(columns, group_size), dtype=stored, device=pre.device)
+    scales = torch.empty(*shape, cdiv(columns, group_size), dtype=stored, device=pre.device)
     return QuantizedTensor(codes, scales, "group", group_size)
 
 
@@ -179,6 +179,7 @@ def _row_tile(
     )  # fmt: skip
 
 
+@fast_launch
 @triton.jit
 def _compress_rows_kernel(
     x, bias, codes, scales, out, row_scales, columns, groups, C: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr,
@@ -191,16 +192,16 @@ def _compress_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     top = tl.zeros((1, BN), tl.int32)
-    raw, held = (), ()
+    raw, held = (), ()  # tiles; a tuple, since Triton has no lists
     for i in tl.static_range(HELD + AHEAD):
         if i < HELD:
-            raw = raw + (_load_raw(x, row, i * BN + column, i * BN + column < columns, columns, PARTS),)
+            raw = raw + (_load_raw(x, row, i * BN + column, i * BN + column < columns, columns, PARTS),)  # type: ignore
         if i >= AHEAD:
             value = _row_tile(
                 raw[i - AHEAD], bias, codes, scales, row, (i - AHEAD) * BN, columns, groups, C, ACT, EXACT, PARTS, BIAS,
                 True, BN, G, E8M0,
             )  # fmt: skip
-            held = held + (value,)
+            held = held + (value,)  # type: ignore[assignment]
     if LONG:
         for first in range(HELD * BN, columns, BN):
             tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
@@ -239,17 +240,17 @@ def activation_compress_rows(
     pre8 = _pre8(pre, activation, fmt, group_size, scale)
     out = torch.empty(*shape, columns, dtype=fmt.dtype, device=pre.device)
     row_scales = torch.empty(*shape, 1, dtype=torch.float32, device=pre.device)
-    ahead, *tiles = HELD_TILES
-    width, held, long, warps = row_tiles(columns, *tiles, group_size)
-    with torch.cuda.device_of(pre):
-        _compress_rows_kernel[(flat.shape[0],)](
-            flat, bias, pre8.codes, pre8.scales, out, row_scales, columns, pre8.scales.shape[-1],
-            **_constants(pre, activation, fmt, group_size, scale, exact, bias), AHEAD=ahead, HELD=held, LONG=long,
-            BN=width, num_warps=warps, maxnreg=HELD_REGISTERS,
-        )  # fmt: skip
+    ahead, elements, most = HELD_TILES
+    width, held, long, warps = row_tiles(columns, elements, most, group_size)
+    _compress_rows_kernel[(flat.shape[0],)](
+        flat, bias, pre8.codes, pre8.scales, out, row_scales, columns, pre8.scales.shape[-1],
+        **_constants(pre, activation, fmt, group_size, scale, exact, bias), AHEAD=ahead, HELD=held, LONG=long,
+        BN=width, num_warps=warps, maxnreg=HELD_REGISTERS,
+    )  # fmt: skip
     return ActivationRows(pre8, QuantizedTensor(out, row_scales, "row"))
 
 
+@fast_launch
 @triton.jit
 def _quantize_kernel(
     x, scales, bias, scale, out, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
@@ -306,10 +307,9 @@ def activation_quantize(
     bn = max(bn, size)
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
-    with torch.cuda.device_of(source):
-        _quantize_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
-            flat, scales, bias, scale, out.view(word), rows, columns, triton.cdiv(columns, size) if size else 0,
-            C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, E8M0=e8m0,
-            PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
-        )  # fmt: skip
+    _quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
+        flat, scales, bias, scale, out.view(word), rows, columns, cdiv(columns, size) if size else 0,
+        C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, E8M0=e8m0,
+        PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
+    )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")

@@ -23,10 +23,10 @@ from .fp8 import (
     inverse,
     magnitude_bits,
     pack_rows,
-    read_amax,
     store_turned,
     to_fp8,
 )
+from .launch import cdiv, fast_launch
 from .quantize import packet
 
 __all__ = ["activation_backward", "activation_grad_amax"]
@@ -36,6 +36,7 @@ AMAX_TILE = (8, 256, 4)
 BACKWARD_TILE = (32, 256, 8)
 
 
+@fast_launch
 @triton.jit
 def _backward_kernel(
     da, x, scales, grad_scale, scale, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
@@ -111,20 +112,19 @@ def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, 
     flat = da.reshape(-1, columns).contiguous()
     rows, size = flat.shape[0], pre8.group_size
     bm, bn, warps = tile
-    with torch.cuda.device_of(da):
-        _backward_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
-            flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
-            triton.cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
-            GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
-            PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
-        )  # fmt: skip
+    _backward_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
+        flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
+        cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
+        GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
+        PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
+    )  # fmt: skip
 
 
 def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
     """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
     amax = amax_buffer(da.device)
     _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE)
-    return read_amax(amax)
+    return amax
 
 
 def activation_backward(
@@ -142,7 +142,7 @@ def activation_backward(
     The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same order every time.
     """
     (rows, columns), width, device = da.shape, da.shape[1] * ACTIVATIONS[activation].parts, da.device
-    tiles = triton.cdiv(rows, BACKWARD_TILE[0])
+    tiles = cdiv(rows, BACKWARD_TILE[0])
     d8 = torch.empty(rows, width, dtype=grad_fmt.dtype, device=device)
     d8_t = torch.empty(width, rows, dtype=grad_fmt.dtype, device=device)
     a8_t = torch.empty(columns, rows, dtype=fmt.dtype, device=device)

@@ -30,6 +30,7 @@ from ..reference.adamw import AdamWStep, AdamWTensors
 from ..reference.moments import Moment, MomentCodec
 from . import table
 from .approximations import reciprocal, square_root
+from .launch import fast_launch
 from .master import join, split
 from .moments import constants, decode, encode, mix
 
@@ -124,6 +125,7 @@ def _update_tile(
     tl.store(v_k + row, k, mask=in_row)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["seed"])
 def _adamw_kernel(
     param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, low, copy,
@@ -140,6 +142,7 @@ def _adamw_kernel(
     )  # fmt: skip
 
 
+@fast_launch
 @triton.jit
 def _adamw_table_kernel(
     table, tensor_of_tile, grad_factor, lr, rate, decay, weight_decay,
@@ -223,23 +226,22 @@ def adamw_steps(
         num_warps=NUM_WARPS,
     )
     kinds, single = table.sort(tensors)
-    with torch.cuda.device_of(tensors[0].param):
-        for kind, many in kinds.items():
-            rows_of, tensor_of_tile = table.build(many, rows)
-            _adamw_table_kernel[(len(tensor_of_tile),)](
-                rows_of, tensor_of_tile, *scalars, **_stochastic(numbers, kind.stochastic), LOW=kind.low,
-                COPY=kind.copy is not None, PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad],
-                COPIED=_TYPES[kind.copy or kind.param], **options,
-            )  # fmt: skip
-        for param, grad, m, v, seed, low, copy in single:
-            groups = len(m.a)
-            # the seed as int32, so that all seeds share one compiled kernel
-            noise = 0 if seed is None else seed - ((seed >> 31) << 32)
-            _adamw_kernel[(-(-groups // rows),)](
-                param, grad, *m, *v, param.numel(), groups, noise, param if low is None else low,
-                param if copy is None else copy, *scalars, **_stochastic(numbers, seed is not None),
-                LOW=low is not None, COPY=copy is not None, **options,
-            )  # fmt: skip
+    for kind, many in kinds.items():
+        rows_of, tensor_of_tile = table.build(many, rows)
+        _adamw_table_kernel[(len(tensor_of_tile),)](
+            rows_of, tensor_of_tile, *scalars, **_stochastic(numbers, kind.stochastic), LOW=kind.low,
+            COPY=kind.copy is not None, PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad],
+            COPIED=_TYPES[kind.copy or kind.param], **options,
+        )  # fmt: skip
+    for param, grad, m, v, seed, low, copy in single:
+        groups = len(m.a)
+        # the seed as int32, so that all seeds share one compiled kernel
+        noise = 0 if seed is None else seed - ((seed >> 31) << 32)
+        _adamw_kernel[(-(-groups // rows),)](
+            param, grad, *m, *v, param.numel(), groups, noise, param if low is None else low,
+            param if copy is None else copy, *scalars, **_stochastic(numbers, seed is not None),
+            LOW=low is not None, COPY=copy is not None, **options,
+        )  # fmt: skip
 
 
 def _stochastic(numbers: AdamWStep, seeded: bool) -> dict[str, bool]:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..reference.cross_entropy import LogitStats
+from .launch import cdiv, fast_launch, next_power_of_2
 
 __all__ = ["logit_grad", "logit_stats"]
 
@@ -52,6 +53,7 @@ def term(x, n, mantissa, exponent):
     return tl.where(x < float("inf"), value, float("nan"))
 
 
+@fast_launch
 @triton.jit
 def _stats_kernel(logits, labels, exponents, totals, found, columns, stride, offset, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -82,14 +84,14 @@ def logit_stats(logits: torch.Tensor, labels: torch.Tensor, offset: int) -> Logi
     total = torch.empty(rows, dtype=torch.float64, device=logits.device)
     label = torch.empty_like(exponent)
     if rows:
-        with torch.cuda.device_of(logits):
-            _stats_kernel[(rows,)](
-                logits, labels.contiguous(), exponent, total, label, columns, logits.stride(0), offset,
-                BLOCK=_block(columns), num_warps=8,
-            )  # fmt: skip
+        _stats_kernel[(rows,)](
+            logits, labels.contiguous(), exponent, total, label, columns, logits.stride(0), offset,
+            BLOCK=_block(columns), num_warps=8,
+        )  # fmt: skip
     return LogitStats(exponent, total, label)
 
 
+@fast_launch
 @triton.jit
 def _grad_kernel(
     logits, labels, exponents, inverses, boosts, dlosses, out, columns, stride, out_stride, offset,
@@ -124,11 +126,10 @@ def logit_grad(
     target = out if out.stride(-1) == 1 else torch.empty_like(logits)
     if logits.numel():
         block = _block(columns)
-        with torch.cuda.device_of(logits):
-            _grad_kernel[(rows, triton.cdiv(columns, block))](
-                logits, labels.contiguous(), exponent, inverse, boost, dloss.contiguous(), target, columns,
-                logits.stride(0), target.stride(0), offset, BOOST=boost is not None, BLOCK=block, num_warps=8,
-            )  # fmt: skip
+        _grad_kernel[(rows, cdiv(columns, block))](
+            logits, labels.contiguous(), exponent, inverse, boost, dloss.contiguous(), target, columns,
+            logits.stride(0), target.stride(0), offset, BOOST=boost is not None, BLOCK=block, num_warps=8,
+        )  # fmt: skip
     return out if target is out else out.copy_(target)
 
 
@@ -137,4 +138,4 @@ def _columns_adjacent(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _block(columns: int) -> int:
-    return min(BLOCK, max(128, triton.next_power_of_2(columns)))
+    return min(BLOCK, max(128, next_power_of_2(columns)))

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import FP8Format, QuantizedTensor
+from ..formats import E4M3, E5M2, FP8Format, QuantizedTensor
+from .launch import cdiv, next_power_of_2
 
 __all__ = [
     "Format",
@@ -28,7 +29,6 @@ __all__ = [
     "magnitude_bits",
     "pack_rows",
     "parts",
-    "read_amax",
     "row_tiles",
     "scale_of",
     "store_turned",
@@ -54,18 +54,16 @@ class Format(NamedTuple):
     fast: bool
 
 
+_CONSTANTS = {
+    (fmt.name, fast): Format(fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, fast)
+    for fmt, fp8, lowest, power in ((E4M3, tl.float8e4nv, 121, 8), (E5M2, tl.float8e5, 113, 15))
+    for fast in (False, True)
+}
+
+
 def constants(fmt: FP8Format, tensor: torch.Tensor) -> Format:
     """``fast`` is false in the interpreter, whose FP8 conversion does not round to nearest."""
-    e4m3 = fmt.name == "e4m3"
-    return Format(
-        tl.float8e4nv if e4m3 else tl.float8e5,
-        fmt.max,
-        1.0 / fmt.max,
-        fmt.mantissa_bits,
-        121 if e4m3 else 113,
-        8 if e4m3 else 15,
-        tensor.is_cuda,
-    )
+    return _CONSTANTS[fmt.name, tensor.is_cuda]
 
 
 @triton.jit
@@ -126,11 +124,13 @@ def magnitude_bits(x):
 
 @triton.jit
 def atomic_amax(out, bits):
-    """Raise ``out`` (int32 bits of an fp32 amax) to the largest of a tile's :func:`magnitude_bits`; infinity for NaN.
+    """Raise the fp32 amax that ``out`` points to, as an integer, to the largest of a tile's :func:`magnitude_bits`;
+    infinity for NaN.
 
     All tiles raise one word, and the memory system serves its atomics one by one, so a tile looks first: what it reads
     may be old, and is then too small, which costs an atomic and no more.
     """
+    out = out.to(tl.pointer_type(tl.int32), bitcast=True)
     top = tl.minimum(tl.max(bits.reshape(bits.numel), 0), INF_BITS)
     tl.atomic_max(out, top, mask=top > tl.load(out))
 
@@ -220,14 +220,31 @@ def row_tiles(columns: int, elements: int, most: int, group_size: int = 1) -> tu
     warps = 4
     while warps < 16 and 32 * warps * elements * most < columns:
         warps *= 2
-    width = max(min(32 * warps * elements, triton.next_power_of_2(columns)), group_size)
-    tiles = triton.cdiv(columns, width)
+    width = max(min(32 * warps * elements, next_power_of_2(columns)), group_size)
+    tiles = cdiv(columns, width)
     return width, min(tiles, most), tiles > most, warps
 
 
+_SLOTS = 256
+_zeros: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+
 def amax_buffer(device: torch.device) -> torch.Tensor:
-    """Where kernels collect an amax: one int32 zero."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    """Where kernels collect an amax: an fp32 scalar, zero, never handed out before.
+
+    On a GPU it is cut from a buffer that was zeroed on the same stream, as a launch to zero one word takes as long as
+    that of a kernel. In a CUDA graph each replay has to zero it anew, so there it is a tensor of its own.
+    """
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return torch.zeros((), dtype=torch.float32, device=device)
+    zeros = _zeros.setdefault((device.index, torch._C._cuda_getCurrentRawStream(device.index)), [])
+    try:
+        return zeros.pop()  # one operation, so that no two threads get the same
+    except IndexError:
+        with torch.inference_mode(False), torch.no_grad():
+            # 16 bytes apart: kernels are compiled for that alignment
+            zeros.extend(torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)[:, 0].unbind())
+        return zeros.pop()
 
 
 def parts(x: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
@@ -236,8 +253,3 @@ def parts(x: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor
     if isinstance(x, QuantizedTensor):
         return x.codes, x.scales, x.group_size, x.scales.dtype == torch.uint8
     return x, None, 0, False
-
-
-def read_amax(buffer: torch.Tensor) -> torch.Tensor:
-    """What was collected, fp32 scalar."""
-    return buffer.view(torch.float32)[0]

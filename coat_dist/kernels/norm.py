@@ -26,11 +26,11 @@ from .fp8 import (
     magnitude_bits,
     pack_rows,
     parts,
-    read_amax,
     scale_of,
     store_turned,
     to_fp8,
 )
+from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_rows, packet
 
 __all__ = ["norm_backward", "norm_compress", "norm_compress_rows", "norm_forward", "norm_quantize"]
@@ -40,7 +40,9 @@ ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4
 COMPRESS_ROWS_WARPS = 4
-BACKWARD = (264, 8, 112)  # programs, each with a partial weight gradient of its rows; warps; registers a thread
+# Programs, each with a partial weight gradient of its rows; warps; registers a thread, without and with a residual. At
+# 128 two programs still fit a multiprocessor; a row of 4096 with its residual spills at 112 and does not at 128.
+BACKWARD = (264, 8, (112, 128))
 
 
 @triton.jit
@@ -63,6 +65,7 @@ def _row_stats(value, inside, columns, eps, CENTER: tl.constexpr):
     return value, center, tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(spread + eps))
 
 
+@fast_launch
 @triton.jit
 def _compress_kernel(
     x, weight, bias, codes, scales, rstd, mean, amax, y8, y_scales, columns, groups, eps,
@@ -108,7 +111,7 @@ def norm_compress(
     """See :func:`coat_dist.reference.norm.norm_compress`."""
     amax = amax_buffer(x.device)
     x8, stats = _compress(x, kind, eps, weight, bias, fmt, group_size, scale, exact, amax, None)
-    return NormForward(x8, stats, read_amax(amax))
+    return NormForward(x8, stats, amax)
 
 
 def norm_compress_rows(
@@ -135,23 +138,23 @@ def _compress(
     """x8 and the statistics; writes either the amax of y or ``y8``."""
     flat = launch_rows(x)
     rows, columns = flat.shape
-    groups, e8m0, center = triton.cdiv(columns, group_size), scale == "e8m0", kind == "layernorm"
+    groups, e8m0, center = cdiv(columns, group_size), scale == "e8m0", kind == "layernorm"
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], groups), dtype=torch.uint8 if e8m0 else torch.bfloat16, device=x.device)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if center else None
     y_codes, y_scales = (None, None) if y8 is None else (y8.codes, y8.scales)
-    with torch.cuda.device_of(x):
-        _compress_kernel[(rows,)](
-            flat, weight, bias, codes, scales, rstd, mean, amax, y_codes, y_scales, columns, groups, eps,
-            C=constants(fmt, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
-            WEIGHT=weight is not None, BIAS=bias is not None, ROWS=y8 is not None,
-            BN=max(triton.next_power_of_2(columns), group_size),
-            num_warps=COMPRESS_WARPS if y8 is None else COMPRESS_ROWS_WARPS,
-        )  # fmt: skip
+    _compress_kernel[(rows,)](
+        flat, weight, bias, codes, scales, rstd, mean, amax, y_codes, y_scales, columns, groups, eps,
+        C=constants(fmt, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
+        WEIGHT=weight is not None, BIAS=bias is not None, ROWS=y8 is not None,
+        BN=max(next_power_of_2(columns), group_size),
+        num_warps=COMPRESS_WARPS if y8 is None else COMPRESS_ROWS_WARPS,
+    )  # fmt: skip
     return QuantizedTensor(codes, scales, "group", group_size), NormStats(rstd, mean)
 
 
+@fast_launch
 @triton.jit
 def _forward_kernel(
     x, weight, bias, y, rstd, mean, columns, eps,
@@ -178,14 +181,14 @@ def norm_forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if kind == "layernorm" else None
-    with torch.cuda.device_of(x):
-        _forward_kernel[(rows,)](
-            flat, weight, bias, y, rstd, mean, columns, eps, CENTER=mean is not None, WEIGHT=weight is not None,
-            BIAS=bias is not None, BN=triton.next_power_of_2(columns), num_warps=4 if columns <= 2048 else 8,
-        )  # fmt: skip
+    _forward_kernel[(rows,)](
+        flat, weight, bias, y, rstd, mean, columns, eps, CENTER=mean is not None, WEIGHT=weight is not None,
+        BIAS=bias is not None, BN=next_power_of_2(columns), num_warps=4 if columns <= 2048 else 8,
+    )  # fmt: skip
     return y, NormStats(rstd, mean)
 
 
+@fast_launch
 @triton.jit
 def _norm_quantize_kernel(
     x, scales, rstd, mean, weight, bias, scale, out, rows, columns, groups,
@@ -238,14 +241,13 @@ def norm_quantize(
     bn = max(bn, size)
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
-    with torch.cuda.device_of(source):
-        _norm_quantize_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
-            flat, scales, stats.rstd, stats.mean, weight, bias, scale, out.view(word), rows, columns,
-            triton.cdiv(columns, size) if size else 0,
-            C=constants(fmt, source), G=size, E8M0=e8m0,
-            CENTER=stats.mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,
-            BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
-        )  # fmt: skip
+    _norm_quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
+        flat, scales, stats.rstd, stats.mean, weight, bias, scale, out.view(word), rows, columns,
+        cdiv(columns, size) if size else 0,
+        C=constants(fmt, source), G=size, E8M0=e8m0,
+        CENTER=stats.mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,
+        BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
+    )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")
 
 
@@ -261,11 +263,12 @@ def _load_row(
     return grad, value, stored, tl.load(rstd + row, mask=here, other=0.0)
 
 
+@fast_launch
 @triton.jit
 def _backward_kernel(
-    dy, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
+    dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
     G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BN)[None, :]
@@ -285,6 +288,8 @@ def _backward_kernel(
             dy, x, scales, rstd, ahead, rows, column, group, columns, groups, G
         )
         here = inside & (row < rows)
+        if RESIDUAL:  # of this row: on its way during the reductions; a row ahead it would not fit into registers
+            carried = tl.load(residual + row * columns + column, mask=here, other=0.0)
         value = decode_raw(raw, stored, 1, BN, G, E8M0)
         if CENTER:
             value = tl.where(here, value - tl.load(mean + row, mask=row < rows, other=0.0), 0.0)
@@ -299,7 +304,10 @@ def _backward_kernel(
         if BIAS:
             sum_bias += grad
         sum_weight += grad * normalized
-        tl.store(dx + row * columns + column, (out * reciprocal).to(dx.dtype.element_ty), mask=here)
+        out = out * reciprocal
+        if RESIDUAL:
+            out = out + carried.to(tl.float32)
+        tl.store(dx + row * columns + column, out.to(dx.dtype.element_ty), mask=here)
         row, raw_grad, raw, stored, reciprocal = ahead, next_grad, next_raw, next_stored, next_reciprocal
     at = first.to(tl.int64) * columns + column
     tl.store(dweight + at, sum_weight, mask=inside)
@@ -315,6 +323,7 @@ def norm_backward(
     sum_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
     bias: bool = True,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`coat_dist.reference.norm.norm_backward`."""
     source, scales, size, e8m0 = parts(x)
@@ -324,15 +333,15 @@ def norm_backward(
     programs, warps, registers = BACKWARD
     programs = max(1, min(rows, programs))  # without rows one that writes zero sums
     center = stats.mean is not None
+    carried = None if residual is None else launch_rows(residual)
     partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
-    width = max(triton.next_power_of_2(columns), size)
-    with torch.cuda.device_of(dy):
-        _backward_kernel[(programs,)](
-            launch_rows(dy), source, scales, stats.rstd, stats.mean, weight, dx, partial[0], partial[-1], rows, columns,
-            triton.cdiv(columns, size) if size else 0,
-            G=size, E8M0=e8m0,
-            CENTER=center, WEIGHT=weight is not None, BIAS=bias, BN=width, BG=width // size if size else 1,
-            TURNS=triton.cdiv(rows, programs), num_warps=warps, maxnreg=registers,
-        )  # fmt: skip
+    width = max(next_power_of_2(columns), size)
+    _backward_kernel[(programs,)](
+        launch_rows(dy), carried, source, scales, stats.rstd, stats.mean, weight,
+        dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
+        G=size, E8M0=e8m0, CENTER=center, WEIGHT=weight is not None, BIAS=bias,
+        RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
+        TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers[residual is not None],
+    )  # fmt: skip
     sums = partial.sum(1, dtype=sum_dtype)
     return dx, sums[0], sums[1] if bias else None

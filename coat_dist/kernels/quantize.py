@@ -24,12 +24,12 @@ from .fp8 import (
     load_tile,
     magnitude_bits,
     pack_rows,
-    read_amax,
     row_tiles,
     scale_of,
     store_turned,
     to_fp8,
 )
+from .launch import cdiv, fast_launch
 
 __all__ = [
     "amax",
@@ -52,6 +52,7 @@ TURNED_TILE = (128, 128, 8)
 HELD_TILES = (16, 4)  # elements a thread of a tile; tiles of a row that stay in registers, at most
 
 
+@fast_launch
 @triton.jit
 def _amax_kernel(x, out, n, TILE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
@@ -66,11 +67,11 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     out = amax_buffer(x.device)
     tile, warps = AMAX_TILE
     if x.numel():
-        with torch.cuda.device_of(x):
-            _amax_kernel[(triton.cdiv(x.numel(), tile),)](x, out, x.numel(), TILE=tile, num_warps=warps)
-    return read_amax(out)
+        _amax_kernel[(cdiv(x.numel(), tile),)](x, out, x.numel(), TILE=tile, num_warps=warps)
+    return out
 
 
+@fast_launch
 @triton.jit
 def _scale_kernel(amax, scale, n, INVERSE_MAX: tl.constexpr, TILE: tl.constexpr):
     offset = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -82,15 +83,15 @@ def _scale_kernel(amax, scale, n, INVERSE_MAX: tl.constexpr, TILE: tl.constexpr)
 def tensor_scale(amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
     """See :func:`coat_dist.reference.quantize.tensor_scale`: one launch instead of five."""
     amax = amax.contiguous()
-    scale = torch.empty_like(amax)
-    if amax.numel():
-        with torch.cuda.device_of(amax):
-            _scale_kernel[(triton.cdiv(amax.numel(), 1024),)](
-                amax, scale, amax.numel(), INVERSE_MAX=1.0 / fmt.max, TILE=1024, num_warps=4
-            )  # fmt: skip
+    scale, n = torch.empty_like(amax), amax.numel()
+    if n:
+        _scale_kernel[(cdiv(n, 1024),)](
+            amax, scale, n, INVERSE_MAX=1.0 / fmt.max, TILE=1024, num_warps=4
+        )  # fmt: skip
     return scale
 
 
+@fast_launch
 @triton.jit
 def _tensor_kernel(
     x, scale, out, turned, rows, columns, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
@@ -123,6 +124,8 @@ def _tensor_kernel(
 
 def launch_rows(x: torch.Tensor) -> torch.Tensor:
     """x seen as contiguous rows ``[rows, n]``."""
+    if x.dim() == 2 and x.is_contiguous():
+        return x
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
@@ -170,13 +173,13 @@ def _launch(
         pack, word = packet(rows)
         turned = turned.view(word)
     bm //= max(pack, 1)
-    with torch.cuda.device_of(x):
-        _tensor_kernel[(triton.cdiv(rows, bm * max(pack, 1)), triton.cdiv(columns, bn))](
-            x, scale, out, turned, rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm, BN=bn,
-            num_warps=warps,
-        )  # fmt: skip
+    _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
+        x, scale, out, turned, rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm, BN=bn,
+        num_warps=warps,
+    )  # fmt: skip
 
 
+@fast_launch
 @triton.jit
 def _groups_kernel(
     x, codes, scales, rows, columns, groups, C: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
@@ -196,20 +199,20 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
     """See :func:`coat_dist.reference.quantize.quantize_groups`."""
     flat = launch_rows(x)
     rows, columns = flat.shape
-    groups = triton.cdiv(columns, group_size)
+    groups = cdiv(columns, group_size)
     e8m0 = scale == "e8m0"
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], groups), dtype=torch.uint8 if e8m0 else torch.bfloat16, device=x.device)
     bm, bn, warps = GROUPS_TILE
     if x.numel():
-        with torch.cuda.device_of(x):
-            _groups_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
-                flat, codes, scales, rows, columns, groups, C=constants(fmt, x), G=group_size, E8M0=e8m0,
-                BM=bm, BN=max(bn, group_size), num_warps=warps,
-            )  # fmt: skip
+        _groups_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
+            flat, codes, scales, rows, columns, groups, C=constants(fmt, x), G=group_size, E8M0=e8m0,
+            BM=bm, BN=max(bn, group_size), num_warps=warps,
+        )  # fmt: skip
     return QuantizedTensor(codes, scales, "group", group_size)
 
 
+@fast_launch
 @triton.jit
 def _rows_kernel(
     x, out, scales, columns, C: tl.constexpr, DROP: tl.constexpr, HELD: tl.constexpr, LONG: tl.constexpr,
@@ -220,9 +223,9 @@ def _rows_kernel(
     column = tl.arange(0, BN)[None, :]
     x += row * columns
     out += row * columns
-    held = ()
+    held = ()  # tiles; a tuple, since Triton has no lists
     for i in tl.static_range(HELD):
-        held = held + (tl.load(x + i * BN + column, mask=column < columns - i * BN, other=0.0),)
+        held = held + (tl.load(x + i * BN + column, mask=column < columns - i * BN, other=0.0),)  # type: ignore
     top = tl.zeros((1, BN), tl.int32)
     for i in tl.static_range(HELD):
         top = tl.maximum(top, magnitude_bits(held[i].to(tl.float32)))
@@ -250,14 +253,14 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     width, held, long, warps = row_tiles(columns, *HELD_TILES)
     if rows:
-        with torch.cuda.device_of(x):
-            _rows_kernel[(rows,)](
-                flat, codes, scales, columns, C=constants(fmt, x), DROP=23 if aligned else 0, HELD=held, LONG=long,
-                BN=width, num_warps=warps,
-            )  # fmt: skip
+        _rows_kernel[(rows,)](
+            flat, codes, scales, columns, C=constants(fmt, x), DROP=23 if aligned else 0, HELD=held, LONG=long,
+            BN=width, num_warps=warps,
+        )  # fmt: skip
     return QuantizedTensor(codes, scales, "row")
 
 
+@fast_launch
 @triton.jit
 def _dequantize_groups_kernel(
     codes, scales, out, rows, columns, groups, G: tl.constexpr, E8M0: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
@@ -280,9 +283,8 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     out = torch.empty(q.codes.shape, dtype=dtype, device=codes.device)
     bm, bn, warps = GROUPS_TILE
     if codes.numel():
-        with torch.cuda.device_of(codes):
-            _dequantize_groups_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
-                codes, scales, out, rows, columns, scales.shape[1], G=q.group_size, E8M0=scales.dtype == torch.uint8,
-                BM=bm, BN=max(bn, q.group_size), num_warps=warps,
-            )  # fmt: skip
+        _dequantize_groups_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
+            codes, scales, out, rows, columns, scales.shape[1], G=q.group_size, E8M0=scales.dtype == torch.uint8,
+            BM=bm, BN=max(bn, q.group_size), num_warps=warps,
+        )  # fmt: skip
     return out

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from ..reference.rope import Heads, RopeTable
-from .fp8 import amax_buffer, atomic_amax, magnitude_bits, read_amax
+from .fp8 import amax_buffer, atomic_amax, magnitude_bits
+from .launch import fast_launch, next_power_of_2
 
 __all__ = ["split_rope", "split_rope_backward"]
 
@@ -46,6 +47,7 @@ def _store(mixed, q, k, v, at, at_q, at_k, at_v, column, is_q, is_k, inside, val
         tl.store(v + at_v + column, value, mask=inside & ~(is_q | is_k))
 
 
+@fast_launch
 @triton.jit
 def _split_rope_kernel(
     mixed, q, k, v, cos, sin, amax, batch,
@@ -121,7 +123,7 @@ def split_rope_backward(
     amax = amax_buffer(dq.device)
     dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
     _launch(dmixed, dq, dk, dv, amax, heads, table)
-    return dmixed, read_amax(amax)
+    return dmixed, amax
 
 
 def _launch(
@@ -140,14 +142,13 @@ def _launch(
     cos, sin = (None, None) if table is None else (table.cos.contiguous(), table.sin.contiguous())
     interleaved = table is not None and table.interleaved
     slots = heads.groups * (heads.per_group + 2)
-    with torch.cuda.device_of(mixed):
-        _split_rope_kernel[(s * b,)](
-            mixed, q, k, v, cos, sin, amax, b, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            0 if cos is None else cos.stride(0), 0 if cos is None or cos.shape[1] == 1 else cos.stride(1),
-            GROUPS=heads.groups, PER_GROUP=heads.per_group, SIZE=heads.size,
-            HALF=half, STEP=2 if interleaved else 1, GAP=1 if interleaved else half, INVERSE=amax is not None,
-            # A first choice, not measured yet: 16 heads of 128 elements are one 16-byte access a thread and half head.
-            BS=min(16, triton.next_power_of_2(slots)), BH=triton.next_power_of_2(max(half, 1)),
-            BT=triton.next_power_of_2(max(heads.size - 2 * half, 1)),
-            num_warps=4, enable_fp_fusion=False,  # no fused multiply-add: the definition rounds products
-        )  # fmt: skip
+    _split_rope_kernel[(s * b,)](
+        mixed, q, k, v, cos, sin, amax, b, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        0 if cos is None else cos.stride(0), 0 if cos is None or cos.shape[1] == 1 else cos.stride(1),
+        GROUPS=heads.groups, PER_GROUP=heads.per_group, SIZE=heads.size,
+        HALF=half, STEP=2 if interleaved else 1, GAP=1 if interleaved else half, INVERSE=amax is not None,
+        # A first choice, not measured yet: 16 heads of 128 elements are one 16-byte access a thread and half head.
+        BS=min(16, next_power_of_2(slots)), BH=next_power_of_2(max(half, 1)),
+        BT=next_power_of_2(max(heads.size - 2 * half, 1)),
+        num_warps=4, enable_fp_fusion=False,  # no fused multiply-add: the definition rounds products
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from ..reference.activation import (
     ActivationForward,
     ActivationGradients,
     ActivationRows,
+    activation_apply,
     check_activation,
 )
 from .dispatch import operation
@@ -17,6 +18,7 @@ __all__ = [
     "ActivationForward",
     "ActivationGradients",
     "ActivationRows",
+    "activation_apply",
     "activation_backward",
     "activation_compress",
     "activation_compress_rows",

@@ -23,13 +23,27 @@ def use_kernels(tensor: torch.Tensor) -> bool:
     decides otherwise: ``COAT_REFERENCE=1`` takes the definitions everywhere, ``COAT_KERNELS=1`` the kernels everywhere
     (on CPU they then need Triton's interpreter, ``TRITON_INTERPRET=1``).
     """
-    if os.environ.get("COAT_REFERENCE") == "1":
+    if _environment(_REFERENCE) == _YES:
         return False
-    return os.environ.get("COAT_KERNELS") == "1" or (tensor.is_cuda and _capable(tensor.device))
+    return (tensor.is_cuda and _capable(tensor.get_device())) or _environment(_KERNELS) == _YES
+
+
+def _lookup() -> tuple[Callable[[Any], Any], Any, Any, Any]:
+    """How to look a variable up, the names of both, and "1".
+
+    A layer looks some fifty times, which takes 1 us from ``os.environ`` and a tenth from what CPython keeps behind it.
+    """
+    inner, encode = getattr(os.environ, "_data", None), getattr(os.environ, "encodekey", None)
+    if isinstance(inner, dict) and encode is not None:
+        return inner.get, encode("COAT_REFERENCE"), encode("COAT_KERNELS"), os.environ.encodevalue("1")
+    return os.environ.get, "COAT_REFERENCE", "COAT_KERNELS", "1"
+
+
+_environment, _REFERENCE, _KERNELS, _YES = _lookup()
 
 
 @functools.cache
-def _capable(device: torch.device) -> bool:
+def _capable(device: int) -> bool:
     return (
         torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,10 +1,11 @@
 """FP8 quantization of activations, weights and gradients; the definitions are in ``reference/quantize.py``."""
 
 from ..reference import quantize as reference
-from ..reference.quantize import power_of_two
+from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
 from .dispatch import operation
 
 __all__ = [
+    "SMALLEST_SCALE",
     "amax",
     "dequantize",
     "power_of_two",
@@ -12,6 +13,7 @@ __all__ = [
     "quantize_groups",
     "quantize_rows",
     "quantize_tensor",
+    "requantize_rows",
     "tensor_scale",
     "transpose",
 ]

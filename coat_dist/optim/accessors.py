@@ -13,11 +13,12 @@ from ..ops.master import split
 from .checkpoint import read_moment, write_moment
 from .master import read_master, write_master
 from .partitions import Fragment, Partition, base_optimizer, members, partitions
-from .state import new_state
+from .state import ensure_state
 
 __all__ = [
     "fragment_of",
     "get_full_master",
+    "moment_index",
     "register",
     "safe_get_full_moment",
     "safe_set_full_moment",
@@ -52,7 +53,7 @@ def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
     Raises:
         ValueError: names the argument, what was given and what is accepted.
     """
-    index = _index(which)
+    index = moment_index(which)
 
     def read(part: Partition, state: dict[str, Any], f: Fragment) -> torch.Tensor | None:
         return read_moment(state, part.group, index, f.start, f.numel) if "step" in state else None
@@ -73,7 +74,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
     Raises:
         ValueError: names the argument, what was given and what is accepted. Nothing has been changed then.
     """
-    index = _index(which)
+    index = moment_index(which)
     zero, _, shape = _find(param)
     if value.shape != shape or not value.is_floating_point():
         raise ValueError(
@@ -88,7 +89,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
     if found is None or not found[1].numel:
         return
     part, f = found
-    state = _state(zero, part)
+    state = ensure_state(zero.optimizer.state, part.flat, part.group)
     values = value.detach().reshape(-1)[f.first : f.first + f.numel].to(part.flat.device, torch.float32)
     # In place: DeepSpeed's own accessors may point at fp32 moments.
     write_moment(state, part.group, index, f.start, values)
@@ -122,12 +123,14 @@ def set_full_master(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     found = fragment_of(zero, param)
     if found is not None and found[1].numel:
         part, f = found
-        write_master(part.flat, _state(zero, part), f.start, whole[f.first : f.first + f.numel])
+        state = ensure_state(zero.optimizer.state, part.flat, part.group)
+        write_master(part.flat, state, f.start, whole[f.first : f.first + f.numel])
     if param.numel() == shape.numel():  # not a ZeRO-3 parameter that is in pieces now: its pieces have been written
         param.data.copy_(split(whole)[0].view(shape))
 
 
-def _index(which: str) -> int:
+def moment_index(which: str) -> int:
+    """0 for "first", 1 for "second"."""
     if which not in _WHICH:
         raise ValueError(f"which: got {which!r}, accepted: 'first' or 'second'")
     return _WHICH.index(which)
@@ -147,14 +150,6 @@ def _assemble(
             full[f.first : f.first + f.numel] = values
     dist.all_reduce(full.view(torch.int32), group=group)  # as integers, minus zero stays what it is
     return full.view(shape)
-
-
-def _state(zero: Any, part: Partition) -> dict[str, Any]:
-    """The state of a partition, created where there is none yet."""
-    states = zero.optimizer.state
-    if "step" not in (states.get(part.flat) or {}):
-        states[part.flat].update(new_state(part.flat, part.group))
-    return states[part.flat]
 
 
 def _find(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:

@@ -17,9 +17,9 @@ from .state import (
     check_master,
     check_state,
     codecs,
+    ensure_state,
     has_remainder,
     moment,
-    new_state,
     stochastic,
 )
 from .state import remainder as low_half
@@ -163,9 +163,7 @@ class CoatAdamW(torch.optim.Optimizer):
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
         for p, grad in pairs:
-            state = self.state[p]
-            if "step" not in state:  # DeepSpeed may have put an empty dict there
-                state.update(new_state(p, group))
+            state = ensure_state(self.state, p, group)
             if seeded and "coat_seed" not in state:
                 if seeds is None:
                     seeds = sum("coat_seed" in other for other in self.state.values())

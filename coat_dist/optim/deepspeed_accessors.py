@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from .accessors import fragment_of, safe_get_full_moment, safe_set_full_moment
+from .accessors import fragment_of, moment_index, safe_get_full_moment, safe_set_full_moment
 from .checkpoint import read_moment, write_moment
 from .partitions import Fragment, Partition, members
-from .state import new_state
+from .state import ensure_state
 
 __all__ = ["answer_deepspeeds_accessors"]
 
@@ -89,7 +89,7 @@ def _answer_stage3(zero: Any) -> None:
     def get_local_fp32_param(param: Any, optim_state_key: str | None = None) -> torch.Tensor:
         if optim_state_key is None:
             return get_local(param)
-        index = ("first", "second").index(_which(optim_state_key))
+        index = moment_index(_which(optim_state_key))
         part, f = _local(zero, param)
         state = zero.optimizer.state.get(part.flat) or {}
         local = torch.zeros(param.ds_tensor.ds_numel, device=part.flat.device)  # padded, as DeepSpeed gives it
@@ -101,16 +101,14 @@ def _answer_stage3(zero: Any) -> None:
         if optim_state_key is None:
             set_local(value, param)
             return
-        index = ("first", "second").index(_which(optim_state_key))
+        index = moment_index(_which(optim_state_key))
         part, f = _local(zero, param)
         if value.numel() != param.ds_tensor.ds_numel or not value.is_floating_point():
             raise ValueError(
                 f"value: got {value.dtype} {list(value.shape)}, accepted: floating point, {param.ds_tensor.ds_numel} "
                 "elements, this rank's part of the parameter"
             )
-        state = zero.optimizer.state[part.flat]
-        if "step" not in state:
-            state.update(new_state(part.flat, part.group))
+        state = ensure_state(zero.optimizer.state, part.flat, part.group)
         if f.numel:
             mine = value.detach().reshape(-1)[: f.numel].to(part.flat.device, torch.float32)
             write_moment(state, part.group, index, f.start, mine)

@@ -9,7 +9,7 @@ import torch
 
 from ..ops.master import join, split
 from .sharded import like, local
-from .state import has_remainder, new_state, remainder
+from .state import ensure_state, has_remainder, remainder
 
 __all__ = ["export_master", "read_master", "set_master", "write_master"]
 
@@ -45,9 +45,7 @@ def set_master(optimizer: Any, param: torch.Tensor, value: torch.Tensor) -> None
         raise ValueError(
             f"value: got {new.dtype} of {new.numel()} elements, accepted: floating point, {mine.numel()} elements"
         )
-    state = optimizer.state[param]
-    if has_remainder(group) and "step" not in state:
-        state.update(new_state(param, group))
+    state = ensure_state(optimizer.state, param, group) if has_remainder(group) else optimizer.state[param]
     flat = mine.reshape(-1)
     write_master(flat, state, 0, new.reshape(-1))
     if flat.data_ptr() != mine.data_ptr():  # not contiguous: a copy

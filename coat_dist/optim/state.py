@@ -29,7 +29,7 @@ parameter's shape for an fp32 moment and would hand out or convert raw codes wit
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ __all__ = [
     "check_master",
     "check_state",
     "codecs",
+    "ensure_state",
     "has_remainder",
     "moment",
     "new_remainder",
@@ -126,6 +127,16 @@ def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1], **low}
     m, v = (codec.zeros(local(param).numel(), param.device) for codec in codecs(group))
     return {**pack(m, v, 0), **low}
+
+
+def ensure_state(
+    states: MutableMapping[torch.Tensor, Any], param: torch.Tensor, group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state of a parameter in an optimizer's ``state``, created where there is none yet."""
+    state = states.setdefault(param, {})
+    if "step" not in state:  # DeepSpeed may have put an empty dict there
+        state.update(new_state(param, group))
+    return state
 
 
 def check_group(group: Mapping[str, Any]) -> None:

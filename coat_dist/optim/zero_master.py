@@ -17,7 +17,7 @@ import torch
 from .accessors import get_full_master, set_full_master
 from .master import read_master, write_master
 from .partitions import base_optimizer, members, partitions
-from .state import has_remainder, new_state
+from .state import ensure_state, has_remainder
 from .zero import COPY_VERSIONS
 
 __all__ = ["check_master_weights", "enable_remainders"]
@@ -81,55 +81,37 @@ def _link(zero: Any) -> None:
     """ZeRO-1 and 2 give every parameter methods that read and write its part of the master weights."""
     type(zero)._link_all_hp_params(zero)
     for param in (p for params in members(zero) for p in params):
-        param.get_full_hp_param = types.MethodType(_get_full_hp_param, param)
-        param.set_full_hp_param = types.MethodType(_set_full_hp_param, param)
+        param.get_full_hp_param = types.MethodType(get_full_master, param)
+        param.set_full_hp_param = types.MethodType(set_full_master, param)
 
 
-def _get_full_hp_param(param: Any, optim_state_key: str | None = None) -> torch.Tensor:
-    from deepspeed.utils import get_full_hp_param
-
-    return get_full_master(param) if optim_state_key is None else get_full_hp_param(param, optim_state_key)
+# Only for the master weight: ``deepspeed_accessors.py`` answers for the moments before it asks these.
 
 
-def _set_full_hp_param(param: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-    from deepspeed.utils import set_full_hp_param
+def _zero3_get_full_hp_param(zero: Any, param: Any) -> torch.Tensor | None:
+    return get_full_master(param) if param.requires_grad else None
 
-    if optim_state_key is None:
+
+def _zero3_set_full_hp_param(zero: Any, value: torch.Tensor, param: Any) -> None:
+    if param.requires_grad:
         set_full_master(param, value)
-    else:
-        set_full_hp_param(param, value, optim_state_key)
 
 
-def _zero3_get_full_hp_param(zero: Any, param: Any, optim_state_key: str | None = None) -> torch.Tensor | None:
-    if optim_state_key is None and param.requires_grad:
-        return get_full_master(param)
-    return type(zero).get_full_hp_param(zero, param, optim_state_key)
+def _zero3_get_local_fp32_param(zero: Any, param: Any) -> torch.Tensor | None:
+    if not param.requires_grad:
+        return None
+    i, start, numel = zero.grad_position[zero.get_param_id(param)]
+    flat = zero.fp32_partitioned_groups_flat[i]
+    return read_master(flat, zero.optimizer.state.get(flat) or {}, start, numel)
 
 
-def _zero3_set_full_hp_param(zero: Any, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
-    if optim_state_key is None and param.requires_grad:
-        set_full_master(param, value)
-    else:
-        type(zero).set_full_hp_param(zero, value, param, optim_state_key)
-
-
-def _zero3_get_local_fp32_param(zero: Any, param: Any, optim_state_key: str | None = None) -> torch.Tensor | None:
-    if optim_state_key is None and param.requires_grad:
-        i, start, numel = zero.grad_position[zero.get_param_id(param)]
-        flat = zero.fp32_partitioned_groups_flat[i]
-        return read_master(flat, zero.optimizer.state.get(flat) or {}, start, numel)
-    return type(zero).get_local_fp32_param(zero, param, optim_state_key)
-
-
-def _zero3_set_local_hp_param(zero: Any, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
-    if optim_state_key is not None or not param.requires_grad or value.numel() != param.ds_tensor.numel():
-        type(zero).set_local_hp_param(zero, value, param, optim_state_key)
+def _zero3_set_local_hp_param(zero: Any, value: torch.Tensor, param: Any) -> None:
+    if not param.requires_grad or value.numel() != param.ds_tensor.numel():
+        type(zero).set_local_hp_param(zero, value, param)  # nothing to do, or DeepSpeed's own error
         return
     i, start, _ = zero.grad_position[zero.get_param_id(param)]
     part = list(partitions(zero))[i]
-    state = zero.optimizer.state[part.flat]
-    if "step" not in state:
-        state.update(new_state(part.flat, part.group))
+    state = ensure_state(zero.optimizer.state, part.flat, part.group)
     write_master(part.flat, state, start, value.detach().reshape(-1))
 
 

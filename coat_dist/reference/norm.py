@@ -151,6 +151,7 @@ def norm_backward(
     sum_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
     bias: bool = True,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of x, weight and bias.
 
@@ -159,6 +160,7 @@ def norm_backward(
         sum_dtype: type in which the gradients of weight and bias are summed over rows and returned.
         dtype: of dx.
         bias: whether the bias's gradient is wanted.
+        residual: gradient that x receives from elsewhere, in its shape; added to dx in fp32, before it is rounded.
 
     Returns:
         dx (shape of x), dweight and dbias (``[h]``, ``sum_dtype``; dbias None where it is not wanted).
@@ -169,9 +171,12 @@ def norm_backward(
     dx = weighted - normalized * _row_mean(weighted * normalized)
     if stats.mean is not None:
         dx = dx - _row_mean(weighted)
+    dx = dx * stats.rstd
+    if residual is not None:
+        dx = dx + residual.float()
     rows = tuple(range(dy.dim() - 1))
     dbias = dy.sum(rows, dtype=sum_dtype) if bias else None
-    return (dx * stats.rstd).to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dbias
+    return dx.to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dbias
 
 
 def _normalized(x: torch.Tensor | QuantizedTensor, stats: NormStats) -> torch.Tensor:

@@ -32,6 +32,7 @@ __all__ = [
     "quantize_groups",
     "quantize_rows",
     "quantize_tensor",
+    "requantize_rows",
     "scale_values",
     "tensor_scale",
     "transpose",
@@ -149,6 +150,11 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
     scales = tensor_scale(amax(x, -1), fmt)[..., None]
     if aligned:
         scales = power_of_two(scales)
+    return requantize_rows(x, fmt, scales)
+
+
+def requantize_rows(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
+    """:func:`quantize_rows` with given scales, fp32 ``[..., 1]``: those that several parts of a row share."""
     return QuantizedTensor(_codes(x.float(), scales, fmt), scales, "row")
 
 

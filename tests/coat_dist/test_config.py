@@ -20,6 +20,7 @@ BASE = {
         "activation": {
             "enabled": True,
             "forward": "exact",
+            "forward_scales": "tensor",
             "format": "e4m3",
             "grad_format": "e4m3",
             "group_size": 32,
@@ -30,6 +31,7 @@ BASE = {
             "wgrad": "grad",
             "attention": "bf16",
             "loss": "chunked",
+            "z_loss": 0.0,
             "bf16_layers": [0, -1],
         },
     },
@@ -87,10 +89,26 @@ def test_no_block_is_none_and_unchecked():
         ({"optimizer": {"stochastic_rounding": 1}}, ["coat.optimizer.stochastic_rounding: got 1", '"auto"']),
         ({"optimizer": {"stochastic_rounding": "on"}}, ['stochastic_rounding: got "on"', "true, false"]),
         ({"activation": {"forward": "fast"}}, ['coat.activation.forward: got "fast"', "'exact' or 'quantized'"]),
+        (
+            {"activation": {"forward_scales": "rows"}},
+            ['coat.activation.forward_scales: got "rows"', "'tensor' or 'row'"],
+        ),
         ({"activation": {"attention": "fp16"}}, ['coat.activation.attention: got "fp16"', "'bf16' or 'fp8'"]),
         ({"activation": {"weights": "kept"}}, ['coat.activation.weights: got "kept"', "'on_use' or 'cached'"]),
         ({"activation": {"wgrad": "fp32"}}, ['coat.activation.wgrad: got "fp32"', "'grad' or 'main_grad'"]),
         ({"activation": {"loss": "fused"}}, ['coat.activation.loss: got "fused"', "'chunked'", "'plain'"]),
+        ({"activation": {"z_loss": -1e-4}}, ["coat.activation.z_loss: got -0.0001, accepted: a finite number from 0"]),
+        (
+            {"activation": {"z_loss": float("nan")}},
+            ["coat.activation.z_loss: got NaN, accepted: a finite number from 0"],
+        ),
+        (
+            {"activation": {"z_loss": "small"}},
+            ['coat.activation.z_loss: got "small", accepted: a finite number from 0'],
+        ),
+        ({"activation": {"z_loss": True}}, ["coat.activation.z_loss: got true"]),
+        ({"activation": {"z_loss": 1e-4, "loss": "plain"}}, ['coat.activation.z_loss: got 0.0001 with loss "plain"']),
+        ({"activation": {"z_loss": 1e-4, "enabled": False}}, ["coat.activation.z_loss: got 0.0001 with enabled false"]),
         ({"activation": {"bf16_layers": ["first"]}}, ["coat.activation.bf16_layers.0", "an integer"]),
         ({"activation": {"bf16_layers": [0, 0]}}, ["coat.activation.bf16_layers", "distinct"]),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import warnings
@@ -20,6 +21,7 @@ from coat_dist.flow import (
     norm,
     norm_linear,
     norm_mlp,
+    scaling,
     vocab_parallel_cross_entropy,
 )
 from tests.support import run_ranks
@@ -66,9 +68,10 @@ def rows(t, tp):
 def model(kind, x, p, labels, tp, config):
     """Every piece: norm → linear → linear; MLPs gated, with a bias, without norm; final norm, output layer, loss."""
     one = Norm(kind, 1e-5, p["gain"], p.get("shift"), reduce_grad=tp.sharded)
-    middle = norm_linear(x, one, p["weight"], p["bias"], tp, config)
+    middle, x = norm_linear(x, one, p["weight"], p["bias"], tp, config, residual=True)
     x = x + linear(middle, p["back"], tp, config)
-    x = x + norm_mlp(x, one, p["fc1"], p["fc2"], "swiglu", tp, config)
+    y, x = norm_mlp(x, one, p["fc1"], p["fc2"], "swiglu", tp, config, residual=True)
+    x = x + y
     x = x + norm_mlp(x, one, p["up"], p["down"], "gelu", tp, config, p["up_bias"])
     x = x + mlp(x, p["fc1"], p["fc2"], "quick_geglu", tp, config)
     logits = invariant_linear(norm(x, one, tp, exact=config.tp_invariant), p["out"], tp)
@@ -109,26 +112,28 @@ def compare(kind, dtype, tp, seed, **changes):
     return result
 
 
-CASES = list(itertools.product(["exact", "quantized"], [("e4m3", "e8m0"), ("e4m3", "bf16"), ("e5m2", "e8m0")],
-                               ["rmsnorm", "layernorm"], [torch.float32, torch.bfloat16], [False, True]))  # fmt: skip
+FORMS = [("e4m3", "e8m0", "tensor"), ("e4m3", "bf16", "tensor"), ("e5m2", "e8m0", "tensor"),
+         ("e4m3", "e8m0", "row"), ("e5m2", "e8m0", "row")]  # fmt: skip
+CASES = list(itertools.product(["exact", "quantized"], FORMS, ["rmsnorm", "layernorm"],
+                               [torch.float32, torch.bfloat16], [False, True]))  # fmt: skip
 
 
 def all_cases(rank, world, seed):
     warnings.simplefilter("ignore")
     out = {}
-    for forward, (fmt, scale), kind, dtype, sp in CASES:
+    for forward, (fmt, scale, scales), kind, dtype, sp in CASES:
         tp = TensorParallel(dist.group.WORLD, sp)
         for invariant in (True, False):
-            key = f"{forward} {fmt} {scale} {kind} {dtype} sp={sp} invariant={invariant}"
+            key = f"{forward} {fmt} {scale} {kind} {dtype} sp={sp} {scales} invariant={invariant}"
             out[key] = compare(kind, dtype, tp, seed, forward=forward, format=fmt, grad_format=fmt, scale=scale,
-                               tp_invariant=invariant)  # fmt: skip
-    return out, torch_edges(rank)
+                               forward_scales=scales, tp_invariant=invariant)  # fmt: skip
+    return out, torch_edges(rank) | {f"{name}, {scales}": fact for scales in ("tensor", "row")
+                                     for name, fact in scale_edges(rank, scales).items()}  # fmt: skip
 
 
 def torch_edges(rank):
     """The small statements that need two ranks."""
     tp, sp = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
-    config = ActivationConfig()
     facts = {"size": (tp.size, tp.rank, tp.sharded, sp.sharded) == (2, rank, False, True)}
     codes = torch.full((2, 3), rank + 1.0).to(torch.float8_e4m3fn)
     gathered = sp.gather_rows(codes)
@@ -141,12 +146,45 @@ def torch_edges(rank):
     except ValueError as error:
         facts["odd rows"] = "got 3 rows, accepted: a multiple of 2" in str(error)
 
+    # reduce_grad is what makes a replicated norm's gradient complete.
+    gain, x = torch.rand(H, requires_grad=True), torch.randn(S // 2, B, H)
+    y = [norm(x, Norm("rmsnorm", 1e-5, gain, None, reduce), sp, exact=True) for reduce in (True, False)]
+    reduced, local = (torch.autograd.grad(t.sum(), gain)[0] for t in y)
+    facts["reduce_grad"] = torch.allclose(tp.sum(local.clone()), reduced) and not torch.allclose(local, reduced)
+    return facts
+
+
+@contextlib.contextmanager
+def recorded():
+    """Collectives that the flow runs inside, in order: "max", "sum", or the dtype and shape that is gathered."""
+    seen, reduce, gather = [], dist.all_reduce, scaling._all_gather
+
+    def all_reduce(t, op=dist.ReduceOp.SUM, **rest):
+        seen.append("max" if op == dist.ReduceOp.MAX else "sum")
+        return reduce(t, op, **rest)
+
+    def all_gather(out, t, **rest):
+        seen.append((t.dtype, tuple(t.shape)))
+        return gather(out, t, **rest)
+
+    dist.all_reduce, scaling._all_gather = all_reduce, all_gather
+    try:
+        yield seen
+    finally:
+        dist.all_reduce, scaling._all_gather = reduce, gather
+
+
+def scale_edges(rank, scales):
+    """The small statements about scales, on two ranks."""
+    tp, sp = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
+    config, facts = ActivationConfig(forward_scales=scales), {}
+
     # FP8 or BF16 on the wire: the same numbers where nothing is rounded between the norm and the gather.
     p = parameters("rmsnorm", torch.float32)
     x = torch.randn(S // 2, B, H, requires_grad=True)
     one, runs = Norm("rmsnorm", 1e-5, p["gain"].requires_grad_()), []
     for fp8 in (True, False):
-        setting = ActivationConfig(fp8_gather=fp8)
+        setting = ActivationConfig(fp8_gather=fp8, forward_scales=scales)
         out = norm_mlp(
             x, one, p["fc1"].chunk(2)[rank].requires_grad_(), p["fc2"].chunk(2, 1)[rank], "swiglu", sp, setting
         )
@@ -166,16 +204,43 @@ def torch_edges(rank):
     }
     facts["saved"] = sum(kept.values()) == S // 2 * B * (H + H // 32 + 4) + 8
 
-    # One rank's NaN is everybody's, through the shared scale.
+    # One rank's NaN is everybody's: through the shared scale in every token, by rows in this token alone. Gradients of
+    # weights, which sum over tokens, are NaN everywhere in both.
     bad = x.detach().clone()
     if rank == 1:
         bad[0, 0, 0] = torch.nan
-    facts["nan"] = bool(norm_linear(bad, one, weight, None, sp, config).isnan().all())
+    lost = norm_linear(bad, one, weight, None, sp, config)
+    expected = torch.ones(S, B, dtype=torch.bool)
+    if scales == "row":
+        expected.zero_()[S // 2, 0] = True
+    facts["nan"] = torch.equal(lost.isnan().all(-1), expected) and torch.equal(lost.isnan().any(-1), expected)
+    facts["nan in wgrad"] = bool(torch.autograd.grad(lost.sum(), weight)[0].isnan().all())
+    bad = torch.randn(S, B, N // 2)
+    for invariant, value in itertools.product((False, True), (torch.nan, torch.inf)):
+        if rank == 1:
+            bad[2, 1, 3] = value
+        both = ActivationConfig(forward_scales=scales, tp_invariant=invariant)
+        lost = linear(bad, p["back"].chunk(2, 1)[rank], tp, both).isnan()
+        facts[f"{value} in a part of a row, {invariant}"] = bool(lost[2, 1].all()) and (
+            scales == "tensor" or int(lost.sum()) == H
+        )
 
-    # reduce_grad is what makes a replicated norm's gradient complete.
-    y = [norm(x, Norm("rmsnorm", 1e-5, p["gain"], None, reduce), sp, exact=True) for reduce in (True, False)]
-    reduced, local = (torch.autograd.grad(t.sum(), p["gain"])[0] for t in y)
-    facts["reduce_grad"] = torch.allclose(tp.sum(local.clone()), reduced) and not torch.allclose(local, reduced)
+    # What forward says to other ranks. Row scales need no reduction; they travel beside the codes.
+    fc1, fc2, up, down = p["fc1"].chunk(2)[rank], p["fc2"].chunk(2, 1)[rank], p["up"].chunk(2)[rank], p["down"]
+    down, back = down.chunk(2, 1)[rank], p["back"].chunk(2, 1)[rank]
+    with torch.no_grad(), recorded() as seen:
+        middle = norm_linear(x, one, weight, None, tp, config)
+        linear(middle, back, tp, config)
+        norm_mlp(x, one, fc1, fc2, "swiglu", tp, config)
+        mlp(x, up, down, "gelu", tp, config)
+    facts["collectives"] = seen == ["sum"] * 3
+    with torch.no_grad(), recorded() as seen:
+        middle = norm_linear(x, one, weight, None, sp, config)
+        linear(middle, back, sp, config)
+        norm_mlp(x, one, fc1, fc2, "swiglu", sp, config)
+        mlp(x, up, down, "gelu", sp, config)
+    codes, rows = (torch.uint8, (S // 2 * B, H)), (torch.float32, (S // 2 * B, 1))
+    facts["collectives, sequence parallel"] = seen == 3 * ([codes, rows] if scales == "row" else ["max", codes])
     return facts
 
 

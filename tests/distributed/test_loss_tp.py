@@ -115,7 +115,7 @@ def test_nan_of_one_rank_is_everybodys(ranks):
     assert all(nan for _, _, nan in ranks)
 
 
-def gpt(tp, sp, kind, tied, invariant, steps=2):
+def gpt(tp, sp, kind, tied, invariant, steps=2, z_loss=0.0):
     """Losses of a few optimizer steps of a patched GPT model, and the trained parameters, whole."""
     from megatron.core import parallel_state
 
@@ -129,7 +129,7 @@ def gpt(tp, sp, kind, tied, invariant, steps=2):
     initialize_model_parallel(tp)
     options = {"share_embeddings_and_output_weights": tied}
     model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, gpt=options)
-    report = patch_model(model, ActivationConfig(tp_invariant=invariant, loss=kind))
+    report = patch_model(model, ActivationConfig(tp_invariant=invariant, loss=kind, z_loss=z_loss))
     assert report.loss["output_layer"].startswith(kind)
     install_replicated_grad_hooks(model)
     optimizer, losses = _MasterAdamW(model), []
@@ -154,13 +154,16 @@ def gpts(rank, world):
             others, trained = gpt(tp, sp, "chunked", tied, True)
             assert others == losses, (tied, tp, sp)
             assert all(torch.equal(weights[name], t) for name, t in trained.items()), (tied, tp, sp)
+    sizes = ((1, False), (2, False), (2, True))
+    alone, *several = (gpt(tp, sp, "chunked", False, True, z_loss=1e-2)[0] for tp, sp in sizes)
+    assert several == [alone] * 2 and alone[0] > losses[0]
     usual, _ = gpt(2, True, "plain", False, False)
     close, _ = gpt(2, True, "chunked", False, False)
     assert usual[0] == close[0] and usual == pytest.approx(close, rel=1e-3)
 
 
 def test_gpt_models_train_to_the_same_bits_as_with_all_logits_on_one_rank():
-    """Weights tied and untied, TP 1, TP 2 and TP 2 with sequence parallelism, with tp_invariant."""
+    """Weights tied and untied, TP 1, TP 2 and TP 2 with sequence parallelism, with tp_invariant; also with z_loss."""
     run_ranks(2, gpts)
 
 

@@ -77,7 +77,7 @@ def _train(tp, sp, steps, settings, hooks=True, **changes):
 
 
 def _invariance(rank, world, changes):
-    settings = INVARIANT.model_copy(update={"attention": changes.pop("attention", "bf16")})
+    settings = INVARIANT.model_copy(update=changes.pop("coat", {}))
     runs = [_train(tp, sp, 6, settings, **changes) for tp, sp in ((1, False), (2, False), (2, True))]
     (losses, first, last, _, _), *others = runs
     assert losses[-1] < losses[0] - 0.2, losses
@@ -98,9 +98,10 @@ def _invariance(rank, world, changes):
         {"qk_layernorm": True, "num_query_groups": 2, "add_qkv_bias": True},
         {"bf16": False, "params_dtype": torch.float32, "qk_layernorm": True},
         {"normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}},
-        {"attention": "fp8", "num_query_groups": 2},
+        {"coat": {"attention": "fp8"}, "num_query_groups": 2},
+        {"coat": {"forward_scales": "row", "attention": "fp8"}, "num_query_groups": 2, "add_qkv_bias": True},
     ],
-    ids=["llama", "qk_norm_gqa_bias", "fp32", "olmo_tied", "fp8_attention_gqa"],
+    ids=["llama", "qk_norm_gqa_bias", "fp32", "olmo_tied", "fp8_attention_gqa", "row_scales_fp8_attention"],
 )
 def test_losses_do_not_depend_on_tensor_parallelism(changes):
     """Six optimizer steps at TP 1, TP 2 and TP 2 with SP: losses and all weights are the same to the last bit."""
@@ -310,12 +311,21 @@ def test_zero2_norm_of_gradients_counts_replicas_once():
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
+def _apart(*arguments):
+    from megatron_patches import patch
+
+    patch._alias_residuals = lambda layer: {}
+    return _deepspeed(*arguments)
+
+
 def test_zero3_gathers_the_weights_that_patched_modules_reach_for():
     """ZeRO-3 gathers a module's own weights; fc1, fc2 and folded norms belong to modules that are not called.
 
-    Its hooks also wrap what modules return: with FP8 attention, the tensors that attention hands to linear_proj.
+    Its hooks also wrap what modules return: with FP8 attention, the tensors that attention hands to linear_proj. And
+    what modules take, so that autograd adds the residual's gradient, as it is made to do in the run to compare with.
     """
-    runs = [run_ranks(2, _deepspeed, stage, 1, False, 6, ActivationConfig(attention="fp8")) for stage in (3, 2)]
+    settings = ActivationConfig(attention="fp8")
+    runs = [run_ranks(2, run, stage, 1, False, 6, settings) for stage, run in ((3, _deepspeed), (2, _apart))]
     for (losses, *_), (reference, *_) in zip(*runs, strict=True):
         assert losses == pytest.approx(reference, rel=2e-3)
 

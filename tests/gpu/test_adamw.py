@@ -11,26 +11,28 @@ if torch.cuda.get_device_capability() < (8, 9):
 from coat_dist.kernels import adamw as kernels
 from coat_dist.ops.dispatch import use_kernels
 from coat_dist.optim import CoatAdamW, export_master
+from coat_dist.reference.adamw import AdamWStep
 from coat_dist.reference.moments import Moment, MomentCodec, decode, encode
 from tests.coat_dist.kernels import adamw_agreement as agreement
+from tests.coat_dist.kernels import adamw_edges, adamw_plain, adamw_problems
 
 
 @pytest.mark.parametrize("n", [1, 129, 1025, 1_000_003])
-@pytest.mark.parametrize("variant", agreement.VARIANTS)
+@pytest.mark.parametrize("variant", adamw_problems.VARIANTS)
 def test_kernel_agrees_with_the_definition(variant, n):
-    agreement.check(n, "cuda", **agreement.VARIANTS[variant])
+    agreement.check(n, "cuda", **adamw_problems.VARIANTS[variant])
 
 
-@pytest.mark.parametrize("variant", agreement.VARIANTS)
+@pytest.mark.parametrize("variant", adamw_problems.VARIANTS)
 def test_many_tensors_in_one_launch(variant):
-    agreement.check_many("cuda", **agreement.VARIANTS[variant])
+    agreement.check_many("cuda", **adamw_problems.VARIANTS[variant])
 
 
 @pytest.mark.parametrize("lr", ["number", "tensor"])
 @pytest.mark.parametrize("param, grad", [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")])
 def test_many_tensors_with_fp32_moments(param, grad, lr):
     lr = torch.tensor(0.01, device="cuda") if lr == "tensor" else 0.01
-    agreement.check_fp32_steps("cuda", getattr(torch, param), getattr(torch, grad), lr=lr)
+    adamw_plain.check_fp32_steps("cuda", getattr(torch, param), getattr(torch, grad), lr=lr)
 
 
 @pytest.mark.parametrize("moments", ["fp8", "fp32"])
@@ -53,16 +55,16 @@ def test_launches_of_a_step_do_not_grow_with_the_number_of_tensors(moments):
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
 def test_a_remainder_keeps_the_fp32_master_to_the_bit(grad, seed):
     for n in (1, 129, 128 * 21 + 1, 1_000_003):
-        agreement.check_remainder("cuda", seed=seed, grad=grad, n=n)
+        adamw_plain.check_remainder("cuda", seed=seed, grad=grad, n=n)
 
 
 def test_every_master_is_divided_as_defined():
-    agreement.check_split("cuda")
+    adamw_plain.check_split("cuda")
 
 
 @pytest.mark.parametrize(("param", "low"), [("float32", False), ("bfloat16", True)])
 def test_fp32_moments_with_remainders_and_copies(param, low):
-    agreement.check_fp32_steps("cuda", getattr(torch, param), low=low, copy=torch.bfloat16)
+    adamw_plain.check_fp32_steps("cuda", getattr(torch, param), low=low, copy=torch.bfloat16)
 
 
 def test_the_optimizer_with_remainders_has_the_bits_of_fp32_masters():
@@ -98,19 +100,19 @@ def test_a_step_with_remainders_allocates_nothing():
 
 
 def test_non_finite_gradients():
-    agreement.check_non_finite("cuda")
+    adamw_edges.check_non_finite("cuda")
 
 
 def test_extreme_moments_survive():
-    agreement.check_extremes("cuda")
+    adamw_edges.check_extremes("cuda")
 
 
 def test_int8_and_log8_codes_survive():
-    agreement.check_codes_survive("cuda")
+    adamw_edges.check_codes_survive("cuda")
 
 
 def test_the_smallest_normal_numbers():
-    agreement.check_smallest_normals("cuda")
+    adamw_edges.check_smallest_normals("cuda")
 
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
@@ -124,7 +126,7 @@ def test_every_code_survives_a_step_that_changes_nothing(fp8):
         m, v = encode(x * scale, codec), encode(x.abs() * scale, codec)
         before = [t.clone() for t in (*m, *v)]
         zero = torch.zeros(256, device="cuda")
-        still = agreement.AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+        still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
         for _ in range(5):
             kernels.adamw_step(zero.clone(), zero, m, v, codec, codec, still)
         assert all(map(torch.equal, (*m, *v), before))
@@ -137,9 +139,9 @@ def test_more_than_two_to_the_31_elements():
     codec_m, codec_v = MomentCodec(), MomentCodec(keep_nonzero=True)
     param, grad = torch.ones(n, device="cuda"), torch.full((n,), 0.5, device="cuda")
     m, v = codec_m.zeros(n, "cuda"), codec_v.zeros(n, "cuda")
-    kernels.adamw_step(param, grad, m, v, codec_m, codec_v, agreement.NUMBERS, seed=1)
+    kernels.adamw_step(param, grad, m, v, codec_m, codec_v, adamw_problems.NUMBERS, seed=1)
     small = [torch.ones(1024, device="cuda"), grad[:1024], codec_m.zeros(1024, "cuda"), codec_v.zeros(1024, "cuda")]
-    kernels.adamw_step(*small, codec_m, codec_v, agreement.NUMBERS, seed=1)
+    kernels.adamw_step(*small, codec_m, codec_v, adamw_problems.NUMBERS, seed=1)
     for end in (param[:1024], param[-1024:]):
         assert torch.equal(end, small[0])
     tail = Moment(m.q[-1:], m.a[-1:], m.k[-1:])

@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import TensorParallel, vocab_parallel_cross_entropy
-from coat_dist.formats import E4M3, E5M2, QuantizedTensor
+from coat_dist.flow import TensorParallel, linear, norm_linear, vocab_parallel_cross_entropy
+from coat_dist.formats import E4M3, E5M2, QuantizedTensor, fp8_format
 from coat_dist.ops.dispatch import use_kernels
 from coat_dist.ops.gemm import scaled_mm
 from coat_dist.reference import gemm as reference
-from coat_dist.reference.quantize import amax, quantize_groups, quantize_tensor, tensor_scale
+from coat_dist.reference.quantize import (
+    amax,
+    dequantize,
+    quantize_groups,
+    quantize_rows,
+    quantize_tensor,
+    tensor_scale,
+)
 from tests.coat_dist.flow.common import Layer, median_error, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -70,9 +77,13 @@ def test_codes_are_those_of_the_cpu(fmt):
     assert torch.equal(cpu.codes.view(torch.uint8), gpu.codes.cpu().view(torch.uint8))
 
 
+def on_device(layer, device):
+    return Layer(**{k: v.detach().to(device).requires_grad_() if isinstance(v, torch.Tensor) else v
+                    for k, v in vars(layer).items()})  # fmt: skip
+
+
 def train(layer, x, device, config):
-    moved = Layer(**{k: v.detach().to(device).requires_grad_() if isinstance(v, torch.Tensor) else v
-                     for k, v in vars(layer).items()})  # fmt: skip
+    moved = on_device(layer, device)
     x = x.to(device).requires_grad_()
     out = moved.flow(x, config)
     weighting = torch.sin(torch.arange(out.numel(), dtype=torch.float32)).view(out.shape).to(device)
@@ -81,12 +92,13 @@ def train(layer, x, device, config):
 
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("grad_format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_layer_agrees_with_the_cpu(forward, grad_format, kind, invariant):
+def test_layer_agrees_with_the_cpu(forward, scales, grad_format, kind, invariant):
     layer, x = Layer.random(h=128, n=192, f=256, kind=kind), torch.randn(50, 4, 128)
-    config = ActivationConfig(forward=forward, grad_format=grad_format, tp_invariant=invariant)
+    config = ActivationConfig(forward=forward, forward_scales=scales, grad_format=grad_format, tp_invariant=invariant)
     cpu, gpu = (train(layer, x, device, config) for device in ("cpu", "cuda"))
     noise = 0.15 if grad_format == "e4m3" else 0.3
     for name in cpu:
@@ -98,13 +110,54 @@ def test_layer_agrees_with_the_cpu(forward, grad_format, kind, invariant):
         assert median_error(gpu[name], cpu[name]) < (exact if invariant else noise), name
 
 
+def wide_tokens(*shape):
+    """Rows of very different sizes, on the GPU."""
+    return (torch.randn(shape) * torch.exp2(torch.randint(-8, 8, (*shape[:-1], 1)).float())).bfloat16().cuda()
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("rows", "k", "n"), [(50, 192, 128), (33, 72, 40), (17, 4096, 64)])
+def test_row_scales_change_forward_alone(fmt, rows, k, n):
+    """Forward is the definition's product by rows; gradients have the bits that per-tensor scales give."""
+    x, weight = wide_tokens(rows, k).requires_grad_(), wide_tokens(n, k).requires_grad_()
+    weighting, outs, grads = wide_tokens(rows, n), [], []
+    for scales in ("tensor", "row"):
+        out = linear(x, weight, ONE, ActivationConfig(format=fmt, forward_scales=scales))
+        outs.append(out.detach())
+        grads.append(torch.autograd.grad(out, [x, weight], weighting))
+    assert not torch.equal(*outs)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    operands = [quantize_rows(t.detach().cpu(), fp8_format(fmt)) for t in (x, weight)]
+    expected = reference.scaled_mm(*operands, torch.float32)
+    typical = torch.outer(*(dequantize(q).norm(dim=-1) for q in operands)) * k**-0.5  # of one output
+    error = (outs[1].cpu().float() - expected).abs()
+    # As above with fast accumulation; a product of E5M2 has its scales applied to fp32 sums.
+    assert (error <= 2.0**-7 * expected.abs() + 0.05 * typical).all()
+
+
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
-def test_nothing_waits_for_the_gpu(forward):
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_row_scales_and_gradients_behind_a_norm(forward, kind):
+    """Per-tensor scale and saved tensors come from another kernel, which may round an element's last bit otherwise."""
+    layer = on_device(Layer.random(h=128, n=192, f=256, kind=kind), "cuda")
+    x = torch.randn(200, 128, device="cuda", requires_grad=True)
+    leaves = [x, layer.norm_weight, layer.weight, layer.bias]
+    weighting, grads = torch.randn(200, 192, device="cuda"), []
+    for scales in ("tensor", "row"):
+        config = ActivationConfig(forward=forward, forward_scales=scales)
+        out = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config)
+        grads.append(torch.autograd.grad(out, leaves, weighting))
+    for a, b in zip(*grads, strict=True):
+        assert relative_error(a, b) < 0.01
+
+
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_nothing_waits_for_the_gpu(forward, scales):
     layer = Layer.random(h=128, n=192, f=256)
-    config = ActivationConfig(forward=forward)
+    config = ActivationConfig(forward=forward, forward_scales=scales)
     train(layer, torch.randn(32, 4, 128), "cuda", config)  # first use may synchronize: handles, workspaces
-    layer = Layer(**{k: v.detach().cuda().requires_grad_() if isinstance(v, torch.Tensor) else v
-                     for k, v in vars(layer).items()})  # fmt: skip
+    layer = on_device(layer, "cuda")
     x = torch.randn(32, 4, 128, device="cuda", requires_grad=True)
     labels = torch.randint(0, 128, (32, 4), device="cuda")
     torch.cuda.set_sync_debug_mode("error")

@@ -20,11 +20,11 @@ def on_gpu(layer):
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("forward", ["exact", "quantized"])
-def test_a_layer_in_a_cuda_graph(forward, activation):
+@pytest.mark.parametrize(("forward", "scales"), [("exact", "tensor"), ("quantized", "tensor"), ("exact", "row")])
+def test_a_layer_in_a_cuda_graph(forward, scales, activation):
     """Forward and backward captured once; replayed on new inputs they give the bits of eager execution."""
     layer = on_gpu(Layer.random(h=128, n=192, f=256, dtype=torch.bfloat16, activation=activation, biased=True))
-    config = ActivationConfig(forward=forward)
+    config = ActivationConfig(forward=forward, forward_scales=scales)
     x = torch.randn(64, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weighting = torch.randn_like(x)
     leaves = [x, *layer.parameters().values()]
@@ -61,7 +61,8 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm = Layer(**vars(self.layer) | {"norm_weight": self.norm_weight}).norm
-        return x + norm_mlp(x, norm, self.fc1, self.fc2, "swiglu", ONE, ActivationConfig())
+        y, x = norm_mlp(x, norm, self.fc1, self.fc2, "swiglu", ONE, ActivationConfig(), residual=True)
+        return x + y
 
 
 def test_graphed_callables():
@@ -83,10 +84,12 @@ def test_graphed_callables():
 
 @pytest.mark.parametrize("tokens", [0, 1, 17, 130])
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
-def test_experts_take_any_number_of_tokens(tokens, activation):
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_experts_take_any_number_of_tokens(tokens, activation, scales):
     layer = on_gpu(Layer.random(h=128, f=256, activation=activation, biased=True))
     x = torch.randn(tokens, 128, device="cuda", requires_grad=True)
-    out = mlp(x, layer.fc1, layer.fc2, activation, ONE, ActivationConfig(), layer.fc1_bias)
+    config = ActivationConfig(forward_scales=scales)
+    out = mlp(x, layer.fc1, layer.fc2, activation, ONE, config, layer.fc1_bias)
     leaves = [x, layer.fc1, layer.fc1_bias, layer.fc2]
     weighting = torch.randn_like(out)
     got = [out, *torch.autograd.grad(out, leaves, weighting)]

@@ -37,7 +37,8 @@ def test_transposed_codes_are_the_codes_of_transposing_quantization(fmt, dtype, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_cached_and_on_use_are_the_same_bits(dtype):
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_cached_and_on_use_are_the_same_bits(dtype, scales):
     layer = on_gpu(Layer.random(h=512, n=768, f=1024, dtype=dtype))
     xs = [torch.randn(64, 4, 512, device="cuda", dtype=dtype) for _ in range(3)]
     for factor in (1.0, 0.5):
@@ -47,7 +48,7 @@ def test_cached_and_on_use_are_the_same_bits(dtype):
         for x in xs:
             runs = []
             for mode in ("on_use", "cached"):
-                settings, leaf = ActivationConfig(weights=mode), x.clone().requires_grad_()
+                settings, leaf = ActivationConfig(weights=mode, forward_scales=scales), x.clone().requires_grad_()
                 out = layer.flow(leaf, settings)
                 weighting = torch.sin(torch.arange(out.numel(), device="cuda")).view(out.shape).to(out.dtype)
                 runs.append((out, *torch.autograd.grad(out, [leaf, *(getattr(layer, n) for n in NAMES)], weighting)))

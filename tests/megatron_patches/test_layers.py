@@ -77,10 +77,12 @@ def gradients(model, batch, state, megatron_spec=False):
 
 
 @pytest.mark.parametrize(
-    ("name", "forward"),
-    [(n, "exact") for n in MODELS] + [(n, "quantized") for n in ("rmsnorm", "gpt2", "olmo", "qwen2")],
+    ("name", "forward", "scales"),
+    [(n, "exact", "tensor") for n in MODELS]
+    + [(n, "quantized", "tensor") for n in ("rmsnorm", "gpt2", "olmo", "qwen2")]
+    + [(n, "exact", "row") for n in ("rmsnorm", "gpt2", "qwen3")],
 )
-def test_patched_close_and_unpatched_identical(name, forward, device):
+def test_patched_close_and_unpatched_identical(name, forward, scales, device):
     """Loss within 0.5 % of BF16's; gradients within 14 degrees (cosine 0.97) and a quarter of the length."""
     options = MODELS[name]
     mask = options.get("megatron_spec", False)
@@ -89,7 +91,7 @@ def test_patched_close_and_unpatched_identical(name, forward, device):
     attributes = [set(m.__dict__) for m in model.modules()]
     loss, grads = gradients(model, batch, state, mask)
 
-    with patched(model, ActivationConfig(forward=forward)) as report:
+    with patched(model, ActivationConfig(forward=forward, forward_scales=scales)) as report:
         assert report.patched == BLOCKS and not report.left and not report.notes
         assert list(model.state_dict()) == keys
         assert [type(m) for m in model.modules()] != classes

@@ -177,6 +177,51 @@ def test_left_plain_with_the_reason(build, reason):
     assert f"  loss     output_layer: plain ({reason})" in str(report)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_z_loss_is_added_in_training_and_not_in_evaluation(invariant, device, small_chunks):
+    model, batch = tiny_gpt(), tiny_batch(10, device)
+    tokens, labels, positions = batch
+    settings = [ActivationConfig(tp_invariant=invariant, z_loss=z) for z in (1e-2, 0.0)]
+    logits_settings = ActivationConfig(tp_invariant=invariant, loss="plain")
+    _, losses, grads = train(model, batch, settings[0], labelled)
+    _, without, other = train(model, batch, settings[1], labelled)
+
+    def definition(model, tokens, labels, positions):
+        logits, tp = model(tokens, positions, None), tensor_parallel(model.output_layer)
+        return flow.vocab_parallel_cross_entropy(logits, labels, tp, z_loss=1e-2)
+
+    _, wanted, reference = train(model, batch, logits_settings, definition)
+    assert device != "cpu" or torch.equal(losses, wanted)
+    torch.testing.assert_close(losses, wanted, rtol=1e-3, atol=1e-5)
+    assert (losses > without + 0.1).all()  # log(512)**2 / 100 = 0.39
+    for n, g in reference.items():
+        if invariant and device == "cpu":
+            assert torch.equal(grads[n], g) and not torch.equal(grads[n], other[n]), n
+        assert F.cosine_similarity(grads[n].flatten().double(), g.flatten().double(), dim=0) > 0.999, n
+    patch_model(model, settings[0])
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(labelled(model, *batch), without)
+        model(tokens, positions, None)
+
+
+def test_z_loss_that_would_be_ignored_is_refused():
+    model, (tokens, _, positions) = with_attribute(use_mup=True), tiny_batch(11)
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(
+        ValueError, match=r"activation.z_loss: got 0.01, accepted: 0.*\n(.*\n)*.*plain \(config.use_mup"
+    ):
+        patch_model(model, ActivationConfig(z_loss=0.01))
+    assert [type(m) for m in model.modules()] == before
+    with pytest.raises(ValueError, match="activation.z_loss: got 0.01, accepted: 0"):
+        patch_model(tiny_gpt().decoder, ActivationConfig(z_loss=0.01))
+    patch_model(tiny_gpt(gpt={"post_process": False}), ActivationConfig(z_loss=0.01))  # not the last stage
+    model = tiny_gpt().cpu()
+    patch_model(model, ActivationConfig(z_loss=0.01))
+    with pytest.raises(ValueError, match="activation.z_loss: got 0.01 and a training model called without labels"):
+        model(tokens, positions, None)
+
+
 def test_fused_loss_is_overridden_and_said_so():
     model = tiny_gpt(cross_entropy_loss_fusion=True)
     report = patch_model(model, ActivationConfig())

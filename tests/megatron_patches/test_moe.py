@@ -74,14 +74,15 @@ def test_experts_run_the_flow(options, expected, device):
         assert gradients(model, batch, mask)[0] == loss
 
 
-def test_experts_without_tokens(device):
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_experts_without_tokens(scales, device):
     """Sixteen experts, 64 tokens of few kinds: some get none, others numbers that 16 does not divide."""
     model, batch = tiny_gpt(**ONE_OF_MANY), tiny_batch(0, device)
     counts = []
     for layer in model.decoder.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: counts.extend(args[1].tolist()))
     loss, _ = gradients(model, batch)
-    with patched(model, SETTINGS):
+    with patched(model, ActivationConfig(forward_scales=scales)):
         counts.clear()
         fp8_loss, grads = gradients(model, batch)
     assert 0 in counts and any(n % 16 for n in counts)

@@ -99,9 +99,16 @@ class Layer:
         return act(pre if self.fc1_bias is None else pre + self.fc1_bias, activation) @ self.fc2.t()
 
     def fp8_linear(self, a, w, config, bias=None):
-        """Straight-through autograd of a linear: operands and the gradient of its output are quantized per tensor."""
+        """Straight-through autograd of a linear: operands and the gradient of its output are quantized per tensor.
+
+        With row scales the product's value is that of operands quantized by rows, its gradients are the same.
+        """
+        by_rows = per_row(a, config.format) @ per_row(w, config.format).t()
         a, w = (StraightThrough.apply(t, per_tensor(t, config.format)) for t in (a, w))
-        y = GradQuantized.apply(a @ w.t(), config.grad_format)
+        product = a @ w.t()
+        if config.forward_scales == "row":
+            product = StraightThrough.apply(product, by_rows)
+        y = GradQuantized.apply(product, config.grad_format)
         return y if bias is None else y + bias
 
     def grouped(self, t, config):
@@ -151,9 +158,17 @@ class GradQuantized(torch.autograd.Function):
 
 
 def per_tensor(x, fmt):
+    return rounded(x.detach(), x.detach().abs().max(), fmt)
+
+
+def per_row(x, fmt):
+    return rounded(x.detach(), x.detach().abs().amax(-1, keepdim=True), fmt)
+
+
+def rounded(x, amax, fmt):
     dtype, largest = DTYPES[fmt]
-    scale = x.detach().abs().max() / largest
-    return (x.detach() / scale).to(dtype).to(x.dtype) * scale
+    scale = amax / largest
+    return (x / scale).to(dtype).to(x.dtype) * scale
 
 
 def per_group(x, fmt, group_size, kind):

@@ -114,9 +114,10 @@ def test_bytes_of_a_llama_2_7b_layer():
     assert inputs + 4 * (4096 + 32 * scale_bytes(128, config)) + 4 * 32 + mlp == 48184
 
 
-def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch):
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch, scales):
     """x8 holds the values of o8, whose codes were rounded once; only values that become subnormal round again."""
-    config = settings()
+    config = settings(forward_scales=scales)
     operands = []
     for where, name in (("linear", "summed_gemm"), ("linear", "gemm"), ("weights", "gemm")):
         module = importlib.import_module(f"coat_dist.flow.{where}")
@@ -129,12 +130,17 @@ def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch):
         weight = torch.randn(48, HEADS * 64, dtype=torch.bfloat16, requires_grad=True)
         linear(out, weight, ONE, config, o8).float().square().sum().backward()
         (x8, _), _, (_, x8_t) = operands
-        assert torch.equal(x8.codes.view(torch.uint8), x8_t.codes.view(torch.uint8).t()) and x8.scales is x8_t.scales
-        assert x8.scales.frexp()[0] == 0.5  # a power of two
-        normal = out.abs() >= 2.0**-6 * x8.scales
-        assert normal.float().mean() > 0.9
-        assert torch.equal(dequantize(x8).view(out.shape)[normal], out.float()[normal])
-        assert x8.codes.float().abs().max() > 224  # no bit is given away
+        assert torch.equal(x8.scales.amax(), x8_t.scales)
+        if scales == "tensor":
+            assert torch.equal(x8.codes.view(torch.uint8), x8_t.codes.view(torch.uint8).t())
+        assert (x8.scales.frexp()[0] == 0.5).all()  # a power of two
+        rows = out.flatten(0, 1)
+        for values, scale in ((dequantize(x8), x8.scales), (dequantize(x8_t).t(), x8_t.scales)):
+            normal = rows.abs() >= 2.0**-6 * scale
+            assert normal.float().mean() > 0.9
+            assert torch.equal(values[normal], rows.float()[normal])
+        largest = x8.codes.float().abs() if scales == "tensor" else x8.codes.float().abs().amax(-1)
+        assert largest.max() > 224 and (scales == "tensor" or largest.min() > 224)  # no bit is given away
 
 
 def gradients(run, inputs):
@@ -248,3 +254,20 @@ def test_sdpa_takes_sequence_first(groups):
     q, k, v = qkv(groups, dtype=torch.float32)
     expected = F.scaled_dot_product_attention(*heads_first(q, k, v), is_causal=True, enable_gqa=True)
     assert torch.equal(sdpa(q, k, v), expected.permute(2, 0, 1, 3).flatten(2))
+
+
+def test_the_order_of_backends_is_that_of_sdpa_kernel_and_is_put_back(monkeypatch):
+    """Where it matters, on Hopper, there is no CPU to run it: only the order is looked at."""
+    from torch.nn.attention import sdpa_kernel
+
+    from coat_dist.flow import attention as module
+
+    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    order = torch._C._get_sdp_priority_order
+    before = order()
+    with sdpa_kernel(module._HOPPER_ORDER, set_priority=True):
+        wanted = order()
+    with pytest.raises(ZeroDivisionError), module._preferred_backend(torch.device("cuda")):
+        assert order() == wanted != before
+        raise ZeroDivisionError
+    assert order() == before

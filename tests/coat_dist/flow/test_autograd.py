@@ -29,10 +29,10 @@ def calls(layer, config):
 NAMES = list(calls(None, None))
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[*((name, "tensor") for name in NAMES), ("whole", "row"), ("mlp", "row")], ids="-".join)
 def call(request):
-    layer = Layer.random()
-    return calls(layer, settings())[request.param]
+    name, scales = request.param
+    return calls(Layer.random(), settings(forward_scales=scales))[name]
 
 
 def run(call, x, weighting=None):
@@ -111,10 +111,11 @@ def test_no_tokens(call):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("name", ["norm_linear", "linear", "norm_mlp", "biased_gelu", "mlp"])
-def test_a_bad_value_is_not_hidden(bad, forward, name):
+def test_a_bad_value_is_not_hidden(bad, forward, scales, name):
     layer = Layer.random()
-    call = calls(layer, settings(forward=forward))[name]
+    call = calls(layer, settings(forward=forward, forward_scales=scales))[name]
     x = torch.randn(6, 4, 64)
     x[2, 1, 7] = bad
     assert call(x)[2, 1].isnan().all()
@@ -127,13 +128,15 @@ def test_a_bad_value_is_not_hidden(bad, forward, name):
 
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
-def test_zeros_and_extremes_are_finite(forward):
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_zeros_and_extremes_are_finite(forward, scales):
     layer = Layer.random()
     rows = torch.zeros(4, 1, 64)
     rows[1], rows[2] = 1e-38, 3e4
     rows[3, 0, 9] = 1.0
     x = rows.requires_grad_()
-    out = layer.flow(x, settings(forward=forward))
+    out = layer.flow(x, settings(forward=forward, forward_scales=scales))
+    assert out.isfinite().all()
     for weighting in (torch.zeros_like(out), torch.full_like(out, 1e-30), torch.full_like(out, 1e20)):
         grads = gradients(out, weighting, [x, *layer.parameters().values()])
         assert all(g.isfinite().all() for g in grads)

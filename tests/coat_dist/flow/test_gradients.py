@@ -57,10 +57,10 @@ def assert_same_flow(pairs):
 
 
 @pytest.mark.parametrize(("fmt", "scale", "kind"), FULL)
-@pytest.mark.parametrize("grad_format", ["e4m3", "e5m2"])
-def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_format):
+@pytest.mark.parametrize(("grad_format", "scales"), [("e4m3", "tensor"), ("e5m2", "tensor"), ("e4m3", "row")])
+def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_format, scales):
     layer, x = Layer.random(kind=kind, f=80), torch.randn(24, 4, 64, requires_grad=True)
-    config = settings(forward="quantized", format=fmt, grad_format=grad_format, scale=scale)
+    config = settings(forward="quantized", format=fmt, grad_format=grad_format, scale=scale, forward_scales=scales)
     mine = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config)
     assert_same_flow(compare(layer, x, mine, layer.straight_norm_linear(x, config)))
     mine = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config)
@@ -70,11 +70,11 @@ def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_form
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("group_size", "biased"), [(16, False), (64, True)])
-def test_other_activations_groups_and_biases(activation, group_size, biased):
+@pytest.mark.parametrize(("group_size", "biased", "scales"), [(16, False, "row"), (64, True, "tensor")])
+def test_other_activations_groups_and_biases(activation, group_size, biased, scales):
     layer = Layer.random(f=72, activation=activation, biased=biased)
     x = torch.randn(24, 4, 64, requires_grad=True)
-    config = settings(forward="quantized", group_size=group_size)
+    config = settings(forward="quantized", group_size=group_size, forward_scales=scales)
     for mine, straight in (
         (layer.norm_mlp(x, config, activation), layer.straight_norm_mlp(x, config, activation)),
         (layer.mlp(x, config, activation), layer.straight_mlp(x, config, activation)),
@@ -98,13 +98,14 @@ def test_mlp_close_to_the_unquantized_one(activation, kind):
             assert relative_error(got, expected) < 0.16 and cosine(got, expected) > 0.985, name
 
 
+@pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("mode", ["exact", "quantized"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_exact_mode_multiplies_what_plain_fp8_would(mode, activation):
+def test_exact_mode_multiplies_what_plain_fp8_would(mode, activation, scales):
     """The forward error of "exact" is that of FP8 GEMMs alone: its inputs are quantized from the unquantized tensor."""
     layer, x = Layer.random(activation=activation, biased=True), torch.randn(24, 4, 64)
-    got = layer.norm_mlp(x, settings(forward=mode), activation)
-    config = settings()
+    got = layer.norm_mlp(x, settings(forward=mode, forward_scales=scales), activation)
+    config = settings(forward_scales=scales)
     pre = layer.fp8_linear(layer._norm(x), layer.fc1, config, layer.fc1_bias)
     plain = layer.fp8_linear(act(pre, activation), layer.fc2, config)
     assert (median_error(got, plain) < 1e-5) == (mode == "exact")

@@ -12,7 +12,7 @@ from .common import ONE, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 3e-4}
-"""Relative error of dx, which is summed chunk by chunk: now and then an element of BF16 is the neighbour."""
+"""Relative error of dx, which is summed in fp32: now and then an element of BF16 is the neighbour."""
 
 
 def problem(dtype, s=13, b=5, h=72, v=331, bias=False):
@@ -55,7 +55,7 @@ def test_is_the_plain_path(dtype, chunk, bias, z_loss):
     for mine, theirs in zip(grads, wanted, strict=True):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         assert relative_error(mine, theirs) <= BOUND[dtype]
-    if whole:
+    if whole and dtype == torch.float32:
         assert torch.equal(grads[0], wanted[0])
 
 

@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from coat_dist.flow import linear, norm, norm_linear, norm_mlp, scale_rows
+from coat_dist.formats import QuantizedTensor, fp8_format
+from coat_dist.reference.activation import activation_apply
+from coat_dist.reference.norm import NormStats, norm_apply
+from coat_dist.reference.quantize import amax, quantize_rows, quantize_tensor, tensor_scale
 
 from .common import ONE, Layer, settings
 
@@ -144,6 +148,42 @@ def test_backward_multiplies_the_bytes_of_forward(products, fmt, scale, kind, fo
     (z8, zs, w8, ws), (d8, _, w8_t, ws_t), (d8_t, _, z8_t, zs_t) = products
     assert same_operand(z8, zs, z8_t, zs_t) and same_operand(w8, ws, w8_t, ws_t)
     assert torch.equal(d8.view(torch.uint8), d8_t.view(torch.uint8).t())
+
+
+def same_codes(got, expected):
+    return torch.equal(got[0].view(torch.uint8), expected.codes.view(torch.uint8)) and torch.equal(
+        got[1], expected.scales
+    )
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt, kind):
+    """ "quantized" mode: y and a of both directions are one function of the same bytes. Forward's codes are theirs by
+    rows, backward's theirs per tensor, transposed, with the largest of forward's scales; so it is with weights."""
+    config, form = settings(forward="quantized", format=fmt, forward_scales="row"), fp8_format(fmt)
+    layer, x = Layer.random(kind=kind, f=80), torch.randn(96, 64, requires_grad=True)
+
+    def check(forward, backward, values):
+        rows = quantize_rows(values, form)
+        assert same_codes(forward, rows)
+        assert same_codes(backward, quantize_tensor(values, form, rows.scales.amax(), transpose=True))
+        assert torch.equal(backward[1], tensor_scale(amax(values), form))
+
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        out = layer.norm_mlp(x, config)
+    codes, scales, rstd, *mean = held[: 4 if kind == "layernorm" else 3]
+    x8 = QuantizedTensor(codes, scales, "group", config.group_size)
+    pre8 = next(QuantizedTensor(c, s, "group", config.group_size) for c, s in zip(held, held[1:], strict=False)
+                if c.shape == (96, 2, 80))  # fmt: skip
+    out.square().sum().backward()
+    (y8, ys, w1, s1), (a8, as_, w2, s2), (_, _, w2_t, s2_t), wgrad2, (_, _, w1_t, s1_t), wgrad1 = products
+    y = norm_apply(x8, NormStats(rstd, *mean or [None]), layer.norm_weight, layer.norm_bias)
+    check((y8, ys), wgrad1[2:], y)
+    check((a8, as_), wgrad2[2:], activation_apply(pre8, "swiglu"))
+    check((w1, s1), (w1_t, s1_t), layer.fc1)
+    check((w2, s2), (w2_t, s2_t), layer.fc2)
 
 
 def test_exact_mode_saturates_what_rounding_carries_beyond_the_scale(products):

@@ -1,4 +1,4 @@
-"""Weights of the flow: gradients into main_grad, and cached codes that no change of the weights may survive."""
+"""Cached codes of weights: none may survive a change of the weights."""
 
 import contextlib
 import copy
@@ -9,14 +9,11 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import invalidate_weights, linear, norm_linear, norm_mlp, weights
-from coat_dist.reference.gemm import scaled_mm
 
 from .common import ONE, Layer, settings
-
-WEIGHTS = ("weight", "back", "fc1", "fc2")
+from .microbatches import REPLAYS, WEIGHTS, backward, batches, detached, replayed, with_main_grad
 
 
 @pytest.fixture(autouse=True)
@@ -24,159 +21,6 @@ def empty_cache():
     invalidate_weights()
     yield
     invalidate_weights()
-
-
-def detached(layer, dtype=None):
-    """A copy with leaves of its own."""
-    made = {n: t.detach().clone().to(dtype or t.dtype) for n, t in layer.parameters().items()}
-    return Layer(**vars(layer) | {n: t.requires_grad_() for n, t in made.items()})
-
-
-def with_main_grad(layer, dtype, ddp=True):
-    for name in WEIGHTS:
-        parameter = getattr(layer, name)
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype)
-        if ddp:
-            parameter.grad_added_to_main_grad = False
-    return layer
-
-
-def batches(n, dtype=torch.float32, h=64):
-    return [torch.randn(6, 4, h).to(dtype) for _ in range(n)]
-
-
-def backward(layer, x, config, wrap=lambda f, x: f(x)):
-    x = x.detach().requires_grad_()
-    out = wrap(lambda t: layer.flow(t, config), x)
-    out.backward(torch.sin(torch.arange(out.numel())).view(out.shape).to(out.dtype))
-    return x.grad
-
-
-# --- wgrad ---
-
-
-@pytest.fixture
-def wgrads(monkeypatch):
-    """Operands and output dtype of every wgrad product, blocks of one weight's rows one after the other."""
-    seen = []
-    original = weights.gemm
-    monkeypatch.setattr(
-        weights, "gemm", lambda a, b, dtype, *rest: (seen.append((a, b, dtype)), original(a, b, dtype, *rest))[1]
-    )
-    return seen
-
-
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_main_grad_is_the_definition(wgrads, dtype, main_dtype, invariant):
-    """Products in fp32, each added and rounded once: to the bit, over several micro-batches."""
-    layer = with_main_grad(Layer.random(dtype=dtype), main_dtype)
-    config = settings(wgrad="main_grad", tp_invariant=invariant)
-    order = ("fc2", "fc1", "back", "weight")  # of backward
-    expected = {name: torch.zeros_like(getattr(layer, name).main_grad) for name in WEIGHTS}
-    for x in batches(3, dtype):
-        wgrads.clear()
-        backward(layer, x, config)
-        for name, (a, b, out) in zip(order, wgrads, strict=True):
-            assert out == torch.float32
-            expected[name] = (expected[name].float() + scaled_mm(a, b, torch.float32)).to(main_dtype)
-    for name, want in expected.items():
-        got = getattr(layer, name).main_grad
-        assert want.any() and got.dtype == main_dtype and torch.equal(got, want), name
-
-
-def test_fp32_main_grad_keeps_what_bf16_gradients_round_away():
-    layer = Layer.random(dtype=torch.bfloat16)
-    fused, plain = with_main_grad(detached(layer), torch.float32), detached(layer)
-    x = batches(1, torch.bfloat16)[0]
-    backward(fused, x, settings(wgrad="main_grad"))
-    backward(plain, x, settings())
-    for name in WEIGHTS:
-        exact, rounded = getattr(fused, name).main_grad, getattr(plain, name).grad
-        assert torch.equal(exact.bfloat16(), rounded) and not torch.equal(exact, rounded.float()), name
-
-
-def test_all_other_gradients_are_the_same():
-    layer = Layer.random(kind="layernorm")
-    fused, plain = with_main_grad(detached(layer), torch.float32), detached(layer)
-    x = batches(1)[0]
-    assert torch.equal(backward(fused, x, settings(wgrad="main_grad")), backward(plain, x, settings()))
-    for name, p in fused.parameters().items():
-        got = p.main_grad if name in WEIGHTS else p.grad
-        assert torch.equal(got, getattr(plain, name).grad), name
-
-
-@pytest.mark.parametrize("rows", [128, 300, 512])
-def test_blocks_of_rows(monkeypatch, rows):
-    """A gradient that passes through several temporaries, the last one short."""
-    monkeypatch.setattr(weights, "_CHUNK", 1)
-    weight, x = torch.randn(rows, 48, requires_grad=True), torch.randn(20, 48)
-    linear(x, weight, ONE, settings()).square().sum().backward()
-    expected, weight.grad = weight.grad, None
-    weight.main_grad = torch.ones_like(weight)
-    linear(x, weight, ONE, settings(wgrad="main_grad")).square().sum().backward()
-    assert torch.equal(weight.main_grad, 1 + expected) and weight.grad is None
-
-
-def test_what_autograd_is_given():
-    x, config = torch.randn(20, 48), settings(wgrad="main_grad")
-
-    def run(**attributes):
-        weight = torch.nn.Parameter(torch.randn(64, 48))
-        weight.main_grad = torch.ones(64, 48)
-        for name, value in attributes.items():
-            setattr(weight, name, value)
-        linear(x, weight, ONE, config).sum().backward()
-        return weight
-
-    plain = run()
-    assert plain.grad is None and not hasattr(plain, "grad_added_to_main_grad")
-    ddp = run(grad_added_to_main_grad=False)
-    assert ddp.grad.shape == ddp.shape and ddp.grad.dtype == ddp.dtype and ddp.grad_added_to_main_grad is True
-    zeroed = run(grad_added_to_main_grad=False, zero_out_wgrad=True)
-    assert not zeroed.grad.any() and zeroed.grad_added_to_main_grad is True
-
-
-def test_overwrite_main_grad():
-    weight, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
-    linear(x, weight, ONE, settings()).sum().backward()
-    weight.main_grad, weight.overwrite_main_grad = torch.full((64, 48), torch.nan), True
-    linear(x, weight, ONE, settings(wgrad="main_grad")).sum().backward()
-    assert torch.equal(weight.main_grad, weight.grad)
-
-
-@pytest.mark.parametrize(
-    ("buffer", "given"),
-    [
-        (None, "none"),
-        (torch.zeros(64, 47), r"torch.float32 \[64, 47\]"),
-        (torch.zeros(64, 48, dtype=torch.float16), r"torch.float16 \[64, 48\]"),
-    ],
-)
-def test_no_main_grad_to_add_to(buffer, given):
-    weight = torch.nn.Parameter(torch.randn(64, 48))
-    if buffer is not None:
-        weight.main_grad = buffer
-    out = linear(torch.randn(20, 48), weight, ONE, settings(wgrad="main_grad"))  # forward alone needs none
-    with pytest.raises(ValueError, match=f"weight.main_grad: got {given}, accepted .* as Megatron's"):
-        out.sum().backward()
-
-
-def replayed(kind):
-    if kind == "offload":
-
-        def call(f, x):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
-                return f(x)
-
-        return call
-    if kind == "plain":
-        return lambda f, x: f(x)
-    return lambda f, x: checkpoint(f, x, use_reentrant=kind == "reentrant")
-
-
-REPLAYS = ["plain", "reentrant", "non-reentrant", "offload"]
 
 
 @pytest.mark.parametrize("kind", REPLAYS)
@@ -193,9 +37,6 @@ def test_main_grad_and_the_cache_under_replays(kind):
         for name, p in other.parameters().items():
             got = p.main_grad if name in WEIGHTS and "wgrad" in options else p.grad
             assert torch.equal(got, getattr(plain, name).grad), (name, options)
-
-
-# --- cached codes ---
 
 
 @pytest.fixture
@@ -226,9 +67,9 @@ class Model(torch.nn.Module):
         return x
 
 
-def train(layers, data, mode, kind, accumulation=2):
+def train(layers, data, mode, kind, scales, accumulation=2):
     """Losses of a loop with everything in it: accumulation, two micro-batches in flight, evaluation, loads."""
-    config, model = settings(weights=mode), Model(layers)
+    config, model = settings(weights=mode, forward_scales=scales), Model(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     first = {k: v.clone() for k, v in model.state_dict().items()}
     losses, wrap = [], replayed(kind)
@@ -260,12 +101,12 @@ def train(layers, data, mode, kind, accumulation=2):
     return losses
 
 
-@pytest.mark.parametrize("kind", REPLAYS)
-def test_cached_training_is_the_same_to_the_bit(kind, quantized):
+@pytest.mark.parametrize(("kind", "scales"), [*((kind, "tensor") for kind in REPLAYS), ("plain", "row")])
+def test_cached_training_is_the_same_to_the_bit(kind, scales, quantized):
     layers, data = [Layer.random(f=64), Layer.random(f=64)], batches(14)
-    expected = train(layers, data, "on_use", kind)
+    expected = train(layers, data, "on_use", kind, scales)
     quantized.clear()
-    assert train(layers, data, "cached", kind) == expected
+    assert train(layers, data, "cached", kind, scales) == expected
     assert len(set(expected)) == len(expected)  # nothing stood still
     assert len(quantized) == 2 * len(WEIGHTS) * (7 + 3)  # once for each of 7 steps and 3 changes in between
 
@@ -366,23 +207,25 @@ def test_methods_that_write_weights_can_be_named():
 
 def test_different_settings_do_not_share_codes():
     p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
-    for fmt in ("e4m3", "e5m2", "e4m3"):
-        options = {"format": fmt, "grad_format": "e4m3"}
+    for fmt, scales in (("e4m3", "tensor"), ("e5m2", "tensor"), ("e5m2", "row"), ("e4m3", "row"), ("e4m3", "tensor")):
+        options = {"format": fmt, "grad_format": "e4m3", "forward_scales": scales}
         cached = linear(x, p, ONE, settings(weights="cached", **options))
         assert torch.equal(cached, linear(x, p, ONE, settings(**options)))
 
 
-def test_bytes_and_lifetime():
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_bytes_and_lifetime(scales):
     layer, x = Layer.random(dtype=torch.bfloat16), batches(1, torch.bfloat16)[0]
-    config = settings(weights="cached")
+    config = settings(weights="cached", forward_scales=scales)
     out = layer.flow(x, config)
-    elements = sum(getattr(layer, name).numel() for name in WEIGHTS)
-    assert weights.cached_weight_bytes() == elements + 4 * len(WEIGHTS)  # a byte each, and a scale
+    elements, rows = (sum(count(getattr(layer, name)) for name in WEIGHTS) for count in (torch.numel, len))
+    for_rows = 4 * rows if scales == "row" else 0
+    assert weights.cached_weight_bytes() == elements + 4 * len(WEIGHTS) + for_rows  # a byte each, and scales
     copied = copy.deepcopy(layer.weight)
     assert not copied.__dict__ and torch.equal(copied, layer.weight)
     pickle.dump(layer.weight, buffer := io.BytesIO())
     assert len(buffer.getvalue()) < 2 * layer.weight.numel() + 2000
-    held = [weakref.ref(entry.w8) for entry in weights._cache.values()]
+    held = [weakref.ref(entry.operand.q8) for entry in weights._cache.values()]
     invalidate_weights()
     assert weights.cached_weight_bytes() == 0
     assert len(held) == len(WEIGHTS) and not any(w8() for w8 in held)  # though ``out`` still holds its graph
@@ -394,11 +237,12 @@ def test_bytes_and_lifetime():
     assert weights.cached_weight_bytes() == 0
 
 
-def test_backward_after_the_codes_are_gone_is_the_same():
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_backward_after_the_codes_are_gone_is_the_same(scales):
     layer, x = Layer.random(), batches(1)[0]
     grads = []
     for drop in (False, True):
-        out = layer.flow(x, settings(weights="cached"))
+        out = layer.flow(x, settings(weights="cached", forward_scales=scales))
         if drop:
             invalidate_weights()
         grads.append(torch.autograd.grad(out.square().sum(), list(layer.parameters().values())))

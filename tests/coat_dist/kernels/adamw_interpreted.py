@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from tests.coat_dist.kernels import adamw_agreement as agreement
+from tests.coat_dist.kernels import adamw_edges, adamw_plain, adamw_problems
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("variant", agreement.VARIANTS)
+@pytest.mark.parametrize("variant", adamw_problems.VARIANTS)
 def test_kernel_agrees_with_the_definition(variant):
-    agreement.check(128 * 21 + 1, **agreement.VARIANTS[variant])
+    agreement.check(128 * 21 + 1, **adamw_problems.VARIANTS[variant])
 
 
 @pytest.mark.parametrize("n", [0, 1, 127, 128, 129, 1023, 1024, 1025])
@@ -19,19 +20,19 @@ def test_lengths_around_groups_and_tiles(n):
 
 
 def test_non_finite_gradients():
-    agreement.check_non_finite()
+    adamw_edges.check_non_finite()
 
 
 def test_extreme_moments_survive():
-    agreement.check_extremes()
+    adamw_edges.check_extremes()
 
 
 def test_int8_and_log8_codes_survive():
-    agreement.check_codes_survive()
+    adamw_edges.check_codes_survive()
 
 
 def test_the_smallest_normal_numbers():
-    agreement.check_smallest_normals()
+    adamw_edges.check_smallest_normals()
 
 
 @pytest.mark.parametrize(
@@ -42,14 +43,14 @@ def test_the_smallest_normal_numbers():
     ],
 )
 def test_many_tensors_in_one_launch(variant):
-    agreement.check_many(**agreement.VARIANTS[variant])
+    agreement.check_many(**adamw_problems.VARIANTS[variant])
 
 
 @pytest.mark.parametrize("seed", [None, 11])
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
 def test_a_remainder_keeps_the_fp32_master_to_the_bit(grad, seed):
-    agreement.check_remainder(seed=seed, grad=grad)
+    adamw_plain.check_remainder(seed=seed, grad=grad)
 
 
 def test_every_master_is_divided_as_defined():
-    agreement.check_split(every=61)
+    adamw_plain.check_split(every=61)

@@ -96,6 +96,28 @@ def check_norm(device="cpu", sizes=(64, 200), rows=7):
             rest = (dy, source, wanted.stats, weight, torch.float32, torch.float32, bias is not None)
             for a, b in zip(norm.norm_backward(*rest), reference_norm.norm_backward(*rest), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            if exact and fmt is E4M3:
+                check_residual(rest, torch.randn_like(x))
+
+
+def check_residual(rest, residual):
+    """With a residual: that much more in dx, rounded once; nothing else changes."""
+    dx, *sums = norm.norm_backward(*rest)
+    turned = residual.transpose(0, 1).contiguous().transpose(0, 1)
+    for given in (residual, turned, residual.bfloat16(), torch.zeros_like(residual)):
+        got, *others = norm.norm_backward(*rest, residual=given)
+        # The GPU's kernel may add with the product before it, which is rounded then: an fp32 rounding of dx apart.
+        torch.testing.assert_close(got, dx + given.float(), rtol=3e-7, atol=3e-7 * dx.abs().max().item())
+        for a, b in zip(sums, others, strict=True):
+            assert (a is None) == (b is None)
+            if b is not None:  # compiled apart, so a GPU may fuse other products with sums
+                torch.testing.assert_close(a, b, rtol=0, atol=a.is_cuda * 1e-6 * b.abs().max().item())
+        low = norm.norm_backward(*rest[:5], torch.bfloat16, rest[6], residual=given)[0]
+        step = 2**-8 if low.is_cuda else 2**-7  # one rounding: half a step; the interpreter cuts off
+        torch.testing.assert_close(low.float(), got, rtol=step * 1.001, atol=1e-6 * dx.abs().max().item())
+    residual[0, 1, 3], residual[1, 0, 5] = torch.nan, torch.inf
+    got = norm.norm_backward(*rest, residual=residual)[0]
+    assert torch.equal(got.isfinite(), residual.isfinite()) and got[0, 1, 3].isnan() and got[1, 0, 5] == torch.inf
 
 
 def check_norm_of_no_rows(device="cpu"):
@@ -107,6 +129,7 @@ def check_norm_of_no_rows(device="cpu"):
     assert got.x8.codes.shape == wanted.x8.codes.shape and got.amax == wanted.amax == 0
     dx, dweight, dbias = norm.norm_backward(torch.empty(0, 64, device=device), wanted.x8, wanted.stats, weight)
     assert dx.shape == (0, 64) and not dweight.any() and not dbias.any()
+    assert norm.norm_backward(dx, wanted.x8, wanted.stats, weight, residual=dx)[0].shape == (0, 64)
 
 
 def check_activation(device="cpu", sizes=(64, 176), rows=37, activations=tuple(ACTIVATIONS), variants=5):

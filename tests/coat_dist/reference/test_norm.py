@@ -47,6 +47,18 @@ def test_values_and_gradients(kind, affine):
     assert (stats.mean is None) == (kind == "rmsnorm")
 
 
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_the_residual_gradient_is_added_before_the_one_rounding(kind):
+    x, weight, _ = inputs()
+    dy, residual = torch.randn_like(x).bfloat16(), (torch.randn_like(x) * 3).bfloat16()
+    stats = norm_stats(x, kind, EPS)
+    exact, *sums = norm_backward(dy, x, stats, weight)
+    got, *others = norm_backward(dy, x, stats, weight, dtype=torch.bfloat16, residual=residual)
+    assert torch.equal(got, (exact + residual.float()).bfloat16())
+    assert not torch.equal(got, exact.bfloat16() + residual)  # what two roundings give
+    assert all(torch.equal(a, b) for a, b in zip(sums, others, strict=True))
+
+
 def test_statistics_do_not_depend_on_the_other_rows():
     x = torch.randn(37, 72, dtype=torch.bfloat16)
     for kind in ("rmsnorm", "layernorm"):

@@ -1,0 +1,38 @@
+"""Programs that need a GPU, on a CPU and tiny, with clocks and allocators that count nothing: that they call what there
+is. Numbers are a GPU's business."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import loss, weights
+
+
+def test_loss(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(loss, "timed", lambda call, *_: call() is None or 1.0)
+    monkeypatch.setattr(loss, "peak", lambda call: call() or 1)
+    x, weight = (torch.randn(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (8, 300))
+    rows = loss.losses(x, weight, torch.randint(0, 300, (8,)))
+    assert [r["loss"] for r in rows][:3] == ["torch, fp32 logits", "plain", "chunked"]
+    assert "chunked, 2048 entries" in capsys.readouterr().out
+
+
+def test_weights(monkeypatch) -> None:
+    monkeypatch.setattr(weights, "DEVICE", "cpu")
+    monkeypatch.setattr(weights, "CACHE", 2**14)
+    turns = []
+    monkeypatch.setattr(weights, "graph_ms", lambda calls: turns.append(len([c() for c in calls])) or 0.5)
+    found = weights.one((32, 64), 48, 4e12)
+    assert set(turns) == {4}  # 4 KiB a weight
+    assert found["wgrad into main_grad_us"] == 500
+    assert found["floor on use_us"] == pytest.approx(32 * 64 * 8 / 4e6)
+
+
+def test_ways_of_a_weights_gradient_agree(monkeypatch) -> None:
+    monkeypatch.setattr(weights, "DEVICE", "cpu")
+    d8_t, x8_t = weights.operand(32, 48), weights.operand(64, 48)
+    calls = weights.calls((32, 64), d8_t, x8_t)
+    codes = calls["on use: W8 transposed"]().codes, calls["cached: W8 transposed"]().codes
+    assert torch.equal(*(c.view(torch.uint8) for c in codes))
+    assert calls["wgrad returned"]().shape == (32, 64) and calls["wgrad into main_grad"]() is None

@@ -1,0 +1,203 @@
+"""The residual connection's alias: its gradient is added where the norm's is computed, and nothing else changes."""
+
+import importlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from coat_dist.flow import Heads, norm_linear, norm_mlp, norm_qkv, rope_table
+from coat_dist.reference.norm import norm_backward
+
+from .common import ONE, Layer, settings
+from .test_saved import saved
+
+S, B, H = 12, 3, 64
+HEADS = Heads(groups=2, per_group=2, size=16)
+CONFIG = settings()
+CALLS = ("norm_linear", "norm_qkv", "norm_mlp")
+
+
+def function(name, layer, residual=True, config=CONFIG):
+    """``x`` → outputs, the alias last."""
+    table = rope_table(torch.linspace(0, 30, S * 12).view(S, 1, 1, 12))
+
+    def call(x):
+        if name == "norm_linear":
+            out = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config, residual=residual)
+        elif name == "norm_qkv":
+            return norm_qkv(x, layer.norm, layer.weight, layer.bias, HEADS, table, ONE, config, residual=residual)
+        else:
+            out = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, residual=residual)
+        return out if residual else (out,)
+
+    return call
+
+
+def tensors(kind="rmsnorm", dtype=torch.bfloat16):
+    layer = Layer.random(h=H, n=HEADS.width, kind=kind, dtype=dtype)
+    return layer, torch.randn(S, B, H, dtype=dtype, requires_grad=True)
+
+
+@pytest.fixture
+def backward_arguments(monkeypatch):
+    """Arguments of every call of ``norm_backward``."""
+    module, seen = importlib.import_module("coat_dist.flow.norm"), []
+    original = module.norm_backward
+    monkeypatch.setattr(module, "norm_backward", lambda *args: seen.append(args) or original(*args))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("name", CALLS)
+def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(name, kind, backward_arguments):
+    layer, x = tensors(kind)
+    inputs = [x, *(p for p in layer.parameters().values())]
+    plain, (*outs, alias) = function(name, layer, residual=False)(x), function(name, layer)(x)
+    assert all(torch.equal(a, b) for a, b in zip(outs, plain, strict=True)) and torch.equal(alias, x)
+    douts, carried = [torch.randn_like(t) for t in outs], torch.randn_like(x) * 3
+    _, *expected = torch.autograd.grad(plain, inputs, douts, allow_unused=True)
+    dx, *grads = torch.autograd.grad((*outs, alias), inputs, (*douts, carried), allow_unused=True)
+    assert [g is None for g in grads] == [g is None for g in expected]
+    assert all(a is None or torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    unfused, fused = backward_arguments
+    assert unfused[-1] is None and torch.equal(fused[-1].view_as(carried), carried)
+    in_fp32 = norm_backward(*unfused[:5], torch.float32, unfused[6])[0]
+    assert torch.equal(dx, (in_fp32.view_as(x) + carried.float()).bfloat16())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autograd_adds_nothing(name):
+    class Adds(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+                self.count += out.dtype == torch.bfloat16 and out.numel() == S * B * H
+            return out
+
+    layer, leaf = tensors()
+    counts = []
+    for fused in (False, True):
+        x, leaf.grad = leaf * 1, None  # gradients meet in the buffer of the product's node
+        *outs, last = (*function(name, layer, residual=fused)(x), x)[: None if not fused else -1]
+        assert fused == (last.grad_fn is outs[0].grad_fn)
+        with Adds() as adds:
+            torch.autograd.backward((*outs, last), [torch.ones_like(t) for t in (*outs, last)])
+        counts.append(adds.count)
+    assert counts == [1, 0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_alias_costs_nothing(name):
+    layer, x = tensors()
+    *_, alias = function(name, layer)(x)
+    assert alias.data_ptr() == x.data_ptr() and alias._is_view()
+    kept = [saved(lambda r=r: function(name, layer, residual=r)(x)[0], *layer.parameters().values()) for r in (0, 1)]
+    assert sorted(kept[0].values()) == sorted(kept[1].values()) and x.data_ptr() not in kept[1]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_a_gradient_the_alias_is_the_input(name):
+    layer, x = tensors()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert function(name, layer)(x)[-1] is x
+    fixed = x.detach()
+    *outs, alias = function(name, layer)(fixed)
+    assert alias is fixed and outs[0].requires_grad
+    outs[0].sum().backward()
+    assert fixed.grad is None and layer.norm_weight.grad.any()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_either_output_may_be_unused(name):
+    layer, x = tensors()
+    *outs, alias = function(name, layer)(x)
+    carried = torch.randn_like(x)
+    alias.backward(carried, retain_graph=True)
+    assert torch.equal(x.grad, carried) and all(p.grad is None for p in layer.parameters().values())
+    dout = torch.randn_like(outs[0])
+    (got,) = torch.autograd.grad(outs[0], x, dout)
+    (expected,) = torch.autograd.grad(function(name, layer, residual=False)(x)[0], x, dout)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_several_uses_of_alias_and_input(name):
+    layer, x = tensors(dtype=torch.float32)
+    *outs, alias = function(name, layer)(x)
+    a, b, c = (torch.randn_like(x) for _ in range(3))
+    dout = torch.randn_like(outs[0])
+    got, _ = torch.autograd.grad((outs[0], alias, alias * 2, x * 3), (x, layer.norm_weight), (dout, a, b, c))
+    (plain,) = torch.autograd.grad(function(name, layer, residual=False)(x)[0], x, dout)
+    torch.testing.assert_close(got, plain + a + 2 * b + 3 * c)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_frozen_parameters_and_gradients_of_parameters_alone(name):
+    layer, x = tensors()
+    dout, carried = [None], torch.randn_like(x)
+
+    def grads(*inputs):
+        *outs, alias = function(name, layer)(x)
+        dout[0] = torch.randn_like(outs[0]) if dout[0] is None else dout[0]
+        return torch.autograd.grad((outs[0], alias), inputs, (dout[0], carried))
+
+    used = [layer.norm_weight, *((layer.fc1, layer.fc2) if name == "norm_mlp" else (layer.weight, layer.bias))]
+    dx, *whole = grads(x, *used)
+    assert all(torch.equal(a, b) for a, b in zip(grads(*used), whole, strict=True))
+    for p in layer.parameters().values():
+        p.requires_grad_(False)
+    assert torch.equal(grads(x)[0], dx)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_with_strides_zero_or_transposed(name):
+    layer, x = tensors()
+    *outs, alias = function(name, layer)(x)
+    dout = torch.randn_like(outs[0])
+    for carried in (x.new_tensor(3.0).expand(S, B, H), torch.randn(B, S, H, dtype=x.dtype).transpose(0, 1)):
+        a, b = (
+            torch.autograd.grad((outs[0], alias), x, (dout, c), retain_graph=True)[0]
+            for c in (carried, carried.contiguous())
+        )
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_checkpointing(name, reentrant):
+    """Around function and residual connection, and, not reentrant, around the function alone."""
+    layer, x = tensors()
+    call = function(name, layer)
+
+    def block(x):
+        *outs, alias = call(x)
+        return alias + outs[0].flatten(2).sum(-1, keepdim=True)
+
+    def outside(x):
+        *outs, alias = checkpoint(call, x, use_reentrant=False)
+        return alias + outs[0].flatten(2).sum(-1, keepdim=True)
+
+    weighting, grads = torch.randn_like(x), []
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant), outside):
+        leaf = x.detach().requires_grad_()
+        layer.norm_weight.grad = None
+        run(leaf).backward(weighting)
+        grads.append((leaf.grad, layer.norm_weight.grad))
+    assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(other, grads[0], strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_changes_in_place_are_refused(name):
+    layer, leaf = tensors()
+    x = leaf * 1
+    *_, alias = function(name, layer)(x)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        alias.add_(1)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        (alias * 2).sum().backward()

@@ -1,0 +1,195 @@
+"""Row-wise scales in forward: its products are the definition's to the bit, and backward does not notice them."""
+
+import functools
+import sys
+
+import pytest
+import torch
+
+from coat_dist.flow import Norm, linear, mlp, norm_linear
+from coat_dist.formats import fp8_format
+from coat_dist.reference.activation import ACTIVATIONS, activation_apply
+from coat_dist.reference.gemm import scaled_mm
+from coat_dist.reference.norm import norm_apply, norm_stats
+from coat_dist.reference.quantize import dequantize, quantize_groups, quantize_rows
+
+from .common import EPS, ONE, Layer, relative_error, settings
+from .test_saved import saved
+
+FORMS = [("e4m3", "e8m0"), ("e4m3", "bf16"), ("e5m2", "e8m0")]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def tokens(*shape, dtype=torch.float32):
+    """Random rows whose sizes differ by orders of magnitude."""
+    return (torch.randn(shape) * torch.exp2(torch.randint(-8, 8, (*shape[:-1], 1)).float())).to(dtype)
+
+
+def product(a, b, fmt, dtype):
+    """The definition: ``a @ b.T`` of operands in row-wise FP8."""
+    return scaled_mm(quantize_rows(a, fmt), quantize_rows(b, fmt), dtype)
+
+
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize(("name", "scale"), FORMS)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forward_is_the_definition_to_the_bit(forward, name, scale, kind, dtype):
+    config, fmt = settings(forward=forward, format=name, scale=scale, forward_scales="row"), fp8_format(name)
+    layer, x = Layer.random(kind=kind, dtype=dtype, f=80, biased=True), tokens(33, 64, dtype=dtype)
+
+    source = x if forward == "exact" else dequantize(quantize_groups(x, fmt, 32, scale))
+    y = norm_apply(source, norm_stats(source, kind, EPS), layer.norm_weight, layer.norm_bias)
+    got = norm_linear(x, layer.norm, layer.weight, None, ONE, config)
+    assert got.dtype == dtype and torch.equal(got, product(y, layer.weight, fmt, dtype))
+
+    z = tokens(33, 48, dtype=dtype)
+    assert torch.equal(linear(z, layer.back, ONE, config), product(z, layer.back, fmt, dtype))
+
+    def rest(pre):
+        pre8 = quantize_groups((pre.float() + layer.fc1_bias.float()).unflatten(-1, (2, -1)), fmt, 32, scale)
+        a = activation_apply(pre, "swiglu", layer.fc1_bias) if forward == "exact" else activation_apply(pre8, "swiglu")
+        return product(a, layer.fc2, fmt, dtype)
+
+    assert torch.equal(layer.norm_mlp(x, config), rest(product(y, layer.fc1, fmt, dtype)))
+    assert torch.equal(layer.mlp(x, config), rest(product(x, layer.fc1, fmt, dtype)))
+
+
+def gradients(out, leaves):
+    weighting = torch.sin(torch.arange(out.numel())).view(out.shape).to(out.dtype)
+    return torch.autograd.grad(out, leaves, weighting)
+
+
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize(("name", "scale"), FORMS)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_a_linear_are_those_of_per_tensor_scales(forward, name, scale, kind, dtype):
+    layer = Layer.random(kind=kind, dtype=dtype)
+    x = tokens(11, 3, 64, dtype=dtype).requires_grad_()
+    z = tokens(11, 3, 48, dtype=dtype).requires_grad_()
+    normed = [t for t in (x, layer.norm_weight, layer.norm_bias, layer.weight, layer.bias) if t is not None]
+    runs = []
+    for scales in ("tensor", "row"):
+        config = settings(forward=forward, format=name, scale=scale, forward_scales=scales)
+        y = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config)
+        o = linear(z, layer.back, ONE, config)
+        runs.append((y, o, gradients(y, normed) + gradients(o, [z, layer.back])))
+    assert not torch.equal(runs[0][0], runs[1][0]) and not torch.equal(runs[0][1], runs[1][1])
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][2], runs[1][2], strict=True))
+
+
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("normed", [True, False])
+def test_gradients_of_an_mlp_are_those_of_per_tensor_scales_at_the_same_pre_activation(
+    monkeypatch, forward, activation, normed
+):
+    module = sys.modules[mlp.__module__]
+    original, held = module.gemm, []
+
+    def gemm(*args, **kwargs):
+        """The first product, fc1's, has the same result in both runs."""
+        out = original(*args, **kwargs)
+        held.append(out.clone())
+        return held[0] if kwargs.get("fast_accum") else out
+
+    monkeypatch.setattr(module, "gemm", gemm)
+    layer = Layer.random(activation=activation, biased=True, f=80, dtype=torch.bfloat16)
+    x = tokens(33, 64, dtype=torch.bfloat16).requires_grad_()
+    leaves = [x, layer.fc1, layer.fc1_bias, layer.fc2, *([layer.norm_weight] if normed else [])]
+    outs, grads = [], []
+    for scales in ("tensor", "row"):
+        config = settings(forward=forward, forward_scales=scales)
+        outs.append((layer.norm_mlp if normed else layer.mlp)(x, config, activation))
+        grads.append(gradients(outs[-1], leaves))
+    assert not torch.equal(*outs)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_saved_bytes_are_the_same(forward, kind):
+    """Row scales are for forward alone. What is saved has the same sizes, tensor for tensor."""
+    layer, x = Layer.random(kind=kind, dtype=torch.bfloat16), tokens(30, 64, dtype=torch.bfloat16).requires_grad_()
+    calls = {
+        "norm_linear": lambda c: norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, c),
+        "linear": lambda c: linear(x, layer.weight, ONE, c),
+        "norm_mlp": lambda c: layer.norm_mlp(x, c),
+        "mlp": lambda c: layer.mlp(x, c),
+    }
+    configs = [settings(forward=forward, forward_scales=scales) for scales in ("tensor", "row")]
+    known = x, *layer.parameters().values()
+    for name, call in calls.items():
+        sizes = [sorted(saved(functools.partial(call, config), *known).values()) for config in configs]
+        assert sizes[0] == sizes[1], name
+
+
+def test_a_token_does_not_see_the_others():
+    """Forward's bits of a token do not depend on what else is in the batch, be it large or not a number."""
+    layer, config = Layer.random(), settings(forward_scales="row")
+    calls = {
+        "linear": lambda x: linear(x, layer.weight, ONE, config),
+        "norm_linear": lambda x: norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config),
+        "norm_mlp": lambda x: layer.norm_mlp(x, config),
+        "mlp": lambda x: layer.mlp(x, config),
+    }
+    x = torch.randn(20, 64)
+    wild = x.clone()
+    wild[3] *= 1e4
+    wild[7, 5], wild[9, 0] = torch.nan, torch.inf
+    rest = [i for i in range(20) if i not in (3, 7, 9)]
+    for name, call in calls.items():
+        calm, stormy = call(x), call(wild)
+        assert torch.equal(calm[rest], stormy[rest]), name
+        assert stormy[[7, 9]].isnan().all() and stormy[3].isfinite().all(), name
+
+
+def test_a_bad_token_is_in_every_weight_gradient():
+    """wgrad sums over tokens: one that is not a number must not get lost with its scale."""
+    layer, config = Layer.random(), settings(forward_scales="row")
+    x = torch.randn(20, 64)
+    x[7, 5] = torch.nan
+    for call in (
+        lambda t: linear(t, layer.weight, ONE, config),
+        lambda t: norm_linear(t, layer.norm, layer.weight, None, ONE, config),
+    ):
+        out = call(x.requires_grad_())
+        (grad,) = torch.autograd.grad(out, layer.weight, torch.randn_like(out))
+        assert grad.isnan().all()
+
+
+def test_outlier_tokens_cost_the_others_nothing():
+    """The error of ordinary tokens, with a few beside them that are so large that per-tensor codes become subnormal."""
+    layer = Layer.random(h=256, n=256)
+    x = torch.randn(256, 256)
+    wild = x.clone()
+    wild[::64] *= 3e5  # E4M3 is as fine down to 1 / 28672 of a tensor's maximum
+    ordinary = torch.arange(256) % 64 != 0
+    errors = {
+        (scales, name): relative_error(
+            linear(t, layer.weight, ONE, settings(forward_scales=scales))[ordinary],
+            (t @ layer.weight.t())[ordinary],
+        )
+        for scales in ("tensor", "row")
+        for name, t in (("calm", x), ("wild", wild))
+    }
+    assert errors["row", "wild"] == errors["row", "calm"] < 0.04
+    assert errors["tensor", "wild"] > 5 * errors["row", "wild"]
+
+
+def test_norm_without_parameters():
+    x, w = tokens(9, 64), torch.randn(48, 64)
+    for kind in ("rmsnorm", "layernorm"):
+        got = norm_linear(x, Norm(kind, EPS), w, None, ONE, settings(forward_scales="row"))
+        y = norm_apply(x, norm_stats(x, kind, EPS), None, None)
+        assert torch.equal(got, product(y, w, fp8_format("e4m3"), torch.float32))
+
+
+def test_no_tokens():
+    """An expert that no token was routed to."""
+    layer, x = Layer.random(), torch.zeros(0, 64, requires_grad=True)
+    for call in (layer.mlp, layer.norm_mlp):
+        out = call(x, settings(forward_scales="row"))
+        grads = torch.autograd.grad(out.sum(), [x, layer.fc1, layer.fc2])
+        assert out.shape == (0, 64) and not any(g.any() for g in grads)

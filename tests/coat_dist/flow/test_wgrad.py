@@ -1,0 +1,118 @@
+"""Weight gradients of the flow into main_grad: products in fp32, added to what is there."""
+
+import pytest
+import torch
+
+from coat_dist.flow import linear, weights
+from coat_dist.reference.gemm import scaled_mm
+
+from .common import ONE, Layer, settings
+from .microbatches import WEIGHTS, backward, batches, detached, with_main_grad
+
+
+@pytest.fixture
+def wgrads(monkeypatch):
+    """Operands and output dtype of every wgrad product, blocks of one weight's rows one after the other."""
+    seen = []
+    original = weights.gemm
+    monkeypatch.setattr(
+        weights, "gemm", lambda a, b, dtype, *rest: (seen.append((a, b, dtype)), original(a, b, dtype, *rest))[1]
+    )
+    return seen
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_is_the_definition(wgrads, dtype, main_dtype, invariant):
+    """Products in fp32, each added and rounded once: to the bit, over several micro-batches."""
+    layer = with_main_grad(Layer.random(dtype=dtype), main_dtype)
+    config = settings(wgrad="main_grad", tp_invariant=invariant)
+    order = ("fc2", "fc1", "back", "weight")  # of backward
+    expected = {name: torch.zeros_like(getattr(layer, name).main_grad) for name in WEIGHTS}
+    for x in batches(3, dtype):
+        wgrads.clear()
+        backward(layer, x, config)
+        for name, (a, b, out) in zip(order, wgrads, strict=True):
+            assert out == torch.float32
+            expected[name] = (expected[name].float() + scaled_mm(a, b, torch.float32)).to(main_dtype)
+    for name, want in expected.items():
+        got = getattr(layer, name).main_grad
+        assert want.any() and got.dtype == main_dtype and torch.equal(got, want), name
+
+
+def test_fp32_main_grad_keeps_what_bf16_gradients_round_away():
+    layer = Layer.random(dtype=torch.bfloat16)
+    fused, plain = with_main_grad(detached(layer), torch.float32), detached(layer)
+    x = batches(1, torch.bfloat16)[0]
+    backward(fused, x, settings(wgrad="main_grad"))
+    backward(plain, x, settings())
+    for name in WEIGHTS:
+        exact, rounded = getattr(fused, name).main_grad, getattr(plain, name).grad
+        assert torch.equal(exact.bfloat16(), rounded) and not torch.equal(exact, rounded.float()), name
+
+
+def test_all_other_gradients_are_the_same():
+    layer = Layer.random(kind="layernorm")
+    fused, plain = with_main_grad(detached(layer), torch.float32), detached(layer)
+    x = batches(1)[0]
+    assert torch.equal(backward(fused, x, settings(wgrad="main_grad")), backward(plain, x, settings()))
+    for name, p in fused.parameters().items():
+        got = p.main_grad if name in WEIGHTS else p.grad
+        assert torch.equal(got, getattr(plain, name).grad), name
+
+
+@pytest.mark.parametrize("rows", [128, 300, 512])
+def test_blocks_of_rows(monkeypatch, rows):
+    """A gradient that passes through several temporaries, the last one short."""
+    monkeypatch.setattr(weights, "_CHUNK", 1)
+    weight, x = torch.randn(rows, 48, requires_grad=True), torch.randn(20, 48)
+    linear(x, weight, ONE, settings()).square().sum().backward()
+    expected, weight.grad = weight.grad, None
+    weight.main_grad = torch.ones_like(weight)
+    linear(x, weight, ONE, settings(wgrad="main_grad")).square().sum().backward()
+    assert torch.equal(weight.main_grad, 1 + expected) and weight.grad is None
+
+
+def test_what_autograd_is_given():
+    x, config = torch.randn(20, 48), settings(wgrad="main_grad")
+
+    def run(**attributes):
+        weight = torch.nn.Parameter(torch.randn(64, 48))
+        weight.main_grad = torch.ones(64, 48)
+        for name, value in attributes.items():
+            setattr(weight, name, value)
+        linear(x, weight, ONE, config).sum().backward()
+        return weight
+
+    plain = run()
+    assert plain.grad is None and not hasattr(plain, "grad_added_to_main_grad")
+    ddp = run(grad_added_to_main_grad=False)
+    assert ddp.grad.shape == ddp.shape and ddp.grad.dtype == ddp.dtype and ddp.grad_added_to_main_grad is True
+    zeroed = run(grad_added_to_main_grad=False, zero_out_wgrad=True)
+    assert not zeroed.grad.any() and zeroed.grad_added_to_main_grad is True
+
+
+def test_overwrite_main_grad():
+    weight, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
+    linear(x, weight, ONE, settings()).sum().backward()
+    weight.main_grad, weight.overwrite_main_grad = torch.full((64, 48), torch.nan), True
+    linear(x, weight, ONE, settings(wgrad="main_grad")).sum().backward()
+    assert torch.equal(weight.main_grad, weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "given"),
+    [
+        (None, "none"),
+        (torch.zeros(64, 47), r"torch.float32 \[64, 47\]"),
+        (torch.zeros(64, 48, dtype=torch.float16), r"torch.float16 \[64, 48\]"),
+    ],
+)
+def test_no_main_grad_to_add_to(buffer, given):
+    weight = torch.nn.Parameter(torch.randn(64, 48))
+    if buffer is not None:
+        weight.main_grad = buffer
+    out = linear(torch.randn(20, 48), weight, ONE, settings(wgrad="main_grad"))  # forward alone needs none
+    with pytest.raises(ValueError, match=f"weight.main_grad: got {given}, accepted .* as Megatron's"):
+        out.sum().backward()

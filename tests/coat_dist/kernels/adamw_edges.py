@@ -1,0 +1,101 @@
+"""The AdamW kernel at the edges: non-finite gradients, ends of fp32's range, codes that must stay what they are."""
+
+from itertools import product
+
+import torch
+
+from coat_dist.kernels import adamw as kernels
+from coat_dist.reference.adamw import AdamWStep
+from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encode
+
+from .adamw_problems import NUMBERS, clone, problem
+
+PAIRS = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8"))
+
+
+def check_non_finite(device="cpu"):
+    """NaN or infinity in one gradient: its group decodes to NaN, the others as if nothing had happened."""
+    for bad, (m, v) in product((torch.nan, torch.inf, -torch.inf), PAIRS):
+        seed = None if bad == torch.inf else 5
+        clean, dirty = problem(1024, device, m, v), problem(1024, device, m, v)
+        dirty[1][300] = bad
+        kernels.adamw_step(*clean, NUMBERS, seed)
+        kernels.adamw_step(*dirty, NUMBERS, seed)
+        for i in (2, 3):
+            decoded = decode(dirty[i], dirty[i + 2]).view(8, 128)
+            assert decoded[2].isnan().all()
+            keep = torch.arange(8, device=device) != 2
+            for a, b in zip(dirty[i], clean[i], strict=True):
+                assert torch.equal(a[keep], b[keep])
+        assert dirty[0].isfinite().sum() == 1023
+
+
+def check_extremes(device="cpu"):
+    """A step that leaves moments alone (gradient zero, decay rates near one) keeps the ends of fp32's range alive."""
+    values = [[3.4e38, 1.2e-38], [3.4028e38, 3.4028e38], [1.2e-38], [0.0, 1.2e-38], [1.3e-38, 1.0], [1e-45, 1.0], [0.0]]
+    still = AdamWStep(lr=0.0, beta1=1 - 2**-24, beta2=1 - 2**-24, eps=1e-8, weight_decay=0.0, step=1)
+    for first, second in PAIRS:
+        for value, seed in product(values, (None, 3) if second == "log8" else (None,)):
+            x = torch.tensor(value)
+            codec_m, codec_v = MomentCodec(first), MomentCodec(second, keep_nonzero=True)
+            m, v = (Moment(*(t.to(device) for t in encode(x, c))) for c in (codec_m, codec_v))
+            before = decode(v, codec_v, len(value))
+            zero = torch.zeros(len(value), device=device)
+            for _ in range(3):
+                kernels.adamw_step(zero.clone(), zero, m, v, codec_m, codec_v, still, seed)
+            for after in (decode(m, codec_m, len(value)), decode(v, codec_v, len(value))):
+                assert after.isfinite().all()
+                assert (after[before == 0] == 0).all()
+            after = decode(v, codec_v, len(value))
+            alive = before > 1.25e-38  # the multiplication may push the rest into the subnormals
+            assert (after[alive] > 0).all(), (second, value, after)
+
+
+def check_codes_survive(device="cpu"):
+    """A step that changes nothing leaves every int8 and log8 code, a and k as they were: arithmetic errors never carry
+    a decoded code over to a neighbour. Each group has the largest code and one that pins k."""
+    still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+    codec_m, codec_v = MomentCodec("int8"), MomentCodec("log8", keep_nonzero=True)
+    int8 = torch.arange(-127, 129).clamp(max=127).view(2, 128)
+    int8[int8.abs() < 4] = 0
+    int8[:, :2] = torch.tensor([127, -4])
+    log8 = torch.arange(256).view(2, 128)
+    log8[log8 < 2] = 0
+    log8[:, :2] = torch.tensor([255, 2])
+    zero = torch.zeros(256, device=device)
+    for a, (k_m, k_v) in product((1.5 * 2.0**40, 2.0**-60), ((5, 1), (20, 7), (64, 20), (255, 60))):
+        start = [
+            Moment(
+                codes.to(dtype).view(torch.uint8).to(device),
+                torch.full((2,), a, dtype=torch.bfloat16, device=device),
+                torch.full((2,), k, dtype=torch.uint8, device=device),
+            )
+            for codes, dtype, k in ((int8, torch.int8, k_m), (log8, torch.uint8, k_v))
+        ]
+        m, v = clone(start)
+        for _ in range(2):
+            kernels.adamw_step(zero.clone(), zero, m, v, codec_m, codec_v, still)
+        for before, after in zip(start, (m, v), strict=True):
+            assert all(map(torch.equal, before, after)), (a, k_m, k_v)
+
+
+def check_smallest_normals(device="cpu"):
+    """Codes that stand for subnormals decode to the smallest normal number; new subnormals are stored as zero."""
+    codec_m, codec_v = MomentCodec(expand=False), MomentCodec(expand=False, keep_nonzero=True)
+    q, k = torch.arange(128, device=device).clamp(max=126)[None].byte(), torch.tensor([16], device=device).byte()
+    v = Moment(q, torch.tensor([2 * TINY], device=device).bfloat16(), k)
+    m, zero = codec_m.zeros(128, device), torch.zeros(128, device=device)
+    kernels.adamw_step(zero.clone(), zero + 1.5e-19, m, v, codec_m, codec_v, NUMBERS)
+    decoded = decode(v, codec_v)
+    assert decoded[0] == 0 and (decoded[1:4] == decoded[4]).all() and (decoded[1:] >= TINY).all()
+
+    codec = MomentCodec()
+    grad = torch.tensor([1.0, 1e-38, 1.3e-37], device=device)
+    m, v = codec.zeros(3, device), codec_v.zeros(3, device)
+    kernels.adamw_step(grad.clone(), grad, m, v, codec, codec_v, NUMBERS)
+    assert (decode(m, codec, 3) != 0).tolist() == [True, False, True]
+
+    grad = torch.full((3,), 1e-38, device=device)
+    m = codec.zeros(3, device)
+    kernels.adamw_step(grad.clone(), grad, m, codec_v.zeros(3, device), codec, codec_v, NUMBERS)
+    assert m.a == 0 and not m.q.any() and m.k == 255

@@ -1,0 +1,90 @@
+"""fp32 on either side of the AdamW kernel: master weights as bfloat16 and remainder, and moments that stay fp32."""
+
+from dataclasses import replace
+
+import torch
+
+from coat_dist.kernels import adamw as kernels
+from coat_dist.kernels import adamw_fp32
+from coat_dist.reference import adamw as reference
+from coat_dist.reference.adamw import AdamWStep, FP32Tensors
+from coat_dist.reference.master import join, split
+from coat_dist.reference.moments import MomentCodec
+
+from .adamw_problems import NUMBERS, clone, extras, problem
+
+
+def check_remainder(device="cpu", seed=None, n=128 * 21 + 1, **variant):
+    """bfloat16 and remainder give the bits of the fp32 master weight that they stand for, step by step."""
+    fp32 = problem(n, device, **variant)
+    fp32[0][:2] = torch.tensor([-0.0, 1e-42])[:n]  # what weight decay leaves of them is a zero and a subnormal
+    halves = clone(fp32)
+    halves[0], low = split(fp32[0])
+    for step in range(1, 6):
+        numbers = replace(NUMBERS, step=step)
+        for x in (fp32, halves):
+            x[1] = torch.randn(n, generator=torch.Generator().manual_seed(step)).to(device, x[1].dtype) ** 3
+        kernels.adamw_step(*fp32, numbers, seed)
+        kernels.adamw_step(*halves, numbers, seed, low=low)
+        assert torch.equal(join(halves[0], low).view(torch.int32), fp32[0].view(torch.int32))
+        for a, b in zip((*fp32[2], *fp32[3]), (*halves[2], *halves[3]), strict=True):
+            assert torch.equal(a, b)
+        assert halves[0].dtype == torch.bfloat16 and low.any()
+
+
+def check_split(device="cpu", every=1):
+    """The kernel's division of a master weight, at ``every`` so many upper halves and at edges of both halves."""
+    still = AdamWStep(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1)
+    edges = torch.tensor([[x, x + 1, x + (1 << 15), x + (1 << 15) + 1] for x in (0, 0x7F7F, 0x7F81, 0x7FC0, 0x7FFE)])
+    upper = torch.cat([torch.arange(0, 1 << 16, every), edges.flatten()]).to(device, torch.int32)
+    n = len(upper)
+    codec_m, codec_v = MomentCodec(), MomentCodec(keep_nonzero=True)
+    zero = torch.zeros(n, device=device)
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xABCD):
+        p = upper.to(torch.int16).view(torch.bfloat16)
+        low = torch.full_like(upper, lower).to(torch.int16)
+        master = join(p, low)
+        expected = master * 1.0 - 0.0  # what the step does to it: NaN and -0 included
+        m, v = codec_m.zeros(n, device), codec_v.zeros(n, device)
+        kernels.adamw_step(p, zero, m, v, codec_m, codec_v, still, low=low)
+        wanted = split(expected)
+        assert torch.equal(p.view(torch.int16), wanted[0].view(torch.int16)), lower
+        assert torch.equal(low, wanted[1]), lower
+
+
+def check_fp32_steps(
+    device="cpu", param=torch.float32, grad=torch.float32, maximize=False, lr=0.01, low=False, copy=None
+):
+    """Many tensors with fp32 moments: batches of mixed sizes, an empty one and one larger than a batch."""
+    g = torch.Generator().manual_seed(0)
+    sizes = [(3, 5), (0,), (7,), (), (adamw_fp32.BATCH_ELEMENTS + 1,), (40,), (4, 6)]
+
+    def build():
+        g.manual_seed(0)
+        found = []
+        for i, size in enumerate(sizes):
+            p, grad_, m, v = (torch.randn(size, generator=g).to(device) for _ in range(4))
+            kinds = (torch.float32, torch.float32) if i == 5 else (param, grad)
+            one = FP32Tensors(p.to(kinds[0]), grad_.to(kinds[1]), m, v.square())
+            one = FP32Tensors(*(x.t() for x in one[:4])) if i == 6 else one  # not contiguous
+            found.append(one._replace(**extras(p.numel(), device, low and i != 5, copy)))
+        return found
+
+    mine, theirs, start = build(), build(), build()
+    numbers = replace(NUMBERS, maximize=maximize, lr=lr)
+    if maximize:
+        numbers = replace(numbers, grad_factor=torch.tensor(0.37, device=device))
+    adamw_fp32.adamw_fp32_steps(mine, numbers)
+    reference.adamw_fp32_steps(theirs, numbers)
+    for a, b, before in zip(mine, theirs, start, strict=True):
+        assert torch.equal(a.grad, before.grad)
+        assert not a.param.numel() or not torch.equal(a.param, before.param)
+        p, q = ((x.param if x.low is None else join(x.param, x.low.view(x.param.shape))) for x in (a, b))
+        if a.copy is not None:
+            assert torch.equal(a.copy.view(p.shape), p.to(a.copy.dtype))
+        for x, y in ((p, q), (a.m, b.m), (a.v, b.v)):
+            if device == "cpu":
+                assert torch.equal(x, y)
+            else:  # an addition may or may not be contracted with the multiplication before it
+                rtol = 2e-2 if x.dtype != torch.float32 else 1e-5
+                assert torch.allclose(x.float(), y.float(), rtol=rtol, atol=1e-6)

@@ -1,0 +1,42 @@
+"""The peak of real layers on a GPU against the account of ``benchmarks/layer_memory.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def one_rank():
+    from megatron.core import parallel_state
+
+    from megatron_patches import initialize_model_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    initialize_model_parallel(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"forward": "quantized"}, {"attention": "fp8"}], ids=["default", "quantized", "fp8 attention"]
+)
+@pytest.mark.parametrize("tokens", [4096, 16384])
+def test_nothing_is_held_that_is_not_accounted_for(one_rank, tokens, changes):
+    from benchmarks.layer import ROOT, measure, stack
+    from benchmarks.layer_memory import expected_peak
+    from coat_dist import CoatConfig
+    from launch.model import load_model_config
+    from megatron_patches import patched
+
+    model = load_model_config(ROOT / "configs/models/llama2-7b.json", ["num_layers=2"])
+    settings = CoatConfig.parse({"activation": changes}).activation
+    forward, gpt, x = stack(model, tokens)
+    with patched(gpt, settings):
+        found = measure(forward, gpt, x, model.num_layers)
+    expected = expected_peak(model, tokens, settings)
+    assert found["peak_bytes"] == pytest.approx(expected.bytes, rel=0.05), expected

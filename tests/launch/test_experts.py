@@ -1,0 +1,139 @@
+"""Models with experts: descriptions, sizes, refusals, and pretraining with the flow."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from coat_dist import CoatConfigError
+from coat_dist.config import ActivationConfig
+from launch.metrics import read_metrics
+from launch.model import build_model, flops_per_token, load_model_config, parameter_count
+from megatron_patches import patch_model
+from tests.launch.test_model import one_rank  # noqa: F401
+from tests.launch.test_pretrain import command, configuration, rank_main, work  # noqa: F401
+from tests.support import run_ranks
+
+TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny-moe.json"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "routed", "shared"),
+    [
+        ([], 2, 2),
+        (["moe_shared_expert_intermediate_size=null", "moe_layer_freq=2", "num_layers=3"], 2, 0),
+        (["activation=gelu", "moe_router_topk=1", "moe_router_pre_softmax=true", "moe_ffn_hidden_size=null"], 2, 2),
+    ],
+)
+def test_experts_are_built_counted_and_patched(one_rank, overrides, routed, shared):  # noqa: F811
+    model = load_model_config(TINY, overrides).with_vocab(500)
+    built = build_model(model)
+    assert sum(p.numel() for p in built.parameters()) == parameter_count(model)
+    report = patch_model(built, ActivationConfig())
+    for part, count in (("experts", routed), ("shared_experts", shared), ("mlp", model.num_layers - routed)):
+        assert sum(name.endswith(f".{part}") for name in report.patched) == count, part
+    assert len(report.left) == routed and all(name.endswith(".mlp.router") for name in report.left)
+    expert = built.decoder.layers[0].mlp.experts.local_experts[0]
+    assert expert.linear_fc2.weight.shape[1] == (model.moe_ffn_hidden_size or model.ffn_hidden_size)
+    config = built.config
+    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("aux_loss", 0.01)
+
+
+def test_operations_are_those_of_the_chosen_experts():
+    model = load_model_config(TINY).with_vocab(500)
+    idle = (8 - 2) * 3 * 256 * 256 * model.num_layers
+    multiplied = parameter_count(model) - idle - model.padded_vocab * 256 - (2 * model.num_layers + 1) * 256
+    attention = 3 * 2 * 128 * 256 * model.num_layers
+    assert flops_per_token(model, 128) == pytest.approx(6 * multiplied + attention, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["moe_grouped_gemm=true"], "model.moe_grouped_gemm: got true, accepted: false"),
+        (["expert_model_parallel_size=2"], "model.expert_model_parallel_size: got 2, accepted: 1"),
+        (["moe_router_topk=9"], r"model.moe_router_topk: got 9, accepted: 1 to num_moe_experts \(8\)"),
+        (["moe_router_topk=1"], "model.moe_router_pre_softmax: got false with moe_router_topk 1, accepted: true"),
+        (["moe_aux_loss_coeff=-1"], "model.moe_aux_loss_coeff: got -1"),
+        (["moe_token_dispatcher_type=flex"], "model.moe_token_dispatcher_type: got \"flex\", accepted: 'allgather'"),
+        (["num_moe_experts=null"], "model.moe_ffn_hidden_size: got 256 without num_moe_experts, accepted: absent"),
+        (["linear_bias=true"], "model.linear_bias: got true with num_moe_experts, accepted: false"),
+        (["num_expert=4"], r"model.num_expert: unknown key \(did you mean 'num_moe_experts'"),
+    ],
+)
+def test_errors_name_the_key(overrides, message):
+    with pytest.raises(CoatConfigError, match=f"^{message}"):
+        load_model_config(TINY, overrides)
+
+
+def test_what_a_machine_or_a_group_of_ranks_cannot_run(monkeypatch):
+    model = load_model_config(TINY, ["moe_token_dispatcher_type=alltoall", "moe_ffn_hidden_size=250"]).with_vocab(500)
+    with pytest.raises(
+        CoatConfigError, match="model.moe_ffn_hidden_size: got 250, accepted: a multiple .*\n--sequence-p"
+    ):
+        model.check_parallel(4, False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CoatConfigError, match='model.moe_token_dispatcher_type: got "alltoall" without a GPU'):
+        build_model(model)
+
+
+def test_dense_models_are_identified_as_before():
+    assert not any("moe" in key or "expert" in key for key in load_model_config(TINY.with_name("tiny.json")).identity())
+    assert load_model_config(TINY).identity()["num_moe_experts"] == 8
+
+
+EXPERTS = ["num_moe_experts=4", "moe_shared_expert_intermediate_size=64", "moe_aux_loss_coeff=0.01"]
+
+
+def report_and_router(rank, world, argv):
+    """How a run ended, what it printed, and the gradient of the first router in the first micro-batch."""
+    from unittest import mock
+
+    from launch import arguments, pretrain, runtime
+
+    printed, grads = [], []
+    device = runtime.start(rank)
+
+    def watch(loop):
+        router = loop.engine.module.decoder.layers[0].mlp.router.weight
+        router.register_hook(lambda grad: grads.append(grad.float().clone()))
+
+    with mock.patch.object(pretrain, "say", printed.append):
+        end = pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=watch)
+    return end, "\n".join(printed), grads[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_pretrain(work, tmp_path, stage):  # noqa: F811
+    """Three steps on two data-parallel ranks, every expert on each, with the flow."""
+    config = configuration(tmp_path, stage)
+    argv = command(work, tmp_path / "run", config, "--model-override", *EXPERTS, "hidden_dropout=0.0", steps=3)
+    end, printed, _ = run_ranks(2, report_and_router, argv)[0]
+    assert end.startswith("finished 3 steps")
+    assert "  patched  decoder.layers.[0-1].mlp.experts\n" in printed
+    assert "  patched  decoder.layers.[0-1].mlp.shared_experts\n" in printed
+    assert "  left     decoder.layers.[0-1].mlp.router: routing is not quantized\n" in printed
+    records = read_metrics(tmp_path / "run")
+    assert len(records) == 3 and not any("skipped" in r for r in records)
+    assert all(0 < r["loss"] < 8 and r["grad_norm"] > 0 for r in records)
+
+
+def test_the_load_balancing_loss_counts_once_a_step(work, tmp_path):  # noqa: F811
+    """Its gradient on the router, as a difference of runs with and without it, is divided by the micro-batches."""
+    grads = {}
+    for accumulation in (1, 4):
+        for coefficient in (0, 100):
+            config = configuration(tmp_path, 2, gradient_accumulation_steps=accumulation)
+            more = [*EXPERTS[:-1], f"moe_aux_loss_coeff={coefficient}.0", "hidden_dropout=0.0"]
+            argv = command(work, tmp_path / "run", config, "--model-override", *more, steps=1)
+            grads[accumulation, coefficient] = run_ranks(1, report_and_router, argv)[0][2]
+    once, quarter = (grads[n, 100] - grads[n, 0] for n in (1, 4))
+    assert once.norm() > 10 * grads[1, 0].norm()
+    torch.testing.assert_close(4 * quarter, once, rtol=0.05, atol=0.02 * once.abs().max().item())
+
+
+def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):  # noqa: F811
+    config = configuration(tmp_path, 2)
+    argv = command(work, tmp_path / "run", config, "--tensor-parallel", "2", "--model-override", *EXPERTS, steps=2)
+    assert "--sequence-parallel: got False, accepted: given" in run_ranks(2, rank_main, argv)[0]
+    assert run_ranks(2, rank_main, [*argv, "--sequence-parallel"])[0].startswith("finished 2 steps")
