@@ -1,17 +1,18 @@
 """What the FP8 flow does to training: the same run in BF16 and in variants of the flow, paired by seed and data.
 
-    python -m benchmarks.flow_convergence [--steps 2000] [--seeds 0 1] [--variants exact quantized ...] [--per-gpu 2]
+    python -m benchmarks.flow_convergence [--steps 2000] [--runs bf16:0 exact:0 ...] [--per-gpu 2]
     python -m benchmarks.flow_convergence --tiny --steps 20
 
 A Llama-shaped GPT of 64 M parameters reads Python source as bytes (this Python's standard library and the packages
 installed beside torch), 32 768 tokens a step, AdamW in all runs. Each run is `launch/pretrain.py` on one GPU (without
 one, on the CPU); ``--per-gpu`` of them share a GPU. Runs start in the order of the list, the most important first. One
 that fails is shown with the end of its log, and the others go on. With ``--budget`` what still runs after so many
-seconds is stopped and counts as far as it got. Prints held-out losses and their gaps to BF16 of the same seed, and
-writes `flow-convergence.json` after every run, so that what is finished is kept.
+seconds is stopped, and is shown but not compared. Writes `flow-convergence.json` after every run; ``--extend`` begins
+with the runs of such a file.
 
-"bf16, nudged" is BF16 with a learning rate that is larger by one part in 10^5: its gap is what rounding does to a run
-by chaos alone. A gap of that size says nothing about the variant that has it.
+A run is VARIANT:SEED:REPEAT. Repeat r has a learning rate that is larger by r parts in 10^5: what differs between
+repeats is what rounding does to a run by chaos alone. The gap of a variant is the mean over seeds of the difference to
+BF16 of the same seed, each a mean over repeats; its standard error comes from the spread of all repeats, pooled.
 """
 
 from __future__ import annotations
@@ -29,29 +30,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.common import write_result
+from benchmarks.flow_convergence_report import BF16, LAST, gaps, mean, report
 
 ROOT = Path(__file__).resolve().parent.parent
-LAST = 200
-"""Steps whose training losses are averaged: the last ones that a run and the one it is compared with both have."""
 HELD_OUT = 0.04
 """Share of the data that is not trained on."""
 
-BF16, NUDGED = "bf16", "bf16, nudged"
 VARIANTS: dict[str, dict[str, Any] | None] = {
     BF16: None,
-    "exact": {},
     "row scales": {"forward_scales": "row"},
-    "quantized": {"forward": "quantized"},
-    "exact, e5m2 gradients": {"grad_format": "e5m2"},
-    "fp8 attention": {"attention": "fp8"},
-    NUDGED: None,
+    "tensor scales": {"forward_scales": "tensor"},
+    "tensor scales, quantized": {"forward_scales": "tensor", "forward": "quantized"},
+    "tensor scales, e5m2 gradients": {"forward_scales": "tensor", "grad_format": "e5m2"},
+    "tensor scales, fp8 attention": {"forward_scales": "tensor", "attention": "fp8"},
 }
 """The "activation" block of each, None for BF16 layers. Whether it is valid is seen when its run starts."""
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    variant: str
+    seed: int
+    repeat: int
+
+    @classmethod
+    def parse(cls, text: str) -> Job:
+        """From "VARIANT:SEED:REPEAT"; repeat, or seed and repeat, are 0 where they are left out."""
+        variant, *numbers = text.split(":")
+        if variant not in VARIANTS or len(numbers) > 2 or not all(n.isdecimal() for n in numbers):
+            known = ", ".join(map(repr, VARIANTS))
+            raise argparse.ArgumentTypeError(f"got {text!r}, accepted: VARIANT:SEED:REPEAT, VARIANT one of {known}")
+        seed, repeat = (*map(int, numbers), 0, 0)[:2]
+        return cls(variant, seed, repeat)
+
+    def __str__(self) -> str:
+        return f"{self.variant}, seed {self.seed}, repeat {self.repeat}"
+
+
+RUNS = [Job(v, s, 0) for s in (0, 1) for v in (BF16, "row scales", "tensor scales")]
+RUNS += [Job(v, s, r) for r in (1, 2) for s in (0, 1) for v in (BF16, "row scales")]
+RUNS += [Job(v, 0, 0) for v in list(VARIANTS)[3:]]
 
 
 @dataclass(frozen=True)
@@ -110,29 +134,29 @@ def tokens(data: str, size: Size, steps: int) -> dict[str, Any]:
     }
 
 
-def command(variant: str, seed: int, data: str, config: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
+def command(job: Job, data: str, config: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
     size, steps = TINY if arguments.tiny else FULL, arguments.steps
-    lr = arguments.lr * (1 + 1e-5) if variant == NUDGED else arguments.lr
+    lr = arguments.lr * (1 + 1e-5 * job.repeat)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     line += ["launch/pretrain.py", "--deepspeed_config", str(config), "--model", "configs/models/tiny.json"]
     line += ["--model-override", *size.model, f"seq_length={size.sequence}", "--data", data, "--output", str(out)]
-    line += ["--seed", str(seed), "--train-steps", str(steps), "--lr", repr(lr), "--warmup-steps", str(steps // 10)]
+    line += ["--seed", str(job.seed), "--train-steps", str(steps), "--lr", repr(lr), "--warmup-steps", str(steps // 10)]
     held_out = round(1000 * HELD_OUT)
     line += ["--split", f"{1000 - held_out},{held_out},0", "--data-cache", f"{out}.cache"]
     return line + ["--eval-interval", str(steps), "--eval-steps", str(size.evaluation)]
 
 
 def train(
-    variant: str, seed: int, gpu: str, data: str, folder: Path, arguments: argparse.Namespace, seconds: float | None
+    job: Job, gpu: str, data: str, folder: Path, arguments: argparse.Namespace, seconds: float | None
 ) -> dict[str, Any]:
     """One run on one GPU, stopped after ``seconds``; its losses.
 
     Raises:
         RunFailed: it ended early by itself, or was stopped before its first step.
     """
-    name = f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}"
+    name = f"{job.variant.replace(', ', '-').replace(' ', '-')}-{job.seed}-{job.repeat}"
     config, out, log = folder / f"{name}.json", folder / name, folder / f"{name}.log"
-    config.write_text(json.dumps(settings(variant, TINY if arguments.tiny else FULL)))
+    config.write_text(json.dumps(settings(job.variant, TINY if arguments.tiny else FULL)))
     environment = {
         "OMP_NUM_THREADS": "4",
         **os.environ,
@@ -141,7 +165,7 @@ def train(
     }
     start, status = time.monotonic(), None
     with open(log, "w") as output:
-        line = command(variant, seed, data, config, out, arguments)
+        line = command(job, data, config, out, arguments)
         process = subprocess.Popen(
             line, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -159,56 +183,36 @@ def train(
     if status or not records:
         why = "stopped by --budget before its first step" if status is None else f"exit {status}"
         raise RunFailed(f"{why}, after {len(records)} steps\n{log.read_text()[-3000:]}")
+    losses = [r["loss"] for r in records]
     return {
-        "variant": variant,
-        "seed": seed,
+        **job._asdict(),
         "steps": len(records),
         "held_out_loss": records[-1].get("valid_loss"),
-        "losses": [r["loss"] for r in records],
+        "last_training_losses": mean(losses[-LAST:]),
+        "losses": losses[:: max(1, len(losses) // 200)],
         "seconds": time.monotonic() - start,
         "step_seconds": sorted(r["step_time"] for r in records)[len(records) // 2],
     }
 
 
-def gaps(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs in order, with relative gaps to BF16 of the same seed where there is one: of the held-out loss, and of
-    the training losses of the last :data:`LAST` steps that both have. Of all losses, 200 are kept."""
-    base = {r["seed"]: r for r in runs if r["variant"] == BF16}
-    found = []
-    for run in sorted(runs, key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"])):
-        losses = run["losses"]
-        row = {**run, "losses": losses[:: max(1, len(losses) // 200)], "last_training_losses": _mean(losses[-LAST:])}
-        if (bf16 := base.get(run["seed"])) is not None:
-            both = min(len(losses), len(bf16["losses"]))
-            mine, its = (_mean(r["losses"][max(0, both - LAST) : both]) for r in (run, bf16))
-            row |= {"compared_at_step": both, "last_training_losses_gap": mine / its - 1}
-            if run["held_out_loss"] is not None and bf16["held_out_loss"] is not None:
-                row["held_out_loss_gap"] = run["held_out_loss"] / bf16["held_out_loss"] - 1
-        found.append(row)
-    return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def jobs(variants: Sequence[str], seeds: Sequence[int], paired: Sequence[str]) -> list[tuple[str, int]]:
-    """Variant and seed of each run: first those run with every seed, seed by seed; then the others, with the first."""
-    both = [v for v in variants if v in paired]
-    return [(v, s) for s in seeds for v in both] + [(v, seeds[0]) for v in variants if v not in both]
-
-
 class Study:
     """Runs that wait, those that are done and those that failed; threads take one after the other."""
 
-    def __init__(self, todo: Sequence[tuple[str, int]], data: str, folder: Path, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        todo: Sequence[Job],
+        done: Sequence[dict[str, Any]],
+        data: str,
+        folder: Path,
+        arguments: argparse.Namespace,
+    ) -> None:
         self.data, self.folder, self.arguments = data, folder, arguments
         self.began = time.monotonic()
         self.text = tokens(data, TINY if arguments.tiny else FULL, arguments.steps)
-        self.runs: list[dict[str, Any]] = []
+        self.runs = list(done)
         self.failed: list[dict[str, Any]] = []
         self._lock = threading.Lock()
-        self._queue: Queue[tuple[str, int]] = Queue()
+        self._queue: Queue[Job] = Queue()
         for job in todo:
             self._queue.put(job)
 
@@ -216,55 +220,39 @@ class Study:
         """Do runs on one GPU until none is left."""
         while True:
             try:
-                variant, seed = self._queue.get_nowait()
+                job = self._queue.get_nowait()
             except Empty:
                 return
             left = None
             if self.arguments.budget is not None:
                 left = max(0.0, self.arguments.budget - (time.monotonic() - self.began))
             try:
-                run = train(variant, seed, gpu, self.data, self.folder, self.arguments, left)
+                run = train(job, gpu, self.data, self.folder, self.arguments, left)
             except Exception as problem:  # whatever it is, the other runs go on
                 text = str(problem) if isinstance(problem, RunFailed) else repr(problem)
                 with self._lock:
-                    self.failed.append({"variant": variant, "seed": seed, "why": text.splitlines()[0]})
-                    print(f"{variant}, seed {seed}: {text}", flush=True)
+                    self.failed.append({**job._asdict(), "why": text.splitlines()[0]})
+                    print(f"{job}: {text}", flush=True)
             else:
                 with self._lock:
                     self.runs.append(run)
-                    print(
-                        f"{variant}, seed {seed}: {run['steps']} steps in {run['seconds']:.0f} s, "
-                        f"{1e3 * run['step_seconds']:.0f} ms each, held-out loss {run['held_out_loss']}",
-                        flush=True,
-                    )
+                    speed = f"{run['steps']} steps in {run['seconds']:.0f} s, {1e3 * run['step_seconds']:.0f} ms each"
+                    print(f"{job}: {speed}, held-out loss {run['held_out_loss']}", flush=True)
             with self._lock:
                 self.write()
 
     def write(self) -> None:
-        shown = {k: v for k, v in vars(self.arguments).items() if k not in ("output", "data")}
-        found = {"settings": shown, "data": self.text, "runs": gaps(self.runs), "failed": self.failed}
+        shown = {k: v for k, v in vars(self.arguments).items() if k not in ("output", "data", "extend", "runs")}
+        runs = sorted(self.runs, key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"], r["repeat"]))
+        compared = gaps(runs, self.arguments.steps)
+        found = {"settings": shown, "data": self.text, "gaps": compared, "runs": runs, "failed": self.failed}
         write_result("flow-convergence", found, self.arguments.output)
-
-    def report(self) -> None:
-        """The table, and what is missing in it."""
-        nan = float("nan")
-        for run in gaps(self.runs):
-            held_out = nan if run["held_out_loss"] is None else run["held_out_loss"]
-            print(
-                f"{run['variant']:<24} seed {run['seed']}  held-out {held_out:.5f} "
-                f"({run.get('held_out_loss_gap', nan):+.3%})  last {LAST} training losses "
-                f"{run['last_training_losses']:.5f} ({run.get('last_training_losses_gap', nan):+.3%} at step "
-                f"{run.get('compared_at_step', run['steps'])})  {run['seconds']:.0f} s"
-            )
-        for run in self.failed:
-            print(f"{run['variant']:<24} seed {run['seed']}  FAILED: {run['why']}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="the first for all, others for --paired")
-    parser.add_argument("--paired", nargs="*", default=[BF16, "exact"], help="variants run with every seed")
+    parser.add_argument("--runs", nargs="+", type=Job.parse, default=RUNS, metavar="VARIANT:SEED:REPEAT")
+    parser.add_argument("--extend", type=Path, metavar="JSON", help="a result whose runs count with the new ones")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--per-gpu", type=int, default=1, metavar="N", help="runs that share a GPU")
@@ -273,13 +261,15 @@ def main() -> None:
     parser.add_argument("--data", default=None, help="prefix of prepared data (default: prepared here)")
     parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
     arguments = parser.parse_args()
+    done = json.loads(arguments.extend.read_text())["runs"] if arguments.extend else []
+    there = {(r["variant"], r["seed"], r["repeat"]) for r in done}
+    todo = [job for job in arguments.runs if job not in there]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())] or [""]
-    todo = jobs(arguments.variants, arguments.seeds, arguments.paired)
     with tempfile.TemporaryDirectory() as temporary:
         start = time.monotonic()
         data = arguments.data or prepare(Path(temporary), TINY if arguments.tiny else FULL)
-        study = Study(todo, data, Path(temporary), arguments)
+        study = Study(todo, done, data, Path(temporary), arguments)
         print(
             f"{len(todo)} runs on {len(gpus)} devices, {arguments.per_gpu} at a time on each; data in "
             f"{time.monotonic() - start:.0f} s: {study.text['tokens']:,} tokens, of which a run trains on "
@@ -294,7 +284,7 @@ def main() -> None:
             worker.start()
         for worker in workers:
             worker.join()
-    study.report()
+    report(study.runs, study.failed, arguments.steps)
 
 
 if __name__ == "__main__":

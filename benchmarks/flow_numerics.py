@@ -36,14 +36,14 @@ from coat_dist import CoatConfig, flow
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "row scales": {"forward_scales": "row"},
+    "default": {},
+    "tensor scales": {"forward_scales": "tensor"},
     "quantized": {"forward": "quantized"},
-    "exact, e5m2 gradients": {"grad_format": "e5m2"},
+    "e5m2 gradients": {"grad_format": "e5m2"},
     "fp8 attention": {"attention": "fp8"},
 }
 """The "activation" blocks to measure, by name."""
-DEFAULT = "exact"
+DEFAULT = "default"
 BOUNDS = {"stream": (0.05, 0.999), "branch": (0.15, 0.99)}
 """Largest relative error and smallest cosine of the default: of the output and the gradient of x, which hold the
 residual stream, and of everything else. A product of two E4M3 tensors has a relative error of 4 %, a gradient is behind

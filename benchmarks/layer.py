@@ -140,7 +140,7 @@ def variants(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "coat cached weights": {"weights": "cached"},
         "coat quantized": {"forward": "quantized"},
         "coat fp8 attention": {"attention": "fp8"},
-        "coat row scales": {"forward_scales": "row"},
+        "coat tensor scales": {"forward_scales": "tensor"},
     }
     return {name: chosen[name] for name in arguments.variants}
 

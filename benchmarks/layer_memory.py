@@ -19,8 +19,7 @@ the first layer's otherwise. Forward is not it: at its largest, in the last laye
 activation's codes beside what is saved, where backward has the activation's gradient and more codes.
 
 Left out, below 1 % where layers are large: fp32 sums of a norm's gradient, scalars, the allocator's rounding (512
-bytes, or the rest of a cached block below 1 MiB), workspaces of cuBLAS (kept from the warm-up) and of SDPA's backward,
-whose moment is not the largest.
+bytes, or the rest of a cached block below 1 MiB), workspaces of cuBLAS (kept from the warm-up).
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ def _moments(model: ModelConfig, tokens: int, settings: ActivationConfig) -> Ite
     yield "gradient of fc1", 0, mlp, tokens * (wide + h + 2 * h)
     # Transposed codes, also of the input; dx (bf16).
     yield "gradient of proj", mlp_saved, mlp + proj, tokens * (h + q + 2 * q + (2 * q if rounded else 0))
-    # Gradients of the output, of q, k and v (bf16).
-    yield "attention backward", mlp_saved, mlp + proj, tokens * (2 * q + 2 * w + rounded)
+    # Gradients of the output, of q, k and v (bf16); cuDNN sums the gradient of q in fp32.
+    yield "attention backward", mlp_saved, mlp + proj, tokens * (2 * q + 2 * w + 4 * q + rounded)
     # Gradients of q, k and v, which autograd holds until the function returns, and put together (bf16); codes of both
     # orders.
     released = mlp_saved + attention_saved

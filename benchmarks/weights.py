@@ -68,7 +68,8 @@ def calls(shape: tuple[int, int], d8_t: QuantizedTensor, x8_t: QuantizedTensor) 
     """What is timed, on a weight of its own."""
     parameter: Any = torch.nn.Parameter(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * 0.02)
     parameter.main_grad = torch.zeros(shape, device=DEVICE)
-    modes = {mode: weights.Weight(parameter, ONE, ActivationConfig(wgrad=mode)) for mode in ("grad", "main_grad")}
+    settings = {mode: ActivationConfig(wgrad=mode, forward_scales="tensor") for mode in ("grad", "main_grad")}
+    modes = {mode: weights.Weight(parameter, ONE, s) for mode, s in settings.items()}
     by_rows = weights.Weight(parameter, ONE, ActivationConfig(forward_scales="row"))
     w8, scale = modes["grad"].quantized()
 
@@ -79,7 +80,7 @@ def calls(shape: tuple[int, int], d8_t: QuantizedTensor, x8_t: QuantizedTensor) 
         parameter.main_grad.add_(gradient)
 
     return {
-        "on use: W8": modes["grad"].quantized,
+        "on use: W8, tensor scale": modes["grad"].quantized,
         "on use: W8, row scales": by_rows.quantized,
         "on use: W8 transposed": lambda: modes["grad"].transposed(parameter, scale),
         "cached: W8 transposed": lambda: transpose(w8),

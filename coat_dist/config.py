@@ -72,9 +72,9 @@ class ActivationConfig(_Block):
     forward: Literal["exact", "quantized"] = "exact"
     """"quantized" (the paper): norm and activation read the FP8 tensor that is saved. "exact": they read the BF16
     tensor, and only backward reads the FP8 one."""
-    forward_scales: Literal["tensor", "row"] = "tensor"
-    """Scales of forward's FP8 operands, activations and weights: one a tensor, or one a row (token, output feature),
-    which needs one pass where a tensor needs two, and no reduction over ranks. Backward's are per tensor."""
+    forward_scales: Literal["row", "tensor"] = "row"
+    """Scales of forward's FP8 operands, activations and weights: one a row (token, output feature), or one a tensor
+    (the paper's), which takes two passes where rows take one, and a reduction over ranks. Backward's are per tensor."""
     format: Literal["e4m3", "e5m2"] = "e4m3"
     """FP8 format of activations and weights."""
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"

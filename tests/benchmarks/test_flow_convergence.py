@@ -10,16 +10,17 @@ import time
 import pytest
 
 from benchmarks import flow_convergence
-from benchmarks.flow_convergence import BF16, FULL, LAST, NUDGED, VARIANTS, RunFailed, Study, command, gaps, jobs, train
+from benchmarks.flow_convergence import FULL, RUNS, Job, RunFailed, Study, command, train
+from benchmarks.flow_convergence_report import BF16, gaps, report
 
 ARGUMENTS = argparse.Namespace(
-    steps=500, lr=1e-3, tiny=True, budget=None, per_gpu=1, output=None, data=None, variants=[BF16], seeds=[0], paired=[]
+    steps=500, lr=1e-3, tiny=True, budget=None, per_gpu=1, output=None, data=None, extend=None, runs=[]
 )
 
 
-def result(variant: str, seed: int, losses: list[float], held_out: float | None) -> dict:
+def result(job: Job, held_out: float | None, steps: int = 500) -> dict:
     return {
-        "variant": variant, "seed": seed, "steps": len(losses), "losses": losses, "held_out_loss": held_out,
+        **job._asdict(), "steps": steps, "losses": [2.0], "last_training_losses": 2.0, "held_out_loss": held_out,
         "seconds": 1.0, "step_seconds": 0.1,
     }  # fmt: skip
 
@@ -30,22 +31,35 @@ def data(tmp_path):
     return str(tmp_path / "text")
 
 
-def test_the_most_important_runs_come_first() -> None:
-    expected = [(BF16, 0), ("exact", 0), (BF16, 1), ("exact", 1), ("row scales", 0), ("quantized", 0)]
-    expected += [("exact, e5m2 gradients", 0), ("fp8 attention", 0), (NUDGED, 0)]
-    assert jobs(list(VARIANTS), [0, 1], [BF16, "exact"]) == expected
+def test_names_of_runs() -> None:
+    assert Job.parse("tensor scales, e5m2 gradients:3:2") == Job("tensor scales, e5m2 gradients", 3, 2)
+    assert Job.parse("bf16:1") == Job(BF16, 1, 0) and Job.parse("bf16") == Job(BF16, 0, 0)
+    for wrong in ("bf17:0", "bf16:x", "bf16:0:1:2", "bf16:-1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="VARIANT:SEED:REPEAT"):
+            Job.parse(wrong)
+    assert len(set(RUNS)) == len(RUNS)
 
 
-def test_runs_are_compared_at_steps_that_both_have() -> None:
-    long = [3.0] * 400 + [2.0] * 100
-    runs = [result(BF16, 0, long, 1.0), result("exact", 0, [3.3] * 400, None), result(BF16, 1, long, 2.0)]
-    runs.append(result("exact", 1, [2.2] * 500, 2.02))
-    stopped, whole = gaps(runs)[2:]
-    assert stopped["compared_at_step"] == 400 and stopped["last_training_losses_gap"] == pytest.approx(0.1)
-    assert "held_out_loss_gap" not in stopped
-    assert whole["held_out_loss_gap"] == pytest.approx(0.01)
-    assert whole["last_training_losses_gap"] == pytest.approx(2.2 / 2.5 - 1)  # of LAST = 200 steps, half at 2
-    assert LAST == 200 and gaps(runs[1:2])[0].get("compared_at_step") is None
+def test_gaps_are_means_over_seeds_of_means_over_repeats(capsys) -> None:
+    runs = [result(Job(BF16, 0, 0), 1.0), result(Job(BF16, 0, 1), 1.2), result(Job(BF16, 1, 0), 0.9)]
+    runs += [
+        result(Job("row scales", 0, 0), 1.3),
+        result(Job("row scales", 1, 0), 1.1),
+        result(Job("row scales", 2, 0), 9.0),
+    ]
+    runs += [
+        result(Job("tensor scales, quantized", 0, 0), 5.0, steps=400),
+        result(Job("tensor scales, quantized", 1, 0), None),
+    ]
+    (row,) = gaps(runs, 500)  # of quantized no run is whole, of row scales seed 2 there is no BF16
+    assert row["variant"] == "row scales" and row["seeds"] == [0, 1] and row["runs"] == [2, 3]
+    assert row["held_out_loss_gap"] == pytest.approx(((1.3 - 1.1) + (1.1 - 0.9)) / 2 / 1.0)
+    # One pair of repeats, 0.1 from their mean: variance 0.02 of a run; means of 1, 2, 1 and 1 runs, over two seeds.
+    assert row["held_out_loss_error"] == pytest.approx((0.02 * 3.5 / 4) ** 0.5)
+    assert gaps([r for r in runs if not r["repeat"]], 500)[0]["held_out_loss_error"] is None
+    report(runs, [{**Job("row scales", 3, 0)._asdict(), "why": "no disk"}], 500)
+    printed = capsys.readouterr().out
+    assert "held-out +20.000% ± 13.229%" in printed and "seed 3 repeat 0  FAILED: no disk" in printed
 
 
 def test_how_often_data_are_read(data) -> None:
@@ -54,27 +68,31 @@ def test_how_often_data_are_read(data) -> None:
     assert found["training_epochs"] == pytest.approx(3276800 / 960_000)
 
 
-def test_a_nudge_changes_the_learning_rate_alone(tmp_path, data) -> None:
-    lines = [command(v, 0, data, tmp_path / "c", tmp_path / "o", ARGUMENTS) for v in (BF16, NUDGED)]
+def test_a_repeat_changes_the_learning_rate_alone(tmp_path, data) -> None:
+    lines = [command(Job(BF16, 0, r), data, tmp_path / "c", tmp_path / "o", ARGUMENTS) for r in (0, 2)]
     (at,) = [i for i, (a, b) in enumerate(zip(*lines, strict=True)) if a != b]
-    assert lines[0][at - 1] == "--lr" and float(lines[1][at]) == pytest.approx(1.00001e-3, rel=1e-9)
-    assert flow_convergence.settings(BF16, FULL) == flow_convergence.settings(NUDGED, FULL)
+    assert lines[0][at - 1] == "--lr" and float(lines[1][at]) == pytest.approx(1.00002e-3, rel=1e-9)
 
 
 def test_others_go_on_after_a_failure(tmp_path, data, monkeypatch, capsys) -> None:
-    def fake(variant, *_):
-        if variant == "quantized":
+    def fake(job, *_):
+        if job.variant == "tensor scales, quantized":
             raise RunFailed("exit 2, after 0 steps\nthe end of its log")
-        if variant == "fp8 attention":
+        if job.variant == "tensor scales, fp8 attention":
             raise OSError("no disk")
-        return result(variant, 0, [1.0] * 10, 1.0)
+        return result(job, 1.0)
 
     monkeypatch.setattr(flow_convergence, "train", fake)
     arguments = argparse.Namespace(**{**vars(ARGUMENTS), "output": str(tmp_path)})
-    study = Study([("quantized", 0), ("fp8 attention", 0), (BF16, 0), ("exact", 0)], data, tmp_path, arguments)
+    todo, done = (
+        [Job(v, 0, 0) for v in ("tensor scales, quantized", "tensor scales, fp8 attention", BF16)],
+        [result(Job("row scales", 0, 0), 1.1)],
+    )
+    study = Study(todo, done, data, tmp_path, arguments)
     study.work("0")
     written = json.loads((tmp_path / "flow-convergence.json").read_text())
-    assert [r["variant"] for r in written["runs"]] == [BF16, "exact"]
+    assert [r["variant"] for r in written["runs"]] == [BF16, "row scales"]
+    assert written["gaps"][0]["held_out_loss_gap"] == pytest.approx(0.1)
     assert [f["why"] for f in written["failed"]] == ["exit 2, after 0 steps", "OSError('no disk')"]
     assert "the end of its log" in capsys.readouterr().out
 
@@ -104,7 +122,7 @@ def program(tmp_path, monkeypatch):
         monkeypatch.setattr(
             flow_convergence,
             "command",
-            lambda variant, seed, data, config, out, arguments: [sys.executable, "-c", PROGRAM, str(out), ending],
+            lambda job, data, config, out, arguments: [sys.executable, "-c", PROGRAM, str(out), ending],
         )
 
     return prepare
@@ -112,7 +130,7 @@ def program(tmp_path, monkeypatch):
 
 def test_a_run_that_does_not_end_is_stopped_with_its_rank(tmp_path, data, program) -> None:
     program("wait")
-    run = train(BF16, 0, "", data, tmp_path, ARGUMENTS, 8.0)
+    run = train(Job(BF16, 0, 0), "", data, tmp_path, ARGUMENTS, 8.0)
     assert run["losses"] == [3.0, 2.0] and run["step_seconds"] == 0.5 and run["seconds"] < 60
     stat, deadline = f"/proc/{(tmp_path / 'pid').read_text()}/stat", time.monotonic() + 10
     while _alive(stat) and time.monotonic() < deadline:
@@ -122,10 +140,10 @@ def test_a_run_that_does_not_end_is_stopped_with_its_rank(tmp_path, data, progra
 
 def test_how_a_run_ends(tmp_path, data, program) -> None:
     program("end")
-    assert train("exact", 0, "", data, tmp_path, ARGUMENTS, None)["held_out_loss"] == 1.5
+    assert train(Job("row scales", 0, 0), "", data, tmp_path, ARGUMENTS, None)["held_out_loss"] == 1.5
     program("fail")
     with pytest.raises(RunFailed, match="exit 3, after 2 steps\na line of the log"):
-        train("exact", 1, "", data, tmp_path, ARGUMENTS, None)
+        train(Job("row scales", 1, 0), "", data, tmp_path, ARGUMENTS, None)
 
 
 def _alive(stat: str) -> bool:

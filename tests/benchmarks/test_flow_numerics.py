@@ -94,14 +94,14 @@ def test_a_variant_is_the_layer(variant):
 
 
 def test_with_peers(fake, capsys, monkeypatch):
-    monkeypatch.setattr(flow_numerics, "VARIANTS", {"exact": {}})
+    monkeypatch.setattr(flow_numerics, "VARIANTS", {"default": {}})
     results = measure(TINY, "cpu", str(fake))
     for found in results.values():
         assert found["TE current"] == found["TE bf16"] == found["TE delayed"]  # the fake layer knows no FP8
         assert found["TE bf16"]["fc1"]["relative_error"] == pytest.approx(found["bf16"]["fc1"]["relative_error"])
     assert "x TE current (" in capsys.readouterr().out
     assert outside(results) == []
-    results["normal"]["exact"]["fc2"]["relative_error"] = 0.2
+    results["normal"]["default"]["fc2"]["relative_error"] = 0.2
     assert outside(results)[0].startswith("normal, fc2: relative error 0.2000")
 
 

@@ -20,7 +20,7 @@ BASE = {
         "activation": {
             "enabled": True,
             "forward": "exact",
-            "forward_scales": "tensor",
+            "forward_scales": "row",
             "format": "e4m3",
             "grad_format": "e4m3",
             "group_size": 32,
@@ -91,7 +91,7 @@ def test_no_block_is_none_and_unchecked():
         ({"activation": {"forward": "fast"}}, ['coat.activation.forward: got "fast"', "'exact' or 'quantized'"]),
         (
             {"activation": {"forward_scales": "rows"}},
-            ['coat.activation.forward_scales: got "rows"', "'tensor' or 'row'"],
+            ['coat.activation.forward_scales: got "rows"', "'row' or 'tensor'"],
         ),
         ({"activation": {"attention": "fp16"}}, ['coat.activation.attention: got "fp16"', "'bf16' or 'fp8'"]),
         ({"activation": {"weights": "kept"}}, ['coat.activation.weights: got "kept"', "'on_use' or 'cached'"]),

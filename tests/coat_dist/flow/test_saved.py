@@ -111,7 +111,7 @@ def same_operand(codes, scale, codes_t, scale_t):
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("forward", ["quantized", "exact"])
 def test_backward_multiplies_the_bytes_of_forward(products, fmt, scale, kind, forward):
-    config = settings(forward=forward, format=fmt, scale=scale)
+    config = settings(forward=forward, forward_scales="tensor", format=fmt, scale=scale)
     layer, x = Layer.random(kind=kind, f=80), torch.randn(24, 4, 64, requires_grad=True)
 
     norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config).sum().backward()
