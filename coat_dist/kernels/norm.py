@@ -40,9 +40,9 @@ ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4
 COMPRESS_ROWS_WARPS = 4
-# Programs, each with a partial weight gradient of its rows; warps; registers a thread, without and with a residual. At
-# 128 two programs still fit a multiprocessor; a row of 4096 with its residual spills at 112 and does not at 128.
-BACKWARD = (264, 8, (112, 128))
+# Columns up to which it holds: programs, each with a partial weight gradient of its rows; warps; registers a thread, of
+# which 65 536 fit a multiprocessor. A row has to stay in registers: one of 5120 takes three times as long with 8 warps.
+BACKWARD = ((2048, (396, 8, 80)), (4096, (264, 16, 64)), (None, (132, 16, 128)))
 
 
 @triton.jit
@@ -330,7 +330,7 @@ def norm_backward(
     source = launch_rows(source)
     rows, columns = source.shape
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
-    programs, warps, registers = BACKWARD
+    programs, warps, registers = next(choice for most, choice in BACKWARD if most is None or columns <= most)
     programs = max(1, min(rows, programs))  # without rows one that writes zero sums
     center = stats.mean is not None
     carried = None if residual is None else launch_rows(residual)
@@ -341,7 +341,7 @@ def norm_backward(
         dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
         G=size, E8M0=e8m0, CENTER=center, WEIGHT=weight is not None, BIAS=bias,
         RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
-        TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers[residual is not None],
+        TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     sums = partial.sum(1, dtype=sum_dtype)
     return dx, sums[0], sums[1] if bias else None
