@@ -40,9 +40,11 @@ ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4
 COMPRESS_ROWS_WARPS = 4
-# Columns up to which it holds: programs, each with a partial weight gradient of its rows; warps; registers a thread, of
-# which 65 536 fit a multiprocessor. A row has to stay in registers: one of 5120 takes three times as long with 8 warps.
-BACKWARD = ((2048, (396, 8, 80)), (4096, (264, 16, 64)), (None, (132, 16, 128)))
+# Programs, each with a partial weight gradient of its rows; warps; registers a thread, without and with a residual.
+# Rows have to stay in registers: with a residual, rows of 4096 take 147 us at 112 and 129 us at 128, with which two
+# programs still fit a multiprocessor; rows of 5120 take 600 us with 8 warps and 212 us with 16.
+BACKWARD = (264, 8, (112, 128))
+BACKWARD_WIDE = (132, 16, (128, 128))  # beyond 4096 columns
 
 
 @triton.jit
@@ -330,7 +332,7 @@ def norm_backward(
     source = launch_rows(source)
     rows, columns = source.shape
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
-    programs, warps, registers = next(choice for most, choice in BACKWARD if most is None or columns <= most)
+    programs, warps, registers = BACKWARD if columns <= 4096 else BACKWARD_WIDE
     programs = max(1, min(rows, programs))  # without rows one that writes zero sums
     center = stats.mean is not None
     carried = None if residual is None else launch_rows(residual)
@@ -341,7 +343,7 @@ def norm_backward(
         dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
         G=size, E8M0=e8m0, CENTER=center, WEIGHT=weight is not None, BIAS=bias,
         RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
-        TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers,
+        TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers[residual is not None],
     )  # fmt: skip
     sums = partial.sum(1, dtype=sum_dtype)
     return dx, sums[0], sums[1] if bias else None
