@@ -1,11 +1,19 @@
-"""What the runs of `benchmarks/flow_convergence.py` say together."""
+"""What the runs of `benchmarks/flow_convergence.py` say together.
+
+python -m benchmarks.flow_convergence_report [--result JSON] [--plot docs/figures/flow-convergence.png]
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["BF16", "LAST", "gaps", "mean", "report"]
+from benchmarks.common import RESULTS
+
+__all__ = ["BF16", "LAST", "gaps", "mean", "plot", "report"]
 
 BF16 = "bf16"
 """The variant that all others are compared with."""
@@ -64,3 +72,51 @@ def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], ste
         ]
         mine, its = row["runs"]
         print(f"{row['variant']:<24} {', '.join(shown)}  ({mine} runs to {its} of BF16)")
+
+
+def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
+    """Each run's training loss relative to the mean of BF16's of the same seed, both averaged over :data:`LAST` steps;
+    thick: the mean of a variant's runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    whole = [r for r in runs if r["steps"] == steps]
+    curves = {id(r): _smooth(r["losses"], LAST * len(r["losses"]) // steps) for r in whole}
+    variants = list(dict.fromkeys(r["variant"] for r in whole))
+    figure, axes = plt.subplots(1, len(variants), figsize=(2.6 * len(variants), 3), sharey=True, layout="constrained")
+    for axis, variant in zip(axes, variants, strict=True):
+        gap = []
+        for run in (r for r in whole if r["variant"] == variant):
+            base = [curves[id(r)] for r in whole if r["variant"] == BF16 and r["seed"] == run["seed"]]
+            gap.append([100 * (x / mean(y) - 1) for x, *y in zip(curves[id(run)], *base, strict=True)])
+            at = [(LAST // 2 + i * steps / len(run["losses"])) for i in range(len(gap[-1]))]
+            axis.plot(at, gap[-1], linewidth=0.7, color="tab:orange" if run["seed"] else "tab:blue")
+        axis.plot(at, [mean(values) for values in zip(*gap, strict=True)], linewidth=2, color="black")
+        axis.set(title=variant.replace(", ", ",\n"), xlabel="step", ylim=(-1.5, 2.5))
+        axis.axhline(0, color="0.6", linewidth=0.8)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("training loss to BF16's, %")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    print("wrote", path)
+
+
+def _smooth(values: Sequence[float], width: int) -> list[float]:
+    return [mean(values[i : i + width]) for i in range(len(values) - width + 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--result", type=Path, default=RESULTS / "flow-convergence.json", metavar="JSON")
+    parser.add_argument("--plot", type=Path, default=None, help="where to draw the curves")
+    arguments = parser.parse_args()
+    found = json.loads(arguments.result.read_text())
+    report(found["runs"], found["failed"], found["settings"]["steps"])
+    if arguments.plot is not None:
+        plot(found["runs"], found["settings"]["steps"], arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
