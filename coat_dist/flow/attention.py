@@ -255,7 +255,8 @@ def _preferred_backend(device: torch.device) -> Iterator[None]:
             yield
     else:
         # The order alone, by what sdpa_kernel calls: it also switches each backend on and off again, one by one, which
-        # is as much host time as several launches. Backends that the user has switched off stay off.
+        # is as much host time as several launches. Backends that the user has switched off stay off. As there, the
+        # order is the process's: attention from several threads at a time may leave it changed.
         before = _get_order()
         _set_order([*_HOPPER_NUMBERS, *(b for b in before if b not in _HOPPER_NUMBERS)])
         try:

@@ -114,7 +114,8 @@ def mlp(
 ) -> torch.Tensor:
     """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router.
 
-    Saves x in per-tensor FP8, the codes that fc1 multiplied. Any number of tokens will do, also none.
+    Saves x in per-tensor FP8; with per-tensor scales these are the codes that fc1 multiplied. Any number of tokens will
+    do, also none.
     """
     _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
     return _MLP.apply(x, None, None, fc1_weight, fc1_bias, fc2_weight, None, activation, tp, settings, False)

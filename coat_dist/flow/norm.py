@@ -147,12 +147,13 @@ class NormedInput:
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
         given = x, norm.kind, norm.eps, norm.weight, norm.bias, fmt, settings.group_size, settings.scale, exact
         if settings.forward_scales == "row":
-            x8, stats, y8 = norm_compress_rows(*given)
             if tp.sharded and not settings.fp8_gather:
+                x8, stats, _ = norm_compress(*given)
                 y = norm_apply(x if exact else x8, stats, norm.weight, norm.bias).to(x.dtype)
                 y8 = quantize_rows(tp.gather_rows(y), fmt)
-            elif tp.sharded:
-                y8 = tp.gather_quantized(y8)
+            else:
+                x8, stats, y8 = norm_compress_rows(*given)
+                y8 = tp.gather_quantized(y8) if tp.sharded else y8
             y8, scale = row_operand(y8, tp, settings)
             return cls(x8, stats, scale, norm, tp, settings, x.dtype), y8
         found = norm_compress(*given)

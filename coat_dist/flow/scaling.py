@@ -154,9 +154,10 @@ def share_rows(
 
     Args:
         values: gives what ``q8`` was quantized from. With ``tp_invariant`` it is quantized again, with shared scales;
-            otherwise ``q8`` stays as it is.
+            on one rank too, for a kernel that makes values and codes in one pass may round a value's last bit
+            otherwise. Without, ``q8`` stays as it is.
     """
-    if not settings.tp_invariant or tp.size == 1:
+    if not settings.tp_invariant:
         return q8
     return requantize_rows(values(), fp8_format(settings.format), _largest(q8.scales, tp))
 

@@ -21,6 +21,7 @@ from .fp8 import (
     amax_buffer,
     atomic_amax,
     constants,
+    dense,
     group_decode,
     group_encode,
     inverse,
@@ -134,7 +135,7 @@ def activation_compress(
     bm, bn, warps = COMPRESS_TILE
     bn = max(bn, group_size)
     _compress_kernel[(cdiv(flat.shape[0], bm), cdiv(columns, bn))](
-        flat, bias, pre8.codes, pre8.scales, amax, flat.shape[0], columns, pre8.scales.shape[-1],
+        flat, dense(bias), pre8.codes, pre8.scales, amax, flat.shape[0], columns, pre8.scales.shape[-1],
         **_constants(pre, activation, fmt, group_size, scale, exact, bias), BM=bm, BN=bn, num_warps=warps,
     )  # fmt: skip
     return ActivationForward(pre8, amax)
@@ -243,7 +244,7 @@ def activation_compress_rows(
     ahead, elements, most = HELD_TILES
     width, held, long, warps = row_tiles(columns, elements, most, group_size)
     _compress_rows_kernel[(flat.shape[0],)](
-        flat, bias, pre8.codes, pre8.scales, out, row_scales, columns, pre8.scales.shape[-1],
+        flat, dense(bias), pre8.codes, pre8.scales, out, row_scales, columns, pre8.scales.shape[-1],
         **_constants(pre, activation, fmt, group_size, scale, exact, bias), AHEAD=ahead, HELD=held, LONG=long,
         BN=width, num_warps=warps, maxnreg=HELD_REGISTERS,
     )  # fmt: skip
@@ -308,7 +309,7 @@ def activation_quantize(
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
     _quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
-        flat, scales, bias, scale, out.view(word), rows, columns, cdiv(columns, size) if size else 0,
+        flat, scales, dense(bias), scale, out.view(word), rows, columns, cdiv(columns, size) if size else 0,
         C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, E8M0=e8m0,
         PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
     )  # fmt: skip

@@ -21,6 +21,7 @@ __all__ = [
     "atomic_amax",
     "constants",
     "decode_raw",
+    "dense",
     "group_decode",
     "group_encode",
     "inverse",
@@ -233,7 +234,8 @@ def amax_buffer(device: torch.device) -> torch.Tensor:
     """Where kernels collect an amax: an fp32 scalar, zero, never handed out before.
 
     On a GPU it is cut from a buffer that was zeroed on the same stream, as a launch to zero one word takes as long as
-    that of a kernel. In a CUDA graph each replay has to zero it anew, so there it is a tensor of its own.
+    that of a kernel. In a CUDA graph each replay has to zero it anew, so there it is a tensor of its own. Streams are
+    told apart by their handles: torch's own are never destroyed, so no handle comes back for another one.
     """
     if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return torch.zeros((), dtype=torch.float32, device=device)
@@ -247,6 +249,11 @@ def amax_buffer(device: torch.device) -> torch.Tensor:
             if type(fresh) is torch.Tensor:  # not the fake one of a tracer, which must not outlive it
                 zeros.extend(fresh[1:].unbind())
             return fresh[0]
+
+
+def dense(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """A norm's weight or a bias as kernels read it, element after element."""
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
 def parts(x: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:

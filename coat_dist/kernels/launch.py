@@ -94,6 +94,8 @@ class FastLaunch:
         self._plans: dict[tuple, Plan] = {}
 
     def __getattr__(self, name: str) -> Any:
+        if name == "jit":  # not set yet: while this object is being copied
+            raise AttributeError(name)
         return getattr(self.jit, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from .fp8 import (
     amax_buffer,
     atomic_amax,
     constants,
+    dense,
     group_decode,
     group_encode,
     inverse,
@@ -39,7 +40,6 @@ __all__ = ["norm_backward", "norm_compress", "norm_compress_rows", "norm_forward
 ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4
-COMPRESS_ROWS_WARPS = 4
 
 
 @triton.jit
@@ -142,11 +142,11 @@ def _compress(
     mean = torch.empty_like(rstd) if center else None
     y_codes, y_scales = (None, None) if y8 is None else (y8.codes, y8.scales)
     _compress_kernel[(rows,)](
-        flat, weight, bias, codes, scales, rstd, mean, amax, y_codes, y_scales, columns, groups, eps,
+        flat, dense(weight), dense(bias), codes, scales, rstd, mean, amax, y_codes, y_scales, columns, groups, eps,
         C=constants(fmt, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
         WEIGHT=weight is not None, BIAS=bias is not None, ROWS=y8 is not None,
         BN=max(next_power_of_2(columns), group_size),
-        num_warps=COMPRESS_WARPS if y8 is None else COMPRESS_ROWS_WARPS,
+        num_warps=COMPRESS_WARPS,
     )  # fmt: skip
     return QuantizedTensor(codes, scales, "group", group_size), NormStats(rstd, mean)
 
@@ -179,8 +179,9 @@ def norm_forward(
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if kind == "layernorm" else None
     _forward_kernel[(rows,)](
-        flat, weight, bias, y, rstd, mean, columns, eps, CENTER=mean is not None, WEIGHT=weight is not None,
-        BIAS=bias is not None, BN=next_power_of_2(columns), num_warps=4 if columns <= 2048 else 8,
+        flat, dense(weight), dense(bias), y, rstd, mean, columns, eps, CENTER=mean is not None,
+        WEIGHT=weight is not None, BIAS=bias is not None, BN=next_power_of_2(columns),
+        num_warps=4 if columns <= 2048 else 8,
     )  # fmt: skip
     return y, NormStats(rstd, mean)
 
@@ -239,7 +240,7 @@ def norm_quantize(
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
     _norm_quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
-        flat, scales, stats.rstd, stats.mean, weight, bias, scale, out.view(word), rows, columns,
+        flat, scales, stats.rstd, stats.mean, dense(weight), dense(bias), scale, out.view(word), rows, columns,
         cdiv(columns, size) if size else 0,
         C=constants(fmt, source), G=size, E8M0=e8m0,
         CENTER=stats.mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..formats import QuantizedTensor
 from ..reference.norm import NormStats
-from .fp8 import decode_raw, load_raw, parts
+from .fp8 import decode_raw, dense, load_raw, parts
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_rows
 
@@ -111,7 +111,7 @@ def norm_backward(
     partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
     width = max(next_power_of_2(columns), size)
     _backward_kernel[(programs,)](
-        launch_rows(dy), carried, source, scales, stats.rstd, stats.mean, weight,
+        launch_rows(dy), carried, source, scales, stats.rstd, stats.mean, dense(weight),
         dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
         G=size, E8M0=e8m0, CENTER=center, WEIGHT=weight is not None, BIAS=bias,
         RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,

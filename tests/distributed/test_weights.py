@@ -143,7 +143,7 @@ def test_flat_buffers_leave_no_trace_in_the_parameters():
             assert runs["cached"][1] < 2 * 4 * STEPS
 
 
-def _invariant(rank, world):
+def _invariant(rank, world, scales):
     """tp_invariant reduces the scale of every weight: with the cache once a step."""
     import torch.distributed as dist
 
@@ -156,7 +156,7 @@ def _invariant(rank, world):
     for mode in ("on_use", "cached"):
         reduced.clear()
         model = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=True)
-        patch_model(model, ActivationConfig(tp_invariant=True, weights=mode))
+        patch_model(model, ActivationConfig(tp_invariant=True, forward_scales=scales, weights=mode))
         install_replicated_grad_hooks(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         dist.all_reduce = lambda t, op=dist.ReduceOp.SUM, **rest: (reduced.append(op), original(t, op, **rest))[1]
@@ -172,8 +172,10 @@ def _invariant(rank, world):
     return runs
 
 
-def test_scales_of_weights_are_reduced_once_a_step():
-    for (plain, many), (cached, few) in run_ranks(2, _invariant):
+@pytest.mark.parametrize(("scales", "reductions"), [("tensor", 4), ("row", 6)])
+def test_scales_of_weights_are_reduced_once_a_step(scales, reductions):
+    """One of each of a layer's weights; with row scales one more of those whose rows are split, proj's and fc2's."""
+    for (plain, many), (cached, few) in run_ranks(2, _invariant, scales):
         assert cached == plain
-        weights, steps, micro = 2 * 4, 3, 4
-        assert many - few == weights * steps * (micro - 1)
+        layers, steps, micro = 2, 3, 4
+        assert many - few == layers * reductions * steps * (micro - 1)

@@ -75,8 +75,8 @@ def check_norm(device="cpu", sizes=(64, 200), rows=7):
         ("rmsnorm", "layernorm"), sizes, (E4M3, E5M2), SCALES, (True, False)
     ):
         x = (torch.randn(2, rows, h) * torch.exp(torch.randn(2, rows, 1))).to(device)
-        weight = (torch.rand(h) + 0.5).to(device)
-        bias = torch.randn(h).to(device) if kind == "layernorm" else None
+        weight = (torch.rand(h, 2) + 0.5).to(device)[:, 0]  # columns of a matrix: not contiguous
+        bias = torch.randn(h, 2).to(device)[:, 0] if kind == "layernorm" else None
         arguments = (x, kind, 1e-5, weight, bias)
         got, wanted = (m.norm_compress(*arguments, fmt, size, scale, exact) for m in (norm, reference_norm))
         same(got.x8.codes, wanted.x8.codes)
@@ -143,7 +143,7 @@ def check_activation(device="cpu", sizes=(64, 176), rows=37, activations=tuple(A
             x = (torch.randn(rows, width) * 2).to(device, dtype)
             x[0, ::3] = 0
             # Large where x is not: a bias that reached rows or columns outside would raise the amax.
-            bias = (torch.randn(width) * 3).to(device, dtype) if biased else None
+            bias = (torch.randn(width, 2) * 3).to(device, dtype)[:, 0] if biased else None
             arguments = (x, act, E4M3, size, scale, exact, bias)
             got, wanted = (m.activation_compress(*arguments) for m in (activation, reference_activation))
             same(got.pre8.codes, wanted.pre8.codes)

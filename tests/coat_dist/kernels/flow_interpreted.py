@@ -16,7 +16,7 @@ def test_norm_of_no_rows():
 
 
 def test_activation():
-    agreement.check_activation(sizes=(72,), rows=9)
+    agreement.check_activation(sizes=(72,), rows=9, variants=3)
 
 
 def test_activation_of_bad_values():

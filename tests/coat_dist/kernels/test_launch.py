@@ -1,5 +1,6 @@
 """Launches without Triton's binding: keys at least as fine as Triton's own, and everything unusual left to Triton."""
 
+import copy
 import importlib
 import inspect
 import itertools
@@ -276,3 +277,7 @@ def test_rounding_up():
     for n in range(1, 300):
         assert next_power_of_2(n) == triton.next_power_of_2(n)
         assert all(cdiv(n - 1, b) == triton.cdiv(n - 1, b) for b in (1, 2, 3, 32, 128))
+
+
+def test_copies_are_of_the_same_kernel():
+    assert copy.copy(_kernel).jit is _kernel.jit
