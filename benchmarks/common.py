@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
+PATHS = "--peers", "--data", "--extend", "--plot", "--output"
+"""Options whose value is a path of this machine."""
 
 
 def command() -> str:
     """This run's command as one would type it: the module by name, without folders of this machine."""
-    arguments = list(sys.argv[1:])
-    for option in ("--peers", "--data"):
-        if option in arguments:
-            arguments[arguments.index(option) + 1] = "PATH"
-    if "--output" in arguments:
-        at = arguments.index("--output")
-        del arguments[at : at + 2]
+    words: list[str] = []
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        words += [option, value] if equals and option in PATHS else [word]
+    arguments, rest = [], iter(words)
+    for word in rest:
+        if word not in PATHS:
+            arguments.append(word)
+        elif next(rest, None) is not None and word != "--output":
+            arguments += [word, "PATH"]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return shlex.join(["python", *(["-m", spec.name] if spec else [Path(sys.argv[0]).name]), *arguments])
 

@@ -1,14 +1,15 @@
 """What the FP8 flow does to training: the same run in BF16 and in variants of the flow, paired by seed and data.
 
-    python -m benchmarks.flow_convergence [--steps 2000] [--runs bf16:0 exact:0 ...] [--per-gpu 2]
+    python -m benchmarks.flow_convergence [--steps 2000] [--runs bf16:0 "row scales:0" ...] [--per-gpu 2]
     python -m benchmarks.flow_convergence --tiny --steps 20
 
 A Llama-shaped GPT of 64 M parameters reads Python source as bytes (this Python's standard library and the packages
 installed beside torch), 32 768 tokens a step, AdamW in all runs. Each run is `launch/pretrain.py` on one GPU (without
 one, on the CPU); ``--per-gpu`` of them share a GPU. Runs start in the order of the list, the most important first. One
 that fails is shown with the end of its log, and the others go on. With ``--budget`` what still runs after so many
-seconds is stopped, and is shown but not compared. Writes `flow-convergence.json` after every run; ``--extend`` begins
-with the runs of such a file.
+seconds is stopped, and is shown but not compared. Writes `flow-convergence.json` (with ``--tiny``
+`flow-convergence-tiny.json`) after every run; ``--extend`` begins with the runs of such a file, made with the same
+steps, learning rate and text.
 
 A run is VARIANT:SEED:REPEAT. Repeat r has a learning rate that is larger by r parts in 10^5: what differs between
 repeats is what rounding does to a run by chaos alone. The gap of a variant is the mean over seeds of the difference to
@@ -20,26 +21,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from benchmarks.common import write_result
+from benchmarks.flow_convergence_data import FULL, HELD_OUT, ROOT, TINY, Size, check_text, earlier, prepare, tokens
 from benchmarks.flow_convergence_report import BF16, LAST, gaps, mean, report
-
-ROOT = Path(__file__).resolve().parent.parent
-HELD_OUT = 0.04
-"""Share of the data that is not trained on."""
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     BF16: None,
@@ -78,28 +76,6 @@ RUNS += [Job(v, s, r) for r in (1, 2) for s in (0, 1) for v in (BF16, "row scale
 RUNS += [Job(v, 0, 0) for v in list(VARIANTS)[3:]]
 
 
-@dataclass(frozen=True)
-class Size:
-    """A model and its batch."""
-
-    model: tuple[str, ...]
-    sequence: int
-    micro_batch: int
-    evaluation: int
-    """Micro-batches of held-out text."""
-    max_bytes: str
-
-
-FULL = Size(
-    ("num_layers=9", "hidden_size=768", "ffn_hidden_size=2048", "num_attention_heads=12", "num_query_groups=12"),
-    sequence=1024, micro_batch=32, evaluation=64, max_bytes="100M",
-)  # fmt: skip
-TINY = Size(
-    ("num_layers=2", "hidden_size=64", "ffn_hidden_size=192", "num_attention_heads=2", "num_query_groups=2"),
-    sequence=64, micro_batch=4, evaluation=4, max_bytes="1M",
-)  # fmt: skip
-
-
 class RunFailed(Exception):
     """A run that left nothing to compare; the message holds the end of its log."""
 
@@ -110,28 +86,6 @@ def settings(variant: str, size: Size) -> dict[str, Any]:
     config["train_micro_batch_size_per_gpu"] = size.micro_batch
     activation = VARIANTS[variant]
     return config if activation is None else config | {"coat": {"activation": activation}}
-
-
-def prepare(folder: Path, size: Size) -> str:
-    """Bytes of Python sources; the prefix for --data."""
-    prefix, packages = folder / "python", Path(torch.__file__).parents[1]
-    command = [sys.executable, "-m", "launch.prepare_data", "--input", "stdlib", str(packages), "--glob", "*.py"]
-    command += ["--max-bytes", size.max_bytes, "--tokenizer", "bytes", "--output", str(prefix), "--quiet"]
-    subprocess.run(command, check=True, cwd=ROOT)
-    return str(prefix)
-
-
-def tokens(data: str, size: Size, steps: int) -> dict[str, Any]:
-    """What there is to read and what a run reads. Samples beyond the first epoch are the same ones in another order."""
-    there = json.loads(Path(f"{data}.json").read_text())["tokens"]
-    trained, held_out = (n * size.sequence * size.micro_batch for n in (steps, size.evaluation))
-    return {
-        "tokens": there,
-        "training_tokens": trained,
-        "training_epochs": trained / (there * (1 - HELD_OUT)),
-        "held_out_tokens": held_out,
-        "held_out_epochs": held_out / (there * HELD_OUT),
-    }
 
 
 def command(job: Job, data: str, config: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
@@ -146,10 +100,27 @@ def command(job: Job, data: str, config: Path, out: Path, arguments: argparse.Na
     return line + ["--eval-interval", str(steps), "--eval-steps", str(size.evaluation)]
 
 
+def stop(process: subprocess.Popen) -> None:
+    """Kill the launcher and all that it started: its ranks are in sessions of their own, where no killpg finds them."""
+    with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(process.pid)
+        launcher.suspend()  # so that it starts nothing between the look and the end
+        for one in (*launcher.children(recursive=True), launcher):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait()
+
+
 def train(
-    job: Job, gpu: str, data: str, folder: Path, arguments: argparse.Namespace, seconds: float | None
+    job: Job,
+    gpu: str,
+    data: str,
+    folder: Path,
+    arguments: argparse.Namespace,
+    seconds: float | None,
+    wait: Callable[[subprocess.Popen, float | None], int] = subprocess.Popen.wait,
 ) -> dict[str, Any]:
-    """One run on one GPU, stopped after ``seconds``; its losses.
+    """One run on one GPU, stopped after ``seconds``, which is when ``wait`` raises TimeoutExpired; its losses.
 
     Raises:
         RunFailed: it ended early by itself, or was stopped before its first step.
@@ -170,13 +141,11 @@ def train(
             line, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                status = wait(process, seconds)
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # the launcher and its rank, both in a session of their own
-                process.wait()
+                stop(process)
     metrics = out / "metrics.jsonl"
     lines = metrics.read_text().splitlines(True) if metrics.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -201,7 +170,7 @@ class Study:
     def __init__(
         self,
         todo: Sequence[Job],
-        done: Sequence[dict[str, Any]],
+        extended: dict[str, Any] | None,
         data: str,
         folder: Path,
         arguments: argparse.Namespace,
@@ -209,7 +178,10 @@ class Study:
         self.data, self.folder, self.arguments = data, folder, arguments
         self.began = time.monotonic()
         self.text = tokens(data, TINY if arguments.tiny else FULL, arguments.steps)
-        self.runs = list(done)
+        self.extended = extended
+        if extended is not None:
+            check_text(arguments.extend, extended, self.text["tokens"])
+        self.runs = list(extended["runs"]) if extended else []
         self.failed: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._queue: Queue[Job] = Queue()
@@ -246,7 +218,10 @@ class Study:
         runs = sorted(self.runs, key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"], r["repeat"]))
         compared = gaps(runs, self.arguments.steps)
         found = {"settings": shown, "data": self.text, "gaps": compared, "runs": runs, "failed": self.failed}
-        write_result("flow-convergence", found, self.arguments.output)
+        if self.extended is not None:
+            kept = ("environment", "settings", "note", "extended")
+            found["extended"] = {k: self.extended[k] for k in kept if k in self.extended}
+        write_result("flow-convergence" + "-tiny" * self.arguments.tiny, found, self.arguments.output)
 
 
 def main() -> None:
@@ -261,15 +236,15 @@ def main() -> None:
     parser.add_argument("--data", default=None, help="prefix of prepared data (default: prepared here)")
     parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
     arguments = parser.parse_args()
-    done = json.loads(arguments.extend.read_text())["runs"] if arguments.extend else []
-    there = {(r["variant"], r["seed"], r["repeat"]) for r in done}
-    todo = [job for job in arguments.runs if job not in there]
+    extended = earlier(arguments.extend, vars(arguments), VARIANTS) if arguments.extend else None
+    there = {(r["variant"], r["seed"], r["repeat"]) for r in (extended["runs"] if extended else ())}
+    todo = [job for job in dict.fromkeys(arguments.runs) if job not in there]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())] or [""]
     with tempfile.TemporaryDirectory() as temporary:
         start = time.monotonic()
         data = arguments.data or prepare(Path(temporary), TINY if arguments.tiny else FULL)
-        study = Study(todo, done, data, Path(temporary), arguments)
+        study = Study(todo, extended, data, Path(temporary), arguments)
         print(
             f"{len(todo)} runs on {len(gpus)} devices, {arguments.per_gpu} at a time on each; data in "
             f"{time.monotonic() - start:.0f} s: {study.text['tokens']:,} tokens, of which a run trains on "

@@ -75,29 +75,39 @@ def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], ste
 
 
 def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
-    """Each run's training loss relative to the mean of BF16's of the same seed, both averaged over :data:`LAST` steps;
-    thick: the mean of a variant's runs."""
+    """Each run's training loss relative to the mean of BF16's of the same seed, both averaged over :data:`LAST` steps,
+    or a tenth of the run where that is less; thick: the mean of a variant's runs. A seed without BF16 is left out.
+
+    Raises:
+        ValueError: nothing is left to draw.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    width = min(LAST, max(1, steps // 10))
     whole = [r for r in runs if r["steps"] == steps]
-    curves = {id(r): _smooth(r["losses"], LAST * len(r["losses"]) // steps) for r in whole}
+    based = {r["seed"] for r in whole if r["variant"] == BF16}
+    whole = [r for r in whole if r["seed"] in based]
+    if not whole:
+        raise ValueError(f"plot: got no run of {steps} steps with one of {BF16} of its seed, accepted: at least one")
+    curves = {id(r): _smooth(r["losses"], max(1, width * len(r["losses"]) // steps)) for r in whole}
     variants = list(dict.fromkeys(r["variant"] for r in whole))
-    figure, axes = plt.subplots(1, len(variants), figsize=(2.6 * len(variants), 3), sharey=True, layout="constrained")
-    for axis, variant in zip(axes, variants, strict=True):
+    size = (2.6 * len(variants), 3)
+    figure, axes = plt.subplots(1, len(variants), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, variant in zip(axes[0], variants, strict=True):
         gap = []
         for run in (r for r in whole if r["variant"] == variant):
             base = [curves[id(r)] for r in whole if r["variant"] == BF16 and r["seed"] == run["seed"]]
             gap.append([100 * (x / mean(y) - 1) for x, *y in zip(curves[id(run)], *base, strict=True)])
-            at = [(LAST // 2 + i * steps / len(run["losses"])) for i in range(len(gap[-1]))]
+            at = [(width // 2 + i * steps / len(run["losses"])) for i in range(len(gap[-1]))]
             axis.plot(at, gap[-1], linewidth=0.7, color="tab:orange" if run["seed"] else "tab:blue")
         axis.plot(at, [mean(values) for values in zip(*gap, strict=True)], linewidth=2, color="black")
         axis.set(title=variant.replace(", ", ",\n"), xlabel="step", ylim=(-1.5, 2.5))
         axis.axhline(0, color="0.6", linewidth=0.8)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("training loss to BF16's, %")
+    axes[0][0].set_ylabel("training loss to BF16's, %")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     print("wrote", path)

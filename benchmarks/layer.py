@@ -18,20 +18,62 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.common import median, write_result
-from benchmarks.layer_memory import expected_peak
+from benchmarks.layer_memory import Peak, expected_peak
 from coat_dist import CoatConfig
+from coat_dist.config import ActivationConfig
+from coat_dist.reference.activation import ACTIVATIONS
 from launch.model import ModelConfig, build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
 ROOT = Path(__file__).resolve().parent.parent
 SEQUENCE = 4096
 REPEATS = 12
+VARIANTS: dict[str, dict[str, Any]] = {
+    "coat": {},
+    "coat cached weights": {"weights": "cached"},
+    "coat quantized": {"forward": "quantized"},
+    "coat fp8 attention": {"attention": "fp8"},
+    "coat tensor scales": {"forward_scales": "tensor"},
+}
+"""The "activation" blocks that can be measured, by name."""
+
+
+class Case(NamedTuple):
+    """A stack to measure, and by variant its settings and the peak that is expected."""
+
+    preset: str
+    model: ModelConfig
+    tokens: int
+    variants: dict[str, tuple[ActivationConfig, Peak]]
+
+
+def plan(arguments: argparse.Namespace) -> list[Case]:
+    """What is to be measured; what cannot be is refused here, before anything is.
+
+    Raises:
+        ValueError: a number of tokens, or a preset that ``layer_memory.py`` or ``--peers`` has no account of.
+    """
+    settings = {v: CoatConfig.parse({"activation": VARIANTS[v]}).activation for v in arguments.variants}
+    found = []
+    for preset in arguments.presets:
+        model = load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"])
+        if arguments.peers:
+            check_peers(preset, model)
+        for tokens in arguments.tokens:
+            if tokens <= 0 or tokens % SEQUENCE:
+                raise ValueError(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
+            try:
+                variants = {name: (s, expected_peak(model, tokens, s)) for name, s in settings.items()}
+            except ValueError as problem:
+                raise ValueError(f"--presets: {preset}: {problem}") from None
+            found.append(Case(preset, model, tokens, variants))
+    return found
 
 
 def stack(model: ModelConfig, tokens: int) -> tuple[Callable[[], torch.Tensor], Any, torch.Tensor]:
@@ -111,10 +153,30 @@ def kernels(forward: Callable[[], torch.Tensor], dy: torch.Tensor, layers: int) 
 def flops(model: ModelConfig, tokens: int) -> float:
     """Of one layer, forward and backward; attention counts half of the keys, and its backward 2.5 times its forward."""
     h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
-    weights = h * d * 2 * (heads + model.kv_heads) + h * model.ffn_hidden_size * (
-        2 if model.activation == "gelu" else 3
-    )
+    parts = ACTIVATIONS[model.activation].parts
+    weights = h * d * 2 * (heads + model.kv_heads) + h * model.ffn_hidden_size * (parts + 1)
     return tokens * (6.0 * weights + 3.5 * 2 * SEQUENCE * heads * d)
+
+
+def check_peers(preset: str, model: ModelConfig) -> None:
+    """Transformer Engine's layer is told hidden size, ffn size and heads; the rest is what it takes for granted.
+
+    Raises:
+        ValueError: the preset is another layer.
+    """
+    wanted = {
+        "num_query_groups": (model.kv_heads, model.num_attention_heads),
+        "head_size": (model.head_channels, model.hidden_size // model.num_attention_heads),
+        "normalization": (model.normalization, "rmsnorm"),
+        "norm_affine": (model.norm_affine, True),
+        "activation": (model.activation, "swiglu"),
+        "qkv_bias": (model.qkv_bias, False),
+    }
+    wrong = [
+        f"{key} {given!r}, accepted: {accepted!r}" for key, (given, accepted) in wanted.items() if given != accepted
+    ]
+    if wrong:
+        raise ValueError(f"--peers: got the preset {preset!r} with {'; '.join(wrong)}")
 
 
 def peers(folder: str, model: ModelConfig, tokens: int) -> dict[str, dict[str, float]]:
@@ -133,50 +195,36 @@ def peers(folder: str, model: ModelConfig, tokens: int) -> dict[str, dict[str, f
     return found
 
 
-def variants(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The "activation" blocks to measure, by name."""
-    chosen: dict[str, dict[str, Any]] = {
-        "coat": {},
-        "coat cached weights": {"weights": "cached"},
-        "coat quantized": {"forward": "quantized"},
-        "coat fp8 attention": {"attention": "fp8"},
-        "coat tensor scales": {"forward_scales": "tensor"},
-    }
-    return {name: chosen[name] for name in arguments.variants}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", default=["llama2-7b"], help="names in configs/models")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384], help=f"multiples of {SEQUENCE}")
-    parser.add_argument("--variants", nargs="+", default=["coat"])
+    parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel table, 0 = none")
     parser.add_argument("--name", default="layer", help="of the JSON result")
     parser.add_argument("--peers", help="folder with layer_anchors.py and Transformer Engine")
     parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
     arguments = parser.parse_args()
+    todo = plan(arguments)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     initialize_model_parallel(1)
     results = []
-    for preset in arguments.presets:
-        model = load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"])
-        for tokens in arguments.tokens:
-            torch.manual_seed(0)
-            forward, gpt, x = stack(model, tokens)
-            runs = {"bf16": measure(forward, gpt, x, arguments.layers)}
-            table: list[dict[str, Any]] = []
-            for name, changes in variants(arguments).items():
-                settings = CoatConfig.parse({"activation": changes}).activation
-                with patched(gpt, settings):
-                    runs[name] = measure(forward, gpt, x, arguments.layers)
-                    runs[name]["expected_peak"] = vars(expected_peak(model, tokens, settings))
-                    if arguments.kernels and not table:
-                        table = kernels(forward, torch.randn_like(x), arguments.layers)
-            del forward, gpt, x
-            torch.cuda.empty_cache()
-            theirs = peers(arguments.peers, model, tokens) if arguments.peers else {}
-            results.append(report(preset, tokens, model, runs, theirs, table, arguments))
+    for preset, model, tokens, variants in todo:
+        torch.manual_seed(0)
+        forward, gpt, x = stack(model, tokens)
+        runs = {"bf16": measure(forward, gpt, x, arguments.layers)}
+        table: list[dict[str, Any]] = []
+        for name, (settings, expected) in variants.items():
+            with patched(gpt, settings):
+                runs[name] = measure(forward, gpt, x, arguments.layers)
+                runs[name]["expected_peak"] = vars(expected)
+                if arguments.kernels and not table:
+                    table = kernels(forward, torch.randn_like(x), arguments.layers)
+        del forward, gpt, x
+        torch.cuda.empty_cache()
+        theirs = peers(arguments.peers, model, tokens) if arguments.peers else {}
+        results.append(report(preset, tokens, model, runs, theirs, table, arguments))
     chosen = {k: v for k, v in vars(arguments).items() if k not in ("output", "peers", "name")}
     print("wrote", write_result(arguments.name, {"settings": chosen, "results": results}, arguments.output))
 

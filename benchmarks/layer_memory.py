@@ -24,13 +24,26 @@ bytes, or the rest of a cached block below 1 MiB), workspaces of cuBLAS (kept fr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from coat_dist.config import ActivationConfig
+from coat_dist.reference.activation import ACTIVATIONS
 from launch.model import ModelConfig
 
 __all__ = ["Peak", "expected_peak", "saved_bytes"]
+
+
+ACCOUNTED: dict[str, Any] = {
+    "qk_norm": False,
+    "num_moe_experts": None,
+    "linear_bias": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+"""Keys of a model whose other values make a layer hold more than is counted here."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Peak:
 
 def saved_bytes(model: ModelConfig, settings: ActivationConfig) -> tuple[int, int, int]:
     """Bytes a token that a layer saves: of norm and qkv, of attention, of norm and MLP."""
-    h, f = model.hidden_size, _parts(model) * model.ffn_hidden_size
+    h, f = model.hidden_size, ACTIVATIONS[model.activation].parts * model.ffn_hidden_size
     heads = 2 * (model.num_attention_heads + model.kv_heads) * model.head_channels  # q, k, v and the output
     norm = _grouped(h, settings) + 4 * (2 if model.normalization == "layernorm" else 1)
     attention = _grouped(heads, settings) if settings.attention == "fp8" else 2 * heads
@@ -55,10 +68,13 @@ def expected_peak(model: ModelConfig, tokens: int, settings: ActivationConfig) -
     """The worst moment of ``model.num_layers`` patched layers.
 
     Raises:
-        ValueError: norms on queries and keys, whose tensors are not accounted for.
+        ValueError: the model has what is not accounted for; names the key.
     """
-    if model.qk_norm:
-        raise ValueError("qk_norm: got true, accepted: false (what such norms hold is not accounted for)")
+    for key, accepted in ACCOUNTED.items():
+        if (given := getattr(model, key)) != accepted:
+            raise ValueError(
+                f"{key}: got {json.dumps(given)}, accepted: {json.dumps(accepted)} (nothing else is accounted for)"
+            )
     layers, stream = model.num_layers, 2 * model.hidden_size * tokens
     saved = tokens * sum(saved_bytes(model, settings))
     gradients = max(done for _, _, done, _ in _moments(model, tokens, settings))
@@ -76,7 +92,7 @@ def _moments(model: ModelConfig, tokens: int, settings: ActivationConfig) -> Ite
     then; of weights' gradients that exist by then, with the one that is being made; of everything else that the
     function that runs holds.
     """
-    h, parts = model.hidden_size, _parts(model)
+    h, parts = model.hidden_size, ACTIVATIONS[model.activation].parts
     q = model.num_attention_heads * model.head_channels
     w = q + 2 * model.kv_heads * model.head_channels
     f, wide = model.ffn_hidden_size, parts * model.ffn_hidden_size  # of the activation, of fc1's output
@@ -106,10 +122,6 @@ def _moments(model: ModelConfig, tokens: int, settings: ActivationConfig) -> Ite
     yield "quantization for qkv", released, mlp + proj, tokens * (2 * w + 2 * w + 2 * w)
     # Those gradients; transposed codes, also of y; dx (bf16).
     yield "gradient of qkv", released, mlp + proj + qkv, tokens * (2 * w + w + h + 2 * h)
-
-
-def _parts(model: ModelConfig) -> int:
-    return 1 if model.activation in ("gelu", "gelu_tanh", "quick_gelu", "squared_relu") else 2
 
 
 def _grouped(elements: int, settings: ActivationConfig) -> int:

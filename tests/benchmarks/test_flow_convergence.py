@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
 import sys
 import time
 
 import pytest
 
 from benchmarks import flow_convergence
-from benchmarks.flow_convergence import FULL, RUNS, Job, RunFailed, Study, command, train
-from benchmarks.flow_convergence_report import BF16, gaps, report
+from benchmarks.flow_convergence import FULL, RUNS, VARIANTS, Job, RunFailed, Study, command, train
+from benchmarks.flow_convergence_data import earlier
+from benchmarks.flow_convergence_report import BF16, gaps, plot, report
 
 ARGUMENTS = argparse.Namespace(
     steps=500, lr=1e-3, tiny=True, budget=None, per_gpu=1, output=None, data=None, extend=None, runs=[]
@@ -74,6 +77,77 @@ def test_a_repeat_changes_the_learning_rate_alone(tmp_path, data) -> None:
     assert lines[0][at - 1] == "--lr" and float(lines[1][at]) == pytest.approx(1.00002e-3, rel=1e-9)
 
 
+SETTINGS = {"steps": 500, "lr": 1e-3, "tiny": True}
+
+
+def earlier_result(folder, **changes):
+    """A file for --extend; the settings and the text can be others than this call's."""
+    found = {
+        "environment": {"commit": "1234567"},
+        "settings": SETTINGS | {k: v for k, v in changes.items() if k in SETTINGS},
+        "data": {"tokens": changes.get("tokens", 1_000_000)},
+        "runs": changes.get("runs", [result(Job("row scales", 0, 0), 1.1)]),
+        "note": "by hand",
+    }
+    (folder / "earlier.json").write_text(json.dumps(found))
+    return folder / "earlier.json"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"steps": 20}, "settings.steps: got 20, accepted: this call's 500"),
+        ({"lr": 6e-4}, "settings.lr: got 0.0006, accepted: this call's 0.001"),
+        ({"tiny": False}, "settings.tiny: got false, accepted: this call's true"),
+        ({"runs": [result(Job("exact", 0, 0), 1.0)]}, "variant: got 'exact', accepted: 'bf16', 'row scales'"),
+        ({"runs": [{"variant": BF16, "seed": 0, "steps": 1}]}, 'runs: got runs without "held_out_loss"'),
+        ({"tokens": 999}, "data.tokens: got 999, accepted: this call's 1000000"),
+    ],
+)
+def test_other_runs_than_these_are_not_extended(tmp_path, data, monkeypatch, changes, message) -> None:
+    path, begun = earlier_result(tmp_path, **changes), []
+    monkeypatch.setattr(flow_convergence, "train", lambda *a: begun.append(a))
+    given = ["--extend", str(path), "--steps", "500", "--lr", "1e-3", "--tiny", "--data", data, "--output"]
+    monkeypatch.setattr(sys, "argv", ["flow_convergence", *given, str(tmp_path)])
+    with pytest.raises(ValueError, match=re.escape(f"--extend: {path}: {message}")):
+        flow_convergence.main()
+    assert not begun
+
+
+def test_a_file_that_is_no_result_is_not_extended(tmp_path) -> None:
+    (tmp_path / "layer.json").write_text('{"settings": {"layers": 4}}')
+    (tmp_path / "text.json").write_text("no json")
+    for name, why in ("layer", "a result of this program"), ("text", "a result of"), ("nothing", "a readable file"):
+        with pytest.raises(ValueError, match=f"--extend: got .*{name}.json, accepted: {why}"):
+            earlier(tmp_path / f"{name}.json", SETTINGS, VARIANTS)
+
+
+def test_a_run_that_is_asked_for_twice_runs_once(tmp_path, data, monkeypatch) -> None:
+    begun = []
+    monkeypatch.setattr(flow_convergence, "train", lambda job, *_: begun.append(job) or result(job, 1.0, steps=20))
+    path = earlier_result(tmp_path, steps=20)
+    given = ["--extend", str(path), "--steps", "20", "--lr", "1e-3", "--tiny", "--data", data, "--output"]
+    runs = ["--runs", "bf16:0", "row scales:0", "bf16", "bf16:0:1"]
+    monkeypatch.setattr(sys, "argv", ["flow_convergence", *given, str(tmp_path), *runs])
+    flow_convergence.main()
+    assert sorted(begun) == [Job(BF16, 0, 0), Job(BF16, 0, 1)]
+
+
+@pytest.mark.parametrize("steps", [1, 20, 500, 2000])
+def test_plot_of_short_runs_and_of_one_variant(tmp_path, steps) -> None:
+    def run(variant, seed):
+        return result(Job(variant, seed, 0), 1.0, steps) | {"losses": [2.0] * min(steps, 200)}
+
+    plt = pytest.importorskip("matplotlib.pyplot")
+    for i, runs in enumerate(([run(BF16, 0)], [run(BF16, 0), run("row scales", 0), run("row scales", 1)])):
+        plot(runs, steps, tmp_path / f"{i}.png")
+        assert (tmp_path / f"{i}.png").stat().st_size > 1000
+        drawn = [line.get_ydata() for axis in plt.gcf().axes for line in axis.lines[:2]]
+        assert len(drawn) == 2 * (i + 1) and all(len(y) and not any(y) for y in drawn)  # equal losses: no gap
+    with pytest.raises(ValueError, match=f"plot: got no run of {steps} steps with one of bf16"):
+        plot([run("row scales", 1)], steps, tmp_path / "none.png")
+
+
 def test_others_go_on_after_a_failure(tmp_path, data, monkeypatch, capsys) -> None:
     def fake(job, *_):
         if job.variant == "tensor scales, quantized":
@@ -84,26 +158,25 @@ def test_others_go_on_after_a_failure(tmp_path, data, monkeypatch, capsys) -> No
 
     monkeypatch.setattr(flow_convergence, "train", fake)
     arguments = argparse.Namespace(**{**vars(ARGUMENTS), "output": str(tmp_path)})
-    todo, done = (
-        [Job(v, 0, 0) for v in ("tensor scales, quantized", "tensor scales, fp8 attention", BF16)],
-        [result(Job("row scales", 0, 0), 1.1)],
-    )
-    study = Study(todo, done, data, tmp_path, arguments)
+    todo = [Job(v, 0, 0) for v in ("tensor scales, quantized", "tensor scales, fp8 attention", BF16)]
+    extended = earlier(earlier_result(tmp_path), vars(arguments), VARIANTS)
+    study = Study(todo, extended, data, tmp_path, arguments)
     study.work("0")
-    written = json.loads((tmp_path / "flow-convergence.json").read_text())
+    written = json.loads((tmp_path / "flow-convergence-tiny.json").read_text())
+    assert written["extended"] == {"environment": {"commit": "1234567"}, "settings": SETTINGS, "note": "by hand"}
     assert [r["variant"] for r in written["runs"]] == [BF16, "row scales"]
     assert written["gaps"][0]["held_out_loss_gap"] == pytest.approx(0.1)
     assert [f["why"] for f in written["failed"]] == ["exit 2, after 0 steps", "OSError('no disk')"]
     assert "the end of its log" in capsys.readouterr().out
 
 
-# Stands for torch.distributed.run: a rank of its own that logs two steps and then waits, exits, or ends.
+# Stands for torch.distributed.run: a rank in a session of its own; logs two steps and then waits, exits, or ends.
 PROGRAM = """
 import json, pathlib, subprocess, sys, time
 out, ending = pathlib.Path(sys.argv[1]), sys.argv[2]
 print("a line of the log", flush=True)
 if ending == "wait":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     (out.parent / "pid").write_text(str(child.pid))
 out.mkdir()
 with open(out / "metrics.jsonl", "w") as f:
@@ -111,6 +184,7 @@ with open(out / "metrics.jsonl", "w") as f:
         f.write(json.dumps({"loss": loss, "step_time": 0.5, "valid_loss": 1.5}) + "\\n")
     f.write('{"loss": 1')
 if ending == "wait":
+    (out.parent / "waits").touch()
     time.sleep(600)
 sys.exit(3 if ending == "fail" else 0)
 """
@@ -129,9 +203,15 @@ def program(tmp_path, monkeypatch):
 
 
 def test_a_run_that_does_not_end_is_stopped_with_its_rank(tmp_path, data, program) -> None:
+    def wait(process, seconds):
+        while not (tmp_path / "waits").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        raise subprocess.TimeoutExpired(process.args, seconds)
+
     program("wait")
-    run = train(Job(BF16, 0, 0), "", data, tmp_path, ARGUMENTS, 8.0)
-    assert run["losses"] == [3.0, 2.0] and run["step_seconds"] == 0.5 and run["seconds"] < 60
+    run = train(Job(BF16, 0, 0), "", data, tmp_path, ARGUMENTS, 7.0, wait)
+    assert run["losses"] == [3.0, 2.0] and run["step_seconds"] == 0.5
     stat, deadline = f"/proc/{(tmp_path / 'pid').read_text()}/stat", time.monotonic() + 10
     while _alive(stat) and time.monotonic() < deadline:
         time.sleep(0.1)

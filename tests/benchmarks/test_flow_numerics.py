@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -97,12 +99,31 @@ def test_with_peers(fake, capsys, monkeypatch):
     monkeypatch.setattr(flow_numerics, "VARIANTS", {"default": {}})
     results = measure(TINY, "cpu", str(fake))
     for found in results.values():
-        assert found["TE current"] == found["TE bf16"] == found["TE delayed"]  # the fake layer knows no FP8
+        same = [found[f"TE {name}"] for name in ("bf16", "current", "current, e4m3 gradients", "delayed")]
+        assert same == [same[0]] * 4  # the fake layer knows no FP8
         assert found["TE bf16"]["fc1"]["relative_error"] == pytest.approx(found["bf16"]["fc1"]["relative_error"])
-    assert "x TE current (" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("x TE current (") == len(results)
     assert outside(results) == []
     results["normal"]["default"]["fc2"]["relative_error"] = 0.2
     assert outside(results)[0].startswith("normal, fc2: relative error 0.2000")
+
+
+def test_the_largest_ratio_to_each_recipe(capsys):
+    def rows(*values):
+        return {t: {"relative_error": v, "cosine": 1.0} for t, v in zip(("fc1", "fc2"), values, strict=True)}
+
+    found = {"bf16": rows(0.1, 0.1), "TE current": rows(2.0, 1.0), "TE current, e4m3 gradients": rows(0.5, 1.0)}
+    flow_numerics.show("normal", {**found, "default": rows(1.0, 1.5)})
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("default") and "at most" in x)
+    assert "at most 1.500 x TE current (fc2)   at most 2.000 x TE current, e4m3 gradients (fc1)" in line
+
+
+def test_a_tiny_run_leaves_the_measured_result_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(flow_numerics, "measure", lambda *_: {})
+    for more, name in (["--tiny"], "flow-numerics-tiny.json"), ([], "flow-numerics.json"):
+        monkeypatch.setattr(sys, "argv", ["flow_numerics", "--device", "cpu", "--output", str(tmp_path), *more])
+        flow_numerics.main()
+        assert (tmp_path / name).exists() and len(list(tmp_path.iterdir())) == (1 if more else 2)
 
 
 def test_another_layout_stops_the_program(fake):
