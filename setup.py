@@ -20,7 +20,14 @@ REQUIRES = [
     "tensorboard>=2.17,<3",
 ]
 EXTRAS = {
-    "dev": ["pytest>=8,<10", "pytest-xdist>=3.5,<4", "hypothesis>=6.100,<7", "ruff>=0.6,<1", "mypy>=1.11,<3"],
+    "dev": [
+        "pytest>=8,<10",
+        "pytest-xdist>=3.5,<4",
+        "hypothesis>=6.100,<7",
+        "psutil>=5.9,<8",
+        "ruff>=0.6,<1",
+        "mypy>=1.11,<3",
+    ],
     "hf": ["transformers>=4.45,<6", "safetensors>=0.4"],
     # NVIDIA Apex is not on the package index: the package called `apex` there is something else and must never be
     # installed. Build it from NVIDIA's source if you want its fused weight-gradient accumulation; README says how.
