@@ -7,11 +7,12 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
+from launch import to_universal
 from launch.metrics import read_metrics
 from launch.model import build_model, flops_per_token, load_model_config, parameter_count
 from megatron_patches import patch_model
 from tests.launch.test_model import one_rank  # noqa: F401
-from tests.launch.test_pretrain import command, configuration, rank_main, work  # noqa: F401
+from tests.launch.test_pretrain import command, configuration, losses, rank_main, work  # noqa: F401
 from tests.support import run_ranks
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny-moe.json"
@@ -56,7 +57,7 @@ def test_operations_are_those_of_the_chosen_experts():
         (["moe_router_topk=1"], "model.moe_router_pre_softmax: got false with moe_router_topk 1, accepted: true"),
         (["moe_aux_loss_coeff=-1"], "model.moe_aux_loss_coeff: got -1"),
         (["moe_token_dispatcher_type=flex"], "model.moe_token_dispatcher_type: got \"flex\", accepted: 'allgather'"),
-        (["num_moe_experts=null"], "model.moe_ffn_hidden_size: got 256 without num_moe_experts, accepted: absent"),
+        (["num_moe_experts=null"], "model.moe_router_topk: got 2 without num_moe_experts, accepted: absent"),
         (["linear_bias=true"], "model.linear_bias: got true with num_moe_experts, accepted: false"),
         (["num_expert=4"], r"model.num_expert: unknown key \(did you mean 'num_moe_experts'"),
     ],
@@ -64,6 +65,23 @@ def test_operations_are_those_of_the_chosen_experts():
 def test_errors_name_the_key(overrides, message):
     with pytest.raises(CoatConfigError, match=f"^{message}"):
         load_model_config(TINY, overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("moe_router_topk", "2"),
+        ("moe_router_pre_softmax", "true"),
+        ("moe_shared_expert_intermediate_size", "null"),
+        ("moe_token_dispatcher_type", '"alltoall"'),
+        ("expert_model_parallel_size", "1"),
+    ],
+)
+def test_dense_models_take_no_key_of_experts(key, given):
+    """Not even its default, which would say nothing about the model."""
+    with pytest.raises(CoatConfigError, match=f"^model.{key}: got {given} without num_moe_experts, accepted: absent$"):
+        load_model_config(TINY.with_name("tiny.json"), [f"{key}={given}"])
+    assert load_model_config(TINY.with_name("tiny.json"), ["num_moe_experts=null"]).num_moe_experts is None
 
 
 def test_what_a_machine_or_a_group_of_ranks_cannot_run(monkeypatch):
@@ -133,7 +151,39 @@ def test_the_load_balancing_loss_counts_once_a_step(work, tmp_path):  # noqa: F8
 
 
 def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):  # noqa: F811
-    config = configuration(tmp_path, 2)
-    argv = command(work, tmp_path / "run", config, "--tensor-parallel", "2", "--model-override", *EXPERTS, steps=2)
-    assert "--sequence-parallel: got False, accepted: given" in run_ranks(2, rank_main, argv)[0]
-    assert run_ranks(2, rank_main, [*argv, "--sequence-parallel"])[0].startswith("finished 2 steps")
+    """Refused without sequence parallelism; with it, losses and gradient norms are one rank's but for rounding."""
+    model = ["--model-override", *EXPERTS, "hidden_dropout=0.0"]
+    config, runs = configuration(tmp_path, 2), []
+    for tp in (1, 2):
+        argv = command(work, tmp_path / f"tp{tp}", config, "--tensor-parallel", tp, *model, steps=6)
+        if tp > 1:
+            assert "--sequence-parallel: got False, accepted: given" in run_ranks(tp, rank_main, argv)[0]
+            argv.append("--sequence-parallel")
+        assert run_ranks(tp, rank_main, argv)[0].startswith("finished 6 steps")
+        runs.append(losses(tmp_path / f"tp{tp}"))
+    (_, alone, norms, _), (_, together, other_norms, _) = (zip(*run, strict=True) for run in runs)
+    print(
+        [b / a - 1 for a, b in zip(alone, together, strict=True)],
+        [b / a - 1 for a, b in zip(norms, other_norms, strict=True)],
+        alone,
+    )
+    assert together == pytest.approx(alone, rel=1e-2)
+
+
+def test_restarts_with_experts_are_exact(work, tmp_path):  # noqa: F811
+    """Four steps = two, a checkpoint as it is or converted, and two: to the last bit of losses and gradient norms."""
+    config, save = configuration(tmp_path, 2), tmp_path / "save"
+
+    def run(name, *more):
+        model = ["--model-override", *EXPERTS, "hidden_dropout=0.0"]  # conversion keeps no random states
+        argv = command(work, tmp_path / name, config, *more, *model, steps=4)
+        return run_ranks(1, rank_main, argv)[0], losses(tmp_path / name)
+
+    end, straight = run("straight")
+    assert end.startswith("finished 4 steps") and len({loss for _, loss, *_ in straight}) == 4
+    end, before = run("before", "--save", save, "--stop-at-step", 2)
+    assert "after step 2" in end and before == straight[:2]
+    assert to_universal.main(["--load", str(save), "--output", str(tmp_path / "universal")]) == 0
+    for source in ("save", "universal"):
+        end, after = run(f"after {source}", "--load", tmp_path / source)
+        assert end.startswith("finished 4 steps") and after == straight[2:], source
