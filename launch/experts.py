@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 import torch
@@ -41,8 +42,9 @@ class ExpertsConfig(BaseModel):
     def _known_experts(self) -> ExpertsConfig:
         if self.num_moe_experts is None:
             for key in ExpertsConfig.model_fields:
-                if getattr(self, key) != ExpertsConfig.model_fields[key].default:
-                    raise ValueError(f"{key}: got {getattr(self, key)} without num_moe_experts, accepted: absent")
+                if key in self.model_fields_set and key != "num_moe_experts":
+                    given = json.dumps(getattr(self, key))
+                    raise ValueError(f"{key}: got {given} without num_moe_experts, accepted: absent")
             return self
         if self.moe_router_topk > self.num_moe_experts:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Run a function on several ranks of one machine.
+"""Run a function on several ranks of one machine; watch and change what a model does.
 
 Gloo ranks are forked from a server process that has already imported the heavy packages, so a test pays for process
 start and rendezvous only (well under a second), not for imports. NCCL ranks start from nothing.
@@ -11,12 +11,15 @@ import os
 import socket
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _PRELOAD = ["torch", "torch.distributed", "deepspeed", "megatron.core", "coat_dist", "megatron_patches"]
 
@@ -102,3 +105,27 @@ def run_ranks(world: int, fn, *args, timeout: float = 240.0, backend: str = "glo
     errors = [f"rank {r}:\n{value}" for r, (ok, value) in enumerate(results) if not ok]
     assert not errors, "\n".join(errors)
     return [value for _, value in results]
+
+
+class Adds(TorchDispatchMode):
+    """Counts, while it is active, the sums that are BF16 tensors of ``elements`` elements."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements = elements
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            self.count += out.dtype == torch.bfloat16 and out.numel() == self.elements
+        return out
+
+
+@contextmanager
+def residuals_apart() -> Iterator[None]:
+    """Models that are patched inside leave the residual's gradient to autograd, as ZeRO-3's hooks make all of them."""
+    from megatron_patches import patch
+
+    with mock.patch.object(patch, "_alias_residuals", lambda layer: {}):
+        yield

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist.flow import TensorParallel, linear_cross_entropy, scaling
-from tests.support import run_ranks
+from tests.support import residuals_apart, run_ranks
 
 S, B, H, V = 8, 3, 48, 160
 ONE = TensorParallel()
@@ -207,10 +207,8 @@ def deepspeed_losses(rank, world, stage, tied):
 
 
 def losses_apart(*arguments):
-    from megatron_patches import patch
-
-    patch._alias_residuals = lambda layer: {}
-    return deepspeed_losses(*arguments)
+    with residuals_apart():
+        return deepspeed_losses(*arguments)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from tests.support import run_ranks
+from tests.support import residuals_apart, run_ranks
 
 INVARIANT = ActivationConfig(tp_invariant=True)
 
@@ -99,9 +99,18 @@ def _invariance(rank, world, changes):
         {"bf16": False, "params_dtype": torch.float32, "qk_layernorm": True},
         {"normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}},
         {"coat": {"attention": "fp8"}, "num_query_groups": 2},
-        {"coat": {"forward_scales": "row", "attention": "fp8"}, "num_query_groups": 2, "add_qkv_bias": True},
+        {"coat": {"forward_scales": "tensor"}},
+        {"coat": {"forward_scales": "tensor", "attention": "fp8"}, "num_query_groups": 2, "add_qkv_bias": True},
     ],
-    ids=["llama", "qk_norm_gqa_bias", "fp32", "olmo_tied", "fp8_attention_gqa", "row_scales_fp8_attention"],
+    ids=[
+        "llama",
+        "qk_norm_gqa_bias",
+        "fp32",
+        "olmo_tied",
+        "fp8_attention_gqa",
+        "tensor_scales",
+        "tensor_scales_fp8_attention",
+    ],
 )
 def test_losses_do_not_depend_on_tensor_parallelism(changes):
     """Six optimizer steps at TP 1, TP 2 and TP 2 with SP: losses and all weights are the same to the last bit."""
@@ -312,10 +321,8 @@ def test_zero2_norm_of_gradients_counts_replicas_once():
 
 
 def _apart(*arguments):
-    from megatron_patches import patch
-
-    patch._alias_residuals = lambda layer: {}
-    return _deepspeed(*arguments)
+    with residuals_apart():
+        return _deepspeed(*arguments)
 
 
 def test_zero3_gathers_the_weights_that_patched_modules_reach_for():

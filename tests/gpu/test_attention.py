@@ -102,24 +102,26 @@ def test_bytes_that_stay_allocated(shape):
     del out
 
 
-def layer(s=256, b=2, h=1024, heads=8):
+def layer(s=256, b=2, h=1024, heads=8, scales="row"):
     def leaf(*shape):
         return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).bfloat16().requires_grad_()
 
     norm = Norm("rmsnorm", 1e-5, torch.ones(h, device="cuda", dtype=torch.bfloat16).requires_grad_())
     split, table = Heads(heads, 1, h // heads), rope_table(torch.randn(s, 1, 1, h // heads, device="cuda"))
     qkv_weight, proj_weight = leaf(3 * h, h), leaf(h, h)
+    config = FP8.model_copy(update={"forward_scales": scales})
 
     def run(x):
-        q, k, v = norm_qkv(x, norm, qkv_weight, None, split, table, ONE, FP8)
-        out, o8 = attention(q, k, v, FP8)
-        return linear(out, proj_weight, ONE, FP8, o8)
+        q, k, v = norm_qkv(x, norm, qkv_weight, None, split, table, ONE, config)
+        out, o8 = attention(q, k, v, config)
+        return linear(out, proj_weight, ONE, config, o8)
 
     return run, leaf(s, b, h), [norm.weight, qkv_weight, proj_weight]
 
 
-def test_nothing_waits_for_the_gpu():
-    run, x, _ = layer()
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_nothing_waits_for_the_gpu(scales):
+    run, x, _ = layer(scales=scales)
     run(x).sum().backward()  # first use may synchronize: handles, plans, workspaces
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -129,8 +131,9 @@ def test_nothing_waits_for_the_gpu():
     assert x.grad.isfinite().all()
 
 
-def test_captured_in_a_cuda_graph():
-    run, x, parameters = layer()
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_captured_in_a_cuda_graph(scales):
+    run, x, parameters = layer(scales=scales)
     inputs, static = [x, *parameters], torch.randn_like(x).requires_grad_()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -153,9 +156,10 @@ def test_captured_in_a_cuda_graph():
         assert relative_error(got, wanted) < 5e-2
 
 
-def test_kernels_and_definitions_agree(monkeypatch):
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_kernels_and_definitions_agree(monkeypatch, scales):
     """The whole block: codes of the same values, products by the same tensor cores."""
-    run, x, _ = layer()
+    run, x, _ = layer(scales=scales)
     out = run(x)
     q = torch.randn(64, 2, 8, 128, device="cuda").bfloat16()
     first = attention(q, q, q, FP8)

@@ -77,13 +77,8 @@ def test_codes_are_those_of_the_cpu(fmt):
     assert torch.equal(cpu.codes.view(torch.uint8), gpu.codes.cpu().view(torch.uint8))
 
 
-def on_device(layer, device):
-    return Layer(**{k: v.detach().to(device).requires_grad_() if isinstance(v, torch.Tensor) else v
-                    for k, v in vars(layer).items()})  # fmt: skip
-
-
 def train(layer, x, device, config):
-    moved = on_device(layer, device)
+    moved = layer.copy(device)
     x = x.to(device).requires_grad_()
     out = moved.flow(x, config)
     weighting = torch.sin(torch.arange(out.numel(), dtype=torch.float32)).view(out.shape).to(device)
@@ -139,7 +134,7 @@ def test_row_scales_change_forward_alone(fmt, rows, k, n):
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_row_scales_and_gradients_behind_a_norm(forward, kind):
     """Per-tensor scale and saved tensors come from another kernel, which may round an element's last bit otherwise."""
-    layer = on_device(Layer.random(h=128, n=192, f=256, kind=kind), "cuda")
+    layer = Layer.random(h=128, n=192, f=256, kind=kind).copy("cuda")
     x = torch.randn(200, 128, device="cuda", requires_grad=True)
     leaves = [x, layer.norm_weight, layer.weight, layer.bias]
     weighting, grads = torch.randn(200, 192, device="cuda"), []
@@ -157,7 +152,7 @@ def test_nothing_waits_for_the_gpu(forward, scales):
     layer = Layer.random(h=128, n=192, f=256)
     config = ActivationConfig(forward=forward, forward_scales=scales)
     train(layer, torch.randn(32, 4, 128), "cuda", config)  # first use may synchronize: handles, workspaces
-    layer = on_device(layer, "cuda")
+    layer = layer.copy("cuda")
     x = torch.randn(32, 4, 128, device="cuda", requires_grad=True)
     labels = torch.randint(0, 128, (32, 4), device="cuda")
     torch.cuda.set_sync_debug_mode("error")

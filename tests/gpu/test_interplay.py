@@ -14,16 +14,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 ONE = TensorParallel()
 
 
-def on_gpu(layer):
-    return Layer(**{k: v.detach().cuda().requires_grad_() if isinstance(v, torch.Tensor) else v
-                    for k, v in vars(layer).items()})  # fmt: skip
-
-
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize(("forward", "scales"), [("exact", "tensor"), ("quantized", "tensor"), ("exact", "row")])
 def test_a_layer_in_a_cuda_graph(forward, scales, activation):
     """Forward and backward captured once; replayed on new inputs they give the bits of eager execution."""
-    layer = on_gpu(Layer.random(h=128, n=192, f=256, dtype=torch.bfloat16, activation=activation, biased=True))
+    layer = Layer.random(h=128, n=192, f=256, dtype=torch.bfloat16, activation=activation, biased=True).copy("cuda")
     config = ActivationConfig(forward=forward, forward_scales=scales)
     x = torch.randn(64, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weighting = torch.randn_like(x)
@@ -53,22 +48,23 @@ def test_a_layer_in_a_cuda_graph(forward, scales, activation):
 
 
 class Block(torch.nn.Module):
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, settings: ActivationConfig) -> None:
         super().__init__()
         for name in ("norm_weight", "fc1", "fc2"):
             setattr(self, name, torch.nn.Parameter(getattr(layer, name).detach().clone()))
-        self.layer = layer
+        self.layer, self.settings = layer, settings
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm = Layer(**vars(self.layer) | {"norm_weight": self.norm_weight}).norm
-        y, x = norm_mlp(x, norm, self.fc1, self.fc2, "swiglu", ONE, ActivationConfig(), residual=True)
+        y, x = norm_mlp(x, norm, self.fc1, self.fc2, "swiglu", ONE, self.settings, residual=True)
         return x + y
 
 
-def test_graphed_callables():
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_graphed_callables(scales):
     """torch.cuda.make_graphed_callables captures forward and backward apart; both give the bits of eager execution."""
-    layer = on_gpu(Layer.random(h=128, f=256, dtype=torch.bfloat16))
-    eager, graphed = Block(layer), Block(layer)
+    layer = Layer.random(h=128, f=256, dtype=torch.bfloat16).copy("cuda")
+    eager, graphed = (Block(layer, ActivationConfig(forward_scales=scales)) for _ in range(2))
     x = torch.randn(64, 4, 128, device="cuda", dtype=torch.bfloat16)
     torch.cuda.make_graphed_callables(graphed, (x.clone().requires_grad_(),))
     for _ in range(2):
@@ -86,7 +82,7 @@ def test_graphed_callables():
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_experts_take_any_number_of_tokens(tokens, activation, scales):
-    layer = on_gpu(Layer.random(h=128, f=256, activation=activation, biased=True))
+    layer = Layer.random(h=128, f=256, activation=activation, biased=True).copy("cuda")
     x = torch.randn(tokens, 128, device="cuda", requires_grad=True)
     config = ActivationConfig(forward_scales=scales)
     out = mlp(x, layer.fc1, layer.fc2, activation, ONE, config, layer.fc1_bias)

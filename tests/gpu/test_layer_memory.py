@@ -23,7 +23,9 @@ def one_rank():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"forward": "quantized"}, {"attention": "fp8"}], ids=["default", "quantized", "fp8 attention"]
+    "changes",
+    [{}, {"forward": "quantized"}, {"attention": "fp8"}, {"forward_scales": "tensor"}],
+    ids=["default", "quantized", "fp8 attention", "tensor scales"],
 )
 @pytest.mark.parametrize("tokens", [4096, 16384])
 def test_nothing_is_held_that_is_not_accounted_for(one_rank, tokens, changes):

@@ -70,12 +70,13 @@ def one_rank():
 
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
-def test_close_to_bf16_and_restored(one_rank, forward):
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_close_to_bf16_and_restored(one_rank, forward, scales):
     from megatron_patches import patched
 
     model = _model()
     loss, grads = _gradients(model)
-    with patched(model, ActivationConfig(forward=forward)):
+    with patched(model, ActivationConfig(forward=forward, forward_scales=scales)):
         fp8_loss, fp8_grads = _gradients(model)
     assert fp8_loss != loss and fp8_loss == pytest.approx(loss, rel=5e-3)
     for n, g in grads.items():
@@ -121,12 +122,12 @@ def test_sdpa_keeps_one_copy_of_its_output(one_rank):
     torch.testing.assert_close(out.float(), reference.permute(2, 0, 1, 3).flatten(2), atol=2e-2, rtol=2e-2)
 
 
-def _two_ranks(rank, world, sp):
+def _two_ranks(rank, world, sp, scales):
     from megatron_patches import check_replicas, initialize_model_parallel, install_replicated_grad_hooks, patch_model
 
     initialize_model_parallel(2)
     model = _model(2, sp, qk_layernorm=True)
-    patch_model(model, ActivationConfig())
+    patch_model(model, ActivationConfig(forward_scales=scales))
     install_replicated_grad_hooks(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -141,8 +142,9 @@ def _two_ranks(rank, world, sp):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("sp", [False, True])
-def test_two_gpus(sp):
-    results = run_ranks(2, _two_ranks, sp, backend="nccl")
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_two_gpus(sp, scales):
+    results = run_ranks(2, _two_ranks, sp, scales, backend="nccl")
     for losses, replicas in results:
         assert losses == results[0][0]
         assert losses[-1] < losses[0]

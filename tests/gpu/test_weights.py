@@ -15,11 +15,6 @@ ONE = TensorParallel()
 NAMES = ("weight", "back", "fc1", "fc2")
 
 
-def on_gpu(layer):
-    return Layer(**{k: v.detach().cuda().requires_grad_() if isinstance(v, torch.Tensor) else v
-                    for k, v in vars(layer).items()})  # fmt: skip
-
-
 def quantized(rows, columns, fmt=E4M3):
     t = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     return quantize_tensor(t, fmt, tensor_scale(amax(t), fmt))
@@ -39,7 +34,7 @@ def test_transposed_codes_are_the_codes_of_transposing_quantization(fmt, dtype, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_cached_and_on_use_are_the_same_bits(dtype, scales):
-    layer = on_gpu(Layer.random(h=512, n=768, f=1024, dtype=dtype))
+    layer = Layer.random(h=512, n=768, f=1024, dtype=dtype).copy("cuda")
     xs = [torch.randn(64, 4, 512, device="cuda", dtype=dtype) for _ in range(3)]
     for factor in (1.0, 0.5):
         with torch.no_grad():
@@ -91,7 +86,7 @@ def test_main_grad_needs_no_second_copy():
 
 
 def test_nothing_waits_for_the_gpu():
-    layer = on_gpu(Layer.random(h=128, n=192, f=256))
+    layer = Layer.random(h=128, n=192, f=256).copy("cuda")
     for name in NAMES:
         getattr(layer, name).main_grad = torch.zeros_like(getattr(layer, name))
         getattr(layer, name).grad_added_to_main_grad = False
@@ -109,7 +104,7 @@ def test_nothing_waits_for_the_gpu():
 
 
 def test_a_captured_graph_quantizes_the_weights_of_each_replay():
-    layer = on_gpu(Layer.random(h=128, n=192, f=256, dtype=torch.bfloat16))
+    layer = Layer.random(h=128, n=192, f=256, dtype=torch.bfloat16).copy("cuda")
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
 
     def forward(mode):

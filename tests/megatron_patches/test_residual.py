@@ -11,11 +11,11 @@ import pytest
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import mlp, patch_model, patched, unpatch_model
 from megatron_patches.residual import AliasedAdd
+from tests.support import Adds
 
 from .test_interplay import MODELS
 from .tiny import BATCH, BLOCKS, HIDDEN, SEQ, gradients, tiny_batch, tiny_gpt, tiny_loss
@@ -28,6 +28,7 @@ OPTIONS = {
     "compiled_addition": ({"bias_dropout_fusion": True, "add_bias_linear": True}, SETTINGS),
     "qk_norm": ({"qk_layernorm": True, "num_query_groups": 2}, SETTINGS),
     "fp8_attention": ({}, ActivationConfig(attention="fp8")),
+    "tensor_scales": ({}, ActivationConfig(forward_scales="tensor")),
     "first_in_bf16": ({}, ActivationConfig(bf16_layers=(0,))),
     "full": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, SETTINGS),
     "selective": ({"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]}, SETTINGS),
@@ -88,22 +89,13 @@ def test_same_bits_as_apart_in_fp32(name, residuals, device):
 
 
 def test_autograd_adds_nothing_to_the_gradient_of_a_layers_input(device):
-    class Adds(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
-                self.count += out.dtype == torch.bfloat16 and out.numel() == SEQ * BATCH * HIDDEN
-            return out
-
     model, counts = tiny_gpt(), []
     patch_model(model, SETTINGS)
     for apart in (False, True):
         if apart:
             take_apart(model)
         loss = tiny_loss(model, tiny_batch(0, device))
-        with Adds() as adds, torch.autograd.set_multithreading_enabled(False):
+        with Adds(SEQ * BATCH * HIDDEN) as adds, torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         counts.append(adds.count)
     assert counts[1] - counts[0] == len(BLOCKS)

@@ -75,6 +75,11 @@ class Layer:
     def norm(self) -> Norm:
         return Norm(self.kind, EPS, self.norm_weight, self.norm_bias)
 
+    def copy(self, device=None, dtype=None) -> Layer:
+        """A copy with leaves of its own, there and in that dtype."""
+        made = {n: t.detach().to(device, dtype, copy=True) for n, t in self.parameters().items()}
+        return Layer(**vars(self) | {n: t.requires_grad_() for n, t in made.items()})
+
     def parameters(self):
         named = vars(self).items()
         return {name: t for name, t in named if isinstance(t, torch.Tensor)}

@@ -1,17 +1,9 @@
-"""What the tests of wgrad and of cached weights share: copies of a layer, micro-batches, ways to run backward."""
+"""What the tests of wgrad and of cached weights share: micro-batches, ways to run backward."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .common import Layer
-
 WEIGHTS = ("weight", "back", "fc1", "fc2")
-
-
-def detached(layer, dtype=None):
-    """A copy with leaves of its own."""
-    made = {n: t.detach().clone().to(dtype or t.dtype) for n, t in layer.parameters().items()}
-    return Layer(**vars(layer) | {n: t.requires_grad_() for n, t in made.items()})
 
 
 def with_main_grad(layer, dtype, ddp=True):

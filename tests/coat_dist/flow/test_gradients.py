@@ -118,8 +118,7 @@ def test_bias_gradients_are_sums_in_fp32(dtype):
     x = torch.randn(4096, 64, dtype=dtype) * 1e-3
     out = layer.norm_mlp(x, settings(), "gelu")
     (mine,) = gradients(out, torch.ones_like(out), [layer.fc1_bias])
-    wide = Layer(**{k: v.detach().float().requires_grad_() if isinstance(v, torch.Tensor) else v
-                    for k, v in vars(layer).items()})  # fmt: skip
+    wide = layer.copy(dtype=torch.float32)
     out = wide.plain_mlp(wide._norm(x.float()), "gelu")
     (expected,) = gradients(out, torch.ones_like(out), [wide.fc1_bias])
     assert mine.dtype == dtype and relative_error(mine, expected) < 0.06
@@ -138,12 +137,13 @@ def test_scaled_rows():
     assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, (y.bfloat16().float() * factor[..., None]).bfloat16())
 
 
-def test_exact_mode_differs_from_quantized_only_by_the_saved_tensors():
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_exact_mode_differs_from_quantized_only_by_the_saved_tensors(scales):
     """Where x, gate and up survive their own FP8 rounding, the two modes are the same to the bit."""
     layer = Layer.random()
     x = torch.randint(-8, 9, (6, 2, 64)).float()  # integers up to 8: exact in E4M3 with any power-of-two scale
-    y = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, settings(forward="exact"))
-    z = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, settings(forward="quantized"))
+    modes = [settings(forward=forward, forward_scales=scales) for forward in ("exact", "quantized")]
+    y, z = (norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config) for config in modes)
     assert torch.equal(y, z)
     weighting = torch.randn_like(y)
     for a, b in zip(gradients(y, weighting, [layer.weight, layer.norm_weight]),
@@ -151,12 +151,13 @@ def test_exact_mode_differs_from_quantized_only_by_the_saved_tensors():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("scales", ["row", "tensor"])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes_of_outputs_and_gradients(x_dtype, dtype):
+def test_dtypes_of_outputs_and_gradients(x_dtype, dtype, scales):
     layer = Layer.random(dtype=dtype)
     x = torch.randn(5, 3, 64, dtype=x_dtype, requires_grad=True)
-    out = layer.flow(x, settings())
+    out = layer.flow(x, settings(forward_scales=scales))
     assert out.dtype == x_dtype and out.shape == x.shape
     grads = gradients(out, torch.randn_like(out), [x, *layer.parameters().values()])
     assert [g.dtype for g in grads] == [x_dtype] + [dtype] * (len(grads) - 1)
@@ -180,15 +181,17 @@ def test_unfused_norm_is_torch_autograd(kind, affine):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_frozen_arguments_get_no_gradient_and_change_no_other():
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_frozen_arguments_get_no_gradient_and_change_no_other(scales):
     layer, x = Layer.random(kind="layernorm", biased=True), torch.randn(6, 2, 64)
+    config = settings(forward_scales=scales)
     calls = {
         "norm_linear": lambda t: norm_linear(t["x"], Norm("layernorm", EPS, t["norm_weight"], t["norm_bias"]),
-                                             t["weight"], t["bias"], ONE, settings()),
-        "linear": lambda t: linear(t["weight"], t["x"][0, :, :], ONE, settings()),
+                                             t["weight"], t["bias"], ONE, config),
+        "linear": lambda t: linear(t["weight"], t["x"][0, :, :], ONE, config),
         "norm_mlp": lambda t: norm_mlp(t["x"], Norm("layernorm", EPS, t["norm_weight"], t["norm_bias"]), t["fc1"],
-                                       t["fc2"], "swiglu", ONE, settings(), t["fc1_bias"]),
-        "scale_rows": lambda t: scale_rows(t["x"], t["factor"], settings()),
+                                       t["fc2"], "swiglu", ONE, config, t["fc1_bias"]),
+        "scale_rows": lambda t: scale_rows(t["x"], t["factor"], config),
     }  # fmt: skip
     used = {"norm_linear": ["x", "norm_weight", "norm_bias", "weight", "bias"], "linear": ["weight", "x"],
             "norm_mlp": ["x", "norm_weight", "norm_bias", "fc1", "fc2", "fc1_bias"],

@@ -17,7 +17,8 @@ def table(batch=1, rot=12):
     return rope_table(torch.randn(S, batch, 1, rot) * 30)
 
 
-@pytest.mark.parametrize("config", [settings(), settings(forward="quantized", grad_format="e5m2")])
+@pytest.mark.parametrize("config", [settings(), settings(forward="quantized", grad_format="e5m2"),
+                                    settings(forward_scales="tensor")])  # fmt: skip
 @pytest.mark.parametrize("angles", [table(), table(B, 16), None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_as_the_parts(config, angles, dtype):

@@ -8,13 +8,12 @@ import weakref
 import pytest
 import torch
 
-from coat_dist import CoatConfig
+from coat_dist.config import ActivationConfig
 from coat_dist.flow import Heads, Norm, TensorParallel, linear, norm_mlp, norm_qkv, rope_table
 from coat_dist.flow.weights import Weight
 
 H, F, TOKENS = 64, 96, 32
 ONE = TensorParallel()
-SETTINGS = CoatConfig.parse({}).activation
 
 
 class Watch:
@@ -46,6 +45,11 @@ class Watch:
         monkeypatch.setattr(where, function, watched)
 
 
+@pytest.fixture(params=["row", "tensor"])
+def config(request):
+    return ActivationConfig(forward_scales=request.param)
+
+
 @pytest.fixture
 def watch(monkeypatch):
     return Watch(monkeypatch)
@@ -55,27 +59,27 @@ def weight(*shape: int) -> torch.Tensor:
     return (torch.randn(shape) * 0.1).requires_grad_()
 
 
-def test_mlp(watch, monkeypatch) -> None:
+def test_mlp(watch, config, monkeypatch) -> None:
     watch.around(monkeypatch, "mlp", "quantize_gradient", {}, {0: "dout8", 1: "dout8_t"})
     watch.around(monkeypatch, "mlp", "activation_backward", {0: "da"}, {0: "d8", 1: "d8_t", 2: "a8_t"})
     norm = Norm("rmsnorm", 1e-5, weight(H))
     x = torch.randn(TOKENS, H, requires_grad=True)
-    norm_mlp(x, norm, weight(2 * F, H), weight(H, F), "swiglu", ONE, SETTINGS).square().sum().backward()
+    norm_mlp(x, norm, weight(2 * F, H), weight(H, F), "swiglu", ONE, config).square().sum().backward()
     assert watch.alive == [{"dout8_t", "d8", "d8_t", "a8_t"}, {"d8_t"}]
 
 
-def test_norm_qkv(watch, monkeypatch) -> None:
+def test_norm_qkv(watch, config, monkeypatch) -> None:
     names = {0: "d8", 1: "d8_t"}
     watch.around(monkeypatch, "norm_linear", "quantize_gradient", {0: "gradients together"}, names)
     heads, table = Heads(2, 1, H // 2), rope_table(torch.randn(TOKENS, 1, 1, H // 2))
     norm = Norm("rmsnorm", 1e-5, weight(H))
     x = torch.randn(TOKENS, 1, H, requires_grad=True)
-    parts = norm_qkv(x, norm, weight(3 * H, H), weight(3 * H), heads, table, ONE, SETTINGS)
+    parts = norm_qkv(x, norm, weight(3 * H, H), weight(3 * H), heads, table, ONE, config)
     sum(p.square().sum() for p in parts).backward()
     assert watch.alive == [{"d8_t"}]
 
 
-def test_linear(watch, monkeypatch) -> None:
+def test_linear(watch, config, monkeypatch) -> None:
     watch.around(monkeypatch, "linear", "quantize_gradient", {}, {0: "d8", 1: "d8_t"})
-    linear(torch.randn(TOKENS, H, requires_grad=True), weight(H, H), ONE, SETTINGS).square().sum().backward()
+    linear(torch.randn(TOKENS, H, requires_grad=True), weight(H, H), ONE, config).square().sum().backward()
     assert watch.alive == [{"d8_t"}]

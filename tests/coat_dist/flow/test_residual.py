@@ -4,11 +4,11 @@ import importlib
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import Heads, norm_linear, norm_mlp, norm_qkv, rope_table
 from coat_dist.reference.norm import norm_backward
+from tests.support import Adds
 
 from .common import ONE, Layer, settings
 from .test_saved import saved
@@ -49,12 +49,13 @@ def backward_arguments(monkeypatch):
     return seen
 
 
+@pytest.mark.parametrize("scales", ["row", "tensor"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("name", CALLS)
-def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(name, kind, backward_arguments):
+def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(name, kind, scales, backward_arguments):
     layer, x = tensors(kind)
     inputs = [x, *(p for p in layer.parameters().values())]
-    plain, (*outs, alias) = function(name, layer, residual=False)(x), function(name, layer)(x)
+    plain, (*outs, alias) = (function(name, layer, r, settings(forward_scales=scales))(x) for r in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(outs, plain, strict=True)) and torch.equal(alias, x)
     douts, carried = [torch.randn_like(t) for t in outs], torch.randn_like(x) * 3
     _, *expected = torch.autograd.grad(plain, inputs, douts, allow_unused=True)
@@ -69,22 +70,13 @@ def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(name, kind, b
 
 @pytest.mark.parametrize("name", CALLS)
 def test_autograd_adds_nothing(name):
-    class Adds(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
-                self.count += out.dtype == torch.bfloat16 and out.numel() == S * B * H
-            return out
-
     layer, leaf = tensors()
     counts = []
     for fused in (False, True):
         x, leaf.grad = leaf * 1, None  # gradients meet in the buffer of the product's node
         *outs, last = (*function(name, layer, residual=fused)(x), x)[: None if not fused else -1]
         assert fused == (last.grad_fn is outs[0].grad_fn)
-        with Adds() as adds:
+        with Adds(S * B * H) as adds:
             torch.autograd.backward((*outs, last), [torch.ones_like(t) for t in (*outs, last)])
         counts.append(adds.count)
     assert counts == [1, 0]

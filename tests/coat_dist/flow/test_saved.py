@@ -40,11 +40,12 @@ def pre_bytes(f, config, parts=2):
 
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
+@pytest.mark.parametrize("scales", ["row", "tensor"])
 @pytest.mark.parametrize("scale", ["e8m0", "bf16"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize(("h", "f", "group_size"), [(64, 96, 32), (80, 72, 64)])
-def test_saved_bytes_are_the_plan(forward, scale, kind, h, f, group_size):
-    config = settings(forward=forward, scale=scale, group_size=group_size)
+def test_saved_bytes_are_the_plan(forward, scales, scale, kind, h, f, group_size):
+    config = settings(forward=forward, forward_scales=scales, scale=scale, group_size=group_size)
     layer = Layer.random(h=h, f=f, kind=kind, dtype=torch.bfloat16)
     x = torch.randn(10, 3, h, dtype=torch.bfloat16, requires_grad=True)
     parameters, tokens = layer.parameters().values(), 30
@@ -64,13 +65,14 @@ def test_saved_bytes_are_the_plan(forward, scale, kind, h, f, group_size):
     assert sum(kept.values()) == tokens * (h + scale_bytes(h, config))
 
 
-def test_linear_keeps_its_input_alone():
-    layer = Layer.random(dtype=torch.bfloat16)
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_linear_keeps_its_input_alone(scales):
+    layer, config = Layer.random(dtype=torch.bfloat16), settings(forward_scales=scales)
     x = torch.randn(10, 3, 48, dtype=torch.bfloat16, requires_grad=True)
-    assert sum(saved(lambda: linear(x, layer.back, ONE, settings()), layer.back, x).values()) == 2 * 4
+    assert sum(saved(lambda: linear(x, layer.back, ONE, config), layer.back, x).values()) == 2 * 4
     whole = torch.randn(10, 3, 96, dtype=torch.bfloat16, requires_grad=True)
     part = whole[..., :48]  # not contiguous: still no copy
-    assert sum(saved(lambda: linear(part, layer.back, ONE, settings()), layer.back, whole).values()) == 2 * 4
+    assert sum(saved(lambda: linear(part, layer.back, ONE, config), layer.back, whole).values()) == 2 * 4
 
 
 def test_unfused_norm_keeps_its_input_and_one_number_a_row():

@@ -13,7 +13,7 @@ import torch
 from coat_dist.flow import invalidate_weights, linear, norm_linear, norm_mlp, weights
 
 from .common import ONE, Layer, settings
-from .microbatches import REPLAYS, WEIGHTS, backward, batches, detached, replayed, with_main_grad
+from .microbatches import REPLAYS, WEIGHTS, backward, batches, replayed, with_main_grad
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +27,10 @@ def empty_cache():
 def test_main_grad_and_the_cache_under_replays(kind):
     """Saved parameters come back without their attributes there."""
     layer = Layer.random()
-    plain, x = detached(layer), batches(1)[0]
+    plain, x = layer.copy(), batches(1)[0]
     expected = backward(plain, x, settings())
     for options in ({"wgrad": "main_grad"}, {"weights": "cached"}, {"wgrad": "main_grad", "weights": "cached"}):
-        other = detached(layer)
+        other = layer.copy()
         if "wgrad" in options:
             with_main_grad(other, torch.float32)
         assert torch.equal(backward(other, x, settings(**options), replayed(kind)), expected)
@@ -55,7 +55,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, layers):
         super().__init__()
-        self.layers = [detached(layer) for layer in layers]
+        self.layers = [layer.copy() for layer in layers]
         for i, layer in enumerate(self.layers):
             for name, t in layer.parameters().items():
                 self.register_parameter(f"{name}_{i}", torch.nn.Parameter(t.detach()))

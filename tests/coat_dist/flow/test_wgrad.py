@@ -7,7 +7,7 @@ from coat_dist.flow import linear, weights
 from coat_dist.reference.gemm import scaled_mm
 
 from .common import ONE, Layer, settings
-from .microbatches import WEIGHTS, backward, batches, detached, with_main_grad
+from .microbatches import WEIGHTS, backward, batches, with_main_grad
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_main_grad_is_the_definition(wgrads, dtype, main_dtype, invariant):
 
 def test_fp32_main_grad_keeps_what_bf16_gradients_round_away():
     layer = Layer.random(dtype=torch.bfloat16)
-    fused, plain = with_main_grad(detached(layer), torch.float32), detached(layer)
+    fused, plain = with_main_grad(layer.copy(), torch.float32), layer.copy()
     x = batches(1, torch.bfloat16)[0]
     backward(fused, x, settings(wgrad="main_grad"))
     backward(plain, x, settings())
@@ -54,7 +54,7 @@ def test_fp32_main_grad_keeps_what_bf16_gradients_round_away():
 
 def test_all_other_gradients_are_the_same():
     layer = Layer.random(kind="layernorm")
-    fused, plain = with_main_grad(detached(layer), torch.float32), detached(layer)
+    fused, plain = with_main_grad(layer.copy(), torch.float32), layer.copy()
     x = batches(1)[0]
     assert torch.equal(backward(fused, x, settings(wgrad="main_grad")), backward(plain, x, settings()))
     for name, p in fused.parameters().items():
