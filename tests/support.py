@@ -129,3 +129,17 @@ def residuals_apart() -> Iterator[None]:
 
     with mock.patch.object(patch, "_alias_residuals", lambda layer: {}):
         yield
+
+
+@contextmanager
+def megatron_on_one_rank() -> Iterator[None]:
+    """Megatron's groups over a single rank, in this process."""
+    from megatron.core import parallel_state
+
+    from megatron_patches import initialize_model_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    initialize_model_parallel(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
+
+from tests.support import megatron_on_one_rank
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture
 def one_rank():
-    from megatron.core import parallel_state
-
-    from megatron_patches import initialize_model_parallel
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    initialize_model_parallel(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with megatron_on_one_rank():
+        yield
 
 
 @pytest.mark.parametrize(

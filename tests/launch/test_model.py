@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from launch.model import build_model, flops_per_token, load_model_config, parameter_count
 from megatron_patches import patch_model
 from megatron_patches.mlp import activation_name
+from tests.support import megatron_on_one_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 # Parameter counts in the papers' tables (Llama 2 and 3, LLaMA 33B called 30B, OLMo), to four digits.
@@ -55,15 +55,8 @@ def test_overrides():
 
 @pytest.fixture
 def one_rank():
-    from megatron.core import parallel_state
-
-    from megatron_patches import initialize_model_parallel
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    initialize_model_parallel(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with megatron_on_one_rank():
+        yield
 
 
 @pytest.mark.parametrize(
