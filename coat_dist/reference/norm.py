@@ -106,10 +106,8 @@ def norm_compress(
         group_size, scale: of x8, see :func:`~coat_dist.reference.quantize.quantize_groups`.
         exact: statistics and amax are those of x; otherwise those of the values of x8.
     """
-    x8 = quantize_groups(x, fmt, group_size, scale)
-    source = x if exact else dequantize(x8)
-    stats = norm_stats(source, kind, eps)
-    return NormForward(x8, stats, amax(norm_apply(source, stats, weight, bias)))
+    x8, stats, y = _compressed(x, kind, eps, weight, bias, fmt, group_size, scale, exact)
+    return NormForward(x8, stats, amax(y))
 
 
 def norm_compress_rows(
@@ -124,10 +122,8 @@ def norm_compress_rows(
     exact: bool,
 ) -> NormRows:
     """:func:`norm_compress`, and y in FP8 with one scale per row, of the row's own amax."""
-    x8 = quantize_groups(x, fmt, group_size, scale)
-    source = x if exact else dequantize(x8)
-    stats = norm_stats(source, kind, eps)
-    return NormRows(x8, stats, quantize_rows(norm_apply(source, stats, weight, bias), fmt))
+    x8, stats, y = _compressed(x, kind, eps, weight, bias, fmt, group_size, scale, exact)
+    return NormRows(x8, stats, quantize_rows(y, fmt))
 
 
 def norm_quantize(
@@ -177,6 +173,16 @@ def norm_backward(
     rows = tuple(range(dy.dim() - 1))
     dbias = dy.sum(rows, dtype=sum_dtype) if bias else None
     return dx.to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dbias
+
+
+def _compressed(
+    x, kind, eps, weight, bias, fmt, group_size, scale, exact: bool
+) -> tuple[QuantizedTensor, NormStats, torch.Tensor]:
+    """x in FP8, and the statistics and y (fp32) of the side that ``exact`` names."""
+    x8 = quantize_groups(x, fmt, group_size, scale)
+    source = x if exact else dequantize(x8)
+    stats = norm_stats(source, kind, eps)
+    return x8, stats, norm_apply(source, stats, weight, bias)
 
 
 def _normalized(x: torch.Tensor | QuantizedTensor, stats: NormStats) -> torch.Tensor:
