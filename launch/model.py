@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from coat_dist import CoatConfigError
 from coat_dist.config import load_json
+from coat_dist.reference.activation import ACTIVATIONS
 from launch.experts import ExpertsConfig
 
 __all__ = [
@@ -29,23 +30,20 @@ __all__ = [
 _TANH_GELU = functools.partial(F.gelu, approximate="tanh")
 
 
-def _activation(name: str) -> tuple[bool, Callable[[torch.Tensor], torch.Tensor]]:
-    """Whether it has a gate, and Megatron's function for it."""
+def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Megatron's function for it, or for its gate."""
     from megatron.core.activations import quick_gelu, squared_relu
 
     return {
-        "swiglu": (True, F.silu),
-        "geglu": (True, F.gelu),
-        "geglu_tanh": (True, _TANH_GELU),
-        "quick_geglu": (True, quick_gelu),
-        "gelu": (False, F.gelu),
-        "gelu_tanh": (False, _TANH_GELU),
-        "quick_gelu": (False, quick_gelu),
-        "squared_relu": (False, squared_relu),
+        "swiglu": F.silu,
+        "geglu": F.gelu,
+        "geglu_tanh": _TANH_GELU,
+        "quick_geglu": quick_gelu,
+        "gelu": F.gelu,
+        "gelu_tanh": _TANH_GELU,
+        "quick_gelu": quick_gelu,
+        "squared_relu": squared_relu,
     }[name]
-
-
-_GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 
 
 class ModelConfig(ExpertsConfig):
@@ -208,7 +206,7 @@ def transformer_config(
     """Megatron's ``TransformerConfig`` for ``model``; ``extra`` goes to it as it is (recompute settings)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    gated, function = _activation(model.activation)
+    gated, function = ACTIVATIONS[model.activation].gated, _activation(model.activation)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -270,11 +268,11 @@ def parameter_count(model: ModelConfig) -> int:
     """Parameters of the whole model, the vocabulary's padding included."""
     h, d = model.hidden_size, model.head_channels
     attention = h * d * (2 * model.num_attention_heads + 2 * model.kv_heads)
-    wide = model.ffn_hidden_size * (2 if model.activation in _GATED else 1)  # what fc1 writes
+    wide = model.ffn_hidden_size * ACTIVATIONS[model.activation].parts  # what fc1 writes
     moe = model.expert_layers(model.num_layers)
     mlps = (model.num_layers - moe) * h * (wide + model.ffn_hidden_size)
     if moe:
-        mlps += moe * model.expert_weights(h, model.ffn_hidden_size, model.activation in _GATED, active=False)
+        mlps += moe * model.expert_weights(h, model.ffn_hidden_size, ACTIVATIONS[model.activation].gated, active=False)
     biases = d * (model.num_attention_heads + 2 * model.kv_heads) if model.qkv_bias or model.linear_bias else 0
     biases += 2 * h + wide if model.linear_bias else 0
     norm = h * (2 if model.normalization == "layernorm" else 1) if model.norm_affine else 0
@@ -290,7 +288,7 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     the sequence. Recomputation is not counted. Of experts, those that a token goes to.
     """
     h, d = model.hidden_size, model.head_channels
-    gated, moe = model.activation in _GATED, model.expert_layers(model.num_layers)
+    gated, moe = ACTIVATIONS[model.activation].gated, model.expert_layers(model.num_layers)
     weights = model.num_layers * h * d * (2 * model.num_attention_heads + 2 * model.kv_heads)
     weights += (model.num_layers - moe) * h * model.ffn_hidden_size * (3 if gated else 2)
     if moe:
