@@ -1,6 +1,7 @@
 """Checkpoints under kills and errors, with an engine that only writes a file."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -10,14 +11,30 @@ from launch import checkpoint
 from tests.support import run_ranks
 
 
+class Writer:
+    def makedirs(self, path, exist_ok):
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state, path):
+        torch.save(state, path)
+
+
 class Engine:
-    """Writes what DeepSpeed would: one file a rank under ``folder/tag``."""
+    """Writes what DeepSpeed would, by the same methods: one file a rank under ``folder/tag``, and a script."""
+
+    def __init__(self):
+        self.checkpoint_engine = Writer()
 
     def save_checkpoint(self, folder, tag, save_latest):
         assert not save_latest
-        os.makedirs(f"{folder}/{tag}", exist_ok=True)
-        torch.save(torch.arange(1000), f"{folder}/{tag}/rank{dist.get_rank()}.pt")
+        self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
+        self.checkpoint_engine.save(torch.arange(1000), f"{folder}/{tag}/rank{dist.get_rank()}.pt")
+        if dist.get_rank() == 0:
+            self._copy_recovery_script(f"{folder}/{tag}")
         dist.barrier()
+
+    def _copy_recovery_script(self, path):
+        shutil.copyfile(__file__, f"{path}/script.py")
 
 
 def start(tp=1):
