@@ -177,4 +177,3 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path):
     assert "rank0.pt: missing" in said and "script.py: damaged (is 7 bytes, was " in said
     assert "random_rank_00000.pt: cannot be read (" in said and "Input/output error" in said
     assert "step00000002/script.py: is empty" in empty and left == ["latest", "step00000001"]
-

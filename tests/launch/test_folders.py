@@ -106,9 +106,7 @@ def test_branching_into_a_used_folder_is_refused(tmp_path):
     assert found.source == mine / "step00000003"
     assert found.superseded == [other / "step00000003", other / "step00000006"]
     foreign = metrics(tmp_path / "foreign", 6, factor=4)
-    assert "whose metrics.jsonl is not of the run that saved" in refused(
-        tmp_path, "--load", mine, "--output", foreign
-    )
+    assert "whose metrics.jsonl is not of the run that saved" in refused(tmp_path, "--load", mine, "--output", foreign)
     assert opened("--load", mine, "--output", foreign, "--overwrite").source is not None
     assert opened("--load", mine, "--output", metrics(tmp_path / "short", 2, factor=4)).source  # nothing would be cut
 
