@@ -82,7 +82,7 @@ def _trailing_mean(values: list[float], window: int) -> list[float]:
 
 
 def _check_output(path: Path) -> None:
-    """Refuse a name without a format, to which matplotlib would add one, and a file that is no picture of its format."""
+    """Refuse a name without a format, to which matplotlib adds one, and a file that is no picture of its format."""
     if not path.suffix:
         raise ValueError(f"--output: got {path}, accepted: a file name that ends in .png, .pdf, .svg")
     begin = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}.get(path.suffix.lower(), b"")

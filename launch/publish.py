@@ -85,7 +85,8 @@ def find(folder: str | Path) -> Path | None:
         except (FileNotFoundError, NotADirectoryError):
             return max(finished(folder), key=_step, default=None)
         if (folder / name / MANIFEST).is_file():
-            return (folder / name).resolve()
+            found = folder / name
+            return found if found.name == name else found.resolve()
         if (_replaced(folder / name) / MANIFEST).is_file():  # killed while a step was saved for the second time
             return _replaced(folder / name)
         others = ", ".join(p.name for p in finished(folder)) or "none"

@@ -1,8 +1,10 @@
 """Every call that touches the disk fails in turn while a checkpoint is saved: a whole one is there all the time."""
 
 import errno
+import importlib
 import io
 import os
+import resource
 import shutil
 
 import pytest
@@ -118,6 +120,55 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
     places = ("fsync", "open", "torch.save")
     for times in run_ranks(2, all_places, str(tmp_path), False, 1, 2, places):
         assert all(times[p] >= 1 for p in places), times
+
+
+def real_engine(rank, world, folder):
+    """DeepSpeed's own writing fails on one rank, once in its torch.save for want of room and once beside it."""
+    import coat_dist
+
+    import deepspeed  # isort: skip
+
+    start()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
+        "coat": {"activation": {"enabled": False}},
+    }
+    engine, *_ = coat_dist.initialize(model=torch.nn.Linear(256, 256), config=config)
+
+    def save(step):
+        try:
+            return str(checkpoint.save(engine, folder, {}, progress(step), keep_last=1))
+        except checkpoint.CheckpointError as problem:
+            return str(problem)
+
+    results = [save(1)]
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    results.append(save(2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    module = importlib.import_module("deepspeed.runtime.engine")
+    original, module.copyfile = module.copyfile, Failing("copyfile", 1, True)
+    results.append(save(2))
+    module.copyfile = original
+    found = checkpoint.find(folder)
+    checkpoint.verify(found, checkpoint.read_manifest(found)["files"])
+    torch.distributed.barrier()
+    return [*results, str(found), save(2)]
+
+
+def test_an_error_in_deepspeeds_own_writing_is_an_error_on_all_ranks(tmp_path):
+    one, two = (str(tmp_path / f"step0000000{i}") for i in (1, 2))
+    for first, room, script, found, last in run_ranks(2, real_engine, str(tmp_path)):
+        assert (first, found, last) == (one, one, two)
+        unfinished = f"cannot write {tmp_path}/.unfinished-step00000002: "
+        assert room.startswith(f"{unfinished}rank 1: ") and "optim_states.pt" in room and "rank 0" not in room
+        assert script.startswith(f"{unfinished}rank 0: ") and "Input/output error" in script
+    assert [p.name for p in tmp_path.glob("*step*")] == ["step00000002"]
 
 
 def unsyncable_folders(rank, world, folder):
