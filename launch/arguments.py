@@ -110,6 +110,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR|auto",
         help="continue from this folder's latest checkpoint; auto = from --save where it has one, else start",
     )
+    g.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="start anew where an earlier run has written: its checkpoints go when the first new one is complete, its "
+        "metrics.jsonl is kept under another name",
+    )
     return p
 
 
@@ -136,6 +142,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     require("save-interval", not args.save_interval or args.save is not None, "0 without --save")
     require("keep-last", not args.keep_last or args.save is not None, "0 without --save")
     require("load", args.load != "auto" or args.save is not None, "auto only with --save")
+    require("overwrite", not args.overwrite or args.load != "auto", "not with --load auto, which continues")
     require(
         "sequence-parallel",
         not args.sequence_parallel or args.tensor_parallel > 1,

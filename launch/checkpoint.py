@@ -1,16 +1,17 @@
-"""Checkpoints that survive a kill at any moment, and are checked before they are believed.
+"""Checkpoints that survive a kill or an error at any moment, and are checked before they are believed.
 
-DeepSpeed writes its files into a folder with a temporary name; each rank adds its random states. Rank 0 lists size and
-checksum of every file in ``manifest.json``, renames the folder and replaces ``latest`` in one go. Loading verifies the
-list and compares what the checkpoint was made by with what is about to load it.
+DeepSpeed writes its files into a folder with a temporary name; each rank adds its random states. Every file is brought
+to disk, size and checksum of each are listed in ``manifest.json``, then rank 0 renames the folder and replaces
+``latest`` (``publish.py``). Only after that older ones go. Loading verifies the list and compares what the checkpoint
+was made by with what is about to load it.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from launch.manifest import FORMAT, MANIFEST, CheckpointError, checksums, differences, read_manifest, verify
+from launch.agree import gather
+from launch.durable import make_folder
+from launch.manifest import FORMAT, CheckpointError, differences, read_manifest, sync_files, verify
+from launch.publish import find, name_of, publish, retire, unfinished
 from launch.runtime import get_random_state, reseed, set_random_state
 
 __all__ = [
     "CheckpointError",
-    "checksums",
     "differences",
     "find",
     "is_universal",
@@ -32,10 +35,10 @@ __all__ = [
     "read_manifest",
     "require_loadable",
     "save",
+    "sync_files",
     "verify",
 ]
 
-_LATEST, _UNFINISHED = "latest", ".unfinished-"
 # A checkpoint cannot be loaded where one of these differs. Other differences are reported and taken as wanted.
 _STRUCTURE = (
     "model.",
@@ -62,7 +65,12 @@ _FREE = (
 
 
 def save(
-    engine: Any, folder: str | Path, run: Mapping[str, Any], progress: Mapping[str, Any], keep_last: int = 0
+    engine: Any,
+    folder: str | Path,
+    run: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    keep_last: int = 0,
+    supersedes: Collection[Path] = (),
 ) -> Path:
     """Write a checkpoint; collective.
 
@@ -72,84 +80,95 @@ def save(
         run: nested plain values that say what this run is; compared by :func:`load`.
         progress: plain values to get back from :func:`load`; ``progress["step"]`` names the checkpoint.
         keep_last: remove all but this many newest checkpoints afterwards; 0 = keep all.
+        supersedes: checkpoints of an earlier run in ``folder``, to be removed afterwards.
 
     Returns:
-        The folder of this checkpoint.
+        The folder of this checkpoint. What could not be removed is printed.
 
     Raises:
-        CheckpointError: it could not be written; what was there before is untouched. End the process then.
+        CheckpointError: on every rank; names the file and the error. What was there before is untouched, and a later
+            call may succeed.
     """
     folder = Path(folder)
-    name = f"step{progress['step']:08d}"
-    temporary, final = folder / (_UNFINISHED + name), folder / name
+    final = folder / name_of(progress["step"])
+    temporary = unfinished(final)
     rank = dist.get_rank()
-    problem: Exception | None = None
+
+    def begin() -> None:
+        make_folder(folder)
+        if temporary.exists():
+            shutil.rmtree(temporary)
+
+    _together(begin if rank == 0 else None, f"cannot write {folder}")
     try:
-        if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        problem = error
-    _agree(problem, f"cannot write {folder}")
-    try:
-        # It synchronizes ranks itself: one that fails here must end its process, for the others wait inside.
-        engine.save_checkpoint(str(folder), tag=temporary.name, save_latest=False)
-        torch.save(get_random_state(), temporary / _random_file(rank))
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        with _write_errors_kept(engine) as errors:
+            engine.save_checkpoint(str(folder), tag=temporary.name, save_latest=False)
+    except (OSError, RuntimeError) as error:  # none of writing: end this process, for other ranks may wait inside
         raise CheckpointError(f"cannot write {temporary}: {error}") from error
-    dist.barrier()
-    listing: list[Any] = [sorted(p.name for p in temporary.iterdir() if p.is_file()) if rank == 0 else None]
-    dist.broadcast_object_list(listing)
-    sums = checksums(temporary, listing[0], sync=True)
+
+    def own_states() -> None:
+        if errors:
+            raise errors[0]
+        torch.save(get_random_state(), temporary / _random_file(rank))
+
+    _together(own_states, f"cannot write {temporary}")
+    manifest = {"format": FORMAT, "progress": dict(progress), "run": run, "files": sync_files(temporary)}
+    _together((lambda: publish(temporary, final, manifest)) if rank == 0 else None, f"cannot finish {final}")
     if rank == 0:
-        try:
-            manifest = {"format": FORMAT, "progress": dict(progress), "run": run, "files": sums}
-            publish(temporary, final, manifest)
-            _remove_old(folder, keep_last)
-        except OSError as error:
-            problem = error
-    _agree(problem, f"cannot finish {final}")
+        for problem in retire(folder, final, keep_last, supersedes):
+            print(f"warning: cannot remove an old checkpoint: {problem}", file=sys.stderr, flush=True)
     return final
 
 
-def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Turn a written folder into the newest checkpoint, in an order that survives a kill at any point.
+def _together(work: Callable[[], None] | None, what: str) -> None:
+    """Do this rank's part, and raise on every rank when one of them fails, so that none waits for another.
 
     Raises:
-        OSError: the checkpoint that was ``final`` before is then under a name with ``.unfinished-`` or untouched.
+        CheckpointError: names ranks and errors.
     """
-    _write(temporary / MANIFEST, json.dumps(manifest, indent=1))
-    if final.exists():  # the same step again, after a restart from an older checkpoint
-        shutil.rmtree(_replaced(final), ignore_errors=True)  # of a save that was killed after the next line but one
-        os.rename(final, _replaced(final))
-    os.rename(temporary, final)
-    _write(final.parent / _LATEST, final.name)
+    problem = None
+    if work is not None:
+        try:
+            work()
+        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+            problem = f"{type(error).__name__}: {error}"
+    failed = [f"rank {r}: {text}" for r, text in enumerate(gather(problem)) if text is not None]
+    if failed:
+        raise CheckpointError(f"{what}: " + "; ".join(failed))
 
 
-def find(folder: str | Path) -> Path | None:
-    """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it holds none.
+@contextmanager
+def _write_errors_kept(engine: Any) -> Iterator[list[Exception]]:
+    """Errors of DeepSpeed's writing to disk, kept instead of raised.
 
-    Raises:
-        CheckpointError: ``latest`` names something that is not there.
+    ``engine.save_checkpoint`` meets the other ranks after writing: a rank that left it would let them wait.
     """
-    folder = Path(folder)
-    if (folder / MANIFEST).is_file():
-        return folder
+    errors: list[Exception] = []
+
+    def keeping(write: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return write(*args, **kwargs)
+            except (OSError, RuntimeError) as error:
+                path = next((a for a in args if isinstance(a, str)), "")
+                errors.append(OSError(f"{path}: {error}"))
+                return None
+
+        return attempt
+
+    places = [
+        (engine.checkpoint_engine, "save"),
+        (engine.checkpoint_engine, "makedirs"),
+        (engine, "_copy_recovery_script"),
+    ]
+    before = [vars(owner).get(name) for owner, name in places]
+    for owner, name in places:
+        setattr(owner, name, keeping(getattr(owner, name)))
     try:
-        name = (folder / _LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
-    if not (folder / name / MANIFEST).is_file():
-        if (_replaced(folder / name) / MANIFEST).is_file():  # killed while a step was saved for the second time
-            return _replaced(folder / name)
-        others = ", ".join(p.name for p in _finished(folder)) or "none"
-        raise CheckpointError(f"{folder / _LATEST}: names {name!r}, which is no checkpoint; there are: {others}")
-    return folder / name
-
-
-def _replaced(final: Path) -> Path:
-    """Where a checkpoint is while another of its name takes its place."""
-    return final.parent / f"{_UNFINISHED}replaced-{final.name}"
+        yield errors
+    finally:
+        for (owner, name), own in zip(places, before, strict=True):
+            delattr(owner, name) if own is None else setattr(owner, name, own)  # without one, its class's is found
 
 
 def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -199,45 +218,12 @@ def _random_file(rank: int) -> str:
     return f"random_rank_{rank:05d}.pt"
 
 
-def _agree(problem: Exception | None, what: str) -> None:
-    """Raise on every rank when one of them has a problem, so that none waits for another; also a barrier."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, None if problem is None else f"{type(problem).__name__}: {problem}")
-    failed = [f"rank {r}: {text}" for r, text in enumerate(everyone) if text is not None]
-    if failed:
-        raise CheckpointError(f"{what}: " + "; ".join(failed))
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file in one go, after its content has reached the disk."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _finished(folder: Path) -> list[Path]:
-    """Finished checkpoints, in the order in which they were written."""
-    manifests = [p for p in folder.glob(f"step*/{MANIFEST}") if p.is_file()]
-    return [p.parent for p in sorted(manifests, key=lambda p: (p.stat().st_mtime_ns, p))]
-
-
-def _remove_old(folder: Path, keep: int) -> None:
-    for leftover in folder.glob(_UNFINISHED + "*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    for old in _finished(folder)[:-keep] if keep else []:
-        if old.name != (folder / _LATEST).read_text(encoding="utf-8").strip():
-            (old / MANIFEST).unlink()  # first, so that a kill in between leaves no checkpoint that looks whole
-            shutil.rmtree(old, ignore_errors=True)
-
-
 def require_loadable(folder: str | None, save: str | None) -> Path | None:
     """The checkpoint that ``--load`` means, or None for a fresh start.
 
     Raises:
         CoatConfigError: a folder was named that holds no checkpoint.
+        CheckpointError: one that cannot be read.
     """
     if folder is None:
         return None

@@ -35,8 +35,10 @@ class Progress:
     consumed_samples: int = 0
     skipped_steps: int = 0
     bad_in_a_row: int = 0
+    loss: float | None = None
+    """Of the last step, None if not finite: tells whose ``metrics.jsonl`` it is."""
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -135,6 +137,7 @@ class Loop:
 
         progress.step += 1
         progress.consumed_samples += self.samples_per_step
+        progress.loss = mean_loss if math.isfinite(mean_loss) else None
         speed = self.tokens_per_step / took
         record: dict[str, Any] = {
             "step": progress.step,

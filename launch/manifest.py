@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from launch.agree import gather, on_rank_0, rank_and_world
 
-__all__ = ["FORMAT", "MANIFEST", "CheckpointError", "checksums", "differences", "read_manifest", "verify"]
+__all__ = ["FORMAT", "MANIFEST", "CheckpointError", "differences", "read_manifest", "sync_files", "verify"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -43,41 +43,71 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]]) -> None:
     """Compare size and checksum of every file with the manifest; ranks share the work.
 
     Raises:
-        CheckpointError: on every rank; lists the files that are missing or damaged.
+        CheckpointError: on every rank; lists the files that are missing, damaged or cannot be read.
     """
-    found = checksums(checkpoint, sorted(files))
+    found = _read_all(checkpoint, sorted(files), sync=False)
     wrong = []
     for name, (size, checksum) in files.items():
-        if found[name] is None:
-            wrong.append(f"{name}: missing")
-        elif found[name] != [size, checksum]:
-            wrong.append(f"{name}: damaged (is {found[name][0]} bytes, was {size})")
+        entry = found[name]
+        if isinstance(entry, str):
+            wrong.append(f"{name}: {entry}")
+        elif entry != [size, checksum]:
+            wrong.append(f"{name}: damaged (is {entry[0]} bytes, was {size})")
     if wrong:
         raise CheckpointError(f"{checkpoint} is damaged, load another one by its folder:\n" + "\n".join(wrong))
 
 
-def checksums(folder: Path, names: list[str], sync: bool = False) -> dict[str, Any]:
-    """[bytes, CRC-32] of each file, None for a missing one; files are dealt out to the ranks.
+def sync_files(folder: Path) -> dict[str, list[int]]:
+    """Wait until every file in ``folder`` and the folders in it is on disk; [bytes, CRC-32] by path in ``folder``.
 
-    ``sync``: also wait until they are on disk. Without torch.distributed, this process reads them all.
+    Rank 0 lists the files and deals them out to the ranks.
+
+    Raises:
+        CheckpointError: on every rank; lists the files that a rank could not read or bring to disk, and empty ones.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine: dict[str, Any] = {}
-    for name in names[rank::world]:
-        try:
-            size = checksum = 0
-            with (folder / name).open("rb") as file:
-                if sync:
-                    os.fsync(file.fileno())
-                while block := file.read(1 << 24):
-                    size, checksum = size + len(block), zlib.crc32(block, checksum)
-            mine[name] = [size, checksum]
-        except OSError:
-            mine[name] = None
-    everyone: list[Any] = [mine] * world
-    if world > 1:
-        dist.all_gather_object(everyone, mine)
-    return {name: entry for part in everyone for name, entry in part.items()}
+    try:
+        names = on_rank_0(lambda: sorted(p.relative_to(folder).as_posix() for p in _files(folder)))
+    except OSError as problem:
+        raise CheckpointError(f"{folder}: cannot be listed ({problem})") from problem
+    found = _read_all(folder, names, sync=True)
+    wrong = [f"{folder / name}: {entry}" for name, entry in found.items() if isinstance(entry, str)]
+    wrong += [f"{folder / name}: is empty" for name, entry in found.items() if entry[0] == 0]
+    if wrong or not names:
+        raise CheckpointError("cannot finish a checkpoint:\n" + "\n".join(wrong or [f"{folder}: holds no files"]))
+    return found  # type: ignore[return-value]  # no text is left in it
+
+
+def _files(folder: Path) -> list[Path]:
+    found = []
+    for inner, _, files in os.walk(folder, onerror=_raise):
+        found += [Path(inner, name) for name in files]
+    return found
+
+
+def _raise(problem: OSError) -> None:
+    raise problem
+
+
+def _read_all(folder: Path, names: list[str], sync: bool) -> dict[str, list[int] | str]:
+    """[bytes, CRC-32] of each file, or what is wrong with it; files are dealt out to the ranks."""
+    rank, world = rank_and_world()
+    mine = {name: _read(folder / name, sync) for name in names[rank::world]}
+    return {name: entry for part in gather(mine) for name, entry in part.items()}
+
+
+def _read(path: Path, sync: bool) -> list[int] | str:
+    size = checksum = 0
+    try:
+        with path.open("rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            while block := file.read(1 << 24):
+                size, checksum = size + len(block), zlib.crc32(block, checksum)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as problem:
+        return f"cannot be {'written' if sync else 'read'} ({problem})"
+    return [size, checksum]
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:

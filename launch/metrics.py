@@ -15,8 +15,9 @@ from typing import Any, TextIO
 import torch
 
 from coat_dist import CoatConfigError
+from launch.durable import write_text
 
-__all__ = ["MetricsLog", "format_line", "peak_memory_bytes", "read_metrics", "truncate_metrics"]
+__all__ = ["MetricsLog", "format_line", "peak_memory_bytes", "put_aside", "read_metrics", "truncate_metrics"]
 
 
 def peak_memory_bytes() -> int:
@@ -37,7 +38,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if path.is_dir():
         path = path / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines, 1):
         try:
@@ -56,12 +57,18 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 def truncate_metrics(path: Path, step: int) -> None:
     """Keep records up to ``step``: what came later is about to be repeated. The file is replaced in one go."""
-    if not path.exists():
+    if path.exists():
+        write_text(path, "".join(json.dumps(r) + "\n" for r in read_metrics(path) if r["step"] <= step))
+
+
+def put_aside(path: Path) -> None:
+    """Rename a file, if it is there and holds anything, to the first free of ``NAME.1``, ``NAME.2``, ..."""
+    if not path.exists() or not path.stat().st_size:
         return
-    kept = [r for r in read_metrics(path) if r["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    os.rename(path, aside)
 
 
 def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float, unit: str) -> str:
@@ -105,6 +112,7 @@ class MetricsLog:
         start_step: records beyond this step are dropped from an existing file (they are about to be repeated).
         total_steps: last step of the run, for the ETA.
         active: whether this rank reports.
+        continues: whether an existing file is this run's; another's is renamed.
     """
 
     def __init__(
@@ -115,6 +123,7 @@ class MetricsLog:
         start_step: int,
         total_steps: int,
         active: bool,
+        continues: bool = True,
         stream: TextIO | None = None,
     ) -> None:
         self._active, self._total, self._stream = active, total_steps, stream or sys.stdout
@@ -128,7 +137,10 @@ class MetricsLog:
         if self._folder is not None:
             path = self._folder / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            truncate_metrics(path, start_step)
+            if continues:
+                truncate_metrics(path, start_step)
+            else:
+                put_aside(path)
             self._file = path.open("a", encoding="utf-8")
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter

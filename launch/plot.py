@@ -81,6 +81,19 @@ def _trailing_mean(values: list[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))]
 
 
+def _check_output(path: Path) -> None:
+    """Refuse a name without a format, to which matplotlib adds one, and a file that is no picture of its format."""
+    if not path.suffix:
+        raise ValueError(f"--output: got {path}, accepted: a file name that ends in .png, .pdf, .svg")
+    begin = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}.get(path.suffix.lower(), b"")
+    if path.exists():
+        with path.open("rb") as file:
+            if not file.read(len(begin)) == begin and path.stat().st_size:
+                raise ValueError(
+                    f"--output: got {path}, which is there and no {path.suffix} picture, accepted: another"
+                )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; the exit status."""
     p = argparse.ArgumentParser(description="Draw loss, throughput and memory of one or several runs.")
@@ -99,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(f"{run}: holds no steps")
             name = path.name if path.is_dir() else path.parent.name or path.stem
             runs[name if name not in runs else run] = records
+        _check_output(Path(args.output))
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         draw(runs, args.output, args.smooth)
     except FileNotFoundError as problem:

@@ -22,6 +22,8 @@ import torch
 
 from coat_dist import CoatConfigError
 from launch import arguments, build, checkpoint, data, runtime
+from launch.agree import on_rank_0
+from launch.folders import Folders, open_folders
 from launch.loop import BadSteps, Batch, Loop, Progress
 from launch.memory import MemoryReport
 from launch.metrics import MetricsLog
@@ -55,12 +57,13 @@ def train(
     check_ranks_agree(p)
     runtime.seed_hosts_generators(p.args.seed)
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed)
-    source = checkpoint.require_loadable(p.args.load, p.args.save)
+    folders = on_rank_0(lambda: open_folders(p.args))
+    source = folders.source
     sets = build.datasets(p)
     say(p.describe())
     engine = build.build_engine(p, say, universal=source is not None and checkpoint.is_universal(source))
     progress = resume(p, engine, source)
-    loop = make_loop(p, device, engine, sets, progress)
+    loop = make_loop(p, device, engine, sets, progress, folders)
     loop.stop, loop.last_checkpoint = stop, source
     if interfere is not None:
         interfere(loop)
@@ -98,17 +101,22 @@ def resume(p: Plan, engine: Any, source: Path | None) -> Progress:
     return Progress(**saved)
 
 
-def make_loop(p: Plan, device: torch.device, engine: Any, sets: Sequence[Any], progress: Progress) -> Loop:
+def make_loop(
+    p: Plan, device: torch.device, engine: Any, sets: Sequence[Any], progress: Progress, folders: Folders
+) -> Loop:
     """The training loop over train, valid and test ``sets`` (the last two may be None)."""
     from megatron.core import parallel_state
 
     a, dp_rank = p.args, parallel_state.get_data_parallel_rank()
+    superseded = list(folders.superseded)
 
     def evaluation(dataset: Any) -> Callable[[], Iterator[Batch]] | None:
         return None if dataset is None else lambda: build.batch_iterator(p, dataset, dp_rank)
 
     def save() -> Path:
-        return checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last)
+        saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded)
+        superseded.clear()  # from now on their names may be this run's
+        return saved
 
     return Loop(
         engine=engine,
@@ -123,6 +131,7 @@ def make_loop(p: Plan, device: torch.device, engine: Any, sets: Sequence[Any], p
             start_step=progress.step,
             total_steps=a.train_steps,
             active=torch.distributed.get_rank() == 0,
+            continues=folders.source is not None and not a.overwrite,
         ),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         progress=progress,

@@ -14,18 +14,22 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from launch import checkpoint
+from launch.durable import make_folder
+from launch.manifest import MANIFEST, CheckpointError, read_manifest, sync_files, verify
+from launch.publish import find, finished, name_of, publish, retire, unfinished
 
 __all__ = ["convert", "main"]
 
 
 def convert(source: Path, folder: Path) -> Path:
-    """Convert one checkpoint into ``folder``, under the same name.
+    """Convert one checkpoint into ``folder``, under the name of its step.
 
-    A kill leaves at most a folder whose name starts with ``.unfinished-``, which the next conversion removes.
+    An earlier conversion of the same checkpoint is replaced, and removed when the new one is complete. A kill leaves at
+    most folders whose names start with ``.unfinished-``, which the next conversion removes.
 
     Args:
         source: folder of a finished checkpoint.
@@ -36,29 +40,50 @@ def convert(source: Path, folder: Path) -> Path:
 
     Raises:
         CheckpointError: ``source`` is damaged, universal already or of a kind that cannot be converted; ``folder``
-            cannot be written. Nothing is changed then.
+            cannot be written, is in a checkpoint, or holds those of a run, or another run's of this step. Nothing is
+            changed then.
     """
     from coat_dist import convert_to_universal
 
-    manifest = checkpoint.read_manifest(source)
+    source, folder = source.resolve(), folder.resolve()
+    manifest = read_manifest(source)
     if manifest.get("universal"):
-        raise checkpoint.CheckpointError(f"{source}: is universal already, accepted: a checkpoint of pretrain.py")
-    if folder.resolve() == source.resolve().parent:
-        raise checkpoint.CheckpointError(f"--output: got {folder}, where the source is, accepted: another folder")
-    checkpoint.verify(source, manifest["files"])
-    final = folder / source.name
-    temporary = folder / f".unfinished-{source.name}"
+        raise CheckpointError(f"{source}: is universal already, accepted: a checkpoint of pretrain.py")
+    final = folder / name_of(manifest["progress"]["step"])  # not source's name, which may be a copy's
+    _check_output(source, folder, final, manifest)
+    verify(source, manifest["files"])
+    temporary = unfinished(final)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        make_folder(folder)
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir()
         convert_to_universal(source, temporary)
-        names = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file())
-        sums = checkpoint.checksums(temporary, names, sync=True)
-        checkpoint.publish(temporary, final, {**manifest, "files": sums, "universal": True})
+        publish(temporary, final, {**manifest, "files": sync_files(temporary), "universal": True})
     except (OSError, RuntimeError, ValueError) as problem:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
-        raise checkpoint.CheckpointError(f"cannot convert {source}: {problem}") from problem
+        raise CheckpointError(f"cannot convert {source}: {problem}") from problem
+    for left in retire(folder, final):
+        print(f"warning: cannot remove an old checkpoint: {left}", file=sys.stderr)
     return final
+
+
+def _check_output(source: Path, folder: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse a folder in which something would be lost or mixed up."""
+
+    def refuse(what: str) -> None:
+        raise CheckpointError(f"--output: got {folder}, {what}, accepted: another folder")
+
+    if folder == source.parent:
+        refuse("where the source is")
+    if folder.is_relative_to(source) or (folder / MANIFEST).exists():
+        refuse("which is a checkpoint or in one")
+    for there in finished(folder):
+        its = read_manifest(there)
+        if not its.get("universal"):
+            refuse(f"which holds a run's own checkpoint, {there.name}")
+        if there == final and any(its.get(key) != manifest[key] for key in ("run", "progress")):
+            refuse(f"which holds another run's {there.name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,11 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, metavar="DIR", help="gets the universal checkpoint and `latest`")
     args = parser.parse_args(argv)
     try:
-        source = checkpoint.find(args.load)
+        source = find(args.load)
         if source is None:
-            raise checkpoint.CheckpointError(f"--load: got {args.load}, accepted: a checkpoint of pretrain.py")
+            raise CheckpointError(f"--load: got {args.load}, accepted: a checkpoint of pretrain.py")
         final = convert(source, Path(args.output))
-    except checkpoint.CheckpointError as problem:
+    except (CheckpointError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     size = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())

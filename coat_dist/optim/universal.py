@@ -38,7 +38,7 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
             data- and tensor-parallel size. With more than one tensor-parallel rank its model files hold
             ``universal_checkpoint_info`` (``megatron_patches.universal_checkpoint_info`` makes it), which says how each
             parameter is divided.
-        target: is created where absent; should be empty.
+        target: is created where absent; empty, and not in ``source``.
 
     Returns:
         The number of parameters written.
@@ -47,6 +47,9 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
         ValueError: names the file, what is wrong with it and what is accepted.
     """
     source, target = Path(source), Path(target)
+    used = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if used or target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"target: got {target}, accepted: an empty or a new folder outside of {source}")
     optimizer_files = grid(source, OPTIMIZER)
     model_files = grid(source, MODEL3, required=False)
     if not model_files:  # ZeRO-1 and 2: one file a tensor-parallel rank

@@ -96,10 +96,12 @@ def run_shard(job: Job, number: int, pieces: Sequence[Piece]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[str]:
-    """A temporary name that becomes ``path`` when the block ends without an error."""
+    """A temporary name that becomes ``path`` when the block ends without an error, after the content is on disk."""
     temporary = f"{path}.tmp{os.getpid()}"
     try:
         yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -112,10 +114,14 @@ def write_json(path: str | Path, content: dict[str, Any]) -> None:
 
 
 def read_json(path: str | Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none."""
+    """The object in a JSON file; None where there is no file or nothing of the kind in it.
+
+    Raises:
+        OSError: it is there and cannot be read. What it vouches for must not be taken for unfinished then.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     return content if isinstance(content, dict) else None
 

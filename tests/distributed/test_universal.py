@@ -212,6 +212,13 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
     run_ranks(1, save_new, str(tmp_path))
     with pytest.raises(ValueError, match=r"state of .*: got nothing \(saved before the first step\), accepted"):
         convert_to_universal(tmp_path / "plain", tmp_path / "out")
+    before = {p: p.read_bytes() for p in (tmp_path / "plain").iterdir()}
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("mine")
+    for target in ("plain", "plain/universal", "used", "used/../plain"):
+        with pytest.raises(ValueError, match=f"target: got .*{target}, accepted: an empty or a new folder outside of"):
+            convert_to_universal(tmp_path / "plain", tmp_path / target)
+    assert {p: p.read_bytes() for p in (tmp_path / "plain").iterdir()} == before
     for kind in ("mp_rank_00_model", "bf16_zero_pp_rank_0_mp_rank_00_optim"):
         file = tmp_path / "plain" / f"{kind}_states.pt"
         (tmp_path / "plain" / file.name.replace("mp_rank_00", "mp_rank_01")).write_bytes(file.read_bytes())

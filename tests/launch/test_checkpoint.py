@@ -1,23 +1,41 @@
 """Checkpoints under kills and errors, with an engine that only writes a file."""
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from launch import checkpoint
+from launch import checkpoint, publish
 from tests.support import run_ranks
 
 
+class Writer:
+    def makedirs(self, path, exist_ok):
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state, path):
+        torch.save(state, path)
+
+
 class Engine:
-    """Writes what DeepSpeed would: one file a rank under ``folder/tag``."""
+    """Writes what DeepSpeed would, by the same methods: one file a rank under ``folder/tag``, and a script."""
+
+    def __init__(self):
+        self.checkpoint_engine = Writer()
 
     def save_checkpoint(self, folder, tag, save_latest):
         assert not save_latest
-        os.makedirs(f"{folder}/{tag}", exist_ok=True)
-        torch.save(torch.arange(1000), f"{folder}/{tag}/rank{dist.get_rank()}.pt")
+        self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
+        self.checkpoint_engine.save(torch.arange(1000), f"{folder}/{tag}/rank{dist.get_rank()}.pt")
+        if dist.get_rank() == 0:
+            self._copy_recovery_script(f"{folder}/{tag}")
         dist.barrier()
+
+    def _copy_recovery_script(self, path):
+        shutil.copyfile(__file__, f"{path}/script.py")
 
 
 def start(tp=1):
@@ -155,3 +173,65 @@ def test_differences_name_the_key():
     new = {"model": {"layers": 4, "eps": 1e-5}, "deepspeed": {"coat": {"activation": {"bf16_layers": [1]}}}, "seed": 3}
     assert list(checkpoint.differences(old, new)) == ["model.layers", "seed"]
     assert checkpoint.differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
+
+
+def remove_the_right_ones(rank, world, folder):
+    """Folders that are not this run's stay; of its own, those of the line that goes on are kept first."""
+    start()
+    one = f"{folder}/one"
+    for step in (2, 4, 6):
+        checkpoint.save(Engine(), one, {}, progress(step))
+    shutil.copytree(f"{one}/step00000002", f"{one}/step00000002-best")
+    shutil.copytree(f"{one}/step00000006", f"{one}/stepping")
+    os.makedirs(f"{one}/step00000005/mine")  # no checkpoint
+    os.makedirs(f"{one}/.unfinished-thoughts")
+    for name in ("step00000002", "step00000004", "step00000006"):  # copied without times
+        os.utime(f"{one}/{name}/manifest.json", (0, 10 - int(name[-1])))
+    checkpoint.save(Engine(), one, {}, progress(5), 3)  # went back to 4 or 2
+    back = sorted(os.listdir(one))
+    old = [p for p in publish.finished(Path(one)) if p.name != "step00000005"]
+    checkpoint.save(Engine(), one, {}, progress(2), supersedes=old)
+    return back, sorted(os.listdir(one))
+
+
+def test_only_this_runs_own_old_checkpoints_are_removed(tmp_path):
+    stays = [".unfinished-thoughts", "latest", "step00000002-best", "step00000005.kept", "stepping"]
+    back, anew = run_ranks(1, remove_the_right_ones, str(tmp_path))[0]
+    assert back == sorted([*stays, "step00000002", "step00000004", "step00000005"])
+    assert anew == sorted([*stays, "step00000002", "step00000005"])
+
+
+def put_back(rank, world, folder):
+    """Killed between the renames of a step saved again, and another one saved next: the old one is there again."""
+    start()
+    for step in (1, 2):
+        checkpoint.save(Engine(), folder, {}, progress(step))
+    os.rename(f"{folder}/step00000001", f"{folder}/.unfinished-replaced-step00000001")
+    os.makedirs(f"{folder}/.unfinished-step00000001")
+    checkpoint.save(Engine(), folder, {}, progress(3))
+    return sorted(os.listdir(folder))
+
+
+def test_a_checkpoint_whose_replacement_did_not_come_is_put_back(tmp_path):
+    assert run_ranks(1, put_back, str(tmp_path)) == [["latest", "step00000001", "step00000002", "step00000003"]]
+
+
+def test_without_latest_the_highest_step_is_found(tmp_path):
+    """As a kill in the very first save leaves it, after the folder has its name."""
+    (tmp_path / "step00000003").mkdir()
+    assert checkpoint.find(tmp_path) is None
+    for step in (3, 10):
+        (tmp_path / f"step{step:08d}").mkdir(exist_ok=True)
+        (tmp_path / f"step{step:08d}" / "manifest.json").write_text('{"format": 1}')
+    assert checkpoint.find(tmp_path) == tmp_path / "step00000010"
+
+
+def test_find_names_the_folder_itself(tmp_path, monkeypatch):
+    step = tmp_path / "save" / "step00000003"
+    (step / "zero").mkdir(parents=True)
+    (step / "manifest.json").write_text('{"format": 1}')
+    (tmp_path / "save" / "latest").write_text(step.name)
+    (tmp_path / "link").symlink_to(step)
+    monkeypatch.chdir(step)
+    for way in (".", "./", "..", "zero/..", f"{step}/", tmp_path / "link", tmp_path / "save" / ".", "../../save"):
+        assert checkpoint.find(way) == step, way

@@ -61,3 +61,16 @@ def test_unknown_format_is_one_line(tmp_path, capsys):
     write(tmp_path / "a", range(1, 3))
     assert main([str(tmp_path / "a"), "--output", str(tmp_path / "x.nonsense")]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_picture_is_not_replaced(tmp_path, capsys):
+    write(tmp_path / "a", range(1, 3))
+    for name in ("notes.png", "notes.svg", "notes.pdf"):
+        (tmp_path / name).write_text("mine")
+        assert main([str(tmp_path / "a"), "--output", str(tmp_path / name)]) == 2
+        assert "--output: got " in capsys.readouterr().err and (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).write_text("")
+        for _ in range(2):  # its own is
+            assert main([str(tmp_path / "a"), "--output", str(tmp_path / name)]) == 0
+    assert main([str(tmp_path / "a"), "--output", str(tmp_path / "picture")]) == 2
+    assert "ends in .png" in capsys.readouterr().err and not list(tmp_path.glob("picture*"))

@@ -280,3 +280,25 @@ def test_error_of_a_worker_reaches_the_user(tmp_path):
         file.write("broken\n")
     with pytest.raises(DataError, match="in.jsonl:101: not JSON"):
         run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "o", "--shard-bytes", "1k", workers="2")
+
+
+def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, capsys):
+    """An error of the disk must not make a finished output, or finished shards, look unfinished."""
+    write_jsonl(tmp_path / "in.jsonl", some_texts(5, 9))
+    arguments = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "x", "--tokenizer", "bytes", "--quiet"]
+    arguments = list(map(str, arguments))
+    assert main(arguments) == 0
+    before = files_of(tmp_path / "x")
+    original = Path.read_text
+
+    def read_text(self, *args, **kwargs):
+        if self == tmp_path / "x.json":
+            raise OSError(5, "Input/output error", str(self))
+        return original(self, *args, **kwargs)
+
+    (tmp_path / "x.parts").mkdir()
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert main(arguments) == 2
+    assert "Input/output error" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert files_of(tmp_path / "x") == before

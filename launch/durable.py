@@ -1,0 +1,70 @@
+"""Files that are whole or not there, also after a power cut: what is written reaches the disk before its name does."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["make_folder", "named", "sync_folder", "sync_tree", "write_text"]
+
+# What file systems answer that cannot sync a folder; there is nothing more to be done on these.
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one go, after its content has reached the disk. Its name has too when this returns.
+
+    Raises:
+        OSError: the file is what it was before, or, if only the folder could not be synced, the new one.
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as problem:
+        with suppress(OSError):
+            temporary.unlink()
+        raise named(problem, path) from problem
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as problem:
+        if problem.errno not in _NO_FOLDER_SYNC:
+            raise named(problem, folder) from problem
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """:func:`sync_folder` for a folder and all folders in it."""
+    for inner, _, _ in os.walk(folder, topdown=False, onerror=_raise):
+        sync_folder(Path(inner))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those it lies in, where they are not there, and wait until they are on disk."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        sync_folder(one.parent)
+
+
+def named(problem: OSError, path: Path) -> OSError:
+    """The same error with the file's name: those of open files have none."""
+    if problem.filename is not None:
+        return problem
+    return OSError(problem.errno or errno.EIO, problem.strerror or str(problem), str(path))
+
+
+def _raise(problem: OSError) -> None:
+    raise problem

@@ -1,0 +1,108 @@
+"""Where a run may write: not into what an earlier run left, unless it continues that run or was told to start anew."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coat_dist import CoatConfigError
+from launch.checkpoint import read_manifest, require_loadable
+from launch.durable import make_folder
+from launch.manifest import MANIFEST
+from launch.metrics import read_metrics
+from launch.publish import LATEST, finished
+
+__all__ = ["Folders", "open_folders"]
+
+_ACCEPTED = "accepted: another folder, --load auto (with --save) to continue that run, or --overwrite to start anew"
+
+
+@dataclass(frozen=True)
+class Folders:
+    """What :func:`open_folders` found."""
+
+    source: Path | None
+    """The checkpoint to continue from; None = a fresh start."""
+    superseded: list[Path] = field(default_factory=list)
+    """Checkpoints of an earlier run in ``--save``, to be removed when the first new one is complete."""
+
+
+def open_folders(args: argparse.Namespace) -> Folders:
+    """Find the checkpoint to load, and make the folders to write to. Call it on one rank, before any rank writes.
+
+    Args:
+        args: ``load``, ``save``, ``output``, ``tensorboard`` and ``overwrite`` of the command line.
+
+    Raises:
+        CoatConfigError: a folder of an earlier run, or one that cannot be written.
+        CheckpointError: a checkpoint that cannot be read.
+    """
+    source = require_loadable(args.load, args.save)
+    try:
+        superseded = _check_save(args, source)
+        _check_output(args, source)
+        _check_tensorboard(args, source)
+    except OSError as problem:
+        raise CoatConfigError(f"--save, --output, --tensorboard: cannot be read ({problem})") from problem
+    for name in ("save", "output", "tensorboard"):
+        if (folder := getattr(args, name)) is not None:
+            try:
+                make_folder(Path(folder))
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+            except OSError as problem:
+                raise CoatConfigError(
+                    f"--{name}: got {folder}, accepted: a folder to write to ({problem})"
+                ) from problem
+    return Folders(source, superseded)
+
+
+def _check_save(args: argparse.Namespace, source: Path | None) -> list[Path]:
+    if args.save is None:
+        return []
+    folder = Path(args.save)
+    if (folder / MANIFEST).exists():
+        raise CoatConfigError(f"--save: got {args.save}, which is a checkpoint, accepted: a folder for checkpoints")
+    if source is not None and source.parent == folder.resolve():
+        if args.overwrite:
+            raise CoatConfigError(
+                f"--overwrite: got true, with --load {args.load}, which is in --save, accepted: one of the two"
+            )
+        return []
+    found = finished(folder)
+    if not args.overwrite and (found or (folder / LATEST).exists()):
+        raise CoatConfigError(f"--save: got {args.save}, which holds checkpoints of an earlier run, {_ACCEPTED}")
+    return found
+
+
+def _check_output(args: argparse.Namespace, source: Path | None) -> None:
+    path = None if args.output is None else Path(args.output, "metrics.jsonl")
+    if path is None or not path.exists() or args.overwrite or not (records := read_metrics(path)):
+        return
+    if source is None:
+        # "auto" without a checkpoint is a run that was killed before its first: its records are put aside.
+        if args.load != "auto":
+            raise CoatConfigError(
+                f"--output: got {args.output}, which holds metrics.jsonl of an earlier run, {_ACCEPTED}"
+            )
+        return
+    progress = read_manifest(source)["progress"]
+    keys = [key for key in ("step", "consumed_samples", "loss") if key in progress]
+    if any(r["step"] > progress["step"] for r in records) and not any(
+        all(r.get(key) == progress[key] for key in keys) for r in records
+    ):
+        raise CoatConfigError(
+            f"--output: got {args.output}, whose metrics.jsonl is not of the run that saved {source}, accepted: that "
+            "run's folder, another one, or --overwrite"
+        )
+
+
+def _check_tensorboard(args: argparse.Namespace, source: Path | None) -> None:
+    if args.tensorboard is None or source is not None or args.load == "auto" or args.overwrite:
+        return
+    if any(Path(args.tensorboard).glob("events.out.tfevents.*")):
+        raise CoatConfigError(
+            f"--tensorboard: got {args.tensorboard}, which holds events of an earlier run, {_ACCEPTED}"
+        )

@@ -1,0 +1,230 @@
+"""Every call that touches the disk fails in turn while a checkpoint is saved: a whole one is there all the time."""
+
+import errno
+import importlib
+import io
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+
+from launch import checkpoint
+from tests.launch.test_checkpoint import Engine, progress, start
+from tests.support import run_ranks
+
+PLACES = {
+    "fsync": (os, "fsync"),
+    "rename": (os, "rename"),
+    "replace": (os, "replace"),
+    "open": (io, "open"),
+    "os.open": (os, "open"),
+    "copyfile": (shutil, "copyfile"),
+    "mkdir": (os, "mkdir"),
+    "makedirs": (os, "makedirs"),
+    "rmtree": (shutil, "rmtree"),
+    "scandir": (os, "scandir"),
+    "listdir": (os, "listdir"),
+    "torch.save": (torch, "save"),
+}
+
+
+class Failing:
+    """Lets one function fail at its ``nth`` call, or from then on, as a disk does."""
+
+    def __init__(self, place, nth, for_good):
+        self.owner, self.name = PLACES[place]
+        self.nth, self.for_good, self.calls, self.failed = nth, for_good, 0, 0
+
+    def __enter__(self):
+        self.original = getattr(self.owner, self.name)
+        setattr(self.owner, self.name, self)
+        return self
+
+    def __exit__(self, *_):
+        setattr(self.owner, self.name, self.original)
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == self.nth or (self.for_good and self.calls > self.nth):
+            self.failed += 1
+            if self.name == "save":  # torch.save's own writer
+                raise RuntimeError("PytorchStreamWriter failed writing file: file write failed")
+            raise OSError(errno.EIO, "Input/output error")
+        return self.original(*args, **kwargs)
+
+
+def which(folder):
+    """What the checkpoint that ``find`` finds says of itself, after it was read as a load would."""
+    found = checkpoint.find(folder)
+    manifest = checkpoint.read_manifest(found)
+    checkpoint.verify(found, manifest["files"])
+    return manifest["progress"]["which"]
+
+
+def attempt(folder, step, name):
+    """Save; the error's text or None."""
+    try:
+        checkpoint.save(Engine(), folder, {}, {**progress(step), "which": name}, keep_last=1)
+    except checkpoint.CheckpointError as problem:
+        return str(problem)
+    return None
+
+
+def fail_everywhere(rank, world, folder, place, for_good, failing_rank, second):
+    """Let the place fail at its first call, its second, ... until a save passes without; how often it failed."""
+    folder += f"/{place}"
+    nth = 0
+    while True:
+        nth += 1
+        shutil.rmtree(folder, ignore_errors=True) if rank == 0 else None
+        torch.distributed.barrier()
+        assert attempt(folder, 1, "old") is None
+        with Failing(place, nth if rank == failing_rank else 10**9, for_good) as failure:
+            problem = attempt(folder, second, "new")
+        torch.distributed.barrier()
+        state = which(folder)
+        everyone = [None] * world
+        torch.distributed.all_gather_object(everyone, (problem is None, failure.failed > 0))
+        assert len({passed for passed, _ in everyone}) == 1, f"{place}, call {nth}: ranks differ: {everyone}"
+        if problem is not None:
+            assert "Input/output error" in problem or "file write failed" in problem, problem
+        else:
+            assert state == "new", f"{place}, call {nth}"
+        torch.distributed.barrier()
+        assert attempt(folder, 3, "next") is None and which(folder) == "next"
+        left = sorted(os.listdir(folder)) if rank == 0 else ["latest", "step00000003"]  # rank 0 removes
+        assert left == ["latest", "step00000003"], f"{place}, call {nth}: left {left}"
+        torch.distributed.barrier()
+        if not any(failed for _, failed in everyone):
+            return nth - 1
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+@pytest.mark.parametrize("second", [2, 1])
+def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, for_good, second):
+    """Also while a step is saved for the second time, with --keep-last 1."""
+    times = run_ranks(1, all_places, str(tmp_path), for_good, 0, second)[0]
+    for place in ("fsync", "rename", "replace", "open", "torch.save", "copyfile", "scandir", "listdir"):
+        assert times[place] >= 1, times
+    assert times["fsync"] >= 5 and times["open"] >= 5
+
+
+def all_places(rank, world, folder, for_good, failing_rank, second, places=tuple(PLACES)):
+    start()
+    return {p: fail_everywhere(rank, world, folder, p, for_good, failing_rank, second) for p in places}
+
+
+def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
+    places = ("fsync", "open", "torch.save")
+    for times in run_ranks(2, all_places, str(tmp_path), False, 1, 2, places):
+        assert all(times[p] >= 1 for p in places), times
+
+
+def real_engine(rank, world, folder):
+    """DeepSpeed's own writing fails on one rank, once in its torch.save for want of room and once beside it."""
+    import coat_dist
+
+    import deepspeed  # isort: skip
+
+    start()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
+        "coat": {"activation": {"enabled": False}},
+    }
+    engine, *_ = coat_dist.initialize(model=torch.nn.Linear(256, 256), config=config)
+
+    def save(step):
+        try:
+            return str(checkpoint.save(engine, folder, {}, progress(step), keep_last=1))
+        except checkpoint.CheckpointError as problem:
+            return str(problem)
+
+    results = [save(1)]
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    results.append(save(2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    module = importlib.import_module("deepspeed.runtime.engine")
+    original, module.copyfile = module.copyfile, Failing("copyfile", 1, True)
+    results.append(save(2))
+    module.copyfile = original
+    found = checkpoint.find(folder)
+    checkpoint.verify(found, checkpoint.read_manifest(found)["files"])
+    torch.distributed.barrier()
+    return [*results, str(found), save(2)]
+
+
+def test_an_error_in_deepspeeds_own_writing_is_an_error_on_all_ranks(tmp_path):
+    one, two = (str(tmp_path / f"step0000000{i}") for i in (1, 2))
+    for first, room, script, found, last in run_ranks(2, real_engine, str(tmp_path)):
+        assert (first, found, last) == (one, one, two)
+        unfinished = f"cannot write {tmp_path}/.unfinished-step00000002: "
+        assert room.startswith(f"{unfinished}rank 1: ") and "optim_states.pt" in room and "rank 0" not in room
+        assert script.startswith(f"{unfinished}rank 0: ") and "Input/output error" in script
+    assert [p.name for p in tmp_path.glob("*step*")] == ["step00000002"]
+
+
+def unsyncable_folders(rank, world, folder):
+    """A file system that cannot sync folders: EINVAL there, and only there."""
+    start()
+    original = os.fsync
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        original(descriptor)
+
+    os.fsync = fsync
+    try:
+        return attempt(folder, 1, "only"), which(folder)
+    finally:
+        os.fsync = original
+
+
+def test_folders_that_cannot_be_synced_are_no_error(tmp_path):
+    assert run_ranks(1, unsyncable_folders, str(tmp_path)) == [(None, "only")]
+
+
+def bad_files(rank, world, folder):
+    """A file that cannot be read is told from a missing and a damaged one; an empty new one is an error."""
+    start()
+    assert attempt(folder, 1, "old") is None
+    found = checkpoint.find(folder)
+    files = checkpoint.read_manifest(found)["files"]
+    (found / "rank0.pt").unlink()
+    (found / "script.py").write_text("changed")
+    original = io.open
+
+    def cannot(path, *args, **kwargs):
+        if str(path).endswith("random_rank_00000.pt"):
+            raise OSError(errno.EIO, "Input/output error")
+        return original(path, *args, **kwargs)
+
+    io.open = cannot
+    try:
+        checkpoint.verify(found, files)
+    except checkpoint.CheckpointError as problem:
+        said = str(problem)
+    finally:
+        io.open = original
+    engine = Engine()
+    engine._copy_recovery_script = lambda path: open(f"{path}/script.py", "w").close()
+    try:
+        checkpoint.save(engine, folder, {}, progress(2), keep_last=1)
+    except checkpoint.CheckpointError as problem:
+        return said, str(problem), sorted(n for n in os.listdir(folder) if not n.startswith("."))
+    return None
+
+
+def test_what_is_wrong_with_a_file_is_said(tmp_path):
+    said, empty, left = run_ranks(1, bad_files, str(tmp_path))[0]
+    assert "rank0.pt: missing" in said and "script.py: damaged (is 7 bytes, was " in said
+    assert "random_rank_00000.pt: cannot be read (" in said and "Input/output error" in said
+    assert "step00000002/script.py: is empty" in empty and left == ["latest", "step00000001"]

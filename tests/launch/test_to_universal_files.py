@@ -1,0 +1,141 @@
+"""What ``launch/to_universal.py`` does with folders: paths of every form, repetitions, errors of the disk."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import coat_dist
+from launch import publish, to_universal
+from launch.manifest import CheckpointError, read_manifest, sync_files, verify
+from tests.launch.test_disk_errors import PLACES, Failing
+
+
+def make(save, step, seed=0):
+    """A finished checkpoint of one file."""
+    final = save / publish.name_of(step)
+    temporary = publish.unfinished(final)
+    temporary.mkdir(parents=True)
+    (temporary / "states.pt").write_text(f"{step} {seed}")
+    progress = {"step": step, "loss": seed / 7}
+    publish.publish(temporary, final, {"format": 1, "progress": progress, "run": {}, "files": sync_files(temporary)})
+    return final
+
+
+@pytest.fixture(autouse=True)
+def conversion(monkeypatch):
+    """A conversion that copies into nested folders, as the real one writes."""
+
+    def convert(source, target):
+        (target / "zero" / "weight").mkdir(parents=True)
+        torch.save((source / "states.pt").read_text(), target / "zero" / "weight" / "fp32.pt")
+
+    monkeypatch.setattr(coat_dist, "convert_to_universal", convert)
+
+
+def main(load, output):
+    return to_universal.main(["--load", str(load), "--output", str(output)])
+
+
+def listing(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in Path(folder).rglob("*"))
+
+
+def whole(output):
+    """The checkpoint that a load would take, with its content."""
+    found = publish.find(output)
+    manifest = read_manifest(found)
+    assert manifest["universal"]
+    verify(found, manifest["files"])
+    return found.name, torch.load(found / "zero/weight/fp32.pt")
+
+
+def test_every_form_of_a_path(tmp_path, monkeypatch, capsys):
+    step = make(tmp_path / "save", 4)
+    (tmp_path / "link").symlink_to(step)
+    (tmp_path / "best").symlink_to(tmp_path / "save")
+    shutil.copytree(step, tmp_path / "a copy")
+    monkeypatch.chdir(step)
+    ways = [".", "./", "..", "../", step, f"{step}/", tmp_path / "link", tmp_path / "best", tmp_path / "a copy"]
+    for number, way in enumerate(ways):
+        output = tmp_path / f"out{number}"
+        output.mkdir()
+        (output / "notes.txt").write_text("mine")
+        assert main(way, f"{output}/" if number % 2 else output) == 0, way
+        assert sorted(os.listdir(output)) == ["latest", "notes.txt", "step00000004"], way
+        assert whole(output) == ("step00000004", "4 0")
+    before = listing(tmp_path)
+    for output in (".", "..", "inside", step, step.parent, step / "inside", tmp_path / "out0/step00000004"):
+        capsys.readouterr()
+        assert main(".", output) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: --output: got ") and "accepted: another folder" in said
+    assert listing(tmp_path) == before
+
+
+def test_twice_replaces_and_leaves_nothing_behind(tmp_path):
+    save, output = tmp_path / "save", tmp_path / "out"
+    make(save, 4)
+    for step in (6, 6, 4, 6):
+        make(save, 6) if not (save / publish.name_of(6)).exists() else None
+        assert main(save / publish.name_of(step), output) == 0
+        assert (output / "latest").read_text() == publish.name_of(step)
+    assert sorted(os.listdir(output)) == ["latest", "step00000004", "step00000006"]
+    (output / ".unfinished-replaced-step00000006").mkdir()  # of a conversion that was killed
+    (output / ".unfinished-step00000004").mkdir()
+    assert main(save, output) == 0
+    assert sorted(os.listdir(output)) == ["latest", "step00000004", "step00000006"]
+
+
+def test_folders_of_other_runs_are_refused(tmp_path, capsys):
+    save, other, output = tmp_path / "save", tmp_path / "other", tmp_path / "out"
+    make(save, 4)
+    make(other, 4, seed=1)
+    assert main(other, output) == 0
+    before = listing(tmp_path)
+    assert main(save, other) == 2
+    assert "which holds a run's own checkpoint, step00000004, accepted: another folder" in capsys.readouterr().err
+    assert main(save, output) == 2
+    assert "which holds another run's step00000004" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(save, tmp_path / "file" / "x") == 2 and capsys.readouterr().err.count("\n") == 1
+    (tmp_path / "file").unlink()
+    assert listing(tmp_path) == before and whole(output) == ("step00000004", "4 1")
+
+
+def test_killed_while_a_step_was_saved_again(tmp_path):
+    """``find`` gives the old checkpoint under its passing name; the conversion has the step's."""
+    step = make(tmp_path / "save", 4)
+    step.rename(step.with_name(".unfinished-replaced-step00000004"))
+    assert main(tmp_path / "save", tmp_path / "out") == 0
+    assert whole(tmp_path / "out") == ("step00000004", "4 0")
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+@pytest.mark.parametrize("place", sorted(PLACES))
+def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, place, for_good):
+    save, output = tmp_path / "save", tmp_path / "out"
+    source = make(save, 4)
+    before = source.stat().st_mtime_ns, listing(source)
+    failed, nth = True, 0
+    while failed:
+        nth += 1
+        shutil.rmtree(output, ignore_errors=True)
+        to_universal.convert(source, output)
+        raised = None
+        with Failing(place, nth, for_good) as failure:
+            try:
+                to_universal.convert(source, output)
+            except (CheckpointError, OSError) as problem:
+                raised = str(problem)
+        failed = failure.failed > 0
+        if raised is not None:
+            assert "Input/output error" in raised or "file write failed" in raised, raised
+        # Where renaming back fails as well, it has its passing name until the next conversion.
+        assert whole(output)[1] == "4 0", f"{place}, call {nth}"
+        to_universal.convert(source, output)
+        assert sorted(os.listdir(output)) == ["latest", "step00000004"], f"{place}, call {nth}"
+    assert (source.stat().st_mtime_ns, listing(source)) == before and json.loads((source / "manifest.json").read_text())
