@@ -24,7 +24,7 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): setup.py Makefile
+$(STAMP): setup.py pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 12), "Python: got %d.%d, accepted: 3.11 or 3.12 (make PYTHON=...)" % sys.version_info[:2]'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel
@@ -55,9 +55,9 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests
 
 lint: $(STAMP)
-	$(BIN)/ruff check --config .ci/ruff.toml .
-	$(BIN)/ruff format --check --config .ci/ruff.toml .
-	$(BIN)/mypy --config-file .ci/mypy.ini coat_dist megatron_patches launch benchmarks
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
 
 clean:
 	rm -rf $(VENV) runs

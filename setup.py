@@ -1,5 +1,6 @@
 """Packaging. `pip install .` installs coat_dist, megatron_patches and the launch programs."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -15,6 +16,7 @@ REQUIRES = [
     "tqdm>=4.66,<5",
     "tokenizers>=0.20,<1",
     "sentencepiece>=0.2,<0.3",
+    "psutil>=5.9,<8",
     "pyarrow>=17",
     "matplotlib>=3.9,<4",
     "tensorboard>=2.17,<3",
@@ -24,19 +26,24 @@ EXTRAS = {
         "pytest>=8,<10",
         "pytest-xdist>=3.5,<4",
         "hypothesis>=6.100,<7",
-        "psutil>=5.9,<8",
         "ruff>=0.6,<1",
         "mypy>=1.11,<3",
     ],
     "hf": ["transformers>=4.45,<6", "safetensors>=0.4"],
-    # NVIDIA Apex is not on the package index: the package called `apex` there is something else and must never be
-    # installed. Build it from NVIDIA's source if you want its fused weight-gradient accumulation; README says how.
-    "apex": [],
 }
+
+
+def version() -> str:
+    """The one version number, read as text: importing the package would need torch while it is being built."""
+    text = Path(__file__).with_name("coat_dist").joinpath("__init__.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)[1]
+
 
 setup(
     name="coat-dist",
-    version="0.1.0",
+    version=version(),
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     description="FP8 optimizer states and activations for DeepSpeed and Megatron-core training",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
