@@ -77,7 +77,8 @@ def _norm_may_leave_out(zero: Any) -> bool:
     collectives of ZeRO's check: the size of a group is, and all of them hold the same parameters."""
     from deepspeed.comm import pg_utils
 
-    return pg_utils.is_parallel(zero.model_parallel_group) or any(_in_a_pipeline(p) for g in zero.bit16_groups for p in g)
+    replicated = any(_in_a_pipeline(p) for params in zero.bit16_groups for p in params)
+    return replicated or pg_utils.is_parallel(zero.model_parallel_group)
 
 
 def _in_a_pipeline(param: torch.nn.Parameter) -> bool:

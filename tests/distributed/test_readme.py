@@ -1,4 +1,4 @@
-"""README's programs as they stand there, on one and two ranks (gloo). ``tests/gpu/test_readme.py`` starts them on GPUs."""
+"""README's programs as they stand there, on one and two ranks (gloo); ``tests/gpu/test_readme.py`` has GPUs."""
 
 import os
 
