@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 # One tested minor range each; docs/support.md lists the pairs that were run.
 REQUIRES = [
     "torch>=2.11,<2.14",
-    "deepspeed>=0.19.7,<0.20",
+    "deepspeed>=0.19.8,<0.20",
     "megatron-core>=0.14,<0.17",
     "triton>=3.6,<3.9; platform_system == 'Linux'",
     "pydantic>=2.10,<3",

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -94,7 +95,8 @@ def initialize(
             )
     if coat is not None or compressed:
         if not dist.is_initialized() and kwargs.get("dist_init_required") is not False:
-            deepspeed.init_distributed()
+            deepspeed.init_distributed(**{k: kwargs[k] for k in ("distributed_port",) if k in kwargs})
+        _take_device(args)
         check_same_on_all_ranks(
             {"config": _digest(settings), "coat": _digest(coat and coat.model_dump())}
             | ({} if pipeline else {"model": _model_digest(model)})
@@ -172,8 +174,24 @@ def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
         )
 
 
+def _take_device(args: Any) -> None:
+    """Choose the device that DeepSpeed's engine is going to choose, in the same way, before a collective needs one.
+
+    NCCL would otherwise run it on the first GPU for every rank. Without a local rank nothing is chosen: DeepSpeed's
+    engine then refuses to start.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    local = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+    rank = getattr(args, "device_rank", None if local is None else int(local))
+    if rank is not None and rank >= 0:
+        get_accelerator().set_device(rank)
+
+
 def check_same_on_all_ranks(digests: dict[str, str]) -> None:
     """Compare what each rank believes to run; ranks that differ would train on silently or hang.
+
+    A collective: under NCCL each rank's device must be the current one.
 
     Args:
         digests: a short string for each thing compared, the same keys on all ranks.

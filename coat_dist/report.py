@@ -21,7 +21,7 @@ __all__ = ["FP8_GEMM_CAPABILITY", "SUPPORTED", "check", "main", "versions"]
 # The ranges of setup.py that matter at run time.
 SUPPORTED = {
     "torch": ">=2.11,<2.14",
-    "deepspeed": ">=0.19.7,<0.20",
+    "deepspeed": ">=0.19.8,<0.20",
     "megatron-core": ">=0.14,<0.17",
     "triton": ">=3.6,<3.9",
 }

@@ -29,6 +29,9 @@ class Patch:
     settings: ActivationConfig
     tp: flow.TensorParallel
     norm: nn.Module | None = None
+    activation: str = ""
+    """Of an MLP, the flow's name of its activation, found when the model is patched. Functions are told apart by
+    identity, and profilers put others in their places while they run."""
     residual: bool = False
     """Whether the block's output carries its :class:`~megatron_patches.residual.Residual`."""
     recompute: bool = False

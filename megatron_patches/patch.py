@@ -29,7 +29,7 @@ from .attention import PATCHED, PatchedSelfAttention, unfused_reason, unsplit_re
 from .compat import check_version
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear, loss_reason
-from .mlp import ExpertMLP, NormMLP, SharedExperts
+from .mlp import ExpertMLP, NormMLP, SharedExperts, activation_name
 from .norm import EXACT, FOLDED
 from .parallel import tensor_parallel
 from .reasons import (
@@ -203,7 +203,7 @@ def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport) -> N
     norm = _fold_norm(layer, "pre_mlp_layernorm", report)
     recompute, layer.recompute_mlp = layer.recompute_mlp, False
     tp = tensor_parallel(layer.mlp.linear_fc1)
-    _swap(layer.mlp, NormMLP, Patch(settings, tp, norm, recompute=recompute))
+    _swap(layer.mlp, NormMLP, Patch(settings, tp, norm, activation_name(layer.mlp.config), recompute=recompute))
 
 
 def _alias_residuals(layer: Any) -> dict[str, str]:
@@ -233,12 +233,13 @@ def _chunked(name: str, model: Any, settings: ActivationConfig, report: PatchRep
 
 def _patch_experts(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:
     for expert in layer.mlp.experts.local_experts:
-        _swap(expert, ExpertMLP, Patch(settings, TensorParallel()))
+        _swap(expert, ExpertMLP, Patch(settings, TensorParallel(), activation=activation_name(expert.config)))
 
 
 def _patch_shared_experts(layer: Any, settings: ActivationConfig, report: PatchReport) -> None:
     shared = layer.mlp.shared_experts
-    _swap(shared, SharedExperts, Patch(settings, tensor_parallel(shared.linear_fc1)))
+    patch = Patch(settings, tensor_parallel(shared.linear_fc1), activation=activation_name(shared.config))
+    _swap(shared, SharedExperts, patch)
 
 
 _Reason = Callable[[Any, ActivationConfig], str | None]

@@ -2,26 +2,27 @@
 
 ZeRO-1 and 2 make three passes over the fp32 gradients before the optimizer sees them: a check for infinities, the norm,
 and a multiplication that unscales and clips. The norm is needed. The check is not, because ZeRO then looks at the norm,
-which is non-finite if any gradient is. The multiplication is not, because the step reads every gradient anyway.
-After the optimizer, ZeRO reads its fp32 partition once more to write the 16-bit one; the step can write it, too.
-:func:`fuse_step` leaves all three out: it overrides methods on one ZeRO optimizer instance, and only where they are
-those of a DeepSpeed version that was looked at. Results are the same bits.
+which is non-finite if any gradient that it counts is; of those that it does not count (copies of a parameter on other
+ranks of a model-parallel group), the check stays. The multiplication is not needed, because the step reads every
+gradient anyway. After the optimizer, ZeRO reads its fp32 partition once more to write the 16-bit one; the step can
+write it, too. :func:`fuse_step` leaves all three out: it overrides methods on one ZeRO optimizer instance, and only of
+a DeepSpeed that was read (``zero_source.py``). Results are the same bits.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 from typing import Any
 
 import torch
 
-__all__ = ["COPY_VERSIONS", "FUSED_VERSIONS", "declare_to_zero", "fuse_step"]
+from .zero_source import READ, was_read
 
-FUSED_VERSIONS = ("0.19.7", "0.19.8")
-"""DeepSpeed versions whose ZeRO step was read; others keep all their passes."""
-COPY_VERSIONS = ("0.19.8",)
-"""The same for how 16-bit weights follow the partitions that the optimizer steps."""
+__all__ = ["declare_to_zero", "fuse_step"]
+
+logger = logging.getLogger("coat_dist")
 
 
 def declare_to_zero(cls: type) -> None:
@@ -42,22 +43,26 @@ def fuse_step(zero: Any, coat: Any) -> bool:
         coat: the :class:`CoatAdamW` inside it.
 
     Returns:
-        Whether anything was changed: not for ZeRO-3, BF16_Optimizer, unknown DeepSpeed versions, or settings under
+        Whether anything was changed: not for ZeRO-3, BF16_Optimizer, a DeepSpeed that was not read, or settings under
         which ZeRO does not look at the norm.
     """
-    import deepspeed
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    if deepspeed.__version__ not in FUSED_VERSIONS or type(zero) is not DeepSpeedZeroOptimizer:
+    if type(zero) is not DeepSpeedZeroOptimizer:
+        return False
+    if not was_read():
+        logger.info("DeepSpeed's ZeRO is not one that was read (%s): all its passes are kept", ", ".join(READ))
         return False
     if zero.optimizer is not coat or zero.cpu_offload or not (zero.compute_grad_norm and zero.check_grad_overflow):
         return False
     # Loss scaling (fp16) reacts to the check itself, ahead of the norm; without it, the norm does all the work.
-    if zero.dtype == torch.bfloat16:
+    if zero.dtype == torch.bfloat16 and _norm_may_leave_out(zero):
+        zero.has_overflow_partitioned_grads_serial = types.MethodType(_overflow_outside_the_norm, zero)
+    elif zero.dtype == torch.bfloat16:
         zero.check_overflow = types.MethodType(_leave_to_the_norm, zero)
     zero.unscale_and_clip_grads = types.MethodType(_leave_to_the_step, zero)
     half = zero.dtype in (torch.bfloat16, torch.float16) and not zero.low_precision_master_weights_and_grads
-    if half and deepspeed.__version__ in COPY_VERSIONS:
+    if half:
         zero._optimizer_step = types.MethodType(_step_with_copy, zero)
         zero.step = types.MethodType(_step_and_restore, zero)
     return True
@@ -65,6 +70,36 @@ def fuse_step(zero: Any, coat: Any) -> bool:
 
 def _leave_to_the_norm(zero: Any, partition_gradients: bool = True) -> None:
     zero.overflow = False
+
+
+def _norm_may_leave_out(zero: Any) -> bool:
+    """Whether some rank's norm does not count all of its gradients. The same on all ranks, which then meet in the
+    collectives of ZeRO's check: the size of a group is, and all of them hold the same parameters."""
+    from deepspeed.comm import pg_utils
+
+    replicated = any(_in_a_pipeline(p) for params in zero.bit16_groups for p in params)
+    return replicated or pg_utils.is_parallel(zero.model_parallel_group)
+
+
+def _in_a_pipeline(param: torch.nn.Parameter) -> bool:
+    from deepspeed.runtime.constants import PIPE_REPLICATED
+
+    return bool(getattr(param, PIPE_REPLICATED, False))
+
+
+def _overflow_outside_the_norm(zero: Any) -> torch.Tensor:
+    """In place of ``has_overflow_partitioned_grads_serial``, which looks at all of a rank's gradients: only those that
+    ``get_grad_norm_direct`` does not count. These are few: norms and biases that tensor-parallel ranks share."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    found = torch.zeros(1, dtype=torch.float32, device=zero.device)
+    for i, params in enumerate(zero.params_in_partition):
+        gradients = (g for g in zero.averaged_gradients[i] if not getattr(g, "_zero_padding", False))
+        for gradient, param in zip(gradients, params, strict=False):  # what follows the last gradient is padding, too
+            counted = is_model_parallel_parameter(param) or zero.model_parallel_rank == 0
+            if _in_a_pipeline(param) or not counted:
+                found += zero._has_inf_or_nan(gradient)
+    return found.bool()
 
 
 def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:

@@ -18,7 +18,7 @@ from .accessors import get_full_master, set_full_master
 from .master import read_master, write_master
 from .partitions import base_optimizer, members, partitions
 from .state import ensure_state, has_remainder
-from .zero import COPY_VERSIONS
+from .zero_source import was_read
 
 __all__ = ["check_master_weights", "enable_remainders"]
 
@@ -48,10 +48,9 @@ def enable_remainders(zero: Any) -> bool:
     """Prepare a ZeRO-1, 2 or 3 optimizer whose CoatAdamW keeps remainders, right after it was built.
 
     Returns:
-        Whether weights and the partitions that are stepped are one copy now: not without remainders, and not for
-        DeepSpeed versions that were not looked at. All else is the same with two copies.
+        Whether weights and the partitions that are stepped are one copy now: not without remainders, and not with a
+        DeepSpeed that was not read (``zero_source.py``). All else is the same with two copies.
     """
-    import deepspeed
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -60,7 +59,7 @@ def enable_remainders(zero: Any) -> bool:
         return False
     if not all(has_remainder(part.group) for part in partitions(zero)):
         return False
-    shared = deepspeed.__version__ in COPY_VERSIONS
+    shared = was_read()
     if type(zero) is DeepSpeedZeroOptimizer:
         if shared:
             for i, flat in enumerate(zero.single_partition_of_fp32_groups):

@@ -86,6 +86,29 @@ def test_block_by_dict_path_and_arguments(tmp_path):
     assert {"coat_m_q", "coat_v_q", "exp_avg", "step"} <= keys
 
 
+def order(rank, world):
+    """What happens first: devices that are chosen, and collectives on whatever device is the current one."""
+    deepspeed = quiet_deepspeed()
+    import torch.distributed as dist
+
+    import coat_dist
+
+    happened, gather, found = [], dist.all_gather_object, []
+    deepspeed.accelerator.get_accelerator().set_device = lambda n: happened.append(n)
+    dist.all_gather_object = lambda *a, **k: (happened.append("all_gather_object"), gather(*a, **k))[1]
+    for args in (None, SimpleNamespace(local_rank=rank), SimpleNamespace(device_rank=5)):
+        happened.clear()
+        coat_dist.initialize(args=args, model=model(), config=CONFIG)
+        first = happened.index("all_gather_object")
+        found.append((happened[:first], {n for n in happened[first:] if n != "all_gather_object"}))
+    return found
+
+
+def test_each_rank_takes_deepspeeds_device_before_ranks_are_compared():
+    for rank, found in enumerate(run_ranks(2, order)):
+        assert found == [([n], {n}) for n in (rank, rank, 5)], "DeepSpeed then chooses the same"
+
+
 def by_type_only(rank, world):
     deepspeed = quiet_deepspeed()
     import coat_dist  # noqa: F401

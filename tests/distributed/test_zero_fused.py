@@ -1,8 +1,12 @@
 """ZeRO without the passes that CoatAdamW makes unnecessary: the same bits, and the same skipped steps."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
+from coat_dist.optim import zero_source
 from tests.support import run_ranks
 
 
@@ -10,7 +14,7 @@ def train(rank, world, stage, clip, fused):
     import deepspeed
 
     from coat_dist import CoatAdamW, engine, initialize
-    from coat_dist.optim import adamw, zero
+    from coat_dist.optim import adamw
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     calls, copied = [], set()
@@ -34,7 +38,7 @@ def train(rank, world, stage, clip, fused):
         "coat": {"activation": {"enabled": False}},
     } | ({"data_types": {"grad_accum_dtype": "fp32"}} if stage == 2 else {})
     built, *_ = initialize(model=net, config=config)
-    assert isinstance(built.basic_optimizer, CoatAdamW) and zero.FUSED_VERSIONS
+    assert isinstance(built.basic_optimizer, CoatAdamW)
     generator = torch.Generator().manual_seed(rank)
     norms, applied = [], []
     for step in range(12):
@@ -76,3 +80,23 @@ def test_fused_step_gives_the_same_bits(stage, clip):
 
 def test_stage_three_is_left_alone():
     assert run_ranks(2, train, 3, 1.0, True)[0][0] == [False]
+
+
+def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_path):
+    """What these tests do not run is no version that was read: another installed DeepSpeed fails here until it is."""
+    import deepspeed
+
+    assert {deepspeed.__version__: zero_source.digest()} == zero_source.READ
+    assert zero_source.was_read.__wrapped__()
+    for name in zero_source._FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(deepspeed.__file__).parent / name, tmp_path / name)
+    monkeypatch.setattr(deepspeed, "__file__", str(tmp_path / "__init__.py"))
+    assert zero_source.was_read.__wrapped__()
+    for name in zero_source._FILES:
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text + "\n")
+        assert not zero_source.was_read.__wrapped__(), f"a patched {name} has the same version number"
+        (tmp_path / name).write_text(text)
+    (tmp_path / name).unlink()
+    assert not zero_source.was_read.__wrapped__()

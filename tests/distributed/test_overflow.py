@@ -1,0 +1,192 @@
+"""A gradient that is not finite, under every ZeRO optimizer: the step is skipped where plain DeepSpeed skips it."""
+
+import pytest
+import torch
+
+from coat_dist.optim import zero_source
+from tests.support import run_ranks
+
+STEPS, BAD = 5, 2
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+BF16 = {"bf16": {"enabled": True}}
+CASES = {
+    "zero-1": BF16 | {"zero_optimization": {"stage": 1}},
+    "zero-2": BF16 | {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero-3": BF16 | {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "bf16_optimizer": BF16 | {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero-1, fp16": FP16 | {"zero_optimization": {"stage": 1}},
+    "zero-2, fp16": FP16 | {"zero_optimization": {"stage": 2}},
+    "zero-3, fp16": FP16 | {"zero_optimization": {"stage": 3}},
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(48, 160), torch.nn.Linear(160, 48)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def poison(param, value, active):
+    """One element of a parameter's gradient becomes ``value`` while ``active`` holds something."""
+
+    def hook(grad):
+        if not active:
+            return grad
+        grad = grad.clone()
+        grad.view(-1)[7] = value
+        return grad
+
+    param.register_hook(hook)
+
+
+def bits(tensors):
+    """Copies in which NaN equals NaN."""
+    return [t.detach().clone().view(torch.uint8) for t in tensors if isinstance(t, torch.Tensor) and t.dim()]
+
+
+def contents(engine):
+    """Every tensor of the step: weights as the module has them, partitions and states."""
+    inner = engine.optimizer.optimizer
+    held = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
+        held += getattr(engine.optimizer, name, [])
+    steps = [int(s["step"]) for s in inner.state.values() if "step" in s]
+    return bits(held + [s[k] for s in inner.state.values() for k in sorted(s)]), steps
+
+
+def follow(engine, rank, active):
+    """What each step said of itself, and whether it left everything as it was."""
+    generator = torch.Generator().manual_seed(rank)
+    dtype = next(engine.module.parameters()).dtype
+    said = []
+    for step in range(STEPS):
+        x = torch.randn(2, 48, generator=generator).to(dtype)
+        active[:] = [True] if step == BAD and rank == 1 else []
+        before = contents(engine)
+        engine.backward((engine(x).float() - x.float()).square().mean())
+        engine.step()
+        after = contents(engine)
+        unchanged = before[1] == after[1] and all(map(torch.equal, before[0], after[0]))
+        overflow = getattr(engine.optimizer, "overflow", None)
+        said.append((engine.was_step_applied(), overflow, engine.skipped_steps, unchanged))
+    finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
+    return said, finite
+
+
+def both(rank, case, value, read):
+    """The same steps with CoatAdamW and with torch's AdamW under plain DeepSpeed."""
+    import deepspeed
+
+    import coat_dist
+
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, **CASES[case]}
+    found = []
+    for ours in (True, False):
+        net, active = Net(), []
+        poison(net.up.weight, value, active)
+        if ours:
+            settings = config | {
+                "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
+                "coat": {"activation": {"enabled": False}},
+            }
+            engine, *_ = coat_dist.initialize(model=net, config=settings)
+        else:
+            adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            settings = config | {"zero_allow_untested_optimizer": True}
+            engine, *_ = deepspeed.initialize(model=net, optimizer=adamw, config=settings)
+        found.append(follow(engine, rank, active))
+        replaced = "unscale_and_clip_grads" in vars(engine.optimizer)
+        assert replaced == (ours and read and case.split(",")[0] in ("zero-1", "zero-2")), "fused where it was read"
+        engine.destroy()
+    return found
+
+
+def run(rank, world, cases, value, read):
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch has it
+    if not read:
+        zero_source.READ.clear()
+    return {case: both(rank, case, value, read) for case in cases}
+
+
+def same_as_plain(ranks, case):
+    for (ours, finite), (plain, plain_finite) in (rank[case] for rank in ranks):
+        assert [s[:3] for s in ours] == [s[:3] for s in plain] and finite == plain_finite
+        assert finite and [s[0] for s in ours] == [i != BAD for i in range(STEPS)]
+        assert ours[BAD] == (False, True, 1, True) and not any(s[3] for i, s in enumerate(ours) if i != BAD)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, run, list(CASES), float("nan"), True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_gradient_is_skipped_as_by_plain_deepspeed(ranks, case):
+    same_as_plain(ranks, case)
+
+
+def test_a_deepspeed_that_was_not_read_keeps_its_own_passes():
+    cases = ["zero-1", "zero-2", "zero-3"]
+    ranks = run_ranks(2, run, cases, float("inf"), False)
+    for case in cases:
+        same_as_plain(ranks, case)
+
+
+OUTSIDE = [  # parameter whose gradient is bad, whether the step is fused, whether biases are marked as replicated
+    ("up.bias", False, False),
+    ("up.bias", True, False),
+    ("up.weight", True, False),
+    ("down.bias", True, True),
+]
+
+
+def tensor_parallel(rank, world):
+    """NaN on rank 1 of two tensor-parallel ranks, in the gradient of a parameter that the norm of rank 1 leaves out."""
+    import deepspeed
+
+    import coat_dist
+    from coat_dist import engine as coat_engine
+    from megatron_patches import MPUAdapter, initialize_model_parallel
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    initialize_model_parallel(2)
+    fuse, found = coat_engine.fuse_step, []
+    for name, fused, pipeline in OUTSIDE:
+        net, active = Net(), []
+        for n, p in net.named_parameters():
+            if n.endswith("weight"):
+                p.tensor_model_parallel = True
+            elif pipeline:
+                p.tensor_model_parallel = p.ds_pipe_replicated = True
+        poison(net.get_parameter(name), float("nan"), active)
+        looked = []
+        coat_engine.fuse_step = fuse if fused else lambda *_: False
+        config = {"train_micro_batch_size_per_gpu": 2, **CASES["zero-2"]}
+        config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 1e-2}}
+        config["coat"] = {"activation": {"enabled": False}}
+        engine, *_ = coat_dist.initialize(model=net, config=config, mpu=MPUAdapter())
+        check = engine.optimizer._has_inf_or_nan
+        engine.optimizer._has_inf_or_nan = lambda g, check=check, looked=looked: (looked.append(g.numel()), check(g))[1]
+        said, finite = follow(engine, rank, active)
+        found.append((said, finite, sorted(looked[: len(looked) // STEPS])))
+        engine.destroy()
+    return found
+
+
+def test_gradients_that_the_norm_leaves_out_are_checked():
+    """Both ranks skip, and only those gradients are looked at again: nothing on the rank whose norm counts them."""
+    for rank, found in enumerate(run_ranks(2, tensor_parallel)):
+        for case, (said, finite, looked) in zip(OUTSIDE, found, strict=True):
+            assert finite and [s[0] for s in said] == [i != BAD for i in range(STEPS)], (rank, case)
+            assert said[BAD] == (False, True, 1, True), (rank, case)
+            _, fused, pipeline = case
+            if fused:
+                assert looked == ([48, 160] if pipeline or rank == 1 else []), (rank, case)

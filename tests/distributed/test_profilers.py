@@ -1,0 +1,74 @@
+"""DeepSpeed's monitors over a patched model: they replace functions and hook modules, and must not change a bit."""
+
+import torch
+import torch.nn.functional as F
+
+from coat_dist.config import ActivationConfig
+from tests.support import run_ranks
+
+MONITORS = {
+    "wall_clock_breakdown": True,
+    "memory_breakdown": True,
+    "comms_logger": {"enabled": True, "prof_all": True},
+    "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": True},
+}
+MODELS = {
+    "swiglu": {},
+    "gelu": {"activation_func": F.gelu, "gated_linear_unit": False, "add_bias_linear": True},
+    "experts": {"num_moe_experts": 2, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 64},
+}
+
+
+def train(folder, name, monitored, patched=True):
+    import coat_dist
+    from megatron_patches import MPUAdapter, patch_model
+    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+
+    changes = dict(MODELS[name])
+    settings = ActivationConfig(**changes.pop("coat", {}))
+    model = tiny_gpt(**changes)
+    if patched:
+        patch_model(model, settings)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
+        "coat": {"activation": {**settings.model_dump(), "enabled": patched}},
+    }
+    if monitored:
+        output = {"output_file": f"{folder}/{name}-{patched}.txt"}
+        config |= MONITORS | {"flops_profiler": MONITORS["flops_profiler"] | output}
+    engine, *_ = coat_dist.initialize(model=model, config=config, mpu=MPUAdapter())
+    losses = []
+    for step in range(2):
+        loss = tiny_loss(engine, tiny_batch(step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return losses, weights, engine.flops_profiler.flops if monitored else None
+
+
+def monitored(rank, world, folder):
+    import deepspeed
+
+    from megatron_patches import initialize_model_parallel
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    initialize_model_parallel(1)
+    functions = F.silu, F.gelu, F.linear, torch.matmul
+    found = {name: [train(folder, name, on) for on in (False, True)] for name in MODELS}
+    found["plain"] = [train(folder, "swiglu", True, patched=False)] * 2
+    assert (F.silu, F.gelu, F.linear, torch.matmul) == functions
+    return found
+
+
+def test_monitors_change_nothing(tmp_path):
+    (found,) = run_ranks(1, monitored, str(tmp_path))
+    plain = found["plain"][1][2]
+    for name, ((losses, weights, _), (watched, same, flops)) in found.items():
+        assert watched == losses and torch.equal(same, weights) and flops > 0, name
+        report = tmp_path / f"{'swiglu-False' if name == 'plain' else name + '-True'}.txt"
+        assert "Profile Summary at step" in report.read_text(), name
+    assert 0.5 * plain < found["swiglu"][1][2] < 2 * plain, (found["swiglu"][1][2], plain)
