@@ -101,9 +101,16 @@ class SDPA(MegatronModule):
         attention_mask: torch.Tensor | None,
         attention_bias: torch.Tensor | None,
         settings: ActivationConfig,
+        attn_mask_type: AttnMaskType | None = None,
     ) -> tuple[torch.Tensor, QuantizedTensor]:
-        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8."""
-        causal = self._check(query, key, attention_mask, None, attention_bias, None)
+        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8.
+
+        Raises:
+            ValueError: as :meth:`forward`, and dropout that was switched on after patching.
+        """
+        if self.dropout and self.training:
+            raise ValueError(f'attention dropout: got {self.dropout}, accepted: 0 with activation.attention "fp8"')
+        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias, None)
         return flow.attention(query, key, value, settings, causal=causal, scale=self.softmax_scale)
 
     def _check(
@@ -208,7 +215,8 @@ class PatchedSelfAttention(CompactSelfAttention):
         query, key, value = self._query_key_value(hidden_states, freqs, residual)
         if fp8:
             settings = self.coat.settings
-            out, out8 = self.core_attention.compressed(query, key, value, attention_mask, bias, settings)
+            kind = self.attn_mask_type
+            out, out8 = self.core_attention.compressed(query, key, value, attention_mask, bias, settings, kind)
             y, y_bias = self.linear_proj(out, compressed=out8)
         else:
             recompute = self.checkpoint_core_attention and self.training

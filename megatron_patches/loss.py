@@ -45,7 +45,8 @@ class _ChunkedLoss:
         settings = self.coat.settings
         z_loss = settings.z_loss if self.training else 0.0  # type: ignore[attr-defined]
         options = {"exact": settings.tp_invariant, "z_loss": z_loss}
-        return flow.linear_cross_entropy(input_, weight, self.coat_labels, self.coat.tp, **options), None
+        tp = self.coat.tp_now(self)
+        return flow.linear_cross_entropy(input_, weight, self.coat_labels, tp, **options), None
 
 
 class ChunkedLossLinear(_ChunkedLoss, ColumnParallelLinear):

@@ -38,6 +38,10 @@ class Norm(nn.Module):
     """Sum parameter gradients over tensor-parallel ranks inside backward. See
     :func:`~megatron_patches.parallel.install_replicated_grad_hooks`, which sets it."""
 
+    partial_by_heads = False
+    """Whether each rank sees its heads only, and not its tokens only: then the sum is needed without sequence
+    parallelism too."""
+
     exact = False
     """Sum parameter gradients so that they do not depend on how tokens are spread over ranks."""
 
@@ -91,8 +95,15 @@ def describe(module: Any) -> flow.Norm:
         eps=module.eps,
         weight=module.weight,
         bias=getattr(module, "bias", None),
-        reduce_grad=getattr(module, "reduce_grad_over_tp", False),
+        reduce_grad=_reduces_now(module),
     )
+
+
+def _reduces_now(module: Any) -> bool:
+    """Sequence parallelism may be switched after the hooks were installed; without it each rank's gradient is whole."""
+    if not getattr(module, "reduce_grad_over_tp", False):
+        return False
+    return module.partial_by_heads or module.config.sequence_parallel
 
 
 class Folded:
