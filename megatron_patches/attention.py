@@ -21,6 +21,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.formats import QuantizedTensor
 
 from .compat import rope_mscale
+from .fields import check_field
 from .linear import Patch
 from .residual import Residual
 
@@ -50,16 +51,8 @@ class SDPA(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        for key, accepted in (
-            ("context_parallel_size", 1),
-            ("window_size", None),
-            ("softmax_type", "vanilla"),
-            ("qk_clip", False),
-            ("log_max_attention_logit", False),
-        ):
-            given = getattr(config, key, accepted)
-            if given != accepted:
-                raise ValueError(f"{key}: got {given!r}, accepted: {accepted!r} with SDPA core attention")
+        for key in ("context_parallel_size", "window_size", "softmax_type", "qk_clip", "log_max_attention_logit"):
+            check_field(config, key, "with SDPA core attention")
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

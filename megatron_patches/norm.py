@@ -29,6 +29,7 @@ class Norm(nn.Module):
 
     Args:
         affine: False for a norm without parameters (OLMo).
+        normalization: "RMSNorm" or "LayerNorm", where it is not ``config.normalization``.
 
     Raises:
         ValueError: a normalization that is not supported, by its configuration key.
@@ -46,17 +47,24 @@ class Norm(nn.Module):
     """Sum parameter gradients so that they do not depend on how tokens are spread over ranks."""
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, affine: bool = True, **_: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        normalization: str | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
-        if config.normalization not in _KINDS:
-            raise ValueError(f"normalization: got {config.normalization!r}, accepted: {', '.join(map(repr, _KINDS))}")
+        normalization = config.normalization if normalization is None else normalization
+        if normalization not in _KINDS:
+            raise ValueError(f"normalization: got {normalization!r}, accepted: {', '.join(map(repr, _KINDS))}")
         if config.layernorm_zero_centered_gamma:
             raise ValueError("layernorm_zero_centered_gamma: got True, accepted: False")
         self.config = config
         self.hidden_size = hidden_size
         self.eps = eps
-        self.kind = _KINDS[config.normalization]
+        self.kind = _KINDS[normalization]
         self.weight = self.bias = None
         if affine:
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
