@@ -221,7 +221,7 @@ FIELDS: dict[str, Field] = {name: Field(built, patched) for names, built, patche
 
 
 def spec_reason(config: TransformerConfig) -> str | None:
-    """The first field of ``config`` that a model from ``gpt_layer_spec`` would ignore or get wrong, as an error says it.
+    """The first field of ``config`` that a model from ``gpt_layer_spec`` would ignore or get wrong, or None.
 
     Settings of experts are left out in a dense model, where they have no meaning.
     """
