@@ -21,6 +21,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.formats import QuantizedTensor
 
 from .compat import rope_mscale
+from .fields import check_field
 from .linear import Patch
 from .residual import Residual
 
@@ -50,16 +51,8 @@ class SDPA(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        for key, accepted in (
-            ("context_parallel_size", 1),
-            ("window_size", None),
-            ("softmax_type", "vanilla"),
-            ("qk_clip", False),
-            ("log_max_attention_logit", False),
-        ):
-            given = getattr(config, key, accepted)
-            if given != accepted:
-                raise ValueError(f"{key}: got {given!r}, accepted: {accepted!r} with SDPA core attention")
+        for key in ("context_parallel_size", "window_size", "softmax_type", "qk_clip", "log_max_attention_logit"):
+            check_field(config, key, "with SDPA core attention")
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -101,9 +94,16 @@ class SDPA(MegatronModule):
         attention_mask: torch.Tensor | None,
         attention_bias: torch.Tensor | None,
         settings: ActivationConfig,
+        attn_mask_type: AttnMaskType | None = None,
     ) -> tuple[torch.Tensor, QuantizedTensor]:
-        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8."""
-        causal = self._check(query, key, attention_mask, None, attention_bias, None)
+        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8.
+
+        Raises:
+            ValueError: as :meth:`forward`, and dropout that was switched on after patching.
+        """
+        if self.dropout and self.training:
+            raise ValueError(f'attention dropout: got {self.dropout}, accepted: 0 with activation.attention "fp8"')
+        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias, None)
         return flow.attention(query, key, value, settings, causal=causal, scale=self.softmax_scale)
 
     def _check(
@@ -208,7 +208,8 @@ class PatchedSelfAttention(CompactSelfAttention):
         query, key, value = self._query_key_value(hidden_states, freqs, residual)
         if fp8:
             settings = self.coat.settings
-            out, out8 = self.core_attention.compressed(query, key, value, attention_mask, bias, settings)
+            kind = self.attn_mask_type
+            out, out8 = self.core_attention.compressed(query, key, value, attention_mask, bias, settings, kind)
             y, y_bias = self.linear_proj(out, compressed=out8)
         else:
             recompute = self.checkpoint_core_attention and self.training

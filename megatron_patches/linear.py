@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -28,6 +29,7 @@ class Patch:
 
     settings: ActivationConfig
     tp: flow.TensorParallel
+    """As it was when the model was patched; a forward pass asks :meth:`tp_now`."""
     norm: nn.Module | None = None
     activation: str = ""
     """Of an MLP, the flow's name of its activation, found when the model is patched. Functions are told apart by
@@ -36,6 +38,14 @@ class Patch:
     """Whether the block's output carries its :class:`~megatron_patches.residual.Residual`."""
     recompute: bool = False
     """Whether the MLP checkpoints itself, in the layer's place: so the residual's alias leaves the checkpoint too."""
+
+    def tp_now(self, linear: Any) -> flow.TensorParallel:
+        """``tp`` with the sequence parallelism that ``linear``, one of Megatron's, has at this moment.
+
+        Megatron's ``set_model_to_sequence_parallel`` switches that flag on built models, and so does ``GPTModel``
+        around an output layer that is asked for the last token's logits only.
+        """
+        return self.tp.with_sequence_parallel(linear.sequence_parallel)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -59,7 +69,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         if weight is not None or runtime_gather_output:
             raise ValueError("linear_qkv: got weight or runtime_gather_output, accepted: neither in a patched layer")
         assert self.coat.norm is not None
-        norm, tp, settings = describe(self.coat.norm), self.coat.tp, self.coat.settings
+        norm, tp, settings = describe(self.coat.norm), self.coat.tp_now(self), self.coat.settings
         if heads is not None:
             alias = residual is not None and residual.x is input_
             outs = flow.norm_qkv(input_, norm, self.weight, self.bias, heads, table, tp, settings, residual=alias)
@@ -79,7 +89,7 @@ class FP8RowParallelLinear(RowParallelLinear):
         self, input_: torch.Tensor, compressed: QuantizedTensor | None = None, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, in/TP]`` → ``[s, b, h]`` (s/TP under sequence parallelism). ``compressed``: see flow.linear."""
-        y = flow.linear(input_, self.weight, self.coat.tp, self.coat.settings, compressed)
+        y = flow.linear(input_, self.weight, self.coat.tp_now(self), self.coat.settings, compressed)
         if self.bias is None or self.skip_bias_add:
             return y, self.bias
         return y + self.bias, None
@@ -99,7 +109,7 @@ class InvariantColumnParallelLinear(ColumnParallelLinear):
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or ``[s, b, out]`` where gathered."""
-        y = flow.invariant_linear(input_, self.weight if weight is None else weight, self.coat.tp)
+        y = flow.invariant_linear(input_, self.weight if weight is None else weight, self.coat.tp_now(self))
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_from_tensor_model_parallel_region(y, group=self.tp_group)
         return y, None

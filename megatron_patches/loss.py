@@ -16,9 +16,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from coat_dist import flow
 
+from .fields import patch_reason
 from .linear import InvariantColumnParallelLinear, Patch
 from .parallel import tensor_parallel
-from .reasons import output_reason, settings_reason
+from .reasons import output_reason
 
 __all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "loss_reason"]
 
@@ -45,7 +46,8 @@ class _ChunkedLoss:
         settings = self.coat.settings
         z_loss = settings.z_loss if self.training else 0.0  # type: ignore[attr-defined]
         options = {"exact": settings.tp_invariant, "z_loss": z_loss}
-        return flow.linear_cross_entropy(input_, weight, self.coat_labels, self.coat.tp, **options), None
+        tp = self.coat.tp_now(self)
+        return flow.linear_cross_entropy(input_, weight, self.coat_labels, tp, **options), None
 
 
 class ChunkedLossLinear(_ChunkedLoss, ColumnParallelLinear):
@@ -86,7 +88,7 @@ def loss_reason(model: Any) -> str | None:
     """Why the loss of a language model stays as it is, or None."""
     if type(model) is not GPTModel:
         return f"model class {type(model).__name__}"
-    if (reason := settings_reason(model.config)) is not None:
+    if (reason := patch_reason(model.config)) is not None:
         return reason
     if (reason := output_reason(model.output_layer)) is not None:
         return reason

@@ -106,7 +106,7 @@ class NormMLP(MLP):
             self.linear_fc1.weight,
             self.linear_fc2.weight,
             self.coat.activation,
-            self.coat.tp,
+            self.coat.tp_now(self.linear_fc1),
             self.coat.settings,
             self.linear_fc1.bias,
             residual=True,
@@ -137,7 +137,7 @@ class ExpertMLP(MLP):
             self.linear_fc1.weight,
             self.linear_fc2.weight,
             self.coat.activation,
-            self.coat.tp,
+            self.coat.tp_now(self.linear_fc1),
             self.coat.settings,
             self.linear_fc1.bias,
         )

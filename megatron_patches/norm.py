@@ -29,6 +29,7 @@ class Norm(nn.Module):
 
     Args:
         affine: False for a norm without parameters (OLMo).
+        normalization: "RMSNorm" or "LayerNorm", where it is not ``config.normalization``.
 
     Raises:
         ValueError: a normalization that is not supported, by its configuration key.
@@ -38,21 +39,32 @@ class Norm(nn.Module):
     """Sum parameter gradients over tensor-parallel ranks inside backward. See
     :func:`~megatron_patches.parallel.install_replicated_grad_hooks`, which sets it."""
 
+    partial_by_heads = False
+    """Whether each rank sees its heads only, and not its tokens only: then the sum is needed without sequence
+    parallelism too."""
+
     exact = False
     """Sum parameter gradients so that they do not depend on how tokens are spread over ranks."""
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, affine: bool = True, **_: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        normalization: str | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
-        if config.normalization not in _KINDS:
-            raise ValueError(f"normalization: got {config.normalization!r}, accepted: {', '.join(map(repr, _KINDS))}")
+        normalization = config.normalization if normalization is None else normalization
+        if normalization not in _KINDS:
+            raise ValueError(f"normalization: got {normalization!r}, accepted: {', '.join(map(repr, _KINDS))}")
         if config.layernorm_zero_centered_gamma:
             raise ValueError("layernorm_zero_centered_gamma: got True, accepted: False")
         self.config = config
         self.hidden_size = hidden_size
         self.eps = eps
-        self.kind = _KINDS[config.normalization]
+        self.kind = _KINDS[normalization]
         self.weight = self.bias = None
         if affine:
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -91,8 +103,15 @@ def describe(module: Any) -> flow.Norm:
         eps=module.eps,
         weight=module.weight,
         bias=getattr(module, "bias", None),
-        reduce_grad=getattr(module, "reduce_grad_over_tp", False),
+        reduce_grad=_reduces_now(module),
     )
+
+
+def _reduces_now(module: Any) -> bool:
+    """Sequence parallelism may be switched after the hooks were installed; without it each rank's gradient is whole."""
+    if not getattr(module, "reduce_grad_over_tp", False):
+        return False
+    return module.partial_by_heads or module.config.sequence_parallel
 
 
 class Folded:

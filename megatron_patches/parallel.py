@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core import tensor_parallel as megatron_tp
+from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from coat_dist.flow import TensorParallel
@@ -158,17 +159,19 @@ def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
         if operation is not None and parameter.requires_grad:
             operations[id(parameter)] = operation
     inside: set[int] = set()
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, Norm) and any(id(p) in operations for p in module.parameters(recurse=False)):
-            module.reduce_grad_over_tp = True
+            module.reduce_grad_over_tp, module.partial_by_heads = True, _of_heads(name)
             inside.update(id(p) for p in module.parameters(recurse=False))
     group = parallel_state.get_tensor_model_parallel_group()
+    config = _config(model)
     names = []
     for name, parameter in model.named_parameters():
         if id(parameter) in operations:
             parameter.coat_replicated_grad = True  # type: ignore[attr-defined]
             if id(parameter) not in inside:
-                parameter.register_hook(_reducer(group, operations[id(parameter)]))
+                by_tokens = operations[id(parameter)] == dist.ReduceOp.SUM and not _of_heads(name)
+                parameter.register_hook(_reducer(group, operations[id(parameter)], config if by_tokens else None))
             names.append(name)
     return names
 
@@ -213,14 +216,26 @@ def _missing_reduction(name: str, parameter: nn.Parameter) -> Any:
         return None
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         return dist.ReduceOp.AVG
-    of_heads = any(part in ("q_layernorm", "k_layernorm") for part in name.split("."))
-    if of_heads or getattr(parameter, "sequence_parallel", False):
+    if _of_heads(name) or getattr(parameter, "sequence_parallel", False):
         return dist.ReduceOp.SUM
     return None
 
 
-def _reducer(group: dist.ProcessGroup, operation: Any) -> Any:
+def _of_heads(name: str) -> bool:
+    return any(part in ("q_layernorm", "k_layernorm") for part in name.split("."))
+
+
+def _config(model: nn.Module) -> Any:
+    """The configuration in which Megatron switches sequence parallelism on and off; None where nothing has one."""
+    return next((m.config for m in model.modules() if isinstance(m, MegatronModule)), None)
+
+
+def _reducer(group: dist.ProcessGroup, operation: Any, config: Any = None) -> Any:
+    """``config``: where the gradient is partial under sequence parallelism only, which may be switched."""
+
     def reduce(grad: torch.Tensor) -> torch.Tensor:
+        if config is not None and not config.sequence_parallel:
+            return grad
         total = grad.to(torch.float32, copy=True).contiguous()
         dist.all_reduce(total, group=group)
         if operation == dist.ReduceOp.AVG:  # not an operation of gloo

@@ -17,6 +17,7 @@ from torch import nn
 from coat_dist.config import ActivationConfig
 
 from .attention import PATCHED, SDPA
+from .fields import patch_reason
 from .mlp import activation_name
 from .norm import EXACT, FOLDED, describe
 
@@ -28,46 +29,20 @@ __all__ = [
     "layer_reason",
     "mlp_reason",
     "output_reason",
-    "settings_reason",
     "shared_experts_reason",
 ]
 
 _ALIGNMENT = 16
 """FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding every time."""
 
-# Settings of TransformerConfig under which Megatron expects of its linears what ours do not do; the accepted values.
-_SETTINGS: tuple[tuple[str, Any], ...] = (
-    ("fp16", False),
-    ("fp8", None),
-    ("fp4", None),
-    ("fp32_residual_connection", False),
-    ("cpu_offloading", False),
-    ("fine_grained_activation_offloading", False),
-    ("delay_wgrad_compute", False),
-    ("cuda_graph_impl", "none"),
-    ("enable_cuda_graph", False),
-    ("external_cuda_graph", False),
-    ("tp_comm_overlap", False),
-    ("inference_fuse_tp_communication", False),
-)
-
 _ROW_BIAS = "tp_invariant with a bias of {}, whose gradient is a BF16 sum over a rank's tokens"
-
-
-def settings_reason(config: Any) -> str | None:
-    """For everything that is built with a ``TransformerConfig``."""
-    for key, accepted in _SETTINGS:
-        given = getattr(config, key, accepted)  # not every supported version has every key
-        if given != accepted and (given or accepted):
-            return f"config.{key}={given}"
-    return None
 
 
 def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
     """What holds for both blocks of ``layer``."""
     if type(layer) is not TransformerLayer:
         return f"layer class {type(layer).__name__}"
-    if (reason := settings_reason(layer.config)) is not None:
+    if (reason := patch_reason(layer.config)) is not None:
         return reason
     for key in ("hidden_dropout", "attention_dropout"):  # random states of ranks differ
         if settings.tp_invariant and getattr(layer.config, key):

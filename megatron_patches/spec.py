@@ -29,6 +29,7 @@ from packaging.version import Version
 
 from .attention import SDPA, CompactSelfAttention
 from .compat import check_version
+from .fields import spec_reason
 from .norm import Norm
 
 __all__ = ["gpt_layer_spec"]
@@ -38,19 +39,21 @@ def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: 
     """The ``transformer_layer_spec`` of a ``GPTModel``, dense or with experts.
 
     Args:
-        config: ``normalization``, ``qk_layernorm``, the experts (``num_moe_experts``, ``moe_layer_freq``) and the sizes
-            are read from it. Experts are a ``SequentialMLP``: grouped products need another package.
+        config: every field is honoured, refused, or without meaning here; :mod:`megatron_patches.fields` says which.
+            Experts are a ``SequentialMLP``: grouped products need another package.
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
 
     Raises:
-        ValueError: multi-latent attention, or grouped products of experts, by the configuration key.
+        ValueError: a field of ``config`` that would be ignored, by its key.
     """
     version = check_version()
-    if config.multi_latent_attention:
-        raise ValueError("multi_latent_attention: got True, accepted: False (use Megatron's own spec)")
+    if (reason := spec_reason(config)) is not None:
+        raise ValueError(reason)
     norm = ModuleSpec(module=Norm, params={"affine": affine})
     head_norm = Norm if config.qk_layernorm else IdentityOp
+    if getattr(config, "qk_l2_norm", False):  # Llama 4's: RMSNorm without a weight; it wins over qk_layernorm
+        head_norm = ModuleSpec(module=Norm, params={"affine": False, "normalization": "RMSNorm"})
     fc1 = ColumnParallelLinear
     if config.gated_linear_unit and Version(version) < Version("0.16rc0"):
         # Gate and up are initialized as two weights, as later versions do: a model starts the same at every TP size.
@@ -65,8 +68,6 @@ def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: 
 
 
 def _experts(config: TransformerConfig) -> ModuleSpec:
-    if config.moe_grouped_gemm:
-        raise ValueError("moe_grouped_gemm: got True, accepted: False (use Megatron's own spec)")
     return get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
 
 
@@ -82,7 +83,7 @@ def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool
     return [bool(moe) for moe in everywhere[first : first + count]]
 
 
-def _layer(norm: ModuleSpec, head_norm: type, mlp: ModuleSpec) -> ModuleSpec:
+def _layer(norm: ModuleSpec, head_norm: ModuleSpec | type, mlp: ModuleSpec) -> ModuleSpec:
     # Names of norms in Megatron's distributed checkpoints, for exchange with Transformer Engine models.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if mlp.module is MLP:  # a router's norm has its own name there as well

@@ -80,6 +80,14 @@ class TensorParallel:
         """Whether rows (dimension 0) really are split over ranks."""
         return self.sequence_parallel and self.size > 1
 
+    def with_sequence_parallel(self, sequence_parallel: bool) -> TensorParallel:
+        """The same ranks, splitting the sequence or not. Makes no new object from the second switch on."""
+        return self if self.group is None or sequence_parallel == self.sequence_parallel else self._switched
+
+    @cached_property
+    def _switched(self) -> TensorParallel:
+        return TensorParallel(self.group, not self.sequence_parallel)
+
     def max_(self, t: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""
         if self.size > 1:

@@ -1,0 +1,149 @@
+"""Another value for every field of TransformerConfig, and what is expected of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
+from megatron.core.transformer import TransformerConfig
+
+DECLARED = {f.name: f for f in dataclasses.fields(TransformerConfig)}
+HIDDEN, VOCAB, SEQ = 64, 64, 16
+SIZES: dict[str, Any] = dict(
+    hidden_size=HIDDEN,
+    num_attention_heads=4,
+    ffn_hidden_size=96,
+    init_method_std=0.15,  # large, so that attention matters
+    bf16=False,
+    params_dtype=torch.float32,
+    pipeline_dtype=torch.float32,
+)
+EXPERTS: dict[str, Any] = dict(num_moe_experts=4, moe_ffn_hidden_size=48)
+FULL: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+SELECTIVE: dict[str, Any] = dict(
+    recompute_granularity="selective", recompute_modules=["core_attn"], moe_layer_recompute=True
+)
+KERNELS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")  # a model that is built sets these
+WINDOW: dict[str, Any] = dict(window_size=(3, 0))
+
+# Fields that change what a model computes: what is set, for GPTModel under "gpt". Alone where there is one key.
+EFFECT: dict[str, dict[str, Any]] = {
+    "num_layers": dict(num_layers=3),
+    "hidden_size": dict(hidden_size=128),
+    "num_attention_heads": dict(num_attention_heads=2),
+    "num_query_groups": dict(num_query_groups=2),
+    "ffn_hidden_size": dict(ffn_hidden_size=128),
+    "kv_channels": dict(kv_channels=32),
+    "hidden_dropout": dict(hidden_dropout=0.3),
+    "attention_dropout": dict(attention_dropout=0.3),
+    "layernorm_epsilon": dict(layernorm_epsilon=0.5),
+    "normalization": dict(normalization="LayerNorm"),
+    "params_dtype": dict(bf16=True, params_dtype=torch.bfloat16),
+    "bf16": dict(bf16=True, params_dtype=torch.bfloat16),
+    "init_method": dict(init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)),
+    "output_layer_init_method": dict(output_layer_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)),
+    "init_method_std": dict(init_method_std=0.1),
+    "embedding_init_method": dict(embedding_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)),
+    "embedding_init_method_std": dict(embedding_init_method_std=1.0),
+    "is_hybrid_model": dict(is_hybrid_model=True),
+    "add_bias_linear": dict(add_bias_linear=True),
+    "add_qkv_bias": dict(add_qkv_bias=True),
+    "gated_linear_unit": dict(gated_linear_unit=False, activation_func=F.gelu),
+    "activation_func": dict(activation_func=quick_gelu),
+    "bias_activation_fusion": dict(bias_activation_fusion=True, activation_func=F.gelu),
+    "glu_linear_offset": dict(glu_linear_offset=1.0),
+    "activation_func_clamp_value": dict(activation_func_clamp_value=0.5, activation_func=quick_gelu),
+    "softmax_scale": dict(softmax_scale=0.7),
+    "qk_layernorm": dict(qk_layernorm=True),
+    "qk_l2_norm": dict(qk_l2_norm=True),
+    "attention_output_gate": dict(attention_output_gate=True),
+    "test_mode": dict(test_mode=True, qk_layernorm=True, normalization="LayerNorm"),
+    "rotary_interleaved": dict(rotary_interleaved=True),
+    "no_rope_freq": dict(no_rope_freq=[0, 1]),
+    "mrope_section": dict(mrope_section=[2, 3, 3], gpt=dict(position_embedding_type="mrope")),
+    "num_moe_experts": EXPERTS,
+    "moe_ffn_hidden_size": EXPERTS,
+    "moe_layer_freq": dict(moe_layer_freq=[0, 1]) | EXPERTS,
+    "moe_shared_expert_intermediate_size": dict(moe_shared_expert_intermediate_size=32) | EXPERTS,
+    "moe_shared_expert_gate": dict(moe_shared_expert_gate=True, moe_shared_expert_intermediate_size=32) | EXPERTS,
+    "moe_router_topk": dict(moe_router_topk=3) | EXPERTS,
+    "moe_router_load_balancing_type": dict(moe_router_load_balancing_type="sinkhorn", moe_router_topk=1) | EXPERTS,
+    "moe_router_group_topk": dict(moe_router_num_groups=2, moe_router_group_topk=1) | EXPERTS,
+    "moe_router_num_groups": dict(moe_router_num_groups=2, moe_router_group_topk=1) | EXPERTS,
+    "moe_router_pre_softmax": dict(moe_router_pre_softmax=True) | EXPERTS,
+    "moe_router_topk_scaling_factor": dict(moe_router_topk_scaling_factor=2.0, moe_router_pre_softmax=True) | EXPERTS,
+    "moe_router_score_function": dict(moe_router_score_function="sigmoid") | EXPERTS,
+    "moe_router_enable_expert_bias": dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+    | EXPERTS,
+    "moe_input_jitter_eps": dict(moe_input_jitter_eps=0.1) | EXPERTS,
+    "moe_router_force_load_balancing": dict(moe_router_force_load_balancing=True) | EXPERTS,
+    "moe_apply_probs_on_input": dict(moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True)
+    | EXPERTS,
+}
+# Fields of core attention that SDPA does not have: our spec refuses them, and they are tried on models of Megatron's.
+CORE: dict[str, dict[str, Any]] = {
+    "window_size": WINDOW,
+    "window_attn_skip_freq": dict(window_attn_skip_freq=2) | WINDOW,
+    "softmax_type": dict(softmax_type="off-by-one"),
+}
+_TURNED = """
+    use_cpu_initialization deterministic_mode enable_autocast use_te_rng_tracker cross_entropy_loss_fusion
+    overlap_p2p_comm batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
+    barrier_with_L1_time mtp_standalone calculate_per_token_loss init_model_with_meta_device
+    disable_bf16_reduced_precision_matmul distribute_saved_activations
+    moe_enable_routing_replay moe_per_layer_logging cuda_graph_use_single_mempool
+    cuda_graph_retain_backward_graph clone_scatter_output_in_embedding inference_rng_tracker
+    hetereogenous_dist_checkpoint activation_func_fp8_input_store"""
+# Fields that change nothing in the forward pass of one rank, set all at once. Booleans are turned around.
+INERT: dict[str, Any] = dict(
+    pipeline_model_parallel_comm_backend="gloo",
+    pipeline_dtype=torch.bfloat16,
+    autocast_dtype=torch.bfloat16,
+    microbatch_group_size_per_vp_stage=2,
+    num_microbatches_with_partial_activation_checkpoints=1,
+    mtp_loss_scaling_factor=0.5,
+    wgrad_deferral_limit=2,
+    config_logger_dir="",
+    cuda_graph_scope=[],
+    cuda_graph_warmup_steps=1,
+    offload_modules=["core_attn"],
+    min_offloaded_tensor_size=7,
+    inference_sampling_seed=7,
+    mlp_chunks_for_prefill=2,
+    cross_entropy_fusion_impl="te",
+    moe_router_bias_update_rate=0.1,
+    moe_aux_loss_coeff=0.1,
+    moe_z_loss_coeff=0.1,
+    moe_router_dtype="fp32",
+    moe_flex_dispatcher_backend="hybridep",
+    moe_token_drop_policy="position",
+    moe_deepep_num_sms=4,
+    moe_hybridep_num_sms=4,
+    **{key: (lambda *args, **kwargs: None) for key in ("grad_scale_func", "finalize_model_grads_func")},
+    **{key: (lambda *args, **kwargs: None) for key in ("no_sync_func", "grad_sync_func", "param_sync_func")},
+    **EXPERTS,
+) | {key: not DECLARED[key].default for key in _TURNED.split() if key in DECLARED}
+# Honoured fields that one CPU rank cannot set, by what they need.
+NEEDS = {
+    "other ranks": """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+        sequence_parallel expert_model_parallel_size expert_tensor_parallel_size num_layers_in_first_pipeline_stage
+        num_layers_in_last_pipeline_stage pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
+        account_for_loss_in_pipeline_split overlap_p2p_comm_warmup_flush context_parallel_size hybrid_context_parallel
+        hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank cp_comm_type overlap_moe_expert_parallel_comm
+        ep_overlap_early_attn_memory_release defer_embedding_wgrad_compute moe_router_topk_limited_devices""",
+    "CUDA": """moe_token_dispatcher_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+        moe_shared_expert_overlap moe_enable_deepep cuda_graph_impl enable_cuda_graph external_cuda_graph
+        variable_seq_lengths""",
+    "another package": """gradient_accumulation_fusion apply_rope_fusion fused_single_qkv_rope moe_latent_size
+        moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_permute_fusion moe_router_fusion
+        fine_grained_activation_offloading""",
+    "the class of the model": "mtp_num_layers",  # given a specification of its own
+    "a training loop": "timers qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit",
+    "weights": "perform_initialization",
+    "inference": "flash_decode",
+    "compilation": "bias_dropout_fusion",
+    "FP16, which is not patched": "fp16",
+}

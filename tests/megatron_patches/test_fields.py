@@ -1,0 +1,212 @@
+"""Every field of TransformerConfig, set to something else.
+
+Honoured: what Megatron's own local spec computes. Refused: an error that names it. Without meaning: no bit changes.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.moe_utils import RandomSTE
+from packaging.version import Version
+
+from coat_dist.config import ActivationConfig
+from megatron_patches import fields, gpt_layer_spec, patch_model, patched
+from megatron_patches.attention import SDPA
+from megatron_patches.fields import FIELDS, Handled, Only
+
+from .samples import CORE, DECLARED, EFFECT, EXPERTS, FULL, INERT, KERNELS, NEEDS, SELECTIVE, SEQ, SIZES, VOCAB
+from .tiny import tiny_config
+
+NEWEST = Version(metadata.version("megatron-core")) >= Version("0.16rc0")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLOSE = 3e-6 if DEVICE == "cpu" else 1e-4  # fp32; a GPU may round products
+
+
+def build(changes: dict[str, Any], megatron_spec: bool = False, later: dict[str, Any] | None = None) -> GPTModel:
+    """``later``: what is set past the checks of Megatron's configuration, which refuses some together."""
+    options = dict(vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope") | changes.get("gpt", {})
+    config = tiny_config(**SIZES | {k: v for k, v in changes.items() if k != "gpt"})
+    for name, value in (later or {}).items():
+        setattr(config, name, value)
+    if megatron_spec:
+        l2 = {"qk_l2_norm": getattr(config, "qk_l2_norm", False), "normalization": config.normalization}
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **l2)
+    else:
+        spec = gpt_layer_spec(config)
+    torch.manual_seed(5)
+    model = GPTModel(config, spec, **options).to(config.params_dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zero as they are built
+                parameter.normal_()
+    return model.to(DEVICE)
+
+
+@torch.no_grad()
+def logits(model: GPTModel) -> torch.Tensor:
+    """Of a training model: dropout and noise are drawn from the same state each time."""
+    model_parallel_cuda_manual_seed(3)
+    torch.manual_seed(11)
+    RandomSTE.generator = None  # of moe_router_force_load_balancing; it would go on where another model stopped
+    tokens, positions = torch.randint(0, VOCAB, (2, SEQ)).to(DEVICE), torch.arange(SEQ, device=DEVICE).expand(2, -1)
+    if model.position_embedding_type == "mrope":
+        positions = torch.stack([positions, positions // 2, positions // 3])
+    core = model.decoder.layers[0].self_attention.core_attention
+    mask = None if isinstance(core, SDPA) else torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool, device=DEVICE).triu(1)
+    return model(tokens, positions, mask).float()
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def settable(name: str, accepted: tuple[Any, ...] = ()) -> Any:
+    """Something that the field is not by default, and none of ``accepted``."""
+    usual = (DECLARED[name].default, *accepted)
+    return next(
+        value for value in (True, False, "other", 7) if value not in usual and str(value) not in map(str, usual)
+    )
+
+
+def test_the_table_has_every_field_and_every_field_is_tried():
+    """A new Megatron's new field fails here: look at what it does, and put it into the table."""
+    assert set(DECLARED) <= set(FIELDS)
+    if NEWEST:
+        assert set(DECLARED) == set(FIELDS)
+    tried = [*EFFECT, *CORE, *INERT, *FULL, *SELECTIVE, *(name for names in NEEDS.values() for name in names.split())]
+    honoured = {
+        name for name, field in FIELDS.items() if Handled.HONOURED in field and not isinstance(field.built, str)
+    }
+    assert not (honoured & set(DECLARED)) - set(tried)
+    assert not set(tried) - set(FIELDS)
+
+
+def known(table: dict[str, dict[str, Any]]) -> list[str]:
+    return [name for name, changes in table.items() if set(changes) <= {*DECLARED, "gpt"}]
+
+
+@pytest.mark.parametrize("name", known(EFFECT))
+def test_a_field_does_what_it_does_in_megatrons_own_spec(name):
+    """fp32: our spec computes what Megatron's local spec does. Patched, the model changes with it."""
+    changes = EFFECT[name]
+    base = EXPERTS if name.startswith("moe_") and changes is not EXPERTS else {}
+    plain, theirs, usual = logits(build(changes)), logits(build(changes, megatron_spec=True)), logits(build(base))
+    assert apart(plain, theirs) < (2e-2 if changes.get("bf16") else CLOSE)
+    assert apart(plain, usual) > 5e-3, "no effect: nothing was tested"
+    model = build(changes)
+    patch_model(model, ActivationConfig())
+    usual_model = build(base)
+    patch_model(usual_model, ActivationConfig())
+    flow = logits(model)
+    assert apart(flow, plain) < 0.35  # FP8 with these weights: 0.04 to 0.25
+    assert apart(flow, logits(usual_model)) > 5e-3
+
+
+@pytest.mark.parametrize("name", known(CORE))
+def test_core_attention_of_a_patched_model_stays_what_it_was(name, monkeypatch):
+    if name.startswith("window") and DEVICE == "cpu":  # Megatron makes the mask on a GPU
+        from megatron.core.fusions import fused_softmax
+
+        if not hasattr(fused_softmax, "get_sliding_window_causal_mask"):
+            pytest.skip("this megatron-core's own attention has no window")
+
+        def mask(queries, keys, window):
+            rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
+            return (columns > rows) | (columns < rows - window[0])
+
+        monkeypatch.setattr(fused_softmax, "get_sliding_window_causal_mask", mask)
+    plain, usual = logits(build(CORE[name], megatron_spec=True)), logits(build({}, megatron_spec=True))
+    assert apart(plain, usual) > 0.05, "no effect: nothing was tested"
+    model, other = build(CORE[name], megatron_spec=True), build({}, megatron_spec=True)
+    for m in (model, other):
+        assert len(patch_model(m, ActivationConfig()).patched) == 4
+    assert apart(logits(model), plain) < 0.2
+    assert apart(logits(model), logits(other)) > 0.05
+    with pytest.raises(ValueError, match="window_size|softmax_type"):
+        build(CORE[name])
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_fields_that_change_nothing_on_one_rank(recompute):
+    """All at once, with experts: what Megatron's local spec computes, and what it is without them."""
+    inert = {k: v for k, v in INERT.items() if k in DECLARED}
+    inert |= FULL if recompute == "full" else SELECTIVE
+    plain = logits(build(inert))
+    assert torch.equal(plain, logits(build(EXPERTS)))
+    assert apart(plain, logits(build(inert, megatron_spec=True))) < CLOSE
+    with patched(model := build(inert), ActivationConfig()), patched(usual := build(EXPERTS), ActivationConfig()):
+        assert torch.equal(logits(model), logits(usual))
+
+
+@pytest.mark.parametrize("where", ["built", "patched"])
+def test_fields_without_meaning_change_no_bit(where, monkeypatch):
+    """All at once, in a built and in a patched model."""
+    names = {n for n, f in FIELDS.items() if isinstance(getattr(f, where), str) and n in DECLARED}
+    names -= {"_cpu_offloading_context"}  # an object that Megatron makes itself
+    values = {n: AttnBackend.unfused if n == "attention_backend" else settable(n) for n in names}
+    usual = build({})
+    for key in KERNELS:
+        monkeypatch.delenv(key, raising=False)
+    model = build({}, later=values if where == "built" else None)
+    if where == "patched":
+        for name, value in values.items():
+            setattr(model.config, name, value)
+        for m in (model, usual):
+            patch_model(m, ActivationConfig())
+    assert torch.equal(logits(model), logits(usual))
+    for key in KERNELS:
+        monkeypatch.delenv(key, raising=False)
+
+
+@pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if isinstance(f.built, Only) and n in DECLARED])
+def test_the_spec_refuses_by_name(name):
+    config = tiny_config(**EXPERTS)
+    setattr(config, name, settable(name, FIELDS[name].built.accepted))
+    with pytest.raises(ValueError, match=rf"^{name}: got .*, accepted: .* \(use Megatron's own spec\)$"):
+        gpt_layer_spec(config)
+
+
+def test_patching_refuses_by_name():
+    """Nothing is patched, and the reason names the field."""
+    model = build({})
+    names = [n for n, f in FIELDS.items() if isinstance(f.patched, Only) and n in DECLARED]
+    assert len(names) > 5
+    for name in names:
+        before = getattr(model.config, name)
+        setattr(model.config, name, value := settable(name, FIELDS[name].patched.accepted))
+        with pytest.raises(ValueError, match="nothing to patch") as error:
+            patch_model(model, ActivationConfig())
+        assert f"config.{name}={value}" in str(error.value)
+        setattr(model.config, name, before)
+    patch_model(model, ActivationConfig())
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "rotary_interleaved", "num_query_groups", "recompute_modules"])
+def test_a_field_that_is_not_in_the_table_is_refused_where_it_is_set(name, monkeypatch):
+    """As with a newer Megatron. At its default it is let pass, also where Megatron derives that from other fields."""
+    monkeypatch.delitem(fields.FIELDS, name)
+    build({})
+    config = tiny_config()
+    value = 2 if name == "num_query_groups" else ["mlp"] if name == "recompute_modules" else 0.5
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"^{name}: got .*, accepted: .* not known here"):
+        gpt_layer_spec(config)
+    model = build({})
+    setattr(model.config, name, value)
+    with pytest.raises(ValueError, match="nothing to patch") as error:
+        patch_model(model, ActivationConfig())
+    assert f"config.{name}={value} is not known here" in str(error.value)
+
+
+def test_settings_of_experts_mean_nothing_in_a_dense_model():
+    gpt_layer_spec(tiny_config(moe_grouped_gemm=True))
+    with pytest.raises(ValueError, match="moe_grouped_gemm: got True, accepted: False"):
+        gpt_layer_spec(tiny_config(moe_grouped_gemm=True, **EXPERTS))
