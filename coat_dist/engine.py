@@ -21,13 +21,8 @@ import torch.distributed as dist
 from .config import CoatConfig, CoatConfigError, load_json
 from .flow.weights import invalidate_after
 from .optim import CoatAdamW, param_groups
-from .optim.accessors import register
-from .optim.deepspeed_accessors import answer_deepspeeds_accessors
-from .optim.native_load import check_native_loads
-from .optim.round_robin import relink
-from .optim.universal_load import enable_universal_load
+from .optim.attach import attach
 from .optim.zero import fuse_step
-from .optim.zero_master import check_master_weights, enable_remainders
 from .refusals import check_deepspeed
 
 __all__ = ["check_same_on_all_ranks", "initialize"]
@@ -117,18 +112,9 @@ def initialize(
     if coat is not None and coat.activation.enabled and coat.activation.weights == "cached":
         invalidate_after(engine, "load_checkpoint", "load_module_state_dict")
         invalidate_after(engine.optimizer, "step", "load_state_dict", "update_lp_params")
-    if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
-        relink(engine.optimizer)
-    register(engine.optimizer)
-    check_master_weights(engine.optimizer)
-    enable_remainders(engine.optimizer)
+    attach(engine)
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)
-    if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):
-        # After enable_remainders, whose accessors of master weights it keeps and calls.
-        answer_deepspeeds_accessors(engine.optimizer)
-        enable_universal_load(engine)
-        check_native_loads(engine)
     return engine, *others
 
 
