@@ -8,11 +8,11 @@ and classes stay as they are. Without a block and without ``"type": "CoatAdamW"`
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
-import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -70,23 +70,25 @@ def initialize(
     coat = CoatConfig.from_deepspeed(settings)
     pipeline = isinstance(model, deepspeed.PipelineModule)
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
-    check_deepspeed(
-        settings, tp=tp, cp=_size(mpu, "get_context_parallel_world_size"), pipeline=pipeline, mpu=mpu is not None
-    )
+    cp = _size(mpu, "get_context_parallel_world_size")
+    check = functools.partial(check_deepspeed, dict(settings), tp=tp, cp=cp, pipeline=pipeline, mpu=mpu is not None)
+    check(optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     if getattr(args, "deepspeed_config", None) is not None:
         args = copy.copy(args)  # the caller's stays as it is; DeepSpeed refuses a configuration given twice
         args.deepspeed_config = None
 
-    compressed = (settings.get("optimizer") or {}).get("type") == "CoatAdamW"
+    chosen = settings.get("optimizer")
+    compressed = isinstance(chosen, Mapping) and chosen.get("type") == "CoatAdamW"
+    block = coat is not None and "optimizer" in coat.model_fields_set
     if coat is not None:
         del settings["coat"]
         _check_patched(model, coat)
-        foreign = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, CoatAdamW)
-        if foreign and "optimizer" in coat.model_fields_set:
-            raise CoatConfigError(
-                f"coat.optimizer: got a block beside optimizer={type(optimizer).__name__}, accepted: "
-                "no optimizer argument, or a CoatAdamW"
-            )
+    if block and optimizer is None and not compressed:
+        raise CoatConfigError('optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"')
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_foreign(optimizer, block)
+    elif callable(optimizer):
+        optimizer = _checked(optimizer, block, check)
     if coat is not None or compressed:
         if not dist.is_initialized() and kwargs.get("dist_init_required") is not False:
             deepspeed.init_distributed()
@@ -118,17 +120,31 @@ def initialize(
     return engine, *others
 
 
+def _check_foreign(optimizer: torch.optim.Optimizer, block: bool) -> None:
+    if block and not isinstance(optimizer, CoatAdamW):
+        raise CoatConfigError(
+            f"coat.optimizer: got a block beside optimizer={type(optimizer).__name__}, accepted: "
+            "no optimizer argument, or a CoatAdamW"
+        )
+
+
+def _checked(make: Callable, block: bool, check: Callable[..., None]) -> Callable:
+    """A callable for DeepSpeed whose optimizer is checked as one that is given, before ZeRO is built around it."""
+
+    @functools.wraps(make, updated=())
+    def make_and_check(parameters: Any) -> Any:
+        optimizer = make(parameters)
+        _check_foreign(optimizer, block)
+        check(optimizer=optimizer)
+        return optimizer
+
+    return make_and_check
+
+
 def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parameters: Iterable | None):
     """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with."""
     params = dict(settings["optimizer"].get("params") or {})
-    accepted = [n for n in inspect.signature(CoatAdamW.__init__).parameters if n not in ("self", "params")]
-    own = coat.optimizer.model_dump()
-    for name in params:
-        if name in own and "optimizer" in coat.model_fields_set:
-            raise CoatConfigError(f"optimizer.params.{name}: given beside coat.optimizer, accepted: one of the two")
-        if name not in accepted:
-            raise CoatConfigError(f"optimizer.params.{name}: unknown key, accepted: {', '.join(accepted)}")
-    options = {**own, **params}
+    options = {**coat.optimizer.model_dump(), **params}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     listed = list(parameters) if parameters is not None else None

@@ -34,8 +34,8 @@ older engine on the same model is out of use: the parameters' memory is the late
 
 
 def register(zero: Any) -> None:
-    """Let the accessors answer from this ZeRO optimizer, and for its parameters from no earlier one, or, where it has no
-    CoatAdamW, from none; ``coat_dist.initialize`` calls it."""
+    """Let the accessors answer from this ZeRO optimizer, and for its parameters from no earlier one; where it has no
+    CoatAdamW, from none. ``coat_dist.initialize`` calls it."""
     if not is_zero(zero):
         return
     known = weakref.ref(zero) if base_optimizer(zero) is not None else None

@@ -99,7 +99,9 @@ def _untrained(engine: Any, source: Source, strict: bool) -> list[str]:
     found = []
     trained = {engine.param_names[p] for params in members(engine.optimizer) for p in params}
     if unknown := sorted((source.rest.keys() | source.trained()) - trained - mine.keys()):
-        found.append(f"{source.folder}: got {_some(unknown)}, accepted: parameters and buffers of this model, {_LENIENT}")
+        found.append(
+            f"{source.folder}: got {_some(unknown)}, accepted: parameters and buffers of this model, {_LENIENT}"
+        )
     saved = set(engine._get_buffer_names()) | {n for n, t in mine.items() if isinstance(t, torch.nn.Parameter)}
     if missing := sorted(n for n in saved if not source.has(n)):
         found.append(f"{source.folder}: missing {_some(missing)}, {_ACCEPTED}, {_LENIENT}")

@@ -35,8 +35,9 @@ class Source:
         """Written by :func:`convert_to_universal`: DeepSpeed's converter keeps trained parameters only."""
         self.rest: dict[str, dict[str, Any]] = read(rest) if self.complete else {}
         """What was not trained when it was saved: frozen parameters and buffers."""
-        self.extra: dict[str, list[Any]] = read(extra, weights_only=False) if extra.is_file() else {}
-        """Modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it."""
+        self.extra: dict[str, list[Any]] = _load(extra, weights_only=False) if extra.is_file() else {}
+        """Modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it. Not
+        mapped, for modules may keep what they get."""
 
     def missing(self, names: list[str], keys: tuple[str, ...]) -> list[str]:
         """Files of trained parameters that are not there."""
@@ -95,8 +96,12 @@ _ACCEPTED = "accepted: a universal checkpoint of this model, as launch/to_univer
 
 def read(path: Path, weights_only: bool = True) -> Any:
     """A file's content, tensors memory-mapped."""
+    return _load(path, weights_only, mmap=True)
+
+
+def _load(path: Path, weights_only: bool, mmap: bool = False) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except Exception as problem:  # of damaged bytes, unpickling may raise anything
         raise ValueError(f"{path}: cannot be read ({problem})") from problem
 

@@ -77,7 +77,7 @@ class Shard:
         return read_moment(state, self.group_of[i], which, start, numel)
 
     def weights(self, name: str) -> torch.Tensor:
-        """This rank's part of a parameter as the file holds it, flat: fp32, or bfloat16 where states have remainders."""
+        """This rank's part of a parameter as the file holds it, flat: fp32, or bfloat16 beside remainders."""
         i, start, numel = self.places.get(name, Place(0, 0, 0))
         return self.fp32[i].detach().reshape(-1)[start : start + numel]
 

@@ -75,7 +75,7 @@ def enable_remainders(zero: Any) -> bool:
 
 
 def _answer(zero: Any) -> None:
-    """In place of the methods that ZeRO-1 and 2 give every parameter to read and write its part of the master weights."""
+    """In place of the methods that ZeRO-1 and 2 give every parameter to read and write its master weights."""
     for param in (p for params in members(zero) for p in params):
         param.get_full_hp_param = types.MethodType(get_full_master, param)
         param.set_full_hp_param = types.MethodType(set_full_master, param)
