@@ -97,7 +97,8 @@ def check_deepspeed(
             problems += _against(coat, given)
         elif optimizer is None:
             problems += _check_params(_get(config, "optimizer", "params") or {}, coat)
-        _check_master_weights(config, _master_weights(config, coat, given), stage, refuse)
+        option = f'{"coat.optimizer." if given is None else "CoatAdamW "}master_weights "bf16_remainder"'
+        _check_master_weights(config, _master_weights(config, coat, given) == "bf16_remainder", option, stage, refuse)
         if _get(config, "compile", "deepcompile") and _get(config, "compile", "offload_opt_states"):
             warnings.warn(
                 "compile.offload_opt_states: DeepCompile does not know CoatAdamW's state and will not offload it",
@@ -233,16 +234,17 @@ def _master_weights(config: Mapping[str, Any], coat: CoatConfig | None, given: C
     return named or (coat.optimizer.master_weights if coat is not None else "parameter")
 
 
-def _check_master_weights(config: Mapping[str, Any], chosen: Any, stage: int, refuse: Callable[..., None]) -> None:
+def _check_master_weights(
+    config: Mapping[str, Any], remainder: bool, option: str, stage: int, refuse: Callable[..., None]
+) -> None:
     """``master_weights`` and DeepSpeed's keys have to say the same: each alone would lose the lower 16 bits."""
     block = "bfloat16" if "bfloat16" in config and "bf16" not in config else "bf16"
     weights, states = f"{block}.bf16_master_weights_and_grads", f"{block}.bf16_optimizer_states"
     on = {key: bool(_get(config, *key.split("."))) for key in (weights, states)}
-    if chosen != "bf16_remainder":
-        accepted = 'false with CoatAdamW, or true with coat.optimizer.master_weights "bf16_remainder"'
+    if not remainder:
+        accepted = f"false with CoatAdamW, or true with {option}"
         refuse(weights, f"{accepted}: bfloat16 alone loses small updates", on[weights])
         return
-    option = 'coat.optimizer.master_weights "bf16_remainder"'
     refuse(f"{block}.enabled", f"true with {option}", not _get(config, block, "enabled"))
     refuse(weights, f"true with {option}", not on[weights])
     refuse(states, f"true with {option} (moments stay FP8; without it DeepSpeed wants CPU offload)", not on[states])

@@ -205,6 +205,8 @@ MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 def test_remainders_need_deepspeeds_keys(changes, words, place):
     where = "coat__optimizer__master_weights" if place == "block" else "optimizer__params__master_weights"
     settings = config(**{where: "bf16_remainder"}, **changes)
+    if place == "params":
+        del settings["coat"]["optimizer"]  # not beside it
     if not words:
         return check_deepspeed(settings)
     with pytest.raises(CoatConfigError) as error:
