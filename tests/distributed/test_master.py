@@ -321,7 +321,9 @@ def failing(rank, world, settings, remainder, as_instance):
             {"bf16": BF16},
             False,
             True,
-            ['bf16_master_weights_and_grads: got true, accepted: false with CoatAdamW, or true with CoatAdamW master_w'],
+            [
+                "bf16_master_weights_and_grads: got true, accepted: false with CoatAdamW, or true with CoatAdamW master_w"
+            ],
         ),
         (
             {"bf16": {"enabled": True}},
