@@ -195,7 +195,7 @@ def _load_loss_scale(zero: Any, saved: Mapping[str, Any]) -> None:
             setattr(zero, key, saved[key])
 
 
-def _fill_untrained(target: torch.Tensor, whole: torch.Tensor) -> None:
+def _fill_untrained(target: Any, whole: torch.Tensor) -> None:
     """Replace a frozen parameter or a buffer."""
     if not hasattr(target, "ds_tensor"):
         target.data.copy_(whole)

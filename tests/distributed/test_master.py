@@ -321,9 +321,7 @@ def failing(rank, world, settings, remainder, as_instance):
             {"bf16": BF16},
             False,
             True,
-            [
-                "bf16_master_weights_and_grads: got true, accepted: false with CoatAdamW, or true with CoatAdamW master_w"
-            ],
+            ['got true, accepted: false with CoatAdamW, or true with CoatAdamW master_weights "bf16_remainder"'],
         ),
         (
             {"bf16": {"enabled": True}},
