@@ -100,7 +100,7 @@ def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{row[0].path}: zero_optimization.round_robin_gradients: got true, and places of parameters as "
                 "DeepSpeed records them then, which are wrong; accepted: false, or a checkpoint of an engine of "
-                "coat_dist.initialize with CoatAdamW"
+                "coat_dist.initialize"
             )
 
 
