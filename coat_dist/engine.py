@@ -8,12 +8,12 @@ and classes stay as they are. Without a block and without ``"type": "CoatAdamW"`
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
-import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,13 +22,8 @@ import torch.distributed as dist
 from .config import CoatConfig, CoatConfigError, load_json
 from .flow.weights import invalidate_after
 from .optim import CoatAdamW, param_groups
-from .optim.accessors import register
-from .optim.deepspeed_accessors import answer_deepspeeds_accessors
-from .optim.native_load import check_native_loads
-from .optim.round_robin import relink
-from .optim.universal_load import enable_universal_load
+from .optim.attach import attach
 from .optim.zero import fuse_step
-from .optim.zero_master import check_master_weights, enable_remainders
 from .refusals import check_deepspeed
 
 __all__ = ["check_same_on_all_ranks", "initialize"]
@@ -76,23 +71,25 @@ def initialize(
     coat = CoatConfig.from_deepspeed(settings)
     pipeline = isinstance(model, deepspeed.PipelineModule)
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
-    check_deepspeed(
-        settings, tp=tp, cp=_size(mpu, "get_context_parallel_world_size"), pipeline=pipeline, mpu=mpu is not None
-    )
+    cp = _size(mpu, "get_context_parallel_world_size")
+    check = functools.partial(check_deepspeed, dict(settings), tp=tp, cp=cp, pipeline=pipeline, mpu=mpu is not None)
+    check(optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     if getattr(args, "deepspeed_config", None) is not None:
         args = copy.copy(args)  # the caller's stays as it is; DeepSpeed refuses a configuration given twice
         args.deepspeed_config = None
 
-    compressed = (settings.get("optimizer") or {}).get("type") == "CoatAdamW"
+    chosen = settings.get("optimizer")
+    compressed = isinstance(chosen, Mapping) and chosen.get("type") == "CoatAdamW"
+    block = coat is not None and "optimizer" in coat.model_fields_set
     if coat is not None:
         del settings["coat"]
         _check_patched(model, coat)
-        foreign = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, CoatAdamW)
-        if foreign and "optimizer" in coat.model_fields_set:
-            raise CoatConfigError(
-                f"coat.optimizer: got a block beside optimizer={type(optimizer).__name__}, accepted: "
-                "no optimizer argument, or a CoatAdamW"
-            )
+    if block and optimizer is None and not compressed:
+        raise CoatConfigError('optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"')
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_foreign(optimizer, block)
+    elif callable(optimizer):
+        optimizer = _checked(optimizer, block, check)
     if coat is not None or compressed:
         if not dist.is_initialized() and kwargs.get("dist_init_required") is not False:
             deepspeed.init_distributed(**{k: kwargs[k] for k in ("distributed_port",) if k in kwargs})
@@ -119,32 +116,37 @@ def initialize(
     if coat is not None and coat.activation.enabled and coat.activation.weights == "cached":
         invalidate_after(engine, "load_checkpoint", "load_module_state_dict")
         invalidate_after(engine.optimizer, "step", "load_state_dict", "update_lp_params")
-    if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
-        relink(engine.optimizer)
-    register(engine.optimizer)
-    check_master_weights(engine.optimizer)
-    enable_remainders(engine.optimizer)
+    attach(engine)
     if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
         fuse_step(engine.optimizer, engine.basic_optimizer)
-    if isinstance(getattr(engine.optimizer, "optimizer", None), CoatAdamW):
-        # After enable_remainders, whose accessors of master weights it keeps and calls.
-        answer_deepspeeds_accessors(engine.optimizer)
-        enable_universal_load(engine)
-        check_native_loads(engine)
     return engine, *others
+
+
+def _check_foreign(optimizer: torch.optim.Optimizer, block: bool) -> None:
+    if block and not isinstance(optimizer, CoatAdamW):
+        raise CoatConfigError(
+            f"coat.optimizer: got a block beside optimizer={type(optimizer).__name__}, accepted: "
+            "no optimizer argument, or a CoatAdamW"
+        )
+
+
+def _checked(make: Callable, block: bool, check: Callable[..., None]) -> Callable:
+    """A callable for DeepSpeed whose optimizer is checked as one that is given, before ZeRO is built around it."""
+
+    @functools.wraps(make, updated=())
+    def make_and_check(parameters: Any) -> Any:
+        optimizer = make(parameters)
+        _check_foreign(optimizer, block)
+        check(optimizer=optimizer)
+        return optimizer
+
+    return make_and_check
 
 
 def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parameters: Iterable | None):
     """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with."""
     params = dict(settings["optimizer"].get("params") or {})
-    accepted = [n for n in inspect.signature(CoatAdamW.__init__).parameters if n not in ("self", "params")]
-    own = coat.optimizer.model_dump()
-    for name in params:
-        if name in own and "optimizer" in coat.model_fields_set:
-            raise CoatConfigError(f"optimizer.params.{name}: given beside coat.optimizer, accepted: one of the two")
-        if name not in accepted:
-            raise CoatConfigError(f"optimizer.params.{name}: unknown key, accepted: {', '.join(accepted)}")
-    options = {**own, **params}
+    options = {**coat.optimizer.model_dump(), **params}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     listed = list(parameters) if parameters is not None else None

@@ -26,8 +26,6 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) 
     ``universal``: what it will load is a universal checkpoint, whatever the configuration says.
     """
     import coat_dist
-    from coat_dist.optim.round_robin import relink
-    from coat_dist.optim.universal_load import enable_universal_load
     from megatron_patches import patch_model, universal_checkpoint_info
     from megatron_patches.parallel import MPUAdapter, install_replicated_grad_hooks
 
@@ -53,8 +51,6 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) 
         engine, *_ = coat_dist.initialize(
             model=model, optimizer=optimizer, mpu=MPUAdapter(), config=settings, dist_init_required=False
         )
-    relink(engine.optimizer)  # for torch's AdamW, too: initialize only does it for CoatAdamW
-    enable_universal_load(engine)
     return engine
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops.master import split
 from .checkpoint import read_moment, write_moment
 from .master import read_master, write_master
-from .partitions import Fragment, Partition, base_optimizer, members, partitions
+from .partitions import Fragment, Partition, base_optimizer, is_zero, members, partitions
 from .state import ensure_state
 
 __all__ = [
@@ -27,13 +28,22 @@ __all__ = [
 
 _WHICH = ("first", "second")
 # Not an attribute of parameters, as DeepSpeed would do it: those are copied and pickled along with them.
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+_trained_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Weak reference to the ZeRO optimizer of the latest engine, by parameter; to none where that is not a CoatAdamW's. An
+older engine on the same model is out of use: the parameters' memory is the latest one's."""
 
 
 def register(zero: Any) -> None:
-    """Make a ZeRO optimizer known to the accessors; ``coat_dist.initialize`` does."""
-    if base_optimizer(zero) is not None and zero is not base_optimizer(zero):
-        _optimizers.add(zero)
+    """Let the accessors answer from this ZeRO optimizer, and for its parameters from no earlier one; where it has no
+    CoatAdamW, from none. ``coat_dist.initialize`` calls it."""
+    if not is_zero(zero):
+        return
+    known = weakref.ref(zero) if base_optimizer(zero) is not None else None
+    for param in (p for params in members(zero) for p in params):
+        if known is not None:
+            _trained_by[param] = known
+        else:
+            _trained_by.pop(param, None)
 
 
 def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
@@ -154,7 +164,7 @@ def _assemble(
 
 def _find(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
     """ZeRO optimizer, data-parallel group and full shape of a parameter."""
-    zero = next((z for z in _optimizers if any(p is param for params in members(z) for p in params)), None)
+    zero = _trained_by[param]() if isinstance(param, torch.Tensor) and param in _trained_by else None
     if zero is None:
         shape = list(getattr(param, "ds_shape", getattr(param, "shape", [])))
         raise ValueError(

@@ -18,6 +18,7 @@ import torch
 
 from .accessors import fragment_of, moment_index, safe_get_full_moment, safe_set_full_moment
 from .checkpoint import read_moment, write_moment
+from .links import after_linking
 from .partitions import Fragment, Partition, members
 from .state import ensure_state
 
@@ -31,17 +32,14 @@ def answer_deepspeeds_accessors(zero: Any) -> None:
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         _answer_stage3(zero)
         return
-    link = zero._link_all_hp_params
+    after_linking(zero, "moments", _answer)
 
-    def link_and_answer() -> None:  # loading links parameters anew
-        link()
-        for param in (p for params in members(zero) for p in params):
-            master = param.get_full_hp_param, param.set_full_hp_param  # DeepSpeed's, or those of zero_master.py
-            param.get_full_hp_param = types.MethodType(functools.partial(_get_full, master[0]), param)
-            param.set_full_hp_param = types.MethodType(functools.partial(_set_full, master[1]), param)
 
-    zero._link_all_hp_params = link_and_answer
-    link_and_answer()
+def _answer(zero: Any) -> None:
+    for param in (p for params in members(zero) for p in params):
+        master = param.get_full_hp_param, param.set_full_hp_param  # DeepSpeed's, or those of zero_master.py
+        param.get_full_hp_param = types.MethodType(functools.partial(_get_full, master[0]), param)
+        param.set_full_hp_param = types.MethodType(functools.partial(_set_full, master[1]), param)
 
 
 def _which(key: str) -> str:

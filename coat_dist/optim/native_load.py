@@ -3,18 +3,20 @@
 Such a checkpoint fits one layout only. DeepSpeed meets another stage with an empty AssertionError, another
 data-parallel size at stage 3 with a complaint about tensor sizes, both after it has replaced the model's weights, and
 flat shards in another order not at all. Here each of them is one error, before anything is read into the model.
+
+A rank looks at no other files than those it is going to load: with ``use_node_local_storage`` it has no others. How
+many ranks wrote the checkpoint is said in them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from .zero_files import MODEL3, OPTIMIZER, grid, read
+from .load_checks import Request, check_before_load
+from .zero_files import MODEL, MODEL3, read
 
 __all__ = ["check_native_loads"]
 
@@ -30,67 +32,42 @@ def check_native_loads(engine: Any) -> None:
     What the error names: ZeRO stage, data- and tensor-parallel size, where parameters lie in the flat shards. Loads
     without optimizer states are left to DeepSpeed. ``coat_dist.initialize`` calls it for CoatAdamW.
     """
-    original: Callable = engine.load_checkpoint
-
-    @functools.wraps(original)
-    def load_checkpoint(
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if load_optimizer_states and not load_module_only:
-            _agree(functools.partial(_problems, engine, load_dir, tag))
-        return original(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            **kwargs,
-        )
-
-    engine.load_checkpoint = load_checkpoint
+    check_before_load(engine, "native", functools.partial(_problems, engine), _ACCEPTED)
 
 
-def _problems(engine: Any, load_dir: str, tag: str | None) -> list[str]:
-    latest = Path(load_dir) / "latest"
-    if tag is None and not latest.is_file():
-        return []  # DeepSpeed warns and loads nothing
-    folder = Path(load_dir) / (tag if tag is not None else latest.read_text(encoding="utf-8").strip())
-    if engine.load_universal_checkpoint():
-        return []  # checked by load_universal
+def _problems(engine: Any, request: Request) -> list[str]:
+    folder = request.folder
+    if engine.load_universal_checkpoint() or not request.states:
+        return []
     if (folder / "zero").is_dir():
-        return [f"checkpoint.load_universal: got false, accepted: true, for {folder} is a universal checkpoint"]
-    files = grid(folder, OPTIMIZER)
-    stage3 = bool(grid(folder, MODEL3, required=False))
+        return [f"checkpoint.load_universal: got false, but {folder} is a universal checkpoint"]
+    names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    kinds = {MODEL3: "3", MODEL: "1 or 2"}
+    own = MODEL3 if engine.zero_optimization_stage() == 3 else MODEL
+    models = {kind: [folder / n for n in names if re.fullmatch(kind, n)] for kind in (own, *(kinds.keys() - {own}))}
+    found, path = next(((kind, paths[0]) for kind, paths in models.items() if paths), (None, folder))
+    if found is None:
+        return [f"{folder}: no file matches {own}"]
+    saved = read(path)
     compared = {
-        "zero_optimization.stage": [_stage(saved) for saved in (stage3, engine.zero_optimization_stage() == 3)],
-        "data-parallel size": [len(files[0]), engine.dp_world_size],
-        "tensor-parallel size": [len(files), engine.mp_world_size],
+        "zero_optimization.stage": (kinds[found], kinds[own]),
+        # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times sequence-parallel ranks.
+        "data-parallel size": (saved.get("dp_world_size"), getattr(engine, "seq_dp_world_size", engine.dp_world_size)),
+        "tensor-parallel size": (saved.get("mp_world_size"), engine.mp_world_size),
     }
-    found = [
-        f"{folder}: {name}: checkpoint has {saved}, this run has {own}"
-        for name, (saved, own) in compared.items()
-        if saved != own
+    problems = [
+        f"{folder}: {name}: checkpoint has {theirs}, this run has {ours}"
+        for name, (theirs, ours) in compared.items()
+        if theirs is not None and theirs != ours
     ]
-    return found or _layout(engine, files)
+    if problems:
+        return problems
+    path = Path(engine._get_zero_ckpt_name(str(request.load_dir), request.tag))
+    return _layout(engine.optimizer, path) if path.is_file() else [f"{path}: missing"]
 
 
-def _stage(three: bool) -> str:
-    return "3" if three else "1 or 2"
-
-
-def _layout(engine: Any, files: list[list[Path]]) -> list[str]:
+def _layout(zero: Any, path: Path) -> list[str]:
     """Whether flat shards hold the same elements in the same places."""
-    zero = engine.optimizer
-    tp_rank = 0 if engine.mpu is None or engine.mp_world_size == 1 else engine.mpu.get_model_parallel_rank()
-    dp_rank = dist.get_rank(zero.dp_process_group) if hasattr(zero, "dp_process_group") else engine.global_rank
-    path = files[tp_rank][dp_rank]
     saved = read(path)["optimizer_state_dict"]
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         sizes = [[t.numel() for t in flat] for flat in (saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat)]
@@ -116,18 +93,3 @@ def _layout(engine: Any, files: list[list[Path]]) -> list[str]:
 
 def _at(place: tuple[int, int, int] | None) -> str:
     return "no place" if place is None else f"elements {place[1]} to {place[1] + place[2]} of group {place[0]}"
-
-
-def _agree(check: Callable[[], list[str]]) -> None:
-    """Raise on every rank what any rank finds, so that none waits in a collective for one that raised."""
-    try:
-        mine = check()
-    except ValueError as error:
-        mine = [str(error)]
-    everyone: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    lines = list(dict.fromkeys(line for found in everyone for line in found))
-    if lines:
-        raise ValueError("\n".join(lines[:4]) + f"\n{_ACCEPTED}")

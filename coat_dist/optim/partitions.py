@@ -10,7 +10,12 @@ import torch
 
 from .adamw import CoatAdamW
 
-__all__ = ["Fragment", "Partition", "base_optimizer", "members", "partitions"]
+__all__ = ["Fragment", "Partition", "base_optimizer", "is_zero", "members", "partitions"]
+
+_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
+"""What ZeRO-1 and 2, BF16_Optimizer, and ZeRO-3 call the model's parameters by group."""
+_SHARDS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+"""What they call the flat tensors that the optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,18 @@ def base_optimizer(zero: Any) -> CoatAdamW | None:
     return inner if isinstance(inner, CoatAdamW) else None
 
 
+def is_zero(optimizer: Any) -> bool:
+    """Whether this is one of DeepSpeed's ZeRO-1, 2 or 3 optimizers or its BF16_Optimizer."""
+    return any(hasattr(optimizer, name) for name in _SHARDS)
+
+
 def members(zero: Any) -> list[list[Any]]:
     """The model's parameters by parameter group (ZeRO-3: by sub-group).
 
     Raises:
         TypeError: not one of DeepSpeed's ZeRO-1, 2 or 3 optimizers nor its BF16_Optimizer.
     """
-    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO-1 and 2, BF16_Optimizer, ZeRO-3
+    for name in _GROUPS:
         if hasattr(zero, name):
             return getattr(zero, name)
     raise TypeError(f"optimizer: got {type(zero).__name__}, accepted: ZeRO stage 1, 2 or 3, or BF16_Optimizer")

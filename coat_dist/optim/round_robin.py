@@ -9,10 +9,11 @@ flat tensor.
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch.distributed as dist
+
+from .links import after_linking
 
 __all__ = ["relink"]
 
@@ -39,14 +40,13 @@ def relink(zero: Any) -> bool:
             f"zero_optimization.round_robin_gradients: got true, accepted: false with DeepSpeed {deepspeed.__version__}"
             ", whose links from parameters to their shards would name elements of other parameters"
         )
-    zero._link_all_hp_params = types.MethodType(_link_all, zero)
-    zero._link_all_hp_params()
+    after_linking(zero, "places", _link_all)
     zero._param_slice_mappings = zero._create_param_mapping()
     return True
 
 
 def _link_all(zero: Any) -> None:
-    """DeepSpeed's ``_link_all_hp_params``, with the offsets that parameters have in the flat tensor."""
+    """What DeepSpeed's ``_link_all_hp_params`` does, with the offsets that parameters have in the flat tensor."""
     from deepspeed.utils import link_hp_params
 
     for i, params in enumerate(zero.bit16_groups):

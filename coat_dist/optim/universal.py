@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .universal_codes import FILE, write_codes
-from .zero_files import KEYS, MODEL, MODEL3, OPTIMIZER, Shard, grid, read
+from .zero_files import EXTRA_STATE, KEYS, MODEL, MODEL3, OPTIMIZER, Shard, grid, read
 
 __all__ = ["convert_to_universal"]
 
@@ -86,6 +86,8 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
     for name in shapes[0]:
         _write_parameter(target / "zero" / name, name, shards, [s[name] for s in shapes], rules or {})
     torch.save(_rest(models, shapes[0], rules or {}, source), _file(target / "zero" / "rest.pt"))
+    if extra := _extra_states(models):
+        torch.save(extra, target / "zero" / EXTRA_STATE)
     _write_globals(target, shards[0][0], first)
     return len(shapes[0])
 
@@ -93,12 +95,15 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
 def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
     """DeepSpeed alone records wrong places with round-robin gradients (``optim/round_robin.py``)."""
     for name in row[0].names:
-        low = model["module"][name]
-        if not torch.equal(torch.cat([shard.part(name, "fp32") for shard in row]).to(low.dtype), low.reshape(-1)):
+        low = model["module"][name].reshape(-1)
+        # A bfloat16 partition is what the model holds; what it makes with its remainder would round to another number
+        # where it lies half-way between two (reference/master.py).
+        held = torch.cat([shard.weights(name) for shard in row]).to(low.dtype)
+        if held.shape != low.shape or not ((held == low) | (held.isnan() & low.isnan())).all():
             raise ValueError(
                 f"{row[0].path}: zero_optimization.round_robin_gradients: got true, and places of parameters as "
                 "DeepSpeed records them then, which are wrong; accepted: false, or a checkpoint of an engine of "
-                "coat_dist.initialize with CoatAdamW"
+                "coat_dist.initialize"
             )
 
 
@@ -177,6 +182,19 @@ def _rest(
     return found
 
 
+def _extra_states(models: list[list[dict[str, Any]]]) -> dict[str, list[Any]]:
+    """What modules' ``get_extra_state`` gave, tensors or not, by name; of each tensor-parallel rank."""
+    rows = [
+        {n: v for n, v in row[0]["module"].items() if _is_extra_state(n) and v is not None}  # None: there is none
+        for row in models
+    ]
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)}
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def _untrained(row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Tensors of one tensor-parallel rank's model files that may lie outside the optimizer."""
     first = row[0]
@@ -188,7 +206,7 @@ def _untrained(row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
             flat = torch.cat([one["frozen_param_fragments"][name].reshape(-1) for one in row])
             module[name] = flat[: shape.numel()].view(shape)
-    return {name: value for name, value in module.items() if isinstance(value, torch.Tensor)}
+    return {n: value for n, value in module.items() if isinstance(value, torch.Tensor) and not _is_extra_state(n)}
 
 
 def _write_globals(target: Path, shard: Shard, model: Mapping[str, Any]) -> None:

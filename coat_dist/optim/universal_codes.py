@@ -23,7 +23,7 @@ import torch
 
 from .state import LAYOUT_KEYS
 
-__all__ = ["FILE", "groups_within", "read_codes", "select_codes", "write_codes"]
+__all__ = ["FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
 
 FILE = "codes.coat"
 _TENSORS = tuple(f"coat_{which}_{part}" for which in "mv" for part in "qak")
@@ -85,13 +85,8 @@ def read_codes(
     Raises:
         ValueError: the file cannot be read.
     """
-    if not path.is_file():
-        return 0
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError) as problem:
-        raise ValueError(f"{path}: cannot be read ({problem})") from problem
-    if saved["layout"] != {key: group[key] for key in LAYOUT_KEYS} or len(saved["ranks"]) != tp[1]:
+    saved = _read(path)
+    if saved is None or len(saved["ranks"]) != tp[1] or saved["layout"] != {key: group[key] for key in LAYOUT_KEYS}:
         return 0
     codes = saved["ranks"][tp[0]]
     groups, starts = groups_within(*place, group["group_size"])
@@ -103,3 +98,19 @@ def read_codes(
     for key in _TENSORS:
         state[key][rows.to(state[key].device)] = codes[key][at[found]].to(state[key].device)
     return len(rows)
+
+
+def check_codes(path: Path) -> None:
+    """Raise a ``ValueError`` where there is such a file and :func:`read_codes` could not take codes from it."""
+    _read(path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        assert {"layout", "ranks"} <= saved.keys() and all({"starts", *_TENSORS} <= r.keys() for r in saved["ranks"])
+    except Exception as problem:  # of damaged bytes, unpickling may raise anything
+        raise ValueError(f"{path}: cannot be read ({type(problem).__name__}: {problem})") from problem
+    return saved

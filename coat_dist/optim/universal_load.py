@@ -4,6 +4,8 @@ DeepSpeed's own loader leaves fp32 moments in the optimizer's state and links pa
 parameter stay alive; it fails where a rank has no part of a group, restores neither frozen parameters nor buffers, and
 at stage 3 does not divide by tensor-parallel ranks. :func:`enable_universal_load` therefore puts :func:`load_universal`
 in the place of the one method of the ZeRO optimizer that does this; everything around it stays DeepSpeed's.
+
+What a checkpoint does not fit is found first (``universal_check.py``), on all ranks; then everything is loaded.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ import torch
 
 from ..ops.moments import encode
 from .adamw import CoatAdamW
+from .load_checks import Request, agree, check_before_load
 from .master import write_master
-from .partitions import Partition, partitions
+from .partitions import Partition, members, partitions
 from .state import codecs, has_remainder, moment, new_state
-from .universal_codes import FILE, read_codes
+from .universal_check import modules_with_extra_state, problems, untrained
+from .universal_codes import read_codes
+from .universal_source import Source
 from .zero_files import KEYS
 
 __all__ = ["enable_universal_load", "load_universal"]
@@ -31,8 +36,9 @@ _CHUNK = 1 << 24
 def enable_universal_load(engine: Any) -> None:
     """Let ``engine.load_checkpoint`` with ``"checkpoint": {"load_universal": true}`` fill a CoatAdamW.
 
-    Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left alone.
-    ``coat_dist.initialize`` calls it for CoatAdamW.
+    Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left alone. A checkpoint
+    that does not fit is refused with a ``ValueError``, on every rank, before anything has been changed.
+    ``coat_dist.initialize`` calls it.
 
     Raises:
         RuntimeError: this DeepSpeed has no such method.
@@ -45,78 +51,89 @@ def enable_universal_load(engine: Any) -> None:
             f"{type(zero).__name__}: has no _load_universal_checkpoint, accepted: DeepSpeed 0.19; universal "
             "checkpoints cannot be loaded"
         )
+    checked: dict[Path, Request] = {}
+
+    def check(request: Request) -> list[str]:
+        if not engine.load_universal_checkpoint():
+            return []
+        found = problems(engine, _source(engine, request.folder), request.states, request.strict)
+        checked.clear()
+        if not found:
+            checked[request.folder] = request
+        return found
 
     def load(checkpoint_folder: str, load_optimizer_states: bool = True, load_from_fp32_weights: bool = False) -> None:
-        load_universal(engine, checkpoint_folder, moments=load_optimizer_states)
+        request = checked.pop(Path(checkpoint_folder), None)
+        if request is None:  # not by way of engine.load_checkpoint
+            load_universal(engine, checkpoint_folder, moments=load_optimizer_states)
+        else:
+            _apply(engine, _source(engine, request.folder), request.states)
 
     zero._load_universal_checkpoint = load
+    check_before_load(engine, "universal", check)
 
 
-@torch.no_grad()
-def load_universal(engine: Any, folder: str | Path, moments: bool = True) -> None:
-    """Fill fp32 weights, moments, frozen parameters and buffers from a universal checkpoint.
+def load_universal(engine: Any, folder: str | Path, moments: bool = True, strict: bool = True) -> None:
+    """Fill fp32 weights, moments, frozen parameters, buffers and extra states from a universal checkpoint.
 
     Moments are encoded to nearest, for all groups, before this returns; groups whose codes the checkpoint holds get
     these bytes (``optim/universal_codes.py``). Hyperparameters stay the present ones: each
-    group keeps its own. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed does.
+    group keeps its own. A parameter that is frozen now takes its weights from wherever they are, the fp32 weight of one
+    that was trained rounded to its own dtype. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed
+    does.
 
     Args:
         engine: DeepSpeed engine with a CoatAdamW or torch's AdamW under ZeRO-1, 2, 3 or BF16_Optimizer.
         folder: holds ``zero/``.
         moments: false loads weights only.
+        strict: refuse names that only the checkpoint or only the model has; false passes over them.
 
     Raises:
-        ValueError: files are missing or of another model; names them. Nothing has been changed then.
+        ValueError: files are missing or of another model; names them. On every rank, and nothing has been changed then.
     """
-    zero, folder = engine.optimizer, Path(folder) / "zero"
-    names = engine.param_names
+    agree(lambda: problems(engine, _source(engine, folder), moments, strict))
+    _apply(engine, _source(engine, folder), moments)
+
+
+def _source(engine: Any, folder: str | Path) -> Source:
+    return Source(Path(folder), _tensor_parallel(engine))
+
+
+@torch.no_grad()
+def _apply(engine: Any, source: Source, moments: bool) -> None:
+    zero, names = engine.optimizer, engine.param_names
     parts = list(partitions(zero))
-    keys = KEYS if moments else KEYS[:1]
-    needed = [names[f.param] for part in parts for f in part.fragments]
-    files = [f"{name}/{key}.pt" for name in needed for key in (*keys, *(["step"] if moments else []))]
-    missing = [f for f in ("optimizer_state.pt", *files) if not (folder / f).is_file()]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(
-            f"{folder}: missing {', '.join(missing[:3])}{more}, accepted: a universal checkpoint of this model, "
-            "as launch/to_universal.py writes it"
-        )
-    tp = _tensor_parallel(engine)
-    for part in parts:  # shapes first, so that a foreign checkpoint changes nothing
-        for fragment in part.fragments:
-            for key in keys:
-                _local(folder / names[fragment.param] / f"{key}.pt", fragment.shape, *tp)
-    steps = set()
-    for part in parts:
-        weights = _gather(part, folder, names, "fp32", tp)
+    modules = modules_with_extra_state(engine)
+    for name in source.extra.keys() & modules.keys():  # first: this is the model's own code, which may refuse
+        modules[name].set_extra_state(source.extra_state(name))
+    for part, params in zip(parts, members(zero), strict=True):
+        weights = _gather(part, source, names, "fp32")
         if moments:
-            step = {int(torch.load(folder / names[f.param] / "step.pt", weights_only=True)) for f in part.fragments}
-            steps |= step
-            _fill_state(zero.optimizer, part, folder, names, tp, step.pop() if step else None)
+            # A rank that holds nothing of a group still steps it: its count has to agree for bias correction to be one.
+            step = next((source.step(names[p]) for p in [f.param for f in part.fragments] or params), 0)
+            _fill_state(zero.optimizer, part, source, names, step)
         _fill_weights(zero.optimizer, part, weights)
     if moments:
-        # A rank that holds nothing of a group still steps it: its count has to agree for bias correction to be one.
-        for part in parts:
-            if not part.fragments:
-                zero.optimizer.state[part.flat]["step"] += max(steps, default=0)
         _relink(parts, zero.optimizer)
-    _load_loss_scale(zero, folder)
+    _load_loss_scale(zero, source.globals)
     _renew_stage3(zero)
-    _load_rest(engine, folder, tp)
+    for name, target in untrained(engine).items():
+        if source.has(name):
+            _fill_untrained(target, source.weights(name, getattr(target, "ds_shape", target.shape)))
 
 
-def _fill_state(base: Any, part: Partition, folder: Path, names: Mapping, tp: tuple[int, int], step: int | None):
+def _fill_state(base: Any, part: Partition, source: Source, names: Mapping, step: int) -> None:
     """Replace the state of one partition."""
     if not isinstance(base, CoatAdamW):
-        moments = {key: _gather(part, folder, names, key, tp).to(part.flat.device) for key in KEYS[1:]}
+        moments = {key: _gather(part, source, names, key).to(part.flat.device) for key in KEYS[1:]}
         on_device = part.group.get("fused") or part.group.get("capturable")
-        count = torch.tensor(float(step or 0), device=part.flat.device if on_device else "cpu")
+        count = torch.tensor(float(step), device=part.flat.device if on_device else "cpu")
         base.state[part.flat] = {"step": count, **moments}
         return
     state = new_state(part.flat, part.group)
-    state["step"] = step or 0
+    state["step"] = step
     for key, which, codec in zip(KEYS[1:], "mv", codecs(part.group), strict=True):
-        values = _gather(part, folder, names, key, tp)
+        values = _gather(part, source, names, key)
         if part.group["moments"] == "fp32":
             state[key].copy_(values)
             continue
@@ -127,7 +144,7 @@ def _fill_state(base: Any, part: Partition, folder: Path, names: Mapping, tp: tu
             type(stored)(*(t[first : first + size] for t in stored)).copy_(encode(chunk, codec))
     if part.group["moments"] == "fp8":
         for f in part.fragments:
-            read_codes(folder / names[f.param] / FILE, state, part.group, (f.first, f.start, f.numel), tp)
+            read_codes(source.codes(names[f.param]), state, part.group, (f.first, f.start, f.numel), source.tp)
     old = base.state.get(part.flat) or {}
     state |= {k: old[k] for k in ("coat_seed",) if k in old}
     base.state[part.flat] = state
@@ -141,42 +158,14 @@ def _fill_weights(base: Any, part: Partition, weights: torch.Tensor) -> None:
     write_master(part.flat, state, 0, weights)
 
 
-def _gather(part: Partition, folder: Path, names: Mapping, key: str, tp: tuple[int, int]) -> torch.Tensor:
+def _gather(part: Partition, source: Source, names: Mapping, key: str) -> torch.Tensor:
     """This rank's partition of the weights or a moment, flat, fp32, on the CPU; padding is zero."""
     flat = torch.zeros(part.flat.numel())
     for f in part.fragments:
-        values = _local(folder / names[f.param] / f"{key}.pt", f.shape, *tp)
+        name = names[f.param]
+        values = source.weights(name, f.shape) if key == "fp32" else source.local(name, key, f.shape)
         flat[f.start : f.start + f.numel] = values.reshape(-1)[f.first : f.first + f.numel]
     return flat
-
-
-def _local(path: Path, shape: torch.Size, tp_rank: int, tp: int) -> torch.Tensor:
-    """A tensor's part of one tensor-parallel rank; memory-mapped where it is contiguous in the file."""
-    try:
-        entry = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except (OSError, RuntimeError, EOFError) as problem:
-        raise ValueError(f"{path}: cannot be read ({problem})") from problem
-    whole = entry["param"]
-    if "sub_param_shape" in entry:
-        raise ValueError(f"{path}: holds sub_param_shape, accepted: param, cat_dim, param_n_sub_params, vocab_tensor")
-    if "cat_dim" not in entry or tp == 1 and whole.numel() == shape.numel():
-        local = whole.view(shape) if whole.numel() == shape.numel() else whole
-    else:
-        dim = entry["cat_dim"]
-        if entry.get("vocab_tensor") and whole.shape[0] < shape[0] * tp:  # padded as this run pads
-            whole = torch.cat([whole, whole.new_zeros(shape[0] * tp - whole.shape[0], *whole.shape[1:])])
-        pieces = whole.chunk(entry.get("param_n_sub_params", 1), dim)
-        divided = [piece.chunk(tp, dim) for piece in pieces]
-        even = all(len(d) == tp for d in divided)
-        local = torch.cat([d[tp_rank] for d in divided], dim) if even and len(divided) > 1 else whole
-        local = divided[0][tp_rank] if even and len(divided) == 1 else local
-    if local.shape != shape:
-        raise ValueError(
-            f"{path}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel rank "
-            f"{tp_rank} of {tp}"
-            + ("" if "cat_dim" in entry else "; how to divide it was not recorded when it was converted")
-        )
-    return local
 
 
 def _relink(parts: list[Partition], base: Any) -> None:
@@ -199,38 +188,23 @@ def _renew_stage3(zero: Any) -> None:
             param.data = renewed.data
 
 
-def _load_loss_scale(zero: Any, folder: Path) -> None:
+def _load_loss_scale(zero: Any, saved: Mapping[str, Any]) -> None:
     """The loss scale, where saved and present run scale in the same way (fp16 by fp16, not fp16 by bf16)."""
-    saved = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
     for key in ("loss_scaler", "dynamic_loss_scale"):
         if key in saved and type(saved[key]) is type(getattr(zero, key, None)):
             setattr(zero, key, saved[key])
 
 
-def _load_rest(engine: Any, folder: Path, tp: tuple[int, int]) -> None:
-    """Frozen parameters and buffers."""
-    path = folder / "rest.pt"
-    if not path.is_file():  # written by DeepSpeed's converter
+def _fill_untrained(target: Any, whole: torch.Tensor) -> None:
+    """Replace a frozen parameter or a buffer."""
+    if not hasattr(target, "ds_tensor"):
+        target.data.copy_(whole)
         return
-    rest = torch.load(path, map_location="cpu", weights_only=True)
-    found: dict[str, Any] = {n: p for n, p in engine.module.named_parameters() if not p.requires_grad}
-    found |= dict(engine.module.named_buffers())
-    for name, entry in rest.items():
-        if name not in found:
-            raise ValueError(f"{path}: got {name}, accepted: frozen parameters and buffers of this model")
-        target = found[name]
-        whole, shape = entry["param"], getattr(target, "ds_shape", target.shape)
-        if "cat_dim" in entry and tp[1] > 1:
-            whole = whole.chunk(tp[1], entry["cat_dim"])[tp[0]]
-        if whole.shape != shape:
-            raise ValueError(f"{path}: {name}: got shape {list(whole.shape)}, accepted: {list(shape)}")
-        if hasattr(target, "ds_tensor"):  # ZeRO-3
-            part = target.ds_tensor.ds_numel
-            first = part * torch.distributed.get_rank(target.ds_process_group)
-            mine = whole.reshape(-1)[first : first + part]
-            target.ds_tensor.data.view(-1)[: mine.numel()].copy_(mine)
-        else:
-            target.data.copy_(whole)
+    # ZeRO-3. Parameters are in pieces while a checkpoint is loaded, also those that it else keeps whole.
+    part = target.ds_tensor.ds_numel
+    first = part * torch.distributed.get_rank(target.ds_process_group)
+    mine = whole.reshape(-1)[first : first + part]
+    target.ds_tensor.data.view(-1)[: mine.numel()].copy_(mine)
 
 
 def _tensor_parallel(engine: Any) -> tuple[int, int]:

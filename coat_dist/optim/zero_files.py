@@ -13,10 +13,12 @@ from .checkpoint import read_moment
 from .master import read_master
 from .universal_codes import groups_within, select_codes
 
-__all__ = ["KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "grid", "read"]
+__all__ = ["EXTRA_STATE", "KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "grid", "read"]
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 """Tensors a parameter has in a universal checkpoint."""
+EXTRA_STATE = "extra_state.pt"
+"""Modules' extra states in a universal checkpoint."""
 OPTIMIZER = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 MODEL = r"(mp)_rank_(\d+)_model_states\.pt"
 """Of stages 1 and 2."""
@@ -73,6 +75,11 @@ class Shard:
         if key in state:
             return state[key].reshape(-1).narrow(0, start, numel).float()
         return read_moment(state, self.group_of[i], which, start, numel)
+
+    def weights(self, name: str) -> torch.Tensor:
+        """This rank's part of a parameter as the file holds it, flat: fp32, or bfloat16 beside remainders."""
+        i, start, numel = self.places.get(name, Place(0, 0, 0))
+        return self.fp32[i].detach().reshape(-1)[start : start + numel]
 
     def layout(self, name: str) -> Mapping[str, Any] | None:
         """Options of the group that a parameter with FP8 moments is in; None where this rank has nothing of it."""

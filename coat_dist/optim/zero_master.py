@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 from .accessors import get_full_master, set_full_master
+from .links import after_linking
 from .master import read_master, write_master
-from .partitions import base_optimizer, members, partitions
+from .partitions import base_optimizer, is_zero, members, partitions
 from .state import ensure_state, has_remainder
 from .zero_source import was_read
 
 __all__ = ["check_master_weights", "enable_remainders"]
-
-_PARTITIONS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
-"""What ZeRO-1 and 2, ZeRO-3, and BF16_Optimizer call what they hand over."""
 
 
 def check_master_weights(zero: Any) -> None:
@@ -32,7 +30,7 @@ def check_master_weights(zero: Any) -> None:
     Raises:
         ValueError: names the parameter group, what its weights are and what its option says.
     """
-    if base_optimizer(zero) is None or not any(hasattr(zero, name) for name in _PARTITIONS):
+    if base_optimizer(zero) is None or not is_zero(zero):
         return  # without ZeRO, it is the step that looks at the parameters' type
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
@@ -64,8 +62,7 @@ def enable_remainders(zero: Any) -> bool:
         if shared:
             for i, flat in enumerate(zero.single_partition_of_fp32_groups):
                 flat.data = zero.get_bit16_param_group(i)[0].data
-        zero._link_all_hp_params = types.MethodType(_link, zero)
-        zero._link_all_hp_params()  # anew: its links held views of the second copy
+        after_linking(zero, "masters", _answer)  # links anew: those there were held views of the second copy
     else:
         if shared:
             for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
@@ -76,9 +73,8 @@ def enable_remainders(zero: Any) -> bool:
     return shared
 
 
-def _link(zero: Any) -> None:
-    """ZeRO-1 and 2 give every parameter methods that read and write its part of the master weights."""
-    type(zero)._link_all_hp_params(zero)
+def _answer(zero: Any) -> None:
+    """In place of the methods that ZeRO-1 and 2 give every parameter to read and write its master weights."""
     for param in (p for params in members(zero) for p in params):
         param.get_full_hp_param = types.MethodType(get_full_master, param)
         param.set_full_hp_param = types.MethodType(set_full_master, param)

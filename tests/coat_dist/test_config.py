@@ -166,6 +166,13 @@ def test_all_problems_are_listed_at_once():
         ({"fp16__enabled": True, "bf16__enabled": False}, {}, ["fp16.enabled: got true"]),
         ({"optimizer__type": "AdamW"}, {}, ['optimizer.type: got "AdamW"', '"CoatAdamW"']),
         ({}, {"cp": 2}, ["context_parallel_size: got 2"]),
+        (
+            {"fp16__enabled": True, "bf16__enabled": False, "zero_optimization__stage": 0},
+            {},
+            ["zero_optimization.stage: got 0, accepted: 1, 2 or 3 with fp16.enabled"],
+        ),
+        ({"optimizer__params__moments": "fp8"}, {}, ["optimizer.params.moments: unknown key, accepted: lr, betas"]),
+        ({"optimizer__params__expand": True}, {}, ["optimizer.params.expand: given beside coat.optimizer"]),
         ({}, {"pipeline": True, "mpu": True}, ["mpu: got an mpu with a PipelineModule"]),
     ],
 )
@@ -198,6 +205,14 @@ MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
             },
             ['data_types.grad_accum_dtype: got "fp32", accepted: "bf16" with', "stage 2 or 3"],
         ),
+        (
+            {
+                "bf16": {"enabled": True, **MASTERS},
+                "zero_optimization__stage": 3,
+                "zero_optimization__offload_param": {"device": "cpu"},
+            },
+            ['zero_optimization.offload_param.device: got "cpu", accepted: "none" with coat.optimizer.master_weights'],
+        ),
         ({"bf16": {"enabled": True, **MASTERS}, "zero_optimization__stage": 0}, ["zero_optimization.stage: got 0"]),
     ],
 )
@@ -205,6 +220,8 @@ MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 def test_remainders_need_deepspeeds_keys(changes, words, place):
     where = "coat__optimizer__master_weights" if place == "block" else "optimizer__params__master_weights"
     settings = config(**{where: "bf16_remainder"}, **changes)
+    if place == "params":
+        del settings["coat"]["optimizer"]  # not beside it
     if not words:
         return check_deepspeed(settings)
     with pytest.raises(CoatConfigError) as error:

@@ -179,3 +179,55 @@ def test_bad_arguments_are_named():
     assert shape.startswith("value: got torch.float32 [3], accepted: floating point [129, 47]")
     assert kind.startswith("value: got torch.int32 [129, 47], accepted: floating point")
     assert negative == nan and "not finite or, of the second moment, negative" in nan
+
+
+def two_engines(rank, world, stages):
+    """Trials of two engines on one model: what the accessors gave of which, by trial."""
+    import gc
+
+    import deepspeed
+
+    import coat_dist
+    from tests.distributed.test_engine import CONFIG, model, quiet_deepspeed, train
+
+    quiet_deepspeed()
+    wrong = []
+    for trial in range(8):
+        net = model()
+        first, second = (
+            coat_dist.initialize(model=net, config={**CONFIG, "zero_optimization": {"stage": s}})[0] for s in stages
+        )
+        train(second, rank, 2)
+        p = net[0].weight
+        found = [s["step"] for s in second.optimizer.optimizer.state.values()]
+        got = coat_dist.safe_get_full_moment(p, "first")
+        own = deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg")
+        if not got.any() or not torch.equal(got, own) or set(found) != {2}:
+            wrong.append(f"trial {trial}: not the latest")
+        coat_dist.safe_set_full_moment(p, torch.full_like(got, 0.5), "first")
+        if (coat_dist.safe_get_full_moment(p, "first") - 0.5).abs().max() > 0.02:
+            wrong.append(f"trial {trial}: not set")
+        if trial % 2:
+            del first  # frees ids that later objects get
+        else:
+            second.destroy()
+            del second
+            third = coat_dist.initialize(model=net, config=CONFIG)[0]
+            if coat_dist.safe_get_full_moment(p, "first").any():
+                wrong.append(f"trial {trial}: of an engine of before")
+            train(third, rank, 1)
+            if not coat_dist.safe_get_full_moment(p, "first").any():
+                wrong.append(f"trial {trial}: not of the third")
+        gc.collect()
+    config = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
+    coat_dist.initialize(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters()))
+    try:
+        wrong.append(f"no error: {coat_dist.safe_get_full_moment(p, 'first')}")
+    except ValueError as error:
+        wrong += [] if "that no CoatAdamW under ZeRO trains" in str(error) else [str(error)]
+    return wrong
+
+
+@pytest.mark.parametrize("stages", [(1, 2)])
+def test_of_two_engines_on_one_model_the_latest_answers(stages):
+    assert run_ranks(2, two_engines, stages) == [[], []]

@@ -185,6 +185,43 @@ def test_errors_reach_every_rank(changes, words):
             assert word in message
 
 
+def made_by_callables(rank, world):
+    """Messages for optimizers that come from a callable, and how often it was called."""
+    quiet_deepspeed()
+    import coat_dist
+
+    calls, messages = [], []
+
+    def ours(params):
+        calls.append(1)
+        return coat_dist.CoatAdamW(params, lr=1e-3)
+
+    plain = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
+    block = {"coat": {"optimizer": {"expand": False}, "activation": {"enabled": False}}}
+    for make, config in (
+        (ours, {**plain, "zero_optimization": {"stage": 2, "elastic_checkpoint": True}}),
+        (ours, {**plain, "zero_optimization": {"stage": 0}}),
+        (ours, {**plain, **block}),
+        (torch.optim.AdamW, {**plain, **block}),
+        (None, {**plain, **block}),
+    ):
+        try:
+            coat_dist.initialize(model=model(), optimizer=make, config=config)
+        except coat_dist.CoatConfigError as error:
+            messages.append(str(error))
+    return messages, len(calls)
+
+
+def test_an_optimizer_of_a_callable_is_checked_before_zero_is_built():
+    for messages, calls in run_ranks(2, made_by_callables):
+        elastic, stage, expand, foreign, nothing = messages
+        assert calls == 3 and elastic.startswith("zero_optimization.elastic_checkpoint: got true, accepted: false")
+        assert stage.startswith("zero_optimization.stage: got 0, accepted: 1, 2 or 3 with bf16.enabled")
+        assert expand.startswith("coat.optimizer.expand: got false beside a CoatAdamW that has true")
+        assert foreign.startswith("coat.optimizer: got a block beside optimizer=AdamW")
+        assert nothing == 'optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"'
+
+
 def test_exactly_one_configuration():
     import coat_dist
 

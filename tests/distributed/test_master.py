@@ -291,7 +291,11 @@ def failing(rank, world, settings, remainder, as_instance):
     option = {"master_weights": "bf16_remainder"} if remainder else {}
     config = {"train_micro_batch_size_per_gpu": 2, **settings, "coat": {"activation": {"enabled": False}}}
     optimizer = None
-    if as_instance:
+    if remainder is None:  # in one group of two
+        first, *others = net.parameters()
+        remainders = {"params": others, "master_weights": "bf16_remainder"}
+        optimizer = coat_dist.CoatAdamW([{"params": [first]}, remainders])
+    elif as_instance:
         optimizer = coat_dist.CoatAdamW(net.parameters(), **option)
     else:
         config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 0.01}}
@@ -317,14 +321,20 @@ def failing(rank, world, settings, remainder, as_instance):
             {"bf16": BF16},
             False,
             True,
-            ["master_weights: got 'parameter'", "torch.bfloat16 from DeepSpeedZeroOptimizer"],
+            ['got true, accepted: false with CoatAdamW, or true with CoatAdamW master_weights "bf16_remainder"'],
         ),
-        ({"bf16": {"enabled": True}}, True, True, ["master_weights: got 'bf16_remainder'", "torch.float32 from"]),
+        (
+            {"bf16": {"enabled": True}},
+            True,
+            True,
+            ['bf16_master_weights_and_grads: got null, accepted: true with CoatAdamW master_weights "bf16_remainder"'],
+        ),
+        ({"bf16": {"enabled": True}}, None, True, ["master_weights: got 'bf16_remainder'", "torch.float32 from"]),
         (
             {"bf16": BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
             True,
             True,
-            ["torch.float32 from BF16_Optimizer"],
+            ['data_types.grad_accum_dtype: got "fp32", accepted: "bf16" with CoatAdamW master_weights'],
         ),
     ],
 )

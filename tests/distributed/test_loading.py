@@ -1,0 +1,281 @@
+"""Loading: what a run wrote, it loads; what does not fit is refused before anything has changed."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.test_universal import WithBuffer
+from tests.distributed.test_zero import CASES, run, snapshot
+from tests.distributed.test_zero import differences as changes
+from tests.support import run_ranks
+
+
+class Extra(torch.nn.Module):
+    """Keeps a value in the model's state dict that is no parameter and no buffer."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, value):
+        self.value = value
+
+
+class Stateful(WithBuffer):
+    def __init__(self):
+        super().__init__()
+        self.amaxes = Extra(torch.zeros(4))
+        self.counts = Extra({"seen": 0, "names": []})
+        self.nothing = Extra(None)
+
+
+def build(settings, model=Stateful, frozen=("frozen",), universal=False, mpu=None, **more):
+    import deepspeed
+
+    import coat_dist
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}},
+        "checkpoint": {"load_universal": universal},
+        **settings,
+        **more,
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
+        net = model()
+    for name, p in net.named_parameters():
+        p.requires_grad_(not name.startswith(frozen))
+    return coat_dist.initialize(model=net, config=config, mpu=mpu)[0]
+
+
+def weights(engine):
+    """The model's own, whole, and masters in fp32 of what is trained."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values()), enabled=hasattr(named["scale"], "ds_id")):
+        held = {n: p.detach().clone() for n, p in named.items()}
+    return held, {n: safe_get_full_fp32_param(p).clone() for n, p in named.items() if p.requires_grad}
+
+
+def everything(engine):
+    """All that loading may change."""
+    held = [v for m in (engine.module.amaxes, engine.module.counts) if isinstance(m, Extra) for v in [m.value]]
+    return (
+        snapshot(engine),
+        [b.clone() for b in engine.module.buffers()],
+        repr(held),
+        (engine.global_steps, engine.global_samples, engine.lr_scheduler.state_dict()),
+    )
+
+
+def refused(engine, **arguments):
+    """The error of loading, and what it has changed."""
+    before = everything(engine)
+    try:
+        engine.load_checkpoint(**arguments)
+        return "loaded"
+    except ValueError as error:
+        after = everything(engine)
+        assert not changes(before[0], after[0]), changes(before[0], after[0])
+        assert all(map(torch.equal, before[1], after[1])) and before[2:] == after[2:]
+        return str(error)
+
+
+def frozen_now_and_then(rank, world, settings, folder):
+    """A universal checkpoint loaded by models that train less, more and other things."""
+    from coat_dist import convert_to_universal
+
+    engine = build(settings)
+    engine.module.amaxes.value, engine.module.counts.value = torch.arange(4.0), {"seen": 7, "names": ["a"]}
+    engine.module.seen += torch.tensor([1, 2, 3])
+    run(engine, rank, 0, 3)
+    held, masters = weights(engine)
+    engine.save_checkpoint(folder, tag="plain")
+    engine.destroy()
+    if rank == 0:
+        convert_to_universal(f"{folder}/plain", f"{folder}/universal")
+    torch.distributed.barrier()
+    arguments, wrong = {"load_dir": Path(folder), "tag": "universal"}, []
+
+    engine = build(settings, frozen=("frozen", "up", "norm.weight"), universal=True)
+    run(engine, rank, 5, 6)
+    engine.load_checkpoint(**arguments)
+    got, trained = weights(engine)
+    wrong += [f"frozen now: {n}" for n, x in got.items() if not torch.equal(x, held[n])]
+    wrong += [f"frozen now: {n}" for n, x in got.items() if n in masters and not torch.equal(x, masters[n].bfloat16())]
+    wrong += [f"frozen now: master {n}" for n, x in trained.items() if not torch.equal(x, masters[n])]
+    wrong += [] if len(trained) == 4 and torch.equal(engine.module.seen, torch.tensor([1, 2, 3])) else ["buffer"]
+    wrong += [] if torch.equal(engine.module.amaxes.value, torch.arange(4.0)) else ["amaxes"]
+    wrong += [] if engine.module.counts.value == {"seen": 7, "names": ["a"]} else ["counts"]
+    wrong += [] if all(0 < x < 10 for x in run(engine, rank, 6, 7)) else ["loss"]
+    engine.destroy()
+
+    engine = build(settings, frozen=("nothing",), universal=True)
+    run(engine, rank, 5, 6)
+    messages = [refused(engine, **arguments)]
+    engine.load_checkpoint(**arguments, load_optimizer_states=False)
+    got, trained = weights(engine)
+    wrong += [f"frozen then: {n}" for n, x in got.items() if not torch.equal(x, held[n])]
+    masters |= {n: x.float() for n, x in held.items() if n not in masters}
+    wrong += [f"frozen then: master {n}" for n, x in trained.items() if not torch.equal(x, masters[n])]
+    wrong += [] if len(trained) == len(held) else ["frozen then: not all are trained"]
+    engine.destroy()
+    return wrong, messages
+
+
+@pytest.mark.parametrize("case", ["zero-1", "zero-1, BF16_Optimizer", "zero-3"])
+def test_what_was_trained_and_is_frozen_and_the_other_way_round(case, tmp_path):
+    for wrong, (message,) in run_ranks(2, frozen_now_and_then, CASES[case], str(tmp_path)):
+        assert wrong == []
+        assert "frozen.weight, frozen.bias had no moments when this was saved" in message or (
+            "frozen." in message and "load_optimizer_states=False, which loads weights alone" in message
+        )
+
+
+class Fewer(WithBuffer):
+    """Without extra states, and with a buffer that was not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("newer", torch.ones(2))
+        self.amaxes = self.counts = None
+
+
+def late_refusals(rank, world, settings, folder):
+    """A file spoilt on disk, or a model of other names: whatever it is, found first and by all."""
+    from coat_dist import convert_to_universal
+
+    engine = build(settings)
+    engine.module.amaxes.value = torch.arange(4.0)
+    run(engine, rank, 0, 2)
+    engine.save_checkpoint(folder, tag="plain")
+    if rank == 0:
+        convert_to_universal(f"{folder}/plain", f"{folder}/universal")
+    engine.destroy()
+    engine = build(settings, universal=True)
+    run(engine, rank, 5, 6)
+    zero, messages = Path(folder) / "universal" / "zero", {}
+    for name in ("rest.pt", "optimizer_state.pt", "extra_state.pt", "up.weight/step.pt", "down.weight/codes.coat"):
+        torch.distributed.barrier()
+        if rank == 0:
+            whole = (zero / name).read_bytes()
+            (zero / name).write_bytes(whole[: len(whole) // 2])
+        torch.distributed.barrier()
+        messages[name] = refused(engine, load_dir=folder, tag="universal")
+        torch.distributed.barrier()
+        if rank == 0:
+            (zero / name).write_bytes(whole)
+    torch.distributed.barrier()
+    if rank == 0:
+        step = torch.load(zero / "norm.bias" / "step.pt")
+        torch.save(step + 1, zero / "norm.bias" / "step.pt")
+    torch.distributed.barrier()
+    messages["steps"] = refused(engine, load_dir=folder, tag="universal")
+    torch.distributed.barrier()
+    if rank == 0:
+        torch.save(step, zero / "norm.bias" / "step.pt")
+    engine.destroy()
+    engine = build(settings, model=Fewer, universal=True)
+    run(engine, rank, 5, 6)
+    messages["fewer"] = refused(engine, load_dir=folder, tag="universal")
+    engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
+    return messages, engine.global_steps
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_every_refusal_comes_before_any_change(case, tmp_path):
+    (messages, steps), (others, _) = run_ranks(2, late_refusals, CASES[case], str(tmp_path))
+    for name in ("rest.pt", "optimizer_state.pt", "extra_state.pt", "up.weight/step.pt", "down.weight/codes.coat"):
+        assert f"{name}: cannot be read" in messages[name] and f"{name}: cannot be read" in others[name], name
+    assert "got steps [2, 3] of" in messages["steps"] and messages["steps"] == others["steps"]
+    extra, missing = "got amaxes._extra_state, counts._extra_state", "missing newer, accepted: "
+    assert extra in messages["fewer"] and missing in messages["fewer"] and "load_module_strict" in messages["fewer"]
+    assert messages["fewer"] == others["fewer"] and steps == 2
+
+
+def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
+    """Gate and up of a frozen gated MLP, joined by [gate; gate; up; up] of two ranks; extra states of each rank."""
+    from coat_dist.optim.universal_source import Source
+
+    zero = tmp_path / "zero"
+    zero.mkdir()
+    torch.save({}, zero / "optimizer_state.pt")
+    entry = {"param": torch.arange(8.0).view(8, 1), "cat_dim": 0, "param_n_sub_params": 2}
+    torch.save({"fc1.weight": entry}, zero / "rest.pt")
+    torch.save({"a._extra_state": [{"x": 1}, {"x": 2}], "b._extra_state": [3, 3]}, zero / "extra_state.pt")
+    for rank, rows in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
+        source = Source(tmp_path, (rank, 2))
+        assert source.weights("fc1.weight", torch.Size([4, 1])).flatten().tolist() == rows
+        assert source.extra_state("a._extra_state") == {"x": rank + 1}
+    one = Source(tmp_path, (0, 1))
+    assert one.weights("fc1.weight", torch.Size([8, 1])).flatten().tolist() == list(range(8))
+    assert one.extra_state("b._extra_state") == 3
+    with pytest.raises(ValueError, match="a._extra_state: got one for each of 2 tensor-parallel ranks, accepted"):
+        one.extra_state("a._extra_state")
+    with pytest.raises(ValueError, match=r"fc1.weight: got shape \[8, 1\], accepted: one that gives \[2, 4\]"):
+        one.weights("fc1.weight", torch.Size([2, 4]))
+
+
+def natively(rank, world, folder):
+    """Save, train on, load what was saved, in the ways that DeepSpeed has; whatever is not as it was."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    wrong = []
+
+    def there_and_back(name, engine, where, saved_as, loaded_as):
+        run(engine, rank, 0, 2)
+        before = snapshot(engine)
+        engine.save_checkpoint(str(where), tag=saved_as)
+        torch.distributed.barrier()
+        run(engine, rank, 2, 3)
+        try:
+            path, _ = engine.load_checkpoint(where, tag=loaded_as)
+        except (ValueError, TypeError) as error:
+            return wrong.append(f"{name}: {error}")
+        wrong.extend(f"{name}: {x}" for x in changes(before, snapshot(engine)) + ["nothing loaded"] * (path is None))
+        engine.destroy()
+
+    there_and_back("tag", build(CASES["zero-2"]), Path(folder) / "tag", 2, 2)
+    there_and_back("latest", build(CASES["zero-1, BF16_Optimizer"]), Path(folder) / "latest", "a/b", None)
+    local = str(rank)
+    os.environ["LOCAL_RANK"] = "0"  # as if each rank were alone on its node
+    for case in ("zero-1", "zero-2"):
+        engine = build(CASES[case], checkpoint={"use_node_local_storage": True})
+        there_and_back(f"node, {case}", engine, Path(folder) / f"{case}-{rank}", "x", "x")
+    os.environ["LOCAL_RANK"] = local
+    parallel_state_sp.initialize_sequence_parallel(2)
+    for case in ("zero-1", "zero-2"):
+        engine = build(CASES[case], mpu=parallel_state_sp, sequence_parallel_size=2)
+        there_and_back(f"Ulysses, {case}", engine, Path(folder) / f"sp-{case}", "x", "x")
+    return wrong
+
+
+def test_a_run_loads_what_it_wrote(tmp_path):
+    assert run_ranks(2, natively, str(tmp_path)) == [[], []]
+
+
+def missing_files(rank, world, folder):
+    engine = build(CASES["zero-2"])
+    run(engine, rank, 0, 1)
+    engine.save_checkpoint(folder, tag="x")
+    if rank == 0:
+        next(Path(folder).glob("x/*zero_pp_rank_1*")).unlink()
+    torch.distributed.barrier()
+    return [refused(engine, load_dir=folder, tag=tag) for tag in ("x", "y")]
+
+
+def test_missing_files_are_named_on_every_rank(tmp_path):
+    for file, folder in run_ranks(2, missing_files, str(tmp_path)):
+        assert "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing\naccepted: what wrote it" in file
+        assert f"{tmp_path}/y: no file matches" in folder and "accepted" in folder
