@@ -142,10 +142,12 @@ def adamw_fp32_step(
 ) -> None:
     """Update ``param`` (fp32, bfloat16 or float16) and the fp32 moments ``m`` and ``v`` of the same shape in place.
 
-    All but ``low`` and ``copy`` may be of any strides. Those are as in :func:`adamw_step`, in the order of the
-    parameter's elements by index.
+    ``low`` and ``copy`` are as in :func:`adamw_step`, in the order of the parameter's elements by index. The others may
+    have any strides: the bits are those of contiguous tensors, as torch may round the last bit of other ones otherwise.
     """
-    g = grad.float()
+    given = param, m, v
+    param, m, v = (t.contiguous() for t in given)
+    g = grad.contiguous().float()
     if numbers.grad_factor is not None:
         g = g * numbers.grad_factor
     if numbers.maximize:
@@ -161,6 +163,9 @@ def adamw_fp32_step(
         master, rest = split(master)
         low.view(param.shape).copy_(rest)
     param.copy_(master)
+    for target, dense in zip(given, (param, m, v), strict=True):
+        if dense is not target:
+            target.copy_(dense)
 
 
 def adamw_steps(
