@@ -198,12 +198,13 @@ class CoatAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state to the byte, on the device of each parameter.
 
-        As with every torch optimizer, the options saved in parameter groups replace the present ones. Those that say
-        how moments are stored have to agree, except under :func:`coat_dist.optim.fp32_state_dict`.
+        As with every torch optimizer, the options saved in parameter groups replace the present ones; those that are
+        lacking, as in a state dict of an earlier release, stay. Those that say how moments are stored have to agree,
+        except under :func:`coat_dist.optim.fp32_state_dict`, and what codes mean (formats, ``expand``) must be there.
 
         Raises:
-            ValueError: saved by another optimizer, with other storage options, or from parameters of another shape or
-                sharding. Nothing has been changed then.
+            ValueError: saved by another optimizer, with other storage options, with options that are not accepted, or
+                from parameters of another shape or sharding. Nothing has been changed then.
         """
         handle = self.register_load_state_dict_pre_hook(check_and_box)  # the last to run
         try:
@@ -214,6 +215,9 @@ class CoatAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         unbox(state["state"])
         super().__setstate__(state)
+        for group in self.param_groups:  # pickled by a release that had fewer options
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
 
 
 def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_factor: torch.Tensor | None) -> AdamWStep:

@@ -264,6 +264,9 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
             "another optimizer or setting are converted with coat_dist.optim.export_moments and import_moments; to "
             "start with empty ones, do not load optimizer states"
         )
+    seed = saved.get("coat_seed", 0)
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"{what}, coat_seed: got {seed!r}, accepted: an int >= 0, the parameter's ordinal")
     for key, wanted in expected.items():
         value = saved[key]
         if not isinstance(wanted, torch.Tensor):
