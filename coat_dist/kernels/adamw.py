@@ -230,8 +230,8 @@ def adamw_steps(
     for kind, many in kinds.items():
         rows_of, tensor_of_tile = table.build(many, rows)
         _adamw_table_kernel[(len(tensor_of_tile),)](
-            rows_of, tensor_of_tile, _int32(numbers.step), *scalars, **_stochastic(numbers, kind.stochastic), LOW=kind.low,
-            COPY=kind.copy is not None, PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad],
+            rows_of, tensor_of_tile, _int32(numbers.step), *scalars, **_stochastic(numbers, kind.stochastic),
+            LOW=kind.low, COPY=kind.copy is not None, PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad],
             COPIED=_TYPES[kind.copy or kind.param], **options,
         )  # fmt: skip
     for param, grad, m, v, seed, low, copy in single:
