@@ -142,7 +142,8 @@ class CoatAdamW(torch.optim.Optimizer):
         # Parameters of a group may differ in the steps they have taken, and in their device.
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
-        shards, copied = [], []
+        shards: list[torch.Tensor] = []
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p, grad in pairs:
             state = ensure_state(self.state, p, group)
             if seeded and "coat_seed" not in state:
@@ -160,7 +161,7 @@ class CoatAdamW(torch.optim.Optimizer):
             if not fp8:
                 moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
                 plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments, low, copy))
-                if copy is not target:
+                if target is not None and copy is not None and copy is not target:
                     copied.append((target, copy))
                 continue
             seed = _seed(state["coat_seed"]) if noisy else None
@@ -174,14 +175,14 @@ class CoatAdamW(torch.optim.Optimizer):
             adamw_steps([one], *codecs(group), _numbers(group, *key, self.grad_factor))
             if dense is not p:
                 p.copy_(dense)
-            if copy is not target:
-                target.copy_(copy.view(target.shape))
+            if target is not None and copy is not None and copy is not target:
+                target.copy_(copy)
         for key, many in compressed.items():
             adamw_steps(many, *codecs(group), _numbers(group, *key, self.grad_factor))
         for key, small in plain.items():
             adamw_fp32_steps(small, _numbers(group, *key, self.grad_factor))
         for target, copy in copied:
-            target.copy_(copy.view(target.shape))
+            target.copy_(copy)
         increment_version(shards)  # autograd saves the DTensor, whose counter is not that of the tensor in it
 
     def state_dict(self) -> dict[str, Any]:
