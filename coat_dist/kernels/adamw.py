@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.graph import increment_version
 
 from ..reference.adamw import AdamWStep, AdamWTensors
 from ..reference.moments import Moment, MomentCodec
@@ -143,9 +144,9 @@ def _adamw_kernel(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def _adamw_table_kernel(
-    table, tensor_of_tile, grad_factor, lr, rate, decay, weight_decay,
+    table, tensor_of_tile, step, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
@@ -166,7 +167,7 @@ def _adamw_table_kernel(
         tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.uint8)), 16),
         tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(tl.bfloat16)), 16),
         tl.multiple_of(tl.load(row + 7).to(tl.pointer_type(tl.uint8)), 16),
-        n, tl.load(row + 9), tl.load(row + 10),
+        n, tl.load(row + 9), tl.load(row + 10) + step,
         tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(tl.int16)), 16),
         tl.multiple_of(tl.load(row + 13).to(tl.pointer_type(COPIED)), 16),
         grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
@@ -229,19 +230,26 @@ def adamw_steps(
     for kind, many in kinds.items():
         rows_of, tensor_of_tile = table.build(many, rows)
         _adamw_table_kernel[(len(tensor_of_tile),)](
-            rows_of, tensor_of_tile, *scalars, **_stochastic(numbers, kind.stochastic), LOW=kind.low,
-            COPY=kind.copy is not None, PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad],
+            rows_of, tensor_of_tile, _int32(numbers.step), *scalars, **_stochastic(numbers, kind.stochastic),
+            LOW=kind.low, COPY=kind.copy is not None, PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad],
             COPIED=_TYPES[kind.copy or kind.param], **options,
         )  # fmt: skip
     for param, grad, m, v, seed, low, copy in single:
         groups = len(m.a)
-        # the seed as int32, so that all seeds share one compiled kernel
-        noise = 0 if seed is None else seed - ((seed >> 31) << 32)
+        # the sum as int32, so that all share one compiled kernel
+        noise = 0 if seed is None else _int32(seed + numbers.step)
         _adamw_kernel[(-(-groups // rows),)](
             param, grad, *m, *v, param.numel(), groups, noise, param if low is None else low,
             param if copy is None else copy, *scalars, **_stochastic(numbers, seed is not None),
             LOW=low is not None, COPY=copy is not None, **options,
         )  # fmt: skip
+    # Kernels write by address, which torch does not see: autograd would take what it saved for unchanged.
+    increment_version([t for one in tensors for t in (one.param, one.copy) if t is not None])
+
+
+def _int32(x: int) -> int:
+    """The int32 of the same low 32 bits."""
+    return ((x + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
 def _stochastic(numbers: AdamWStep, seeded: bool) -> dict[str, bool]:

@@ -24,7 +24,8 @@ BATCH_ELEMENTS = 1 << 22
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     """See :func:`coat_dist.reference.adamw.adamw_fp32_steps`."""
     for batch in _batches(tensors):
-        params, grads, m, v, low, copies = (list(column) for column in zip(*batch, strict=True))
+        *given, low, copies = (list(column) for column in zip(*batch, strict=True))
+        params, grads, m, v = ([t.contiguous() for t in column] for column in given)
         master = _as_fp32(params) if low[0] is None else _join(params, low)
         _step(master, grads, m, v, numbers)
         if copies[0] is not None:
@@ -35,6 +36,9 @@ def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None
             master = _unflatten(upper, params)
         if master is not params:
             torch._foreach_copy_(params, master)
+        for target, dense in zip((*given[0], *given[2], *given[3]), (*params, *m, *v), strict=True):
+            if dense is not target:
+                target.copy_(dense)
 
 
 def _batches(tensors: Sequence[FP32Tensors]) -> Iterator[list[FP32Tensors]]:

@@ -123,7 +123,7 @@ def logit_grad(
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
     logits = _columns_adjacent(logits)
     rows, columns = logits.shape
-    target = out if out.stride(-1) == 1 else torch.empty_like(logits)
+    target = out if out.stride(-1) == 1 else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if logits.numel():
         block = _block(columns)
         _grad_kernel[(rows, cdiv(columns, block))](

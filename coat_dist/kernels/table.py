@@ -10,8 +10,9 @@ looks up its tensor, and the tensor its addresses::
 
 Tensors get the same bytes from it as from launches of their own (tested in the interpreter and on an H200).
 
-Tables stay on the device as long as addresses repeat, as they do where gradients are kept or reallocated in the same
-order; otherwise some 100 bytes a tensor and 4 a tile travel from pinned memory, without waiting for the device.
+A seed is the parameter's; the step, which changes, is an argument of the kernel. So tables stay on the device as long
+as addresses repeat, as they do where gradients are kept or reallocated in the same order; otherwise some 100 bytes a
+tensor and 4 a tile travel from pinned memory, without waiting for the device.
 """
 
 from __future__ import annotations

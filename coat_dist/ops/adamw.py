@@ -1,4 +1,4 @@
-"""One AdamW step on the tensors of a parameter group: flat ones with FP8 moments, any with fp32 moments."""
+"""One AdamW step on the tensors of a parameter group: contiguous ones with FP8 moments, any with fp32 moments."""
 
 from __future__ import annotations
 

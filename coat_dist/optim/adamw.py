@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..ops.adamw import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
-from .sharded import local, local_grad
-from .state import (
-    DTYPES,
-    STORED,
-    check_group,
-    check_master,
-    check_state,
-    codecs,
-    ensure_state,
-    has_remainder,
-    moment,
-    stochastic,
-)
+from .checks import Pairs, check_step
+from .sharded import is_dtensor, local, local_grad
+from .state import check_group, codecs, ensure_state, free_seeds, moment, stochastic
 from .state import remainder as low_half
 from .state_dict import check_and_box, gather, unbox
 from .zero import declare_to_zero
@@ -111,8 +102,8 @@ class CoatAdamW(torch.optim.Optimizer):
     For whoever unscales and clips: a gradient norm gives the factor, and nobody has to write gradients back."""
 
     copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
-    """Contiguous bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of its
-    parameter, rounded to nearest even, in the same pass. Not for DTensors."""
+    """bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of its parameter,
+    rounded to nearest even, in the same pass (if it is contiguous; else by way of one that is). Not for DTensors."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options it does not give take their defaults."""
@@ -128,68 +119,71 @@ class CoatAdamW(torch.optim.Optimizer):
 
         Raises:
             TypeError: a gradient is sparse, complex or float64; a parameter with a remainder is not bfloat16.
-            ValueError: a parameter's state is of another kind than its group says.
-                No parameter has been changed in either case.
+            ValueError: sizes, devices or layouts of a parameter, its gradient, state or copy do not fit one another,
+                as after a parameter was enlarged through ``.data``. Each names the parameter's group and index; no
+                parameter and no state has been changed then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        todo = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        for group, pairs in zip(self.param_groups, todo, strict=True):
-            stored = STORED[group["moments"]]
-            for p, grad in pairs:
-                if grad.layout is not torch.strided or grad.dtype not in DTYPES:
-                    raise TypeError(
-                        f"CoatAdamW: got a {grad.layout} {grad.dtype} gradient for a parameter of shape "
-                        f"{tuple(p.shape)}, accepted: dense float32, bfloat16 or float16"
-                    )
-                check_master(p, group)
-                state = self.state[p]
-                if "step" in state and (stored not in state or has_remainder(group) != ("coat_p_low" in state)):
-                    # something else put it there
-                    check_state(state, p, group, f"CoatAdamW: state of a parameter of shape {tuple(p.shape)}")
+        todo = [[(p, grad) for p in group["params"] if (grad := p.grad) is not None] for group in self.param_groups]
+        check_step(self.param_groups, self.state, todo, self.copies, self.grad_factor)
         for group, pairs in zip(self.param_groups, todo, strict=True):
             self._step_group(group, pairs)
         return loss
 
-    def _step_group(self, group: Mapping[str, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _step_group(self, group: Mapping[str, Any], pairs: Pairs) -> None:
         fp8 = group["moments"] == "fp8"
         noisy = any(stochastic(group))
         # From the first step on, even while "auto" rounds to nearest: keys of a state must not depend on the betas.
         seeded = fp8 and group["stochastic_rounding"] is not False
-        seeds: int | None = None
+        free: Iterator[int] | None = None
         # Parameters of a group may differ in the steps they have taken, and in their device.
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
+        shards: list[torch.Tensor] = []
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p, grad in pairs:
             state = ensure_state(self.state, p, group)
             if seeded and "coat_seed" not in state:
-                if seeds is None:
-                    seeds = sum("coat_seed" in other for other in self.state.values())
-                state["coat_seed"] = seeds
-                seeds += 1
+                if free is None:
+                    free = free_seeds(self.state)
+                state["coat_seed"] = next(free)
             state["step"] += 1
             key = state["step"], p.device
-            copy = self.copies.get(p)
-            grad, p = local_grad(p, grad), local(p)
+            target = self.copies.get(p)
+            copy = None if target is None else target.contiguous()
+            if is_dtensor(p):
+                shards.append(p)
+                grad, p = local_grad(p, grad), local(p)
             low = low_half(state, p.numel())
             if not fp8:
                 moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
                 plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments, low, copy))
+                if target is not None and copy is not None and copy is not target:
+                    copied.append((target, copy))
                 continue
-            seed = _seed(state["coat_seed"], state["step"]) if noisy else None
-            flat, g = p.reshape(-1), grad.reshape(-1)
-            one = AdamWTensors(flat, g, moment(state, "m"), moment(state, "v"), seed, low, copy)
-            if p.is_contiguous() and grad.is_contiguous():
+            seed = _seed(state["coat_seed"]) if noisy else None
+            # In the order of the shape's elements, whatever their order in memory: so are codes in every checkpoint.
+            dense, g = p.contiguous(), grad.contiguous()
+            one = AdamWTensors(dense, g, moment(state, "m"), moment(state, "v"), seed, low, copy)
+            if dense is p and g is grad and copy is target:
                 compressed.setdefault(key, []).append(one)
-            else:  # these are copies: not to be held for all parameters at once
-                adamw_steps([one], *codecs(group), _numbers(group, *key, self.grad_factor))
-                p.copy_(one.param.view(p.shape))
+                continue
+            # some are copies, not to be held for all parameters at once
+            adamw_steps([one], *codecs(group), _numbers(group, *key, self.grad_factor))
+            if dense is not p:
+                p.copy_(dense)
+            if target is not None and copy is not None and copy is not target:
+                target.copy_(copy)
         for key, many in compressed.items():
             adamw_steps(many, *codecs(group), _numbers(group, *key, self.grad_factor))
         for key, small in plain.items():
             adamw_fp32_steps(small, _numbers(group, *key, self.grad_factor))
+        for target, copy in copied:
+            target.copy_(copy)
+        increment_version(shards)  # autograd saves the DTensor, whose counter is not that of the tensor in it
 
     def state_dict(self) -> dict[str, Any]:
         """The state to the byte; of DTensor parameters as DTensors, which ``torch.distributed.checkpoint`` can save.
@@ -205,12 +199,13 @@ class CoatAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state to the byte, on the device of each parameter.
 
-        As with every torch optimizer, the options saved in parameter groups replace the present ones. Those that say
-        how moments are stored have to agree, except under :func:`coat_dist.optim.fp32_state_dict`.
+        As with every torch optimizer, the options saved in parameter groups replace the present ones; those that are
+        lacking, as in a state dict of an earlier release, stay. Those that say how moments are stored have to agree,
+        except under :func:`coat_dist.optim.fp32_state_dict`, and what codes mean (formats, ``expand``) must be there.
 
         Raises:
-            ValueError: saved by another optimizer, with other storage options, or from parameters of another shape or
-                sharding. Nothing has been changed then.
+            ValueError: saved by another optimizer, with other storage options, with options that are not accepted, or
+                from parameters of another shape or sharding. Nothing has been changed then.
         """
         handle = self.register_load_state_dict_pre_hook(check_and_box)  # the last to run
         try:
@@ -221,6 +216,9 @@ class CoatAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         unbox(state["state"])
         super().__setstate__(state)
+        for group in self.param_groups:  # pickled by a release that had fewer options
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
 
 
 def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_factor: torch.Tensor | None) -> AdamWStep:
@@ -242,6 +240,6 @@ def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_fac
     )
 
 
-def _seed(ordinal: int, step: int) -> int:
-    """A uint32 that differs between parameters and steps."""
-    return (ordinal * 0x9E3779B9 + step) & 0xFFFFFFFF
+def _seed(ordinal: int) -> int:
+    """A uint32 for each parameter, far from one another: the step is added to it."""
+    return (ordinal * 0x9E3779B9) & 0xFFFFFFFF

@@ -85,7 +85,9 @@ def import_moments(
         _, lower = split(local(master.detach()).reshape(-1).to(param.device, torch.float32))
         remainder(low, lower.numel()).copy_(lower)  # type: ignore[union-attr]
     if group["moments"] == "fp32":
-        m, v = (x.detach().to(param.device, torch.float32, copy=True).view(param.shape) for x in (exp_avg, exp_avg_sq))
+        m, v = (
+            x.detach().to(param.device, torch.float32, copy=True).reshape(param.shape) for x in (exp_avg, exp_avg_sq)
+        )
         return {"step": step, "exp_avg": m, "exp_avg_sq": v, **low}
     encoded = [
         encode(local(x.detach()).to(param.device), codec)

@@ -29,7 +29,9 @@ parameter's shape for an fp32 moment and would hand out or convert raw codes wit
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, MutableMapping
+import itertools
+from collections.abc import Iterator, Mapping, MutableMapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -47,12 +49,14 @@ __all__ = [
     "check_state",
     "codecs",
     "ensure_state",
+    "free_seeds",
     "has_remainder",
     "moment",
     "new_remainder",
     "new_state",
     "pack",
     "remainder",
+    "state_layout",
     "stochastic",
 ]
 
@@ -65,6 +69,9 @@ AUTO_BETA2 = 0.98
 """beta2 above which ``"stochastic_rounding": "auto"`` rounds the second moment stochastically (docs/numerics.md)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
+
+
+_MOMENT_TENSORS = {which: itemgetter(*(f"coat_{which}_{part}" for part in Moment._fields)) for which in "mv"}
 
 
 @functools.cache
@@ -85,7 +92,7 @@ def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def moment(state: Mapping[str, Any], which: str) -> Moment:
     """Moment ``which`` ("m" or "v") of a state with FP8 moments."""
-    return Moment(state[f"coat_{which}_q"], state[f"coat_{which}_a"], state[f"coat_{which}_k"])
+    return Moment(*_MOMENT_TENSORS[which](state))
 
 
 def has_remainder(group: Mapping[str, Any]) -> bool:
@@ -129,6 +136,27 @@ def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     return {**pack(m, v, 0), **low}
 
 
+def state_layout(
+    group: Mapping[str, Any], n: int, shape: torch.Size
+) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+    """Key, shape and dtype of every tensor in the state of a parameter of n elements and this shape."""
+    fp8 = group["moments"] == "fp8"
+    return _state_layout(fp8, has_remainder(group), group["group_size"], n, () if fp8 else tuple(shape))
+
+
+@functools.lru_cache(1 << 14)
+def _state_layout(fp8: bool, low: bool, size: int, n: int, shape: tuple[int, ...]) -> tuple:
+    groups, byte, bf16 = -(-n // size), torch.uint8, torch.bfloat16
+    found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    if fp8:
+        for which in "mv":
+            found.append((f"coat_{which}_q", (groups, size), byte))
+            found += [(f"coat_{which}_a", (groups,), bf16), (f"coat_{which}_k", (groups,), byte)]
+    else:
+        found += [(key, shape, torch.float32) for key in ("exp_avg", "exp_avg_sq")]
+    return (*found, *([("coat_p_low", (groups, 2 * size), byte)] if low else []))
+
+
 def ensure_state(
     states: MutableMapping[torch.Tensor, Any], param: torch.Tensor, group: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -137,6 +165,16 @@ def ensure_state(
     if "step" not in state:  # DeepSpeed may have put an empty dict there
         state.update(new_state(param, group))
     return state
+
+
+def free_seeds(states: Mapping[Any, Any]) -> Iterator[int]:
+    """Values of ``coat_seed`` that no state has, from the smallest on.
+
+    The number of states that have one is no such value: where a state was replaced by one without (as by
+    ``import_moments``), it belongs to another parameter.
+    """
+    taken = {state.get("coat_seed") for state in states.values() if isinstance(state, Mapping)}
+    return (seed for seed in itertools.count() if seed not in taken)
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -226,6 +264,9 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
             "another optimizer or setting are converted with coat_dist.optim.export_moments and import_moments; to "
             "start with empty ones, do not load optimizer states"
         )
+    seed = saved.get("coat_seed", 0)
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"{what}, coat_seed: got {seed!r}, accepted: an int >= 0, the parameter's ordinal")
     for key, wanted in expected.items():
         value = saved[key]
         if not isinstance(wanted, torch.Tensor):

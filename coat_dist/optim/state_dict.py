@@ -6,7 +6,7 @@ state dicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 from .checkpoint import export_moments, import_moments
 from .master import export_master
 from .sharded import from_global, is_dtensor, to_global
-from .state import LAYOUT_KEYS, check_state, has_remainder
+from .state import LAYOUT_KEYS, check_group, check_state, has_remainder
 
 __all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MEANING = ("first_moment", "second_moment", "expand")
+"""Options that say what codes mean, and that no tensor shows."""
 
 
 @contextmanager
@@ -82,7 +84,9 @@ def unbox(state: dict) -> None:
     for p, values in state.items():
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, Boxed):
-                values[key] = value.tensor.to(p.device, copy=True)
+                # codes are rows of bytes to a kernel; an fp32 moment may have the parameter's strides
+                layout = torch.contiguous_format if key.startswith("coat_") else torch.preserve_format
+                values[key] = value.tensor.to(p.device, copy=True, memory_format=layout)
 
 
 def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +95,7 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: as :meth:`CoatAdamW.load_state_dict` says.
     """
-    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    saved_groups, groups = _saved_groups(state_dict), optimizer.param_groups
     sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, saved_groups))
     if sizes != saved_sizes:
         raise ValueError(
@@ -100,7 +104,10 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         )
     states, new_groups = dict(state_dict["state"]), []
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        new_groups.append(_own_layout(saved, group) if optimizer._fp32_state_dict else _same_layout(saved, group, i))
+        bare = not any(states.get(index) for index in saved["params"])
+        new = _own_layout(saved, group) if optimizer._fp32_state_dict else _same_layout(saved, group, i, bare)
+        new_groups.append(new)
+        _check_options(new, group, i)
         for index, p in zip(saved["params"], group["params"], strict=True):
             if states.get(index):
                 what = f"CoatAdamW.load_state_dict: group {i}, parameter {index}"
@@ -113,16 +120,49 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": states, "param_groups": new_groups}
 
 
-def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int) -> dict[str, Any]:
+def _saved_groups(state_dict: Any) -> list[dict[str, Any]]:
+    """The parameter groups of a state dict that has all that every torch optimizer's has."""
+    for key, kind in (("state", Mapping), ("param_groups", list | tuple)):
+        found = state_dict.get(key) if isinstance(state_dict, Mapping) else state_dict
+        if not isinstance(found, kind):
+            raise ValueError(
+                f"CoatAdamW.load_state_dict: {key}: got {'none' if found is None else type(found).__name__}, "
+                "accepted: what state_dict() gives, a dict with 'state' and 'param_groups'"
+            )
+    for i, saved in enumerate(state_dict["param_groups"]):
+        if not isinstance(saved, Mapping) or not isinstance(saved.get("params"), list | tuple):
+            raise ValueError(
+                f"CoatAdamW.load_state_dict: group {i}, params: got none, accepted: the list of its parameters' indices"
+            )
+    return state_dict["param_groups"]
+
+
+def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, bare: bool) -> dict[str, Any]:
+    """The saved group, with options that it lacks taken from the present one; ``bare``: it comes without states.
+
+    What a state shows by its tensors (kind of moments, group size, remainders) may be lacking, as it is compared with
+    them next. What FP8 codes mean does not show: there, a guess would decode them to other numbers.
+    """
+    coded = group["moments"] == "fp8"
+    known = any(key in saved for key in LAYOUT_KEYS)
     for key in LAYOUT_KEYS:
+        if key not in saved and (bare or known and not (coded and key in _MEANING)):
+            continue
         if saved.get(key) != group[key]:
-            given = repr(saved[key]) if key in saved else "none (saved by another optimizer)"
+            given = repr(saved[key]) if key in saved else "none" if known else "none (saved by another optimizer)"
             raise ValueError(
                 f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: {group[key]!r}, as this "
                 "optimizer was built with; build it with the saved setting, or convert the moments with "
                 "coat_dist.optim.fp32_state_dict, or export_moments and import_moments"
             )
-    return saved
+    return {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, **saved}
+
+
+def _check_options(new: dict[str, Any], group: dict[str, Any], i: int) -> None:
+    try:
+        check_group({**new, "params": group["params"]})
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"CoatAdamW.load_state_dict: group {i}: {error}") from None
 
 
 def _own_layout(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One AdamW step on a flat tensor, with moments in FP8 or fp32.
+"""One AdamW step on a tensor, with moments in FP8 or fp32.
 
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
@@ -104,16 +104,20 @@ def adamw_step(
     """Update ``param``, ``m`` and ``v``, and where given ``low`` and ``copy``, in place.
 
     Args:
-        param: [n] contiguous; fp32, bfloat16 or float16. Its new value is rounded to nearest.
-        grad: [n] contiguous; fp32, bfloat16 or float16, not changed.
+        param: n elements, contiguous; fp32, bfloat16 or float16. Its new value is rounded to nearest.
+        grad: n elements, contiguous; fp32, bfloat16 or float16, not changed.
         m, v: moments of n elements; both codecs have the same group size.
-        seed: uint32; codes of the moments that ``numbers.stochastic`` names are rounded stochastically with it, and
-            all are rounded to nearest without.
-        low: int16 [n] contiguous; with a bfloat16 ``param`` it holds the master weight that is updated, and ``param``
-            is its upper half, rounded as ``reference/master.py`` says.
-        copy: [n] contiguous; bfloat16 or float16; receives the new parameter, rounded from fp32 to nearest even.
+        seed: uint32 of the parameter; codes of the moments that ``numbers.stochastic`` names are rounded stochastically
+            with it plus ``numbers.step`` (modulo 2**32), and all are rounded to nearest without.
+        low: int16, n elements, contiguous; with a bfloat16 ``param`` it holds the master weight that is updated, and
+            ``param`` is its upper half, rounded as ``reference/master.py`` says.
+        copy: n elements, contiguous; bfloat16 or float16; receives the new parameter, rounded from fp32 to nearest
+            even.
     """
     size = codec_m.group_size
+    param, grad = param.view(-1), grad.view(-1)
+    low, copy = (None if t is None else t.view(-1) for t in (low, copy))
+    noise = None if seed is None else (seed + numbers.step) & 0xFFFFFFFF
     for first in range(0, param.numel(), _CHUNK):
         last = min(first + _CHUNK, param.numel())
         rows = slice(first // size, codec_m.groups(last))
@@ -121,7 +125,7 @@ def adamw_step(
         new_m, new_v = decode(old_m, codec_m, last - first), decode(old_v, codec_v, last - first)
         low_, copy_ = (None if t is None else t[first:last] for t in (low, copy))
         adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers, low_, copy_)
-        noise_m, noise_v = (None, None) if seed is None else uniform_noise(seed, first, last - first, param.device)
+        noise_m, noise_v = (None, None) if noise is None else uniform_noise(noise, first, last - first, param.device)
         stochastic_m, stochastic_v = numbers.stochastic
         old_m.copy_(encode(new_m, codec_m, noise_m if stochastic_m else None))
         old_v.copy_(encode(new_v, codec_v, noise_v if stochastic_v else None))
@@ -138,9 +142,12 @@ def adamw_fp32_step(
 ) -> None:
     """Update ``param`` (fp32, bfloat16 or float16) and the fp32 moments ``m`` and ``v`` of the same shape in place.
 
-    ``low`` and ``copy`` are as in :func:`adamw_step`, of the parameter's number of elements in its logical order.
+    ``low`` and ``copy`` are as in :func:`adamw_step`, in the order of the parameter's elements by index. The others may
+    have any strides: the bits are those of contiguous tensors, as torch may round the last bit of other ones otherwise.
     """
-    g = grad.float()
+    given = param, m, v
+    param, m, v = (t.contiguous() for t in given)
+    g = grad.contiguous().float()
     if numbers.grad_factor is not None:
         g = g * numbers.grad_factor
     if numbers.maximize:
@@ -156,6 +163,9 @@ def adamw_fp32_step(
         master, rest = split(master)
         low.view(param.shape).copy_(rest)
     param.copy_(master)
+    for target, dense in zip(given, (param, m, v), strict=True):
+        if dense is not target:
+            target.copy_(dense)
 
 
 def adamw_steps(

@@ -13,6 +13,7 @@ INTERPRETED = [
     "attention_interpreted",
     "cross_entropy_interpreted",
     "flow_interpreted",
+    "layouts_interpreted",
     "rows_interpreted",
 ]
 

@@ -1,0 +1,181 @@
+"""What holds of every step, whatever computes it: here the definition; the kernels in tests/coat_dist/kernels."""
+
+import copy
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from coat_dist.optim import CoatAdamW, fp32_state_dict, import_moments
+from tests.coat_dist.kernels import adamw_layouts
+from tests.coat_dist.optim.test_adamw import assert_same_state
+
+
+@pytest.mark.parametrize("variant", adamw_layouts.VARIANTS)
+def test_every_layout_gives_the_bits_of_contiguous_tensors(variant):
+    adamw_layouts.check(**adamw_layouts.VARIANTS[variant])
+
+
+@pytest.mark.parametrize("moments", ["fp8", "fp32"])
+def test_autograd_sees_a_step(moments):
+    adamw_layouts.check_versions(moments)
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes():
+    adamw_layouts.check_sizes()
+
+
+def build(n=3, **options):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(256)) for _ in range(n)]
+    return params, CoatAdamW(params, **{"lr": 0.1, "betas": (0.9, 0.999), **options})
+
+
+def step(params, optimizer, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=g)
+    optimizer.step()
+
+
+def seeds(params, optimizer):
+    return [optimizer.state[p]["coat_seed"] for p in params]
+
+
+@pytest.mark.parametrize("imported", [[0], [1], [0, 2], [2, 1]])
+def test_seeds_stay_distinct_after_import_moments(imported):
+    params, optimizer = build()
+    step(params, optimizer)
+    for i in imported:
+        zeros = torch.zeros(256)
+        optimizer.state[params[i]] = import_moments(params[i], optimizer.param_groups[0], zeros, zeros, 1)
+    late = [torch.nn.Parameter(torch.randn(256)) for _ in range(2)]
+    optimizer.add_param_group({"params": late})
+    saved = copy.deepcopy(optimizer.state_dict())
+    others, resumed = build()
+    others += [torch.nn.Parameter(p.detach().clone()) for p in late]
+    resumed.add_param_group({"params": others[3:]})
+    resumed.load_state_dict(saved)
+    params += late
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+    for ps, o in ((params, optimizer), (others, resumed)):
+        for i in range(2):
+            step(ps, o, seed=5 + i)
+        assert seeds(ps, o) == list(range(5))
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+    assert_same_state(optimizer, resumed)
+
+
+def test_seeds_stay_distinct_after_states_of_some_parameters_were_loaded():
+    params, optimizer = build()
+    step(params[1:], optimizer)
+    del optimizer.state[params[1]]
+    saved = optimizer.state_dict()
+    others, resumed = build()
+    resumed.load_state_dict(saved)
+    assert seeds(others[2:], resumed) == [1]
+    step(others[1:], resumed)
+    step(others, resumed)
+    assert seeds(others, resumed) == [2, 0, 1]
+
+
+@pytest.mark.parametrize("bad", [-1, "one", torch.tensor(1), 0.5])
+def test_a_seed_that_is_no_ordinal_is_refused(bad):
+    params, optimizer = build()
+    step(params, optimizer)
+    saved = optimizer.state_dict()
+    saved["state"][1] = {**saved["state"][1], "coat_seed": bad}
+    with pytest.raises(ValueError, match="group 0, parameter 1, coat_seed: got .*accepted: an int"):
+        optimizer.load_state_dict(saved)
+
+
+HYPERPARAMETERS = ["lr", "betas", "eps", "weight_decay", "maximize", "stochastic_rounding"]
+SHOWN = ["moments", "group_size", "master_weights"]
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("lacking", [*([x] for x in HYPERPARAMETERS + SHOWN), HYPERPARAMETERS + SHOWN], ids=str)
+def test_options_that_a_state_dict_lacks_stay(lacking, fp32):
+    params, optimizer = build(lr=0.2, eps=1e-6)
+    step(params, optimizer)
+    others, loaded = build(lr=0.3, maximize=True)
+    present = dict(loaded.param_groups[0])
+    with fp32_state_dict(optimizer) if fp32 else nullcontext():
+        saved = optimizer.state_dict()
+    saved["param_groups"] = [{k: v for k, v in g.items() if k not in lacking} for g in saved["param_groups"]]
+    with fp32_state_dict(loaded) if fp32 else nullcontext():
+        loaded.load_state_dict(saved)
+    for key in optimizer.defaults:
+        expected = present if key in lacking else optimizer.param_groups[0]
+        assert loaded.param_groups[0][key] == expected[key], key
+    step(others, loaded)
+    late = torch.nn.Parameter(torch.ones(64))
+    loaded.add_param_group({"params": [late]})
+    step([*others, late], loaded)
+    assert loaded.param_groups[1]["lr"] == 0.3 and loaded.state[late]["step"] == 1
+
+
+def test_what_codes_mean_must_be_in_a_state_dict_that_has_codes():
+    params, optimizer = build()
+    fresh = optimizer.state_dict()
+    step(params, optimizer)
+    for key in ("first_moment", "second_moment", "expand"):
+        for saved, refused in ((optimizer.state_dict(), True), (copy.deepcopy(fresh), False)):
+            del saved["param_groups"][0][key]
+            others, loaded = build()
+            if refused:
+                with pytest.raises(ValueError, match=f"group 0, {key}: got none, accepted: "):
+                    loaded.load_state_dict(saved)
+                assert not loaded.state
+            else:
+                loaded.load_state_dict(saved)
+                step(others, loaded)
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        (lambda d: d.pop("state"), "state: got none"),
+        (lambda d: d.pop("param_groups"), "param_groups: got none"),
+        (lambda d: d["param_groups"][0].pop("params"), "group 0, params: got none"),
+        (lambda d: d["param_groups"][0].update(lr=-1.0), "group 0: CoatAdamW lr: got -1.0"),
+        (lambda d: d["param_groups"][0].update(maximize="no"), "group 0: CoatAdamW maximize: got 'no'"),
+    ],
+)
+def test_a_state_dict_that_is_none_says_so(change, word):
+    params, optimizer = build()
+    step(params, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved)
+    _, loaded = build()
+    with pytest.raises(ValueError, match=f"CoatAdamW.load_state_dict: {word}.*accepted"):
+        loaded.load_state_dict(saved)
+    assert not loaded.state and loaded.param_groups[0]["lr"] == 0.1
+
+
+def test_an_optimizer_pickled_with_fewer_options_goes_on():
+    params, optimizer = build()
+    step(params, optimizer)
+    for group in optimizer.param_groups:
+        for key in ("maximize", "master_weights"):
+            del group[key]
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert again.param_groups[0]["maximize"] is False
+        step(again.param_groups[0]["params"], again)
+
+
+def test_codes_of_another_memory_order_are_loaded_as_rows():
+    params, optimizer = build()
+    step(params, optimizer)
+    saved = optimizer.state_dict()
+    turned = {k: v.t().contiguous().t() for k, v in saved["state"][0].items() if k.endswith("_q")}
+    saved["state"][0] = {**saved["state"][0], **turned}
+    _, loaded = build()
+    loaded.load_state_dict(saved)
+    assert_same_state(optimizer, loaded)
+    assert all(t.is_contiguous() for s in loaded.state.values() for t in s.values() if isinstance(t, torch.Tensor))

@@ -1,0 +1,53 @@
+"""CoatAdamW on a GPU with tensors of every memory layout, with sizes that do not fit, and as autograd sees it."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
+
+from coat_dist.optim import CoatAdamW
+from tests.coat_dist.kernels import adamw_layouts
+
+
+@pytest.mark.parametrize("variant", adamw_layouts.VARIANTS)
+def test_every_layout_gives_the_bits_of_contiguous_tensors(variant):
+    adamw_layouts.check("cuda", steps=3, **adamw_layouts.VARIANTS[variant])
+
+
+@pytest.mark.parametrize("moments", ["fp8", "fp32"])
+def test_autograd_sees_a_step(moments):
+    adamw_layouts.check_versions(moments, "cuda")
+
+
+@pytest.mark.parametrize("stochastic", [True, "auto"])
+def test_tables_are_kept_over_steps_with_noise(stochastic):
+    adamw_layouts.check_tables("cuda", stochastic_rounding=stochastic)
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes():
+    adamw_layouts.check_sizes("cuda")
+
+
+@pytest.mark.parametrize("moments", ["fp8", "fp32"])
+@pytest.mark.parametrize("n", [256, 257])
+def test_a_state_on_another_device_is_refused(n, moments):
+    """As after ``model.cuda()`` between steps: a kernel would take the address for one of its own device."""
+    params = [torch.nn.Parameter(torch.ones(n)) for _ in range(2)]
+    optimizer = CoatAdamW([{"params": params, "moments": moments}])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for p in params:
+        p.grad = None
+        p.data = p.data.cuda()
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=r"group 0, parameter 0.*on cpu, accepted: contiguous, on cuda"):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+    optimizer.load_state_dict(optimizer.state_dict())  # which takes it to the parameter's device
+    optimizer.step()
+    assert all(not torch.equal(p, old) for p, old in zip(params, before, strict=True))
