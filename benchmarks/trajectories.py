@@ -2,7 +2,7 @@
 
     python -m benchmarks.trajectories [--output DIR]
 
-The error of one encoding says little about many: what rounding adds to a moment in one step is encoded again in the next.
+The error of one encoding says little about many: what rounding adds to a moment is encoded again in the next step.
 So parameters start at zero, both optimizers take the same steps, and two ratios are taken over the elements that a
 scenario is about:
 
@@ -120,7 +120,7 @@ def ratios(coded: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
 
 
 def train(steps: torch.Tensor, options: Options) -> tuple[torch.Tensor, ...]:
-    """Displacements with CoatAdamW and with fp32 AdamW after gradients [steps, n], and both second moments; each [n]."""
+    """Displacements by CoatAdamW and by fp32 AdamW after gradients [steps, n], and their second moments: each [n]."""
     coded, exact = (torch.nn.Parameter(torch.zeros(steps.shape[1])) for _ in range(2))
     common: dict[str, Any] = {"lr": LR, "betas": (BETA1, options.beta2), "weight_decay": 0.0}
     ours = CoatAdamW(

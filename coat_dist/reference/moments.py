@@ -23,11 +23,11 @@ keeps::
 
 A larger R means a finer grid, and less room below the smallest element. R = F**2 / 2, as in COAT, puts b at F / R =
 2 / F, 2.3 steps of the subnormal grid in both FP8 formats; R = 2**5 puts it at 3.97 steps of int8, whose equally spaced
-codes are best at large values anyway. So neither kind of rounding turns b into zero, and rounding to nearest lowers b as
-readily as it lifts it. The first moment needs that, too: b shrinks by beta1 in each step and is the smallest element
-again in the next. R = 2 * F**2 errs less in one encoding, but puts b at 0.57 steps, which round to one: in every step b
-would be lifted by up to 1.75**(16 / k), more than the decay takes. Displacements beside fp32 AdamW, and what is still
-too large with R = F**2 / 2, are in docs/numerics.md.
+codes are best at large values anyway. So neither kind of rounding turns b into zero, and rounding to nearest may lower
+it as well as lift it. The first moment needs that, too: b shrinks by beta1 in a step and is the smallest element again
+in the next. R = 2 * F**2 errs less in one encoding, but puts b at 0.57 steps, which round to one: each step would lift
+b by up to 1.75**(16 / k), more than the decay takes. docs/numerics.md has displacements beside fp32 AdamW, and what is
+still too large with R = F**2 / 2.
 FP8 has more range than most groups of moments have spread, so k is mostly above one and the grid becomes finer than
 plain FP8; where the spread is larger, k below one compresses it. k = 1/16 reaches ratios of 2**265 and k = 1/64 of
 2**320; fp32's normal numbers and a, at most bfloat16's maximum, are within 2**254.
