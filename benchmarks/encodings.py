@@ -8,14 +8,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 import torch
 
+from coat_dist.optim import state as optimizer_state
 from coat_dist.reference.moments import TINY, MomentCodec, decode, encode
 
-__all__ = ["Encoding", "RangedCodec", "coat", "dynamic", "flash_m", "flash_v", "plain_fp8", "table", "table_levels"]
+__all__ = [
+    "Encoding",
+    "RangedCodec",
+    "coat",
+    "dynamic",
+    "first_moment_range",
+    "flash_m",
+    "flash_v",
+    "plain_fp8",
+    "table",
+    "table_levels",
+]
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,20 @@ class RangedCodec(MomentCodec):
     @functools.cached_property
     def k_numerator(self) -> float:
         return self.unit * self.log2_range
+
+
+@contextmanager
+def first_moment_range(factor: float | None) -> Iterator[None]:
+    """Within it, steps of CoatAdamW encode first moments in FP8 with R = ``factor`` * F**2; None: the package's R."""
+
+    def codecs(group: Any) -> tuple[MomentCodec, MomentCodec]:
+        m, v = optimizer_state.codecs(group)
+        if factor is None or m.format == "int8" or not m.expand:
+            return m, v
+        return RangedCodec(m.format, m.expand, m.group_size, log2_range=math.log2(m.fp8.max**2 * factor)), v
+
+    with mock.patch("coat_dist.optim.adamw.codecs", codecs):
+        yield
 
 
 def coat(

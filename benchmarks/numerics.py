@@ -177,10 +177,10 @@ def options_and_rivals(study: Study) -> list[dict[str, Any]]:
     m, v = coat(second=False), coat(second=True)
     int8, log8 = coat("int8", second=False), coat("log8", second=True)
     pair = study.pair
-    coat_range = math.log2(448**2 / 2)
+    wide = math.log2(448**2 * 2)
     rows = [
         pair("E4M3+expand (default)", m, v),
-        pair("E4M3+expand, R = F^2/2 for both (COAT)", coat(second=False, log2_range=coat_range), v),
+        pair("E4M3+expand, R = 2 F^2 for m", coat(second=False, log2_range=wide), v),
         pair("E4M3+expand, stochastic", coat(second=False, seed=1), coat(second=True, seed=2)),
         pair("E4M3+expand, group 64", coat(group_size=64, second=False), coat(group_size=64, second=True)),
         pair("E4M3+expand, group 256", coat(group_size=256, second=False), coat(group_size=256, second=True)),
@@ -223,7 +223,7 @@ def ranges(study: Study) -> dict[str, Any]:
     for format, second in cases:
         codec, which = MomentCodec(format, keep_nonzero=second), "mv"[second]
         chosen = codec.k_numerator / codec.unit
-        swept = [chosen + step + (2 if second else 0) for step in steps]
+        swept = [chosen + step + (0 if format == "int8" else 2) for step in steps]
         found = study.sweep(which, lambda r, f=format, s=second: coat(f, second=s, log2_range=r), swept)
         found["chosen"] = chosen
         out[f"{which} {format}"] = found

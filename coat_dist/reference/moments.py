@@ -21,13 +21,13 @@ keeps::
 
     k = floor(unit * log2(R) / log2(a / b)) clamped to [1, 255],   b = the smallest non-zero |x|, unit = 16 or 64
 
-A larger R means a finer grid, and less room below the smallest element. The second moment is divided by, so
-R = F**2 / 2 puts b at F / R = 2 / F, 2.3 steps of the subnormal grid in both FP8 formats: neither kind of rounding can
-turn it into zero. Of the first moment only absolute errors count: R = 2 * F**2 puts b at 0.57 steps, just where
-rounding to nearest still keeps it from zero. Equally spaced codes, as int8 has, are best at large values anyway:
-R = 2**5 puts b at 3.97 steps. Measured on the moments of a real run (docs/numerics.md): with COAT's F**2 / 2 for both,
-the mean square error of m / (sqrt(v) + eps) is a fifth larger; not far beyond these values lie cliffs, where small
-elements become zero.
+A larger R means a finer grid, and less room below the smallest element. R = F**2 / 2, as in COAT, puts b at F / R =
+2 / F, 2.3 steps of the subnormal grid in both FP8 formats; R = 2**5 puts it at 3.97 steps of int8, whose equally spaced
+codes are best at large values anyway. So neither kind of rounding turns b into zero, and rounding to nearest may lower
+it as well as lift it. The first moment needs that, too: b shrinks by beta1 in a step and is the smallest element again
+in the next. R = 2 * F**2 errs less in one encoding, but puts b at 0.57 steps, which round to one: each step would lift
+b by up to 1.75**(16 / k), more than the decay takes. docs/numerics.md has displacements beside fp32 AdamW, and what is
+still too large with R = F**2 / 2.
 FP8 has more range than most groups of moments have spread, so k is mostly above one and the grid becomes finer than
 plain FP8; where the spread is larger, k below one compresses it. k = 1/16 reaches ratios of 2**265 and k = 1/64 of
 2**320; fp32's normal numbers and a, at most bfloat16's maximum, are within 2**254.
@@ -42,9 +42,9 @@ What holds for every input, and is tested:
 
 * Finite input decodes to finite values: constant groups (k clamps), tails of one element, zeros anywhere, groups of
   nothing but zeros (a = 0), values next to fp32's maximum (a stops at bfloat16's).
-* Zero decodes to zero. With ``keep_nonzero``, which the second moment needs because it is divided by, magnitudes from
-  2**-126 up never become zero nor subnormal. Without it but with expansion, rounding to nearest gives them non-zero
-  codes, and with int8 stochastic rounding does, too; with FP8 it may round the smallest to zero.
+* Zero decodes to zero. With expansion, magnitudes from 2**-126 up have non-zero codes under either kind of rounding.
+  With ``keep_nonzero``, which the second moment needs because it is divided by, they never become zero nor subnormal,
+  with or without expansion.
 * fp32 subnormals (below 2**-126) count as zero, as GPU arithmetic treats them.
 * Infinity or NaN anywhere makes its whole group decode to NaN: it is never hidden.
 * Error of one element, with y = F * (|x| / a) ** (k / unit), F = 127 for int8: ``|log2(decoded / |x|)| <=
@@ -114,8 +114,8 @@ class MomentCodec:
     ``format`` is one of FIRST_MOMENT_FORMATS, with ``keep_nonzero`` of SECOND_MOMENT_FORMATS. ``expand`` off means that
     codes are proportional to values: plain FP8 or int8 with an amax a group, k = 16 or 64 always; "log8" has nothing
     like it. ``keep_nonzero``, meant for the second moment, keeps codes and decoded values of non-zero elements from
-    reaching zero: it takes the smaller R, rounds up to the smallest code (without expansion only; with it none is that
-    small) and to 2**-126.
+    reaching zero: it rounds up to the smallest code (without expansion only; with it none is that small) and to
+    2**-126.
 
     Raises:
         ValueError: a format that the moment does not have, or "log8" without expansion.
@@ -154,9 +154,7 @@ class MomentCodec:
     @cached_property
     def k_numerator(self) -> float:
         """unit * log2(R); not of "log8"."""
-        if self.format == "int8":
-            return self.unit * 5.0
-        return self.unit * math.log2(self.fp8.max**2 * (0.5 if self.keep_nonzero else 2.0))
+        return self.unit * (5.0 if self.format == "int8" else math.log2(self.fp8.max**2 / 2.0))
 
     @cached_property
     def k_of_zeros(self) -> int:

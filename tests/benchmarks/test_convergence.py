@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import convergence
-from benchmarks.convergence import DEFAULT, VARIANTS, CoatRangeAdamW, optimizer_for, remaining, run
+from benchmarks.convergence import DEFAULT, VARIANTS, WideRangeAdamW, optimizer_for, remaining, run
 from benchmarks.convergence_report import gaps, summarize
 from benchmarks.small_gpt import GPT, Shape, held_out_loss, prepare_bytes, train
 from coat_dist import CoatAdamW
@@ -59,18 +59,18 @@ def test_variants_are_the_optimizers_they_name():
     assert optimizer_for("coat-int8-log8", model).param_groups[0]["second_moment"] == "log8"
 
 
-def test_coats_range_is_a_smaller_exponent_of_the_first_moment_only():
+def test_the_wide_range_is_a_larger_exponent_of_the_first_moment_only():
     exponents = {}
-    for kind in (CoatAdamW, CoatRangeAdamW):
+    for kind in (CoatAdamW, WideRangeAdamW):
         torch.manual_seed(0)
         p = torch.nn.Parameter(torch.randn(1280))
         optimizer = kind([p], betas=(0.9, 0.95))
         p.grad = torch.randn(1280)
         optimizer.step()
         exponents[kind] = (optimizer.state[p]["coat_m_k"].int(), optimizer.state[p]["coat_v_k"])
-    ours, coats = exponents.values()
-    assert (ours[0] - coats[0] >= 1).all() and torch.equal(ours[1], coats[1])
-    assert torch.allclose(coats[0] / ours[0], torch.tensor(math.log2(448**2 / 2) / math.log2(2 * 448**2)), atol=0.04)
+    ours, wide = exponents.values()
+    assert (wide[0] - ours[0] >= 1).all() and torch.equal(ours[1], wide[1])
+    assert torch.allclose(ours[0] / wide[0], torch.tensor(math.log2(448**2 / 2) / math.log2(2 * 448**2)), atol=0.04)
 
 
 def test_runs_of_a_seed_differ_in_nothing_but_the_optimizer():
@@ -80,7 +80,7 @@ def test_runs_of_a_seed_differ_in_nothing_but_the_optimizer():
     assert len({first[name] for name in VARIANTS if not VARIANTS[name].nudged}) == 1
     assert first["adamw-nudged"] == pytest.approx(first["adamw"], rel=1e-4)
     last = {name: r["held_out"][6] for name, r in records.items()}
-    assert all(last[name] != last["adamw"] for name in ("coat", "coat-int8-log8", "coat-range", "adamw-0.999"))
+    assert all(last[name] != last["adamw"] for name in ("coat", "coat-int8-log8", "coat-wide-range", "adamw-0.999"))
     assert last["coat-0.999-auto"] != last["coat-0.999-nearest"]
     again = run("coat", 5, tokens, SMALL, 6, 1e-2, 8)
     assert again["loss"] == records["coat"]["loss"] and again["held_out"] == records["coat"]["held_out"]

@@ -63,9 +63,8 @@ def set_and_get(rank, world, settings):
         coat_dist.safe_set_full_moment(trained[name], value, which)
         after = moments()
         error = (after.pop((name, which)) / value).log2().abs().flatten()
-        # Coarser only in groups that are shared with a neighbour's much smaller values: two borders of 128 elements in
-        # each of at most four shards (two ranks, two sub-groups).
-        if (error > (0.0 if value.ndim < 2 else 0.02)).sum() > 1024 or error.max() > 0.3:
+        # Coarser only in groups that are shared with a neighbour's much smaller values.
+        if (error > (0.0 if value.ndim < 2 else 0.02)).sum() > 512 or error.max() > 0.3:
             problems.append(f"{name} {which}: {(error > 0.02).sum()} off by up to {error.max()} in log2")
         for key, moment in after.items():
             moved = (moment != before[key]).sum().item()  # neighbours in groups that straddle the border

@@ -248,8 +248,8 @@ def test_another_world_size_is_refused_and_fp32_moments_reshard(world, options, 
             assert all(torch.equal(x, found[name][3]) for x in master), "to the bit"
             for wanted, got in zip((m, v), found[name][1:3], strict=True):
                 assert got.shape == wanted.shape
-                # one more encoding: 2**-4 of an element, and of subnormal codes less than 1e-2 of the group's amax
-                assert torch.allclose(got, wanted, rtol=0.08, atol=float(wanted.abs().max()) * 1e-2)
+                # one more encoding: 2**-4 of an element, and steps of the smallest code below the group's amax
+                assert torch.allclose(got, wanted, rtol=0.08, atol=float(wanted.abs().max()) * 1e-3)
 
 
 def ddp(rank, world):

@@ -14,7 +14,7 @@ from coat_dist.optim import CoatAdamW, export_master
 from coat_dist.reference.adamw import AdamWStep
 from coat_dist.reference.moments import Moment, MomentCodec, decode, encode
 from tests.coat_dist.kernels import adamw_agreement as agreement
-from tests.coat_dist.kernels import adamw_edges, adamw_plain, adamw_problems
+from tests.coat_dist.kernels import adamw_edges, adamw_plain, adamw_problems, adamw_trajectory
 
 
 @pytest.mark.parametrize("n", [1, 129, 1025, 1_000_003])
@@ -26,6 +26,13 @@ def test_kernel_agrees_with_the_definition(variant, n):
 @pytest.mark.parametrize("variant", adamw_problems.VARIANTS)
 def test_many_tensors_in_one_launch(variant):
     agreement.check_many("cuda", **adamw_problems.VARIANTS[variant])
+
+
+@pytest.mark.parametrize("stochastic", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("first", ["e4m3", "e5m2", "int8"])
+def test_many_steps_go_where_fp32_adamw_goes(first, size, stochastic):
+    adamw_trajectory.check(first, size, stochastic, "cuda")
 
 
 @pytest.mark.parametrize("lr", ["number", "tensor"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.coat_dist.kernels import adamw_agreement as agreement
-from tests.coat_dist.kernels import adamw_edges, adamw_plain, adamw_problems
+from tests.coat_dist.kernels import adamw_edges, adamw_plain, adamw_problems, adamw_trajectory
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -54,3 +54,8 @@ def test_a_remainder_keeps_the_fp32_master_to_the_bit(grad, seed):
 
 def test_every_master_is_divided_as_defined():
     adamw_plain.check_split(every=61)
+
+
+@pytest.mark.parametrize("first, size, stochastic", adamw_trajectory.VARIANTS)
+def test_many_steps_go_where_fp32_adamw_goes(first, size, stochastic):
+    adamw_trajectory.check(first, size, stochastic)

@@ -52,15 +52,16 @@ def test_log8_rounds_stochastically_without_bias_in_the_value():
 @given(x=vectors(), extreme=st.sampled_from([0.0, 1 - 2**-16]))
 def test_stochastic_rounding_keeps_the_guarantees(x, extreme):
     for codec in (
-        MomentCodec(), MomentCodec(keep_nonzero=True), MomentCodec("int8"), MomentCodec("log8", keep_nonzero=True),
+        MomentCodec(), MomentCodec("e5m2"), MomentCodec(keep_nonzero=True), MomentCodec("int8"),
+        MomentCodec("log8", keep_nonzero=True),
     ):  # fmt: skip
         moment = encode(x, codec, torch.full_like(x, extreme))
         decoded = decode(moment, codec, x.numel())
         assert decoded.isfinite().all()
         zero = x.abs() < TINY
         assert (decoded[zero] == 0).all()
-        if codec.keep_nonzero or codec.format == "int8":
-            assert (decoded[~zero] != 0).all()
+        codes = moment.q.view(-1)[: x.numel()] & (0xFF if codec.format in ("int8", "log8") else 0x7F)
+        assert (codes[~zero] != 0).all()  # a first moment that is next to the smallest number may decode below it
         if codec.keep_nonzero:
             assert (decoded.abs()[~zero] >= TINY).all()
         if codec.format in ("int8", "log8"):
