@@ -1,6 +1,6 @@
 """norm → column-parallel linear, as one autograd function; for attention also its split into rotated heads.
 
-Saved per token: x8 and its group scales, rstd (and mean); per call: one scale of y8, one of the weight, and a reference
+Saved per token: x8 and its group scales, rstd; per call: one scale of y8, one of the weight, and a reference
 to the table of cosines and sines, which all layers share. Not saved: y, y8, any copy of the weight.
 
 With ``residual`` the functions return x once more, as an alias for the residual connection. Its gradient arrives in the

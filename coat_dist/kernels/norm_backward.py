@@ -41,9 +41,10 @@ def _load_row(
 @triton.jit
 def _backward_kernel(
     dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
-    G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
+    G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
+    """CENTER: a LayerNorm; SHIFT: x has a mean to be taken off, codes have none."""
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BN)[None, :]
     group = tl.arange(0, BG)[None, :]
@@ -65,7 +66,7 @@ def _backward_kernel(
         if RESIDUAL:  # of this row: on its way during the reductions; a row ahead it would not fit into registers
             carried = tl.load(residual + row * columns + column, mask=here, other=0.0)
         value = decode_raw(raw, stored, 1, BN, G, E8M0)
-        if CENTER:
+        if SHIFT:
             value = tl.where(here, value - tl.load(mean + row, mask=row < rows, other=0.0), 0.0)
         normalized = value * reciprocal
         grad = raw_grad.to(tl.float32)
@@ -92,6 +93,7 @@ def _backward_kernel(
 def norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor | QuantizedTensor,
+    kind: str,
     stats: NormStats,
     weight: torch.Tensor | None,
     sum_dtype: torch.dtype = torch.float32,
@@ -106,14 +108,14 @@ def norm_backward(
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
     programs, warps, registers = BACKWARD if columns <= 4096 else BACKWARD_WIDE
     programs = max(1, min(rows, programs))  # without rows one that writes zero sums
-    center = stats.mean is not None
+    mean = stats.mean if scales is None else None
     carried = None if residual is None else launch_rows(residual)
     partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
     width = max(next_power_of_2(columns), size)
     _backward_kernel[(programs,)](
-        launch_rows(dy), carried, source, scales, stats.rstd, stats.mean, dense(weight),
+        launch_rows(dy), carried, source, scales, stats.rstd, mean, dense(weight),
         dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
-        G=size, E8M0=e8m0, CENTER=center, WEIGHT=weight is not None, BIAS=bias,
+        G=size, E8M0=e8m0, CENTER=kind == "layernorm", SHIFT=mean is not None, WEIGHT=weight is not None, BIAS=bias,
         RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
         TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers[residual is not None],
     )  # fmt: skip
