@@ -30,6 +30,7 @@ from ..ops.norm import (
 )
 from ..ops.quantize import quantize_rows, quantize_tensor
 from ..ops.quantize import transpose as transposed
+from .function import without_autocast
 from .scaling import TensorParallel, row_operand, shared_scale
 
 __all__ = ["Norm", "NormedInput", "norm"]
@@ -87,6 +88,7 @@ def norm(x: torch.Tensor, norm: Norm, tp: TensorParallel, exact: bool = False) -
 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x, weight, bias, norm: Norm, tp: TensorParallel, exact: bool) -> torch.Tensor:
         y, stats = norm_forward(x, norm.kind, norm.eps, weight, bias)
         ctx.save_for_backward(x, weight, bias, *stats)
@@ -95,6 +97,7 @@ class _NormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dy: torch.Tensor):
         x, weight, bias, *stats = ctx.saved_tensors
         norm, tp, exact = ctx.args
