@@ -37,12 +37,13 @@ def _load_row(
     return grad, value, stored, tl.load(rstd + row, mask=here, other=0.0)
 
 
+# ``turns`` follows the number of tokens: as a constant, or as 1 or a multiple of 16, it would be compiled anew.
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["turns"])
 def _backward_kernel(
-    dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
+    dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups, turns,
     G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
     """CENTER: a LayerNorm; SHIFT: x has a mean to be taken off, codes have none."""
     first, step = tl.program_id(0), tl.num_programs(0)
@@ -56,7 +57,7 @@ def _backward_kernel(
         gain = tl.load(weight + column, mask=inside, other=0.0)
     row = first.to(tl.int64)
     raw_grad, raw, stored, reciprocal = _load_row(dy, x, scales, rstd, row, rows, column, group, columns, groups, G)
-    for _ in range(TURNS):
+    for _ in range(turns):
         # The next row is on its way while this one is reduced: the reductions wait for all warps.
         ahead = row + step
         next_grad, next_raw, next_stored, next_reciprocal = _load_row(
@@ -115,9 +116,10 @@ def norm_backward(
     _backward_kernel[(programs,)](
         launch_rows(dy), carried, source, scales, stats.rstd, mean, dense(weight),
         dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
-        G=size, E8M0=e8m0, CENTER=kind == "layernorm", SHIFT=mean is not None, WEIGHT=weight is not None, BIAS=bias,
-        RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
-        TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers[residual is not None],
+        cdiv(rows, programs),
+        G=size, E8M0=e8m0, CENTER=kind == "layernorm", SHIFT=mean is not None, WEIGHT=weight is not None,
+        BIAS=bias, RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
+        num_warps=warps, maxnreg=registers[residual is not None],
     )  # fmt: skip
     sums = partial.sum(1, dtype=sum_dtype)
     return dx, sums[0], sums[1] if bias else None
