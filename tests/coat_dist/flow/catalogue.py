@@ -38,10 +38,11 @@ def catalogue(layer: Layer, **changes):
     config = settings(**changes)
 
     def labels(x):
-        return torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2]) % H
+        return torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2]) % H
 
     def qkv(x, table=True, residual=False):
-        angles = rope_table(torch.linspace(0, 30, x.shape[0] * 12).view(-1, 1, 1, 12)) if table else None
+        freqs = torch.linspace(0, 30, x.shape[0] * 12, device=x.device).view(x.shape[0], 1, 1, 12)
+        angles = rope_table(freqs) if table else None
         return norm_qkv(x, layer.norm, layer.weight, layer.bias, HEADS, angles, ONE, config, residual=residual)
 
     def heads(x):
