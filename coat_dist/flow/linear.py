@@ -44,7 +44,7 @@ def linear(
     """
     check_input(x, weight)
     if tp.sharded and x.shape[0] % tp.size:
-        raise ValueError(f"x: got a sequence of {x.shape[0]}, accepted: a multiple of the {tp.size} ranks that share it")
+        raise ValueError(f"x: got a sequence of {x.shape[0]}, accepted: a multiple of {tp.size}, its ranks")
     if compressed is None:
         return _Linear.apply(x, weight, None, None, 0, tp, settings)
     if compressed.layout != "group" or compressed.codes.numel() != x.numel():

@@ -14,8 +14,8 @@ multiplied is the same to the bit either way. Codes are dropped
   parameter: but no forward runs in between, so codes made later are made of the new weights;
 * where the parameter shows a change: other storage, other dtype or shape, another version counter. That is the sign of
   ``load_state_dict`` and of plain loops. It is never the only one, since flat buffers do not give it;
-* by :func:`invalidate_weights`, which ``coat_dist.initialize`` calls, since DeepSpeed broadcasts weights there, and ties
-  to the engine's steps and loads.
+* by :func:`invalidate_weights`, which ``coat_dist.initialize`` calls, since DeepSpeed broadcasts weights there, and
+  ties to the engine's steps and loads.
 
 Three kinds of writes give no sign, where no step of an optimizer follows before the next forward pass: through
 ``parameter.data`` (``p.data.copy_(...)``); to a flat buffer that the parameter lies in; and collectives that write into

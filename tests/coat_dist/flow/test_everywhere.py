@@ -1,4 +1,4 @@
-"""What holds for every function of the flow: autocast around it changes nothing, and no tokens are a number of tokens."""
+"""What holds for every function of the flow: autocast changes nothing, and no tokens are a number of tokens."""
 
 import pytest
 import torch

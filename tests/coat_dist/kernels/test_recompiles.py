@@ -1,4 +1,4 @@
-"""Numbers of tokens that vary compile nothing anew: what Triton compiles for is written down, and nothing is launched."""
+"""Numbers of tokens that vary compile nothing anew. What Triton would compile for is noted; nothing is launched."""
 
 import pytest
 import torch
