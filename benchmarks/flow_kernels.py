@@ -33,6 +33,7 @@ def main() -> None:
     da = torch.randn(m, f, device="cuda", dtype=torch.bfloat16)
     scale = torch.tensor(0.01, device="cuda")
     entry = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True)
+    stored = entry.x8, "rmsnorm", entry.stats
     gu8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True).pre8
     q = quantize.quantize_tensor(x, E4M3, scale)
     down = torch.randn(h, f, device="cuda", dtype=torch.bfloat16)  # fc2's weight
@@ -75,11 +76,11 @@ def main() -> None:
             (1 + wide) * m * h,
         ),
         "norm_backward": (
-            lambda: norm.norm_backward(dy, entry.x8, entry.stats, weight, dtype=torch.bfloat16, bias=False),
+            lambda: norm.norm_backward(dy, *stored, weight, dtype=torch.bfloat16, bias=False),
             (4 + wide) * m * h,
         ),
         "norm_backward with a residual": (
-            lambda: norm.norm_backward(dy, entry.x8, entry.stats, weight, torch.float32, torch.bfloat16, False, x),
+            lambda: norm.norm_backward(dy, *stored, weight, torch.float32, torch.bfloat16, False, x),
             (6 + wide) * m * h,
         ),
         "activation_compress": (

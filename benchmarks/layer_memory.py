@@ -59,7 +59,7 @@ def saved_bytes(model: ModelConfig, settings: ActivationConfig) -> tuple[int, in
     """Bytes a token that a layer saves: of norm and qkv, of attention, of norm and MLP."""
     h, f = model.hidden_size, ACTIVATIONS[model.activation].parts * model.ffn_hidden_size
     heads = 2 * (model.num_attention_heads + model.kv_heads) * model.head_channels  # q, k, v and the output
-    norm = _grouped(h, settings) + 4 * (2 if model.normalization == "layernorm" else 1)
+    norm = _grouped(h, settings) + 4  # and rstd
     attention = _grouped(heads, settings) if settings.attention == "fp8" else 2 * heads
     return norm, attention + 4 * model.num_attention_heads, norm + _grouped(f, settings)
 

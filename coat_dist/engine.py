@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .config import CoatConfig, CoatConfigError, load_json
-from .flow.weights import invalidate_after
+from .flow.weights import invalidate_after, invalidate_weights
 from .optim import CoatAdamW, param_groups
 from .optim.attach import attach
 from .optim.zero import fuse_step
@@ -114,6 +114,7 @@ def initialize(
         **kwargs,
     )
     if coat is not None and coat.activation.enabled and coat.activation.weights == "cached":
+        invalidate_weights()  # the weights were broadcast, which leaves no trace in them
         invalidate_after(engine, "load_checkpoint", "load_module_state_dict")
         invalidate_after(engine.optimizer, "step", "load_state_dict", "update_lp_params")
     attach(engine)

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops.quantize import dequantize, quantize_groups
+from .function import without_autocast
 
 __all__ = ["attention", "sdpa"]
 
@@ -105,6 +106,7 @@ def attention(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, q, k, v, settings: ActivationConfig, causal: bool, scale: float | None, keep: bool):
         ctx.set_materialize_grads(False)
         kept = [_compress(t, settings) for t in (q, k, v)]
@@ -118,10 +120,14 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*(t for c in kept for t in (c.codes, c.scales)), *extras)
         ctx.args = q.dtype, q.shape, k.shape, settings.group_size
         ctx.mark_non_differentiable(kept[3].codes, kept[3].scales)
-        return dequantize(kept[3], q.dtype).view(*q.shape[:2], -1), kept[3].codes, kept[3].scales
+        # A view, on purpose: autograd then refuses to change it in place. Its codes, which the projection that follows
+        # keeps for backward, would not follow.
+        out = dequantize(kept[3], q.dtype).view(*q.shape[:2], q.shape[2] * q.shape[3])
+        return out, kept[3].codes, kept[3].scales
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor | None, *_: None):
         if dout is None:
             return (None,) * 7

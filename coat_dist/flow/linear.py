@@ -11,6 +11,7 @@ from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops.gemm import exact_mm
 from ..ops.quantize import dequantize, quantize_tensor
+from .function import shaped, without_autocast
 from .scaling import TensorParallel, check_input, gemm, quantize_gradient, quantize_input, summed_gemm
 from .weights import Weight
 
@@ -42,6 +43,8 @@ def linear(
         ValueError: a shape or dtype that does not fit; names the argument.
     """
     check_input(x, weight)
+    if tp.sharded and x.shape[0] % tp.size:
+        raise ValueError(f"x: got a sequence of {x.shape[0]}, accepted: a multiple of {tp.size}, its ranks")
     if compressed is None:
         return _Linear.apply(x, weight, None, None, 0, tp, settings)
     if compressed.layout != "group" or compressed.codes.numel() != x.numel():
@@ -52,6 +55,7 @@ def linear(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any, x, weight, codes, scales, group_size: int, tp: TensorParallel, settings: ActivationConfig
     ) -> torch.Tensor:
@@ -62,10 +66,11 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x if codes is None else None, weight, x_scale, w_scale, codes, scales)
         ctx.args = x.shape, x.dtype, group_size, tp, settings
         out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True)
-        return out.view(-1, *x.shape[1:-1], weight.shape[0])
+        return shaped(out, x.shape[0] // (tp.size if tp.sharded else 1), *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
         x, weight, x_scale, w_scale, codes, scales = ctx.saved_tensors
         shape, dtype, group_size, tp, settings = ctx.args
@@ -104,14 +109,17 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) 
 
 class _InvariantLinear(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x, weight, tp: TensorParallel) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
         out = exact_mm(_all_rows(x, tp), weight)
-        return out.float().to(x.dtype).view(-1, *x.shape[1:-1], weight.shape[0])
+        leading = (x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1])
+        return shaped(out.float().to(x.dtype), *leading, weight.shape[0])
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
         x, weight = ctx.saved_tensors
         tp = ctx.tp

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ..ops.cross_entropy import LogitStats, logit_grad, logit_stats, merge, pow2
 from ..ops.gemm import exact_mm
+from .function import shaped, without_autocast
 from .scaling import TensorParallel, check_input
 
 __all__ = ["IGNORE_INDEX", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
@@ -97,16 +98,18 @@ def linear_cross_entropy(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, logits, labels, tp: TensorParallel, z_loss: float) -> torch.Tensor:
         rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
         stats = logit_stats(rows, flat, tp.rank * rows.shape[1])
         loss, exponent, inverse = _loss(stats, flat, rows.shape[1] * tp.size, tp, z_loss)
         ctx.save_for_backward(logits, labels, exponent, inverse)
         ctx.args = tp, z_loss
-        return loss.view(labels.shape)
+        return shaped(loss, *labels.shape)
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dloss: torch.Tensor):
         logits, labels, exponent, inverse = ctx.saved_tensors
         tp, z_loss = ctx.args
@@ -122,6 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     it would be dweight, v / tp x h in fp32: more wherever a rank has more vocabulary entries than tokens."""
 
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any, x, weight, bias, labels, tp: TensorParallel, z_loss: float, width: int, exact: bool
     ) -> torch.Tensor:
@@ -130,21 +134,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunks = range(0, size, width)
         exponents = torch.empty(len(chunks), len(rows), dtype=torch.float32, device=x.device)
         totals, label = torch.empty_like(exponents, dtype=torch.float64), torch.zeros_like(exponents[0])
-        with torch.autocast(x.device.type, enabled=False):
-            for i, start in enumerate(chunks):
-                part = slice(start, start + width)
-                logits = _logits(rows, weight, bias, part, exact)
-                exponents[i], totals[i], found = logit_stats(logits, flat, first + start)
-                label += found
-                del logits  # before the next chunk is made
+        for i, start in enumerate(chunks):
+            part = slice(start, start + width)
+            logits = _logits(rows, weight, bias, part, exact)
+            exponents[i], totals[i], found = logit_stats(logits, flat, first + start)
+            label += found
+            del logits  # before the next chunk is made
         stats = LogitStats(*merge(exponents, totals), label)
         loss, exponent, inverse = _loss(stats, flat, size * tp.size, tp, z_loss)
         ctx.save_for_backward(x, weight, bias, labels, exponent, inverse)
         ctx.args = tp, z_loss, width, exact
-        return loss.view(labels.shape)
+        return shaped(loss, *labels.shape)
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dloss: torch.Tensor):
         x, weight, bias, labels, exponent, inverse = ctx.saved_tensors
         tp, z_loss, width, exact = ctx.args
@@ -155,20 +159,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = _Sum(rows.shape, rows.dtype, rows.device, exact, several=width < size) if wants_x else None
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if wants_weight else None
         dbias = torch.empty_like(bias) if wants_bias else None
-        with torch.autocast(x.device.type, enabled=False):
-            for start in range(0, size, width):
-                part = slice(start, start + width)
-                logits = _logits(rows, weight, bias, part, exact)
-                grad = logit_grad(logits, flat, first + start, exponent, inverse, *factors, out=logits)
-                if dx is not None:
-                    dx.add(grad, weight[part])
-                if dweight is not None and exact:
-                    dweight[part] = exact_mm(grad.t(), rows.t()).float()
-                elif dweight is not None:
-                    torch.mm(grad.t(), rows, out=dweight[part])
-                if dbias is not None:
-                    dbias[part] = grad.sum(0, dtype=torch.float64 if exact else torch.float32)
-                del logits, grad
+        for start in range(0, size, width):
+            part = slice(start, start + width)
+            logits = _logits(rows, weight, bias, part, exact)
+            grad = logit_grad(logits, flat, first + start, exponent, inverse, *factors, out=logits)
+            if dx is not None:
+                dx.add(grad, weight[part])
+            if dweight is not None and exact:
+                dweight[part] = exact_mm(grad.t(), rows.t()).float()
+            elif dweight is not None:
+                torch.mm(grad.t(), rows, out=dweight[part])
+            if dbias is not None:
+                dbias[part] = grad.sum(0, dtype=torch.float64 if exact else torch.float32)
+            del logits, grad
         return dx.finish(tp).view(x.shape) if dx is not None else None, dweight, dbias, *[None] * 5
 
 

@@ -24,6 +24,7 @@ from ..ops.activation import (
 )
 from ..ops.quantize import dequantize, quantize_groups
 from .entry import enter, restore_entry
+from .function import shaped, without_autocast
 from .norm import Norm, aliased, check_normed
 from .scaling import (
     Operand,
@@ -158,6 +159,7 @@ def _activate(
 
 class _MLP(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         x,
@@ -194,11 +196,12 @@ class _MLP(torch.autograd.Function):
         )
         ctx.args = entry.bare(), activation, x.shape
         ctx.set_materialize_grads(False)
-        out = out.view(*x.shape[:-1], fc2_weight.shape[0])
+        out = shaped(out, *x.shape[:-1], fc2_weight.shape[0])
         return (out, x.view_as(x)) if alias else out
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor | None, residual: torch.Tensor | None = None):
         if dout is None:  # the alias alone was used
             return residual, *[None] * 10
@@ -259,6 +262,7 @@ def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig
 
 class _ScaleRows(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, y, factor, settings: ActivationConfig) -> torch.Tensor:
         codes = scales = None
         if ctx.needs_input_grad[1]:
@@ -270,6 +274,7 @@ class _ScaleRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
         codes, scales, factor = ctx.saved_tensors
         dy = dfactor = None

@@ -1,12 +1,12 @@
 """Norms: on their own in BF16, and as the input side of a column-parallel FP8 linear.
 
 :class:`NormedInput` is that input side. The linear reads y = norm(x) in FP8 (y8). Backward needs y8 again for wgrad,
-and x for the gradient of the norm. Both come from what is saved: x in per-group FP8 (x8), the row statistics and the
-per-tensor scale of y8. ``y8()`` is the one function that makes per-tensor y8 out of a source, so in "quantized" mode,
-where forward's source is x8 too, backward gets the same bytes. In "exact" mode forward's source is x itself and
-backward's differs by x8's rounding; the scale is forward's, so what the rounding carries beyond it saturates. With
-row scales forward's y8 comes out of the pass that reads x, and its bytes are its own; the scale for backward is the
-same.
+and x for the gradient of the norm. Both come from what is saved: x in per-group FP8 (x8; of LayerNorm x less its mean),
+rstd and the per-tensor scale of y8. ``y8()`` is the one function that makes per-tensor y8 out of a source, so in
+"quantized" mode, where forward's source is x8 too, backward gets the same bytes. In "exact" mode forward's source is x
+itself and backward's differs by x8's rounding; the scale is forward's, so what the rounding carries beyond it
+saturates. With row scales forward's y8 comes out of the pass that reads x, and its bytes are its own; the scale for
+backward is the same.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..ops.norm import (
 )
 from ..ops.quantize import quantize_rows, quantize_tensor
 from ..ops.quantize import transpose as transposed
+from .function import without_autocast
 from .scaling import TensorParallel, row_operand, shared_scale
 
 __all__ = ["Norm", "NormedInput", "norm"]
@@ -87,6 +88,7 @@ def norm(x: torch.Tensor, norm: Norm, tp: TensorParallel, exact: bool = False) -
 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x, weight, bias, norm: Norm, tp: TensorParallel, exact: bool) -> torch.Tensor:
         y, stats = norm_forward(x, norm.kind, norm.eps, weight, bias)
         ctx.save_for_backward(x, weight, bias, *stats)
@@ -95,11 +97,14 @@ class _NormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dy: torch.Tensor):
         x, weight, bias, *stats = ctx.saved_tensors
         norm, tp, exact = ctx.args
         sum_dtype = torch.float64 if exact else torch.float32
-        dx, dweight, dbias = norm_backward(dy, x, NormStats(*stats), weight, sum_dtype, x.dtype, bias is not None)
+        dx, dweight, dbias = norm_backward(
+            dy, x, norm.kind, NormStats(*stats), weight, sum_dtype, x.dtype, bias is not None
+        )
         grads = finish_grads(dweight, dbias, weight, bias, ctx.needs_input_grad[1:3], norm, tp)
         return dx if ctx.needs_input_grad[0] else None, *grads, None, None, None
 
@@ -185,14 +190,14 @@ class NormedInput:
         weight, bias = self.norm.weight, self.norm.bias
         rows = None if residual is None else residual.reshape(dy.shape)
         dx, dweight, dbias = norm_backward(
-            dy, self.x8, self.stats, weight, sum_dtype, self.dtype, bias is not None, rows
+            dy, self.x8, self.norm.kind, self.stats, weight, sum_dtype, self.dtype, bias is not None, rows
         )
         grads = finish_grads(dweight, dbias, weight, bias, wanted[1:], self.norm, self.tp)
         return dx if wanted[0] else None, grads
 
     def save(self) -> tuple[torch.Tensor | None, ...]:
-        """Tensors for ``save_for_backward``, seven of them, parameters included."""
-        return (self.x8.codes, self.x8.scales, *self.stats, self.scale, self.norm.weight, self.norm.bias)
+        """Tensors for ``save_for_backward``, six of them, parameters included. x8 needs no mean."""
+        return (self.x8.codes, self.x8.scales, self.stats.rstd, self.scale, self.norm.weight, self.norm.bias)
 
     def bare(self) -> tuple[Norm, TensorParallel, ActivationConfig, torch.dtype]:
         """The rest, free of tensors."""
@@ -203,10 +208,10 @@ class NormedInput:
         cls, saved: tuple, norm: Norm, tp: TensorParallel, settings: ActivationConfig, dtype: torch.dtype
     ) -> NormedInput:
         """The inverse of :meth:`save` and :meth:`bare`."""
-        codes, scales, rstd, mean, scale, weight, bias = saved
+        codes, scales, rstd, scale, weight, bias = saved
         return cls(
             QuantizedTensor(codes, scales, "group", settings.group_size),
-            NormStats(rstd, mean),
+            NormStats(rstd, None),
             scale,
             replace(norm, weight=weight, bias=bias),
             tp,

@@ -1,6 +1,6 @@
 """norm → column-parallel linear, as one autograd function; for attention also its split into rotated heads.
 
-Saved per token: x8 and its group scales, rstd (and mean); per call: one scale of y8, one of the weight, and a reference
+Saved per token: x8 and its group scales, rstd; per call: one scale of y8, one of the weight, and a reference
 to the table of cosines and sines, which all layers share. Not saved: y, y8, any copy of the weight.
 
 With ``residual`` the functions return x once more, as an alias for the residual connection. Its gradient arrives in the
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
 from ..ops.rope import Heads, RopeTable, split_rope, split_rope_backward
+from .function import shaped, without_autocast
 from .norm import Norm, NormedInput, aliased, check_normed
 from .scaling import TensorParallel, check_input, gemm, quantize_gradient, summed_gemm
 from .weights import Weight
@@ -121,6 +122,7 @@ def _check(x: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any, x, norm_weight, norm_bias, weight, bias, norm: Norm, tp: TensorParallel, settings: ActivationConfig,
         heads: Heads | None, table: RopeTable | None, alias: bool,
@@ -135,7 +137,8 @@ class _NormLinear(torch.autograd.Function):
         ctx.save_for_backward(*entry.save(), weight, w_scale, bias, cos, sin)
         ctx.args = entry.bare(), x.shape, heads, table is not None and table.interleaved
         ctx.set_materialize_grads(False)
-        out = out.view(-1, *x.shape[1:-1], weight.shape[0])
+        leading = (x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1])
+        out = shaped(out, *leading, weight.shape[0])
         outs = (out,) if heads is None else split_rope(out, heads, table)
         if alias:
             outs = (*outs, x.view_as(x))
@@ -143,6 +146,7 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, *grads: torch.Tensor | None):
         *saved, weight, w_scale, bias, cos, sin = ctx.saved_tensors
         bare, shape, heads, interleaved = ctx.args

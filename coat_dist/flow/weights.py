@@ -14,10 +14,14 @@ multiplied is the same to the bit either way. Codes are dropped
   parameter: but no forward runs in between, so codes made later are made of the new weights;
 * where the parameter shows a change: other storage, other dtype or shape, another version counter. That is the sign of
   ``load_state_dict`` and of plain loops. It is never the only one, since flat buffers do not give it;
-* by :func:`invalidate_weights`, which ``coat_dist.initialize`` ties to the engine's steps and loads.
+* by :func:`invalidate_weights`, which ``coat_dist.initialize`` calls, since DeepSpeed broadcasts weights there, and
+  ties to the engine's steps and loads.
 
-What no sign shows is writing through ``parameter.data`` or a flat buffer without an optimizer's step, as code that
-swaps averaged weights in may do: such code calls :func:`invalidate_weights`.
+Three kinds of writes give no sign, where no step of an optimizer follows before the next forward pass: through
+``parameter.data`` (``p.data.copy_(...)``); to a flat buffer that the parameter lies in; and collectives that write into
+the parameter, ``torch.distributed.broadcast(parameter, ...)`` and ``all_reduce`` among them, which do not raise the
+version counter. Code that does so, to swap averaged weights in or to make ranks equal, calls
+:func:`invalidate_weights` afterwards.
 """
 
 from __future__ import annotations

@@ -52,14 +52,19 @@ def _affine(y, weight, bias, column, inside, WEIGHT: tl.constexpr, BIAS: tl.cons
 
 
 @triton.jit
-def _row_stats(value, inside, columns, eps, CENTER: tl.constexpr):
-    """Centered values of a row, its mean (0 without CENTER) and rstd."""
+def _centered(value, inside, columns, CENTER: tl.constexpr):
+    """A row less its mean, and the mean; without CENTER the row, and 0."""
     center = tl.zeros((1,), tl.float32)
     if CENTER:
         center = tl.sum(value, 1) / columns
         value = tl.where(inside, value - center[:, None], 0.0)
+    return value, center
+
+
+@triton.jit
+def _rstd(value, columns, eps):
     spread = tl.sum(value * value, 1) / columns
-    return value, center, tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(spread + eps))
+    return tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(spread + eps))
 
 
 @fast_launch
@@ -74,13 +79,14 @@ def _compress_kernel(
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
     value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    value, center = _centered(value, inside, columns, CENTER)
     q, stored = group_encode(value, 1, BN, G, E8M0, C)
     tl.store(codes + row * columns + column, q, mask=inside)
     group = tl.arange(0, BN // G)[None, :]
     tl.store(scales + row * groups + group, stored, mask=group < groups)
     if not EXACT:
         value = group_decode(q, stored, 1, BN, G, E8M0)
-    value, center, reciprocal = _row_stats(value, inside, columns, eps, CENTER)
+    reciprocal = _rstd(value, columns, eps)
     if CENTER:
         tl.store(mean + row + tl.arange(0, 1), center)
     tl.store(rstd + row + tl.arange(0, 1), reciprocal)
@@ -161,7 +167,8 @@ def _forward_kernel(
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
     value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    value, center, reciprocal = _row_stats(value, inside, columns, eps, CENTER)
+    value, center = _centered(value, inside, columns, CENTER)
+    reciprocal = _rstd(value, columns, eps)
     if CENTER:
         tl.store(mean + row + tl.arange(0, 1), center)
     tl.store(rstd + row + tl.arange(0, 1), reciprocal)
@@ -232,6 +239,7 @@ def norm_quantize(
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.norm.norm_quantize`."""
     source, scales, size, e8m0 = parts(x)
+    mean = stats.mean if scales is None else None  # x8 has none
     flat = launch_rows(source)
     rows, columns = flat.shape
     out = torch.empty((columns, rows) if transpose else source.shape, dtype=fmt.dtype, device=source.device)
@@ -240,10 +248,10 @@ def norm_quantize(
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
     _norm_quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
-        flat, scales, stats.rstd, stats.mean, dense(weight), dense(bias), scale, out.view(word), rows, columns,
+        flat, scales, stats.rstd, mean, dense(weight), dense(bias), scale, out.view(word), rows, columns,
         cdiv(columns, size) if size else 0,
         C=constants(fmt, source), G=size, E8M0=e8m0,
-        CENTER=stats.mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,
+        CENTER=mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,
         BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
     )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")

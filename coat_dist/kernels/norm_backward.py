@@ -37,13 +37,15 @@ def _load_row(
     return grad, value, stored, tl.load(rstd + row, mask=here, other=0.0)
 
 
+# ``turns`` follows the number of tokens: as a constant, or as 1 or a multiple of 16, it would be compiled anew.
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["turns"])
 def _backward_kernel(
-    dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups,
-    G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, TURNS: tl.constexpr,
+    dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups, turns,
+    G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
+    """CENTER: a LayerNorm; SHIFT: x has a mean to be taken off, codes have none."""
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BN)[None, :]
     group = tl.arange(0, BG)[None, :]
@@ -55,7 +57,7 @@ def _backward_kernel(
         gain = tl.load(weight + column, mask=inside, other=0.0)
     row = first.to(tl.int64)
     raw_grad, raw, stored, reciprocal = _load_row(dy, x, scales, rstd, row, rows, column, group, columns, groups, G)
-    for _ in range(TURNS):
+    for _ in range(turns):
         # The next row is on its way while this one is reduced: the reductions wait for all warps.
         ahead = row + step
         next_grad, next_raw, next_stored, next_reciprocal = _load_row(
@@ -65,7 +67,7 @@ def _backward_kernel(
         if RESIDUAL:  # of this row: on its way during the reductions; a row ahead it would not fit into registers
             carried = tl.load(residual + row * columns + column, mask=here, other=0.0)
         value = decode_raw(raw, stored, 1, BN, G, E8M0)
-        if CENTER:
+        if SHIFT:
             value = tl.where(here, value - tl.load(mean + row, mask=row < rows, other=0.0), 0.0)
         normalized = value * reciprocal
         grad = raw_grad.to(tl.float32)
@@ -92,6 +94,7 @@ def _backward_kernel(
 def norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor | QuantizedTensor,
+    kind: str,
     stats: NormStats,
     weight: torch.Tensor | None,
     sum_dtype: torch.dtype = torch.float32,
@@ -106,16 +109,17 @@ def norm_backward(
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
     programs, warps, registers = BACKWARD if columns <= 4096 else BACKWARD_WIDE
     programs = max(1, min(rows, programs))  # without rows one that writes zero sums
-    center = stats.mean is not None
+    mean = stats.mean if scales is None else None
     carried = None if residual is None else launch_rows(residual)
     partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
     width = max(next_power_of_2(columns), size)
     _backward_kernel[(programs,)](
-        launch_rows(dy), carried, source, scales, stats.rstd, stats.mean, dense(weight),
+        launch_rows(dy), carried, source, scales, stats.rstd, mean, dense(weight),
         dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
-        G=size, E8M0=e8m0, CENTER=center, WEIGHT=weight is not None, BIAS=bias,
-        RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
-        TURNS=cdiv(rows, programs), num_warps=warps, maxnreg=registers[residual is not None],
+        cdiv(rows, programs),
+        G=size, E8M0=e8m0, CENTER=kind == "layernorm", SHIFT=mean is not None, WEIGHT=weight is not None,
+        BIAS=bias, RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
+        num_warps=warps, maxnreg=registers[residual is not None],
     )  # fmt: skip
     sums = partial.sum(1, dtype=sum_dtype)
     return dx, sums[0], sums[1] if bias else None

@@ -7,6 +7,11 @@ Forward needs two passes, because the scale of the normalized tensor is known on
 :func:`norm_compress` reads x once, writes what backward keeps and finds the amax; :func:`norm_quantize` writes the
 codes. Backward calls :func:`norm_quantize` again on what was kept (COAT section 5, with the scale of the first time).
 With a scale per row one pass does both: :func:`norm_compress_rows`.
+
+What is kept, x8, is ``x - mean`` in FP8 (RMSNorm: x). A LayerNorm's result does not depend on the mean, but FP8 has a
+relative error: of an x whose mean is ten times its deviation, ten times the error would be left for the deviations.
+So wherever x8 stands in for x, it is normalized by rstd alone. It is not centered a second time: the mean of the
+rounding errors of a row is small beside the errors themselves, and backward then needs no mean.
 """
 
 from __future__ import annotations
@@ -33,14 +38,17 @@ __all__ = [
 
 
 class NormStats(NamedTuple):
-    """Row statistics, fp32 ``[..., 1]``: ``rstd = 1 / sqrt(variance + eps)``; ``mean`` is None for RMSNorm."""
+    """Row statistics, fp32 ``[..., 1]``: ``rstd = 1 / sqrt(variance + eps)``, and the mean of x.
+
+    The mean is None for RMSNorm, and may be None where x8 is normalized, which has none.
+    """
 
     rstd: torch.Tensor
     mean: torch.Tensor | None
 
 
 class NormForward(NamedTuple):
-    """What the first pass finds: x in per-group FP8, its row statistics, and the amax of y (fp32 scalar)."""
+    """What the first pass finds: x - mean in per-group FP8, the row statistics, and the amax of y (fp32 scalar)."""
 
     x8: QuantizedTensor
     stats: NormStats
@@ -48,7 +56,7 @@ class NormForward(NamedTuple):
 
 
 class NormRows(NamedTuple):
-    """What the one pass with row scales finds: x in per-group FP8, its row statistics, and y in row-wise FP8."""
+    """What the one pass with row scales finds: x - mean in per-group FP8, the row statistics, and y in row-wise FP8."""
 
     x8: QuantizedTensor
     stats: NormStats
@@ -61,19 +69,14 @@ def norm_stats(x: torch.Tensor, kind: str, eps: float) -> NormStats:
     Raises:
         ValueError: ``kind`` is neither "rmsnorm" nor "layernorm".
     """
-    x = x.float()
-    if kind == "rmsnorm":
-        return NormStats(_rstd(x, eps), None)
-    if kind == "layernorm":
-        mean = x.mean(-1, keepdim=True, dtype=torch.float64).float()
-        return NormStats(_rstd(x - mean, eps), mean)
-    raise ValueError(f"norm kind: got {kind!r}, accepted: 'rmsnorm', 'layernorm'")
+    centered, mean = _centered(x, kind)
+    return NormStats(_rstd(centered, eps), mean)
 
 
 def norm_apply(
     x: torch.Tensor | QuantizedTensor, stats: NormStats, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """y, fp32, in the shape of x."""
+    """y, fp32, in the shape of x, from x or from x8."""
     y = _normalized(x, stats)
     if weight is not None:
         y = y * weight.float()
@@ -104,7 +107,7 @@ def norm_compress(
     Args:
         weight, bias: ``[h]`` or None.
         group_size, scale: of x8, see :func:`~coat_dist.reference.quantize.quantize_groups`.
-        exact: statistics and amax are those of x; otherwise those of the values of x8.
+        exact: rstd and amax are those of x; otherwise those of the values of x8.
     """
     x8, stats, y = _compressed(x, kind, eps, weight, bias, fmt, group_size, scale, exact)
     return NormForward(x8, stats, amax(y))
@@ -135,13 +138,14 @@ def norm_quantize(
     scale: torch.Tensor,
     transpose: bool = False,
 ) -> QuantizedTensor:
-    """y in per-tensor FP8 with the given scale; codes ``[..., h]``, or ``[h, rows]`` if ``transpose``."""
+    """y of x or x8 in per-tensor FP8 with the given scale; codes ``[..., h]``, or ``[h, rows]`` if ``transpose``."""
     return quantize_tensor(norm_apply(x, stats, weight, bias), fmt, scale, transpose)
 
 
 def norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor | QuantizedTensor,
+    kind: str,
     stats: NormStats,
     weight: torch.Tensor | None,
     sum_dtype: torch.dtype = torch.float32,
@@ -153,6 +157,7 @@ def norm_backward(
 
     Args:
         dy: gradient of y, the shape of x.
+        x: x or x8.
         sum_dtype: type in which the gradients of weight and bias are summed over rows and returned.
         dtype: of dx.
         bias: whether the bias's gradient is wanted.
@@ -165,7 +170,7 @@ def norm_backward(
     normalized = _normalized(x, stats)
     weighted = dy if weight is None else dy * weight.float()
     dx = weighted - normalized * _row_mean(weighted * normalized)
-    if stats.mean is not None:
+    if kind == "layernorm":
         dx = dx - _row_mean(weighted)
     dx = dx * stats.rstd
     if residual is not None:
@@ -178,16 +183,28 @@ def norm_backward(
 def _compressed(
     x, kind, eps, weight, bias, fmt, group_size, scale, exact: bool
 ) -> tuple[QuantizedTensor, NormStats, torch.Tensor]:
-    """x in FP8, and the statistics and y (fp32) of the side that ``exact`` names."""
-    x8 = quantize_groups(x, fmt, group_size, scale)
-    source = x if exact else dequantize(x8)
-    stats = norm_stats(source, kind, eps)
-    return x8, stats, norm_apply(source, stats, weight, bias)
+    """x8, the statistics, and y (fp32) of the side that ``exact`` names."""
+    centered, mean = _centered(x, kind)
+    x8 = quantize_groups(centered, fmt, group_size, scale)
+    stats = NormStats(_rstd(centered if exact else dequantize(x8), eps), mean)
+    return x8, stats, norm_apply(x if exact else x8, stats, weight, bias)
+
+
+def _centered(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``x - mean`` in fp32, which is what rstd is the deviation of, and the mean; for RMSNorm x itself, and None."""
+    x = x.float()
+    if kind == "rmsnorm":
+        return x, None
+    if kind == "layernorm":
+        mean = x.mean(-1, keepdim=True, dtype=torch.float64).float()
+        return x - mean, mean
+    raise ValueError(f"norm kind: got {kind!r}, accepted: 'rmsnorm', 'layernorm'")
 
 
 def _normalized(x: torch.Tensor | QuantizedTensor, stats: NormStats) -> torch.Tensor:
-    values = dequantize(x) if isinstance(x, QuantizedTensor) else x.float()
-    return (values if stats.mean is None else values - stats.mean) * stats.rstd
+    if isinstance(x, QuantizedTensor):
+        return dequantize(x) * stats.rstd
+    return (x.float() if stats.mean is None else x.float() - stats.mean) * stats.rstd
 
 
 def _rstd(centered: torch.Tensor, eps: float) -> torch.Tensor:

@@ -101,6 +101,7 @@ def split_rope(
     Returns:
         q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]``, contiguous, in mixed's dtype: the
         layout that SDPA reads without copies and whose output is an alias of what the projection that follows takes.
+        None shares memory with mixed.
 
     Raises:
         ValueError: a shape that does not fit.
@@ -108,11 +109,11 @@ def split_rope(
     heads.check(mixed.shape, table)
     s, b, _ = mixed.shape
     grouped = mixed.view(s, b, heads.groups, heads.per_group + 2, heads.size)
-    q = grouped[..., : heads.per_group, :].reshape(s, b, -1, heads.size)
+    q = grouped[..., : heads.per_group, :].flatten(2, 3)
     k, v = grouped[..., heads.per_group, :], grouped[..., heads.per_group + 1, :]
-    if table is not None:
-        q, k = _rotate(q, table), _rotate(k, table)
-    return q.contiguous(), k.contiguous(), v.contiguous()
+    rotated = (q, k) if table is None else (_rotate(q, table), _rotate(k, table))
+    q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (*rotated, v))
+    return q, k, v
 
 
 def split_rope_backward(

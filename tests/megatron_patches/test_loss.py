@@ -105,6 +105,25 @@ def test_without_labels_logits_are_returned(device):
         assert torch.equal(model.compute_language_model_loss(labels, raw), wanted)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_losses_and_logits_can_be_changed_in_place(rows, invariant, device):
+    """As Megatron's loss functions do: at micro-batch 1 what the model returns is a view of the flow's output."""
+    model, (tokens, labels, positions) = tiny_gpt(), (t[:rows] for t in tiny_batch(8, device))
+
+    def gradients(change, **given):
+        model.zero_grad(set_to_none=True)
+        out = model(tokens, positions, None, **given)
+        change(out).mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    with patched(model, ActivationConfig(tp_invariant=invariant)):
+        for given in ({"labels": labels}, {}):
+            wanted = gradients(lambda t: t * weighting(t).to(t.dtype), **given)
+            got = gradients(lambda t: t.mul_(weighting(t).to(t.dtype)), **given)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
 def test_evaluation_gives_the_same_losses(device):
     model, (tokens, labels, positions) = tiny_gpt(), tiny_batch(6, device)
     patch_model(model, ActivationConfig())

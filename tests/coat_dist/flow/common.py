@@ -121,11 +121,11 @@ class Layer:
 
     def straight_norm_linear(self, x, config):
         """:func:`coat_dist.flow.norm_linear` in "quantized" mode."""
-        return self.fp8_linear(self._norm(self.grouped(x, config)), self.weight, config, self.bias)
+        return self.fp8_linear(self.grouped_norm(x, config), self.weight, config, self.bias)
 
     def straight_norm_mlp(self, x, config, activation):
         """:func:`coat_dist.flow.norm_mlp` in "quantized" mode."""
-        return self.straight_mlp(self._norm(self.grouped(x, config)), config, activation)
+        return self.straight_mlp(self.grouped_norm(x, config), config, activation)
 
     def straight_mlp(self, y, config, activation):
         """:func:`coat_dist.flow.mlp` in "quantized" mode."""
@@ -133,6 +133,13 @@ class Layer:
         parts = (pre,) if activation in PLAIN else pre.chunk(2, -1)
         pre = torch.cat([self.grouped(t, config) for t in parts], -1)
         return self.fp8_linear(act(pre, activation), self.fc2, config)
+
+    def grouped_norm(self, x, config):
+        """The norm of values that groups rounded; of a LayerNorm they are those of x less its mean."""
+        if self.kind == "rmsnorm":
+            return self._norm(self.grouped(x, config))
+        x = self.grouped(x - x.mean(-1, keepdim=True), config)
+        return F.rms_norm(x, x.shape[-1:], self.norm_weight, EPS) + self.norm_bias
 
     def _norm(self, x):
         h = x.shape[-1:]

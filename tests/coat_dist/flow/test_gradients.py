@@ -48,6 +48,27 @@ def test_exact_forward_is_closer_than_quantized_forward():
     assert errors[0] < 0.95 * errors[1]
 
 
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+@pytest.mark.parametrize("forward", ["exact", "quantized"])
+def test_a_mean_of_the_rows_costs_a_layer_norm_nothing(forward, scales):
+    """Means of up to a hundred deviations against fp64. What FP8 keeps has no mean; it would be all that FP8 keeps."""
+    layer, config = Layer.random(kind="layernorm"), settings(forward=forward, forward_scales=scales)
+    truth, centered = layer.copy(dtype=torch.float64), torch.randn(96, 64)
+    weighting, errors = torch.randn(96, 48), {}
+    for mean in (0, 10, 30, 100):
+        x = (centered + mean * torch.randn(96, 1).sign()).requires_grad_()
+        y, alias = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config, residual=True)
+        wide = x.detach().double().requires_grad_()
+        expected = truth._norm(wide) @ truth.weight.t() + truth.bias
+        leaves = [[t, o.norm_weight, o.norm_bias, o.weight] for t, o in ((x, layer), (wide, truth))]
+        got = torch.autograd.grad((y, alias), leaves[0], (weighting, weighting[:, :1].expand_as(x)))
+        want = torch.autograd.grad((expected, wide * 1), leaves[1], (weighting.double(), weighting[:, :1].expand_as(x)))
+        names = ("y", "dx", "norm_weight", "norm_bias", "weight")
+        errors[mean] = {n: relative_error(g, w) for n, g, w in zip(names, (y, *got), (expected, *want), strict=True)}
+    for mean, name in itertools.product((10, 30, 100), errors[0]):
+        assert errors[mean][name] < 1.02 * errors[0][name], (mean, name)
+
+
 def assert_same_flow(pairs):
     """Equal but for fp32's noise. A value so close to a tie that the noise decides its code moves a few results: seen
     in about one case of fifty, then by less than 1 %; a rounding too many or too few moves all by over 2 %."""

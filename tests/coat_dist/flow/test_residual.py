@@ -64,7 +64,7 @@ def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(name, kind, s
     assert all(a is None or torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     unfused, fused = backward_arguments
     assert unfused[-1] is None and torch.equal(fused[-1].view_as(carried), carried)
-    in_fp32 = norm_backward(*unfused[:5], torch.float32, unfused[6])[0]
+    in_fp32 = norm_backward(*unfused[:6], torch.float32, unfused[7])[0]
     assert torch.equal(dx, (in_fp32.view_as(x) + carried.float()).bfloat16())
 
 

@@ -29,9 +29,9 @@ def scale_bytes(n, config):
     return -(-n // config.group_size) * (1 if config.scale == "e8m0" else 2)
 
 
-def normed_bytes(h, kind, config):
-    """Per token: x8, its group scales, rstd and for LayerNorm the mean."""
-    return h + scale_bytes(h, config) + (8 if kind == "layernorm" else 4)
+def normed_bytes(h, config):
+    """Per token: x8, its group scales and rstd, of both norms."""
+    return h + scale_bytes(h, config) + 4
 
 
 def pre_bytes(f, config, parts=2):
@@ -50,14 +50,14 @@ def test_saved_bytes_are_the_plan(forward, scales, scale, kind, h, f, group_size
     x = torch.randn(10, 3, h, dtype=torch.bfloat16, requires_grad=True)
     parameters, tokens = layer.parameters().values(), 30
     kept = saved(lambda: norm_linear(x, layer.norm, layer.weight, None, ONE, config), *parameters)
-    assert sum(kept.values()) == tokens * normed_bytes(h, kind, config) + 2 * 4  # scales of y8 and of the weight
+    assert sum(kept.values()) == tokens * normed_bytes(h, config) + 2 * 4  # scales of y8 and of the weight
     kept = saved(lambda: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config), *parameters)
-    assert sum(kept.values()) == tokens * (normed_bytes(h, kind, config) + pre_bytes(f, config)) + 4 * 4
+    assert sum(kept.values()) == tokens * (normed_bytes(h, config) + pre_bytes(f, config)) + 4 * 4
 
     layer = Layer.random(h=h, f=f, kind=kind, dtype=torch.bfloat16, activation="gelu", biased=True)
     parameters = layer.parameters().values()
     kept = saved(lambda: layer.norm_mlp(x, config, "gelu"), *parameters)  # half of a gated one's; a bias costs nothing
-    assert sum(kept.values()) == tokens * (normed_bytes(h, kind, config) + pre_bytes(f, config, 1)) + 4 * 4
+    assert sum(kept.values()) == tokens * (normed_bytes(h, config) + pre_bytes(f, config, 1)) + 4 * 4
     kept = saved(lambda: layer.mlp(x, config, "gelu"), *parameters)
     assert sum(kept.values()) == tokens * (h + pre_bytes(f, config, 1)) + 4 * 4
     factor = torch.rand(10, 3, requires_grad=True)
@@ -85,7 +85,7 @@ def test_bytes_of_a_llama_2_7b_layer():
     """The number in docs/flow.md: q, k, v and o in BF16, and SDPA's logarithm of sums, are attention's own."""
     config = settings()
     attention = 4 * 2 * 4096 + 4 * 32
-    ours = normed_bytes(4096, "rmsnorm", config) * 2 + pre_bytes(11008, config)
+    ours = normed_bytes(4096, config) * 2 + pre_bytes(11008, config)
     assert ours + attention == 64056
 
 
@@ -175,13 +175,13 @@ def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt,
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         out = layer.norm_mlp(x, config)
-    codes, scales, rstd, *mean = held[: 4 if kind == "layernorm" else 3]
+    codes, scales, rstd = held[:3]
     x8 = QuantizedTensor(codes, scales, "group", config.group_size)
     pre8 = next(QuantizedTensor(c, s, "group", config.group_size) for c, s in zip(held, held[1:], strict=False)
                 if c.shape == (96, 2, 80))  # fmt: skip
     out.square().sum().backward()
     (y8, ys, w1, s1), (a8, as_, w2, s2), (_, _, w2_t, s2_t), wgrad2, (_, _, w1_t, s1_t), wgrad1 = products
-    y = norm_apply(x8, NormStats(rstd, *mean or [None]), layer.norm_weight, layer.norm_bias)
+    y = norm_apply(x8, NormStats(rstd, None), layer.norm_weight, layer.norm_bias)
     check((y8, ys), wgrad1[2:], y)
     check((a8, as_), wgrad2[2:], activation_apply(pre8, "swiglu"))
     check((w1, s1), (w1_t, s1_t), layer.fc1)

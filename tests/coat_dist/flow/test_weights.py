@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from coat_dist.flow import invalidate_weights, linear, norm_linear, norm_mlp, weights
 
@@ -175,15 +176,63 @@ def test_each_sign_of_a_change():
         assert change is other_dtype or not torch.equal(before, after), change
 
 
-def test_what_no_sign_shows_needs_a_call():
-    """The documented limit: a write through ``.data`` that no optimizer's step goes with."""
-    p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
-    before = plain_linear(p, x)
-    p.data.mul_(2)
-    assert torch.equal(plain_linear(p, x), before)
-    invalidate_weights()
-    assert torch.equal(plain_linear(p, x), plain_linear(p, x, "on_use"))
-    assert not torch.equal(plain_linear(p, x), before)
+def quietly(function, *arguments):
+    with torch.no_grad():
+        function(*arguments)
+
+
+def optimizer_step(p, new):
+    p.grad = new
+    torch.optim.SGD([p], lr=0.5).step()
+
+
+def averaged(p, new):
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.ParameterList([p]))
+    average.update_parameters(torch.nn.ParameterList([torch.nn.Parameter(new)]))
+    quietly(torch._foreach_copy_, [p], list(average.parameters()))
+
+
+WRITES = {
+    "copy_": (lambda p, new: quietly(p.copy_, new), True),
+    "data =": (lambda p, new: setattr(p, "data", new), True),
+    "detach().copy_": (lambda p, new: p.detach().copy_(new), True),
+    "load_state_dict": (lambda p, new: torch.nn.ParameterList([p]).load_state_dict({"0": new}), True),
+    "nn.init": (lambda p, new: torch.nn.init.normal_(p), True),
+    "vector_to_parameters": (lambda p, new: torch.nn.utils.vector_to_parameters(new.view(-1), [p]), True),
+    "averaged weights": (averaged, True),
+    "an optimizer's step": (optimizer_step, True),
+    # As torch's DistributedDataParallel makes its ranks equal.
+    "_broadcast_coalesced": (
+        lambda p, new: dist._broadcast_coalesced(dist.group.WORLD, [p.detach()], 2**20, 0), True),
+    "broadcast": (lambda p, new: dist.broadcast(p, 0), False),
+    "broadcast of data": (lambda p, new: dist.broadcast(p.data, 0), False),
+    "all_reduce": (lambda p, new: dist.all_reduce(p.detach()), False),
+    "data.copy_": (lambda p, new: p.data.copy_(new), False),
+    "foreach on data": (lambda p, new: quietly(torch._foreach_mul_, [p.data], 2.0), False),
+}  # fmt: skip
+"""{name: (a write to p, whether the cache sees it)}; what it does not see is documented."""
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_which_writes_are_seen_and_which_need_a_call(one_rank, quantized):
+    """By whether codes are made anew: a collective of one rank writes what was there."""
+    for name, (write, seen) in WRITES.items():
+        p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
+        plain_linear(p, x)
+        quantized.clear()
+        write(p, torch.randn(64, 48))
+        after = plain_linear(p, x)
+        assert quantized == [(64, 48)] * seen, name
+        if not seen:
+            invalidate_weights()
+            after = plain_linear(p, x)
+        assert torch.equal(after, plain_linear(p, x, "on_use")), name
 
 
 def test_methods_that_write_weights_can_be_named():

@@ -17,7 +17,7 @@ from coat_dist.reference import activation as reference_activation
 from coat_dist.reference import norm as reference_norm
 from coat_dist.reference import quantize as reference_quantize
 from coat_dist.reference.activation import ACTIVATIONS
-from tests.coat_dist.kernels.flow_agreement import SCALES, close, same
+from tests.coat_dist.kernels.flow_agreement import SCALES, check_compressed, close, off_center, same
 
 SHORT = (32, 1, True, 4)
 """Tiles (see row_tiles) that hold so few columns that most rows are longer: the rest is read twice."""
@@ -77,21 +77,17 @@ def check_norm(device="cpu", sizes=(72, 5120), rows=5, exact_bits=False):
     for kind, h, fmt, (scale, size), exact in itertools.product(
         ("rmsnorm", "layernorm"), sizes, (E4M3, E5M2), SCALES, (True, False)
     ):
-        x = (torch.randn(2, rows, h) * torch.exp(torch.randn(2, rows, 1))).to(device, torch.bfloat16)
-        x[0, 1] = 0
+        x = off_center(rows, h).to(device, torch.bfloat16)
         weight = (torch.rand(h) + 0.5).to(device)
         bias = torch.randn(h).to(device) if kind == "layernorm" else None
         rest = (kind, 1e-5, weight, bias, fmt, size, scale, exact)
         got, wanted = (m.norm_compress_rows(x, *rest) for m in (norm, reference_norm))
-        same(got.x8.codes, wanted.x8.codes)
-        assert torch.equal(got.x8.scales, wanted.x8.scales)
-        torch.testing.assert_close(got.stats.rstd, wanted.stats.rstd, rtol=1e-6, atol=0)
-        if bias is not None:
-            torch.testing.assert_close(got.stats.mean, wanted.stats.mean, rtol=1e-5, atol=1e-6)
+        check_compressed(got, wanted, x, fmt, size, scale, exact)
         y = reference_norm.norm_apply(x if exact else got.x8, got.stats, weight, bias)
         mine = reference_quantize.quantize_rows(y, fmt)
         (same_rows if bias is None or exact_bits else close_rows)(got.y8, mine)
-        close_rows(got.y8, wanted.y8)
+        if exact or bias is None:  # otherwise of other codes, where another mean moved a value over a middle
+            close_rows(got.y8, wanted.y8)
         x[0, -1, 7], x[1, 0, h - 1] = torch.inf, torch.nan
         spoilt = norm.norm_compress_rows(x, *rest)
         others = torch.ones(2, rows, dtype=torch.bool, device=device)

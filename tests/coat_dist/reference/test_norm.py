@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from coat_dist.formats import E4M3
 from coat_dist.reference.norm import (
+    NormStats,
     norm_apply,
     norm_backward,
     norm_compress,
@@ -41,7 +42,7 @@ def test_values_and_gradients(kind, affine):
     expected_grads = torch.autograd.grad(expected, leaves, dy.double())
     stats = norm_stats(x, kind, EPS)
     torch.testing.assert_close(norm_apply(x, stats, weight, bias), expected.float(), rtol=1e-5, atol=1e-5)
-    got = norm_backward(dy, x, stats, weight)
+    got = norm_backward(dy, x, kind, stats, weight)
     for mine, reference in zip(got, expected_grads, strict=False):
         torch.testing.assert_close(mine, reference.float(), rtol=1e-4, atol=1e-5)
     assert (stats.mean is None) == (kind == "rmsnorm")
@@ -52,8 +53,8 @@ def test_the_residual_gradient_is_added_before_the_one_rounding(kind):
     x, weight, _ = inputs()
     dy, residual = torch.randn_like(x).bfloat16(), (torch.randn_like(x) * 3).bfloat16()
     stats = norm_stats(x, kind, EPS)
-    exact, *sums = norm_backward(dy, x, stats, weight)
-    got, *others = norm_backward(dy, x, stats, weight, dtype=torch.bfloat16, residual=residual)
+    exact, *sums = norm_backward(dy, x, kind, stats, weight)
+    got, *others = norm_backward(dy, x, kind, stats, weight, dtype=torch.bfloat16, residual=residual)
     assert torch.equal(got, (exact + residual.float()).bfloat16())
     assert not torch.equal(got, exact.bfloat16() + residual)  # what two roundings give
     assert all(torch.equal(a, b) for a, b in zip(sums, others, strict=True))
@@ -79,14 +80,16 @@ def test_a_row_of_zeros_is_finite():
 def test_first_pass_is_the_sum_of_its_parts(kind, exact):
     x, weight, bias = inputs()
     found = norm_compress(x, kind, EPS, weight, bias, E4M3, 32, "e8m0", exact)
-    x8 = quantize_groups(x, E4M3, 32, "e8m0")
+    whole = norm_stats(x, kind, EPS)
+    x8 = quantize_groups(x if whole.mean is None else x - whole.mean, E4M3, 32, "e8m0")
     source = x if exact else dequantize(x8)
-    stats = norm_stats(source, kind, EPS)
+    stats = whole if exact else norm_stats(source, "rmsnorm", EPS)
     assert torch.equal(found.x8.codes.view(torch.uint8), x8.codes.view(torch.uint8))
     assert torch.equal(found.x8.scales, x8.scales)
     assert torch.equal(found.stats.rstd, stats.rstd)
     assert torch.equal(found.amax, norm_apply(source, stats, weight, bias).abs().max())
-    assert exact == torch.equal(found.stats.rstd, norm_stats(x, kind, EPS).rstd)
+    assert exact == torch.equal(found.stats.rstd, whole.rstd)
+    assert found.stats.mean is whole.mean is None or torch.equal(found.stats.mean, whole.mean)
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
@@ -113,18 +116,33 @@ def test_second_pass_from_codes_and_transposed():
     plain = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale)
     flipped = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale, transpose=True)
     assert torch.equal(plain.codes.view(torch.uint8).view(12, 72).t(), flipped.codes.view(torch.uint8))
-    y = norm_apply(dequantize(found.x8), found.stats, weight, bias)
+    y = norm_apply(dequantize(found.x8), NormStats(found.stats.rstd, None), weight, bias)
     assert amax(plain.codes.float()) == E4M3.max
     assert (dequantize(plain) - y).norm() < 0.04 * y.norm()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_mean_costs_a_layer_norm_no_precision(exact):
+    """x8 is that of x less its mean. The sum of x and 128 is exact here, so that x is all that x8 may hold."""
+    x = (torch.randn(4, 3, 64) * 2**8).round() / 2**8
+    rest = "layernorm", EPS, None, None, E4M3, 32, "e8m0", exact
+    plain, moved = (norm_compress(x + shift, *rest) for shift in (0, 128))
+    assert relative(moved.stats.mean - 128, plain.stats.mean) < 1e-3
+    assert relative(moved.stats.rstd, plain.stats.rstd) < 1e-5
+    assert relative(dequantize(moved.x8), dequantize(plain.x8)) < 1e-2
+
+
+def relative(got, expected):
+    return ((got - expected).norm() / expected.norm()).item()
 
 
 def test_sums_over_rows_in_fp64_do_not_depend_on_their_split():
     x, weight, _ = inputs()
     dy = torch.randn_like(x)
     stats = norm_stats(x, "rmsnorm", EPS)
-    whole = norm_backward(dy, x, stats, weight, torch.float64)
+    whole = norm_backward(dy, x, "rmsnorm", stats, weight, torch.float64)
     halves = [
-        norm_backward(dy[part], x[part], type(stats)(stats.rstd[part], None), weight, torch.float64)
+        norm_backward(dy[part], x[part], "rmsnorm", type(stats)(stats.rstd[part], None), weight, torch.float64)
         for part in (slice(0, 2), slice(2, 4))
     ]
     assert torch.equal(whole[0], torch.cat([h[0] for h in halves]))

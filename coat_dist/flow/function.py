@@ -1,0 +1,43 @@
+"""What all autograd functions of the flow do alike: leave autocast outside, and return tensors that are no views."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["shaped", "without_autocast"]
+
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def without_autocast(step: _Step) -> _Step:
+    """``forward`` or ``backward`` of an autograd function, with autocast switched off inside.
+
+    The flow says itself in which type each operation computes, and backward expects what forward saved in these types:
+    autocast, which is on in forward and normally off in backward, would change one of them alone.
+    """
+
+    @functools.wraps(step)
+    def run(ctx: Any, *args: Any) -> Any:
+        for given in args:
+            if isinstance(given, torch.Tensor):
+                if torch.is_autocast_enabled(given.device.type):
+                    with torch.autocast(given.device.type, enabled=False):
+                        return step(ctx, *args)
+                break
+        return step(ctx, *args)
+
+    return run  # type: ignore[return-value]
+
+
+def shaped(out: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A contiguous result that nobody else holds, with other dimensions for as many elements; nothing is copied.
+
+    It is the same tensor, where ``view`` would make another one. Autograd refuses to change a view in place that an
+    autograd function returned, as code around Megatron's layers does with outputs and losses.
+    """
+    assert out.is_contiguous() and out.numel() == torch.Size(shape).numel()
+    return out.resize_(shape)

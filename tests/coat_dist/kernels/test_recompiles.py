@@ -1,0 +1,80 @@
+"""Numbers of tokens that vary compile nothing anew. What Triton would compile for is noted; nothing is launched."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
+from triton.runtime import jit as runtime  # noqa: E402
+
+from coat_dist.formats import E4M3, QuantizedTensor  # noqa: E402
+from coat_dist.kernels import activation, cross_entropy, launch, norm, quantize, rope  # noqa: E402
+from coat_dist.reference.rope import Heads, rope_table  # noqa: E402
+
+if not triton.__version__.startswith(launch.COMPARED):
+    pytest.skip(f"Triton {triton.__version__} was not compared", allow_module_level=True)
+
+H, F, HEADS = 64, 96, Heads(groups=2, per_group=1, size=16)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A set of (kernel, what Triton specializes on, constants and options) of all launches."""
+    seen, binders = set(), {}
+
+    def note(self, grid, *args, **kwargs):
+        if self not in binders:
+            backend = CUDABackend(GPUTarget("cuda", 90, 32))
+            binders[self] = runtime.create_function_from_signature(self.jit.signature, self.jit.params, backend)
+        _, specialization, options = binders[self](*args, **kwargs)
+        seen.add((f"{self.jit.module}.{self.jit.__name__}", str(specialization), str(options)))
+
+    monkeypatch.setattr(launch.FastLaunch, "_launch", note)
+    return seen
+
+
+def run_all(tokens):
+    """Every kernel of the flow, on this number of tokens."""
+    x, dy, gain = torch.randn(tokens, H).bfloat16(), torch.randn(tokens, H).bfloat16(), torch.ones(H)
+    scale = torch.ones(())
+    for kind, bias in (("rmsnorm", None), ("layernorm", gain)):
+        first = kind, 1e-5, gain, bias
+        norm.norm_forward(x, *first)
+        norm.norm_compress_rows(x, *first, E4M3, 32, "e8m0", True)
+        x8, stats, _ = norm.norm_compress(x, *first, E4M3, 32, "e8m0", True)
+        for source in (x, x8):
+            for turn in (False, True):
+                norm.norm_quantize(source, stats, gain, bias, E4M3, scale, turn)
+            for residual in (None, x):
+                norm.norm_backward(dy, source, kind, stats, gain, bias=bias is not None, residual=residual)
+    quantize.amax(x)
+    quantize.quantize_rows(x, E4M3)
+    quantize.quantize_both(x, E4M3, scale)
+    quantize.quantize_tensor(x, E4M3, scale, transpose=True)
+    quantize.transpose(QuantizedTensor(x.to(torch.float8_e4m3fn), scale, "tensor"))
+    quantize.dequantize(quantize.quantize_groups(x, E4M3, 32, "e8m0"))
+    pre, da = torch.randn(tokens, 2 * F).bfloat16(), torch.randn(tokens, F).bfloat16()
+    activation.activation_compress_rows(pre, "swiglu", E4M3, 32, "e8m0", True)
+    pre8, _ = activation.activation_compress(pre, "swiglu", E4M3, 32, "e8m0", True)
+    activation.activation_quantize(pre, "swiglu", E4M3, scale)
+    activation.activation_grad_amax(da, pre8, "swiglu")
+    activation.activation_backward(da, pre8, "swiglu", E4M3, scale, E4M3, scale)
+    table = rope_table(torch.randn(tokens, 1, 1, 16))
+    heads = rope.split_rope(torch.randn(tokens, 1, HEADS.width).bfloat16(), HEADS, table)
+    rope.split_rope_backward(*heads, HEADS, table)
+    labels = torch.zeros(tokens, dtype=torch.long)
+    exponent, total, _ = cross_entropy.logit_stats(x, labels, 0)
+    cross_entropy.logit_grad(x, labels, 0, exponent, total.float(), None, exponent)
+
+
+@pytest.mark.parametrize("counts", [(16, 272, 528, 4096, 4224), (20, 268, 1000, 4100), (7, 263, 265, 1001, 4227)])
+def test_more_tokens_compile_nothing_anew(compiled, counts):
+    """Multiples of 16, which Triton tells apart; multiples of 4, by which codes are transposed; others."""
+    run_all(counts[0])
+    first = set(compiled)
+    assert len({name for name, *_ in first}) >= 15, {name for name, *_ in first}
+    for tokens in counts[1:]:
+        run_all(tokens)
+        assert compiled == first, (tokens, sorted(name for name, *_ in compiled - first))
