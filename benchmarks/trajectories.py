@@ -154,7 +154,8 @@ def configurations() -> list[Options]:
         Options("int8", expand=False),
     ]
     out = []
-    for kind, beta2, rounding in product(kinds, (0.999, 0.95), (False, "auto", True)):
+    roundings: tuple[bool | str, ...] = (False, "auto", True)
+    for kind, beta2, rounding in product(kinds, (0.999, 0.95), roundings):
         if (beta2, rounding) == (0.95, "auto"):  # is False
             continue
         sizes = (64, 128, 256) if beta2 == 0.999 and kind.expand else (128,)
@@ -174,11 +175,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default=None, help="folder of the JSON file (default: that of the repository)")
     output = parser.parse_args().output
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, make in SCENARIOS.items():
         gradients = make()
         for options in configurations():
-            row = {"scenario": name, "formats": _label(options)}
+            row: dict[str, Any] = {"scenario": name, "formats": _label(options)}
             row |= {k: getattr(options, k) for k in ("beta2", "rounding", "group_size")}
             rows.append(row | compare(gradients, options))
             numbers = rows[-1]
