@@ -86,7 +86,7 @@ class NormMLP(MLP):
         if per_token_scale is not None:
             raise ValueError("per_token_scale: got a tensor, accepted: None in a patched layer (it is for experts)")
         if self.coat.recompute:
-            y, alias = tensor_parallel.checkpoint(self._norm_mlp, False, hidden_states)
+            y, alias = tensor_parallel.checkpoint(self._norm_mlp, False, hidden_states, self._anchor(hidden_states))
         else:
             y, alias = self._norm_mlp(hidden_states)
         if self.coat.residual:
@@ -96,7 +96,22 @@ class NormMLP(MLP):
         # no leaf any more, and backward never end.
         return y, None if bias is None else bias.view_as(bias)
 
-    def _norm_mlp(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _anchor(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """A tensor that makes a checkpoint's output take part in backward, where only parameters inside need it to.
+
+        The checkpoint sees what it is called with, and everything below the MLP may be frozen. The parameters themselves
+        would do, but then hooks on them (of ZeRO, of DistributedDataParallel) would run twice.
+        """
+        assert self.coat.norm is not None
+        fc1, norm = self.linear_fc1, self.coat.norm
+        inside = fc1.weight, fc1.bias, self.linear_fc2.weight, *norm.parameters(recurse=False)
+        if hidden_states.requires_grad or not any(p is not None and p.requires_grad for p in inside):
+            return None
+        return torch.empty(0, requires_grad=True)
+
+    def _norm_mlp(
+        self, hidden_states: torch.Tensor, _anchor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output without fc2's bias, and the input's alias where it is wanted."""
         _wait_for_parameters(self.linear_fc1, self.linear_fc2)
         assert self.coat.norm is not None
