@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from .attention import PATCHED
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
@@ -98,7 +99,8 @@ def original_classes(model: nn.Module) -> list[tuple[nn.Module, type]]:
 def _original(cls: type, name: str, made: dict[type, type]) -> type:
     if cls in _ORIGINAL:
         return _ORIGINAL[cls]
-    if cls.__module__.partition(".")[0] != "torch":  # torch makes such classes of a few methods; none calls super()
+    sharded = any(issubclass(base, FSDPModule) for base in cls.__bases__)
+    if not sharded and cls.__name__ != f"Parametrized{cls.__bases__[0].__name__}":
         raise ValueError(
             f"{name}: got class {cls.__name__}, derived from a patched class, accepted: a class that patch_model gave, "
             "also in fully_shard or with parametrizations; take off first what was put around it"
@@ -107,6 +109,7 @@ def _original(cls: type, name: str, made: dict[type, type]) -> type:
         bases = tuple(
             _original(base, name, made) if getattr(base, "coat_patched", False) else base for base in cls.__bases__
         )
+        # Made over again. They have a few methods, none of which calls super(), and torch looks at their bases.
         content = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
         label = cls.__name__
         for before, after in zip(cls.__bases__, bases, strict=True):
