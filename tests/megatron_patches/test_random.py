@@ -20,7 +20,7 @@ from megatron_patches import patch_model, rng_state, set_rng_state, unpatch_mode
 
 from .tiny import tiny_batch, tiny_gpt, tiny_loss
 
-FEW, MANY = range(30), range(30, 430)
+FEW, MANY = range(12), range(12, 412)
 if "RANDOM_CASES" in os.environ:
     first, _, end = os.environ["RANDOM_CASES"].partition("-")
     MANY = range(int(first), int(end))
@@ -73,7 +73,7 @@ class Case:
         core = "core_attn" in self.recompute.get("recompute_modules", ())
         if chance(0.25) and not core and not self.model["attention_dropout"]:
             self.settings["attention"] = "fp8"
-        self.shared = draw.sample(MODULES[:1] + MODULES[1:], draw.randrange(1, 4)) if chance(0.35) else []
+        self.shared = draw.sample(MODULES, draw.randrange(1, 4)) if chance(0.35) else []
         if self.experts:
             self.shared = [m for m in self.shared if not m.startswith("mlp.")]
         self.by_weight = chance(0.3)
@@ -135,10 +135,10 @@ class Case:
                     setattr(theirs[name], attribute, parameter)
         return model
 
-    def freeze(self, model: Any, trained: Any = None) -> None:
+    def freeze(self, model: Any) -> None:
         names = {}
         for name, parameter in model.named_parameters():
-            names[name] = (trained or self.trained)(name)
+            names[name] = self.trained(name)
             parameter.requires_grad_(names[name])
         if not any(names.values()):
             model.decoder.layers[0].mlp.requires_grad_(True)
@@ -167,9 +167,11 @@ class Case:
         # Checkpoints that are Megatron's own lose gradients where nothing before them is trained. These stay as they
         # are; the others must not be seen.
         kept = [m for m in self.recompute.get("recompute_modules", ()) if m == "moe"]
-        theirs = self.recompute | {"recompute_modules": kept} if "recompute_modules" in self.recompute else self.recompute
-        plain, model, whole = self.build(theirs if kept or "recompute_modules" not in theirs else {}), None, None
-        model, whole = self.build(self.recompute), self.build({})
+        theirs = (
+            self.recompute | {"recompute_modules": kept} if "recompute_modules" in self.recompute else self.recompute
+        )
+        theirs = {} if "recompute_modules" in theirs and not kept else theirs
+        plain, model, whole = (self.build(recompute) for recompute in (theirs, self.recompute, {}))
         for each in (plain, model):
             self.freeze(each)
         expected = self.run(plain, device)
@@ -187,7 +189,6 @@ class Case:
         self.compare(found, expected, everything, device)
         unpatch_model(model)
         assert [(type(m), dict(vars(m))) for m in model.modules()] == before
-        model.load_state_dict(plain.state_dict())
         patch_model(plain, settings)
         unpatch_model(plain)
         again = self.run(plain, device)
@@ -202,16 +203,16 @@ class Case:
         assert found[0] == pytest.approx(expected[0], rel=LOSS)
         if self.experts:  # tokens may choose other experts
             return
-        for name, gradient in found[1].items():
-            if gradient is not None:
-                a, b = gradient.flatten().double(), expected[1][name].flatten().double()
-                if b.norm() == 0:
-                    assert a.norm() == 0, name
-                    continue
-                assert (a - b).norm() / b.norm() < GRADIENT, (name, float((a - b).norm() / b.norm()))
+        pairs = {n: (g.double(), expected[1][n].double()) for n, g in found[1].items() if g is not None}
+        largest = max((float(b.square().mean().sqrt()) for _, b in pairs.values()), default=0.0)
+        for name, (a, b) in pairs.items():
+            # Some gradients are sums that cancel: of the keys' bias, for one, which softmax does not see.
+            error, size = (float(x.square().mean().sqrt()) for x in (a - b, b))
+            assert error <= GRADIENT * size + NOISE * largest, (name, error / size, error / largest)
 
 
-LOSS, GRADIENT = 1e-2, 0.5
+LOSS, GRADIENT, NOISE = 1e-2, 0.35, 0.02
+"""Bounds on relative differences between FP8 and BF16: of losses; of gradients, and of the largest gradient."""
 
 
 def assert_equal(found: dict, expected: dict, device: str) -> None:
