@@ -1,7 +1,7 @@
 """Random models, parts of which are frozen, shared and recomputed, against the same models unpatched.
 
-A case is what its number draws. Some of them run every time, ``pytest -m slow`` runs hundreds; ``RANDOM_CASES=5000-5100``
-in the environment are the ones to run instead of these.
+A case is what its number draws. Some of them run every time, ``pytest -m slow`` runs hundreds;
+``RANDOM_CASES=5000-5100`` in the environment are the ones to run instead of these.
 """
 
 from __future__ import annotations
@@ -166,11 +166,9 @@ class Case:
         self.state = rng_state()
         # Checkpoints that are Megatron's own lose gradients where nothing before them is trained. These stay as they
         # are; the others must not be seen.
-        kept = [m for m in self.recompute.get("recompute_modules", ()) if m == "moe"]
-        theirs = (
-            self.recompute | {"recompute_modules": kept} if "recompute_modules" in self.recompute else self.recompute
-        )
-        theirs = {} if "recompute_modules" in theirs and not kept else theirs
+        modules = self.recompute.get("recompute_modules", ["full"])
+        kept = [m for m in modules if m in ("full", "moe")]
+        theirs = self.recompute | {"recompute_modules": kept} if kept == ["moe"] else self.recompute if kept else {}
         plain, model, whole = (self.build(recompute) for recompute in (theirs, self.recompute, {}))
         for each in (plain, model):
             self.freeze(each)
