@@ -85,7 +85,7 @@ class Case:
         draw = self.draw
         kind = draw.choice(["none", "full", "selective", "selective", "selective"])
         if kind == "full":
-            method, count = draw.choice(["uniform", "block"]), draw.randrange(1, self.layers + 1)
+            method, count = draw.choice(["uniform", "block"]), draw.choice([1, self.layers])
             return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
         modules = ["mlp", "core_attn"] + (["moe"] if self.experts else [])
         chosen = [m for m in modules if draw.random() < 0.6]

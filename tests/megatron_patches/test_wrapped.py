@@ -75,6 +75,20 @@ def test_unpatching_after_fully_shard(paths, options, device):
         unpatch_model(model)
 
 
+def test_weights_that_are_kept_as_codes_follow_the_shards(device):
+    curves = []
+    for weights in ("on_use", "cached"):
+        model = tiny_gpt()
+        patch_model(model, ActivationConfig(weights=weights))
+        wrap(model, WRAPPED["layers"])
+        optimizer, curve = torch.optim.SGD(model.parameters(), lr=0.3), []
+        for step in range(3):
+            curve.append(loss_and_gradients(model, tiny_batch(step, device))[0])
+            optimizer.step()
+        curves.append(curve)
+    assert curves[0] == curves[1] and curves[0][-1] < curves[0][0] - 0.2
+
+
 class Double(nn.Module):
     def forward(self, x):
         return x * 2
