@@ -76,6 +76,11 @@ class Case:
         self.shared = draw.sample(MODULES, draw.randrange(1, 4)) if chance(0.35) else []
         if self.experts:
             self.shared = [m for m in self.shared if not m.startswith("mlp.")]
+        if self.model["add_bias_linear"] and (self.shared or "bf16_layers" in self.settings):
+            # An MLP that may stay Megatron's: with biases, backward of its recompute never ends.
+            rest = [m for m in self.recompute.get("recompute_modules", ()) if m != "mlp"]
+            if "recompute_modules" in self.recompute:
+                self.recompute = self.recompute | {"recompute_modules": rest} if rest else {}
         self.by_weight = chance(0.3)
         self.same_layer = chance(0.1)
         self.batches = one_of([1, 1, 2, 3])
