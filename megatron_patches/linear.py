@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
@@ -17,7 +18,7 @@ from coat_dist.formats import QuantizedTensor
 from .norm import describe
 from .residual import Residual
 
-__all__ = ["FP8RowParallelLinear", "InvariantColumnParallelLinear", "NormColumnParallelLinear", "Patch"]
+__all__ = ["FP8RowParallelLinear", "InvariantColumnParallelLinear", "NormColumnParallelLinear", "Patch", "check_whole"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,19 @@ class Patch:
         return self.tp.with_sequence_parallel(linear.sequence_parallel)
 
 
+def check_whole(name: str, module: nn.Module) -> None:
+    """For modules whose parameters are used without calling them.
+
+    Raises:
+        ValueError: ``fully_shard`` is around the module alone, and gathers its parameters only when it is called.
+    """
+    if isinstance(module.weight, DTensor):
+        raise ValueError(
+            f"{name}: got fully_shard on this module alone, accepted: fully_shard on the whole layer (a patched block "
+            "uses these parameters outside of the module that holds them)"
+        )
+
+
 class NormColumnParallelLinear(ColumnParallelLinear):
     """``linear_qkv``: applies the layer's ``input_layernorm`` to its input, then the column-parallel linear in FP8."""
 
@@ -69,6 +83,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         if weight is not None or runtime_gather_output:
             raise ValueError("linear_qkv: got weight or runtime_gather_output, accepted: neither in a patched layer")
         assert self.coat.norm is not None
+        check_whole("input_layernorm", self.coat.norm)
         norm, tp, settings = describe(self.coat.norm), self.coat.tp_now(self), self.coat.settings
         if heads is not None:
             alias = residual is not None and residual.x is input_

@@ -85,12 +85,14 @@ class ChunkedLossGPTModel(GPTModel):
 
 
 def loss_reason(model: Any) -> str | None:
-    """Why the loss of a language model stays as it is, or None."""
+    """Why the loss of a language model stays as it is, or None. Of a pipeline stage without output layer, what can be
+    told from its class and configuration: the stage that has one is of the same."""
     if type(model) is not GPTModel:
         return f"model class {type(model).__name__}"
     if (reason := patch_reason(model.config)) is not None:
         return reason
-    if (reason := output_reason(model.output_layer)) is not None:
+    output_layer = getattr(model, "output_layer", None)
+    if output_layer is not None and (reason := output_reason(output_layer)) is not None:
         return reason
     if getattr(model.config, "mtp_num_layers", None):
         return "multi-token prediction computes several losses"
@@ -100,9 +102,11 @@ def loss_reason(model: Any) -> str | None:
         return "config.use_mup scales logits"
     if getattr(model.config, "config_logger_dir", ""):
         return "config.config_logger_dir asks for logits"
-    if model.output_layer.gather_output and tensor_parallel(model.output_layer).size > 1:
+    if output_layer is None:
+        return None
+    if output_layer.gather_output and tensor_parallel(output_layer).size > 1:
         return "parallel_output=False gathers logits"
-    weight = model.output_layer.weight
+    weight = output_layer.weight
     if weight is None:
         weight = model.shared_embedding_or_output_weight()
     if weight.dtype not in (torch.bfloat16, torch.float32):

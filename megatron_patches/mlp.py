@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core import activations, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
@@ -16,7 +17,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from coat_dist import flow
 
-from .linear import Patch
+from .linear import Patch, check_whole
 from .norm import describe
 from .residual import Residual
 
@@ -86,7 +87,7 @@ class NormMLP(MLP):
         if per_token_scale is not None:
             raise ValueError("per_token_scale: got a tensor, accepted: None in a patched layer (it is for experts)")
         if self.coat.recompute:
-            y, alias = tensor_parallel.checkpoint(self._norm_mlp, False, hidden_states)
+            y, alias = tensor_parallel.checkpoint(self._norm_mlp, False, hidden_states, self._anchor(hidden_states))
         else:
             y, alias = self._norm_mlp(hidden_states)
         if self.coat.residual:
@@ -96,10 +97,26 @@ class NormMLP(MLP):
         # no leaf any more, and backward never end.
         return y, None if bias is None else bias.view_as(bias)
 
-    def _norm_mlp(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output without fc2's bias, and the input's alias where it is wanted."""
-        _wait_for_parameters(self.linear_fc1, self.linear_fc2)
+    def _anchor(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """A tensor that makes a checkpoint's output take part in backward, where only parameters inside need it to.
+
+        The checkpoint sees what it is called with, and everything below the MLP may be frozen. The parameters
+        themselves would do, but then hooks on them (of ZeRO, of DistributedDataParallel) would run twice.
+        """
         assert self.coat.norm is not None
+        fc1, norm = self.linear_fc1, self.coat.norm
+        inside = fc1.weight, fc1.bias, self.linear_fc2.weight, *norm.parameters(recurse=False)
+        if hidden_states.requires_grad or not any(p is not None and p.requires_grad for p in inside):
+            return None
+        return torch.empty(0, requires_grad=True)
+
+    def _norm_mlp(
+        self, hidden_states: torch.Tensor, _anchor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output without fc2's bias, and the input's alias where it is wanted."""
+        _wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
+        assert self.coat.norm is not None
+        check_whole("pre_mlp_layernorm", self.coat.norm)
         y, alias = flow.norm_mlp(
             hidden_states,
             describe(self.coat.norm),
@@ -131,7 +148,7 @@ class ExpertMLP(MLP):
         Megatron multiplies the activation by it, before fc2; here the output is multiplied, which is the same but for
         rounding. fc2's bias is handed on where there is no scale, and added, scaled, where there is, as in Megatron.
         """
-        _wait_for_parameters(self.linear_fc1, self.linear_fc2)
+        _wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
         y = flow.mlp(
             hidden_states,
             self.linear_fc1.weight,
@@ -156,13 +173,22 @@ class SharedExperts(SharedExpertMLP, ExpertMLP):
     coat_patched = True
 
 
-def _wait_for_parameters(*modules: torch.nn.Module) -> None:
+def _wait_for_parameters(**modules: torch.nn.Module) -> None:
     """What Megatron's DistributedDataParallel does before a module's forward, for modules that are not called.
 
     With ``overlap_param_gather`` its forward pre-hooks wait for the all-gather of the module's parameters and start
     the next one.
+
+    Raises:
+        ValueError: a module that only computes what it should when it is called: sharded alone, or not Megatron's.
     """
-    for module in modules:
+    for name, module in modules.items():
+        check_whole(name, module)
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            raise ValueError(
+                f"{name}: got class {type(module).__name__}, accepted: the linear that was there when the model was "
+                "patched (a patched MLP uses its weight without calling it); unpatch_model first"
+            )
         for hook in tuple(module._forward_pre_hooks.values()):
             if getattr(hook, "__module__", None) == DistributedDataParallel.__module__:
                 hook(module)

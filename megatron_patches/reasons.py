@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from coat_dist.config import ActivationConfig
 
@@ -26,6 +27,7 @@ __all__ = [
     "experts_reason",
     "fp8_attention_reason",
     "has_experts",
+    "hooks_reason",
     "layer_reason",
     "mlp_reason",
     "output_reason",
@@ -35,13 +37,27 @@ __all__ = [
 _ALIGNMENT = 16
 """FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding every time."""
 
+# Hooks of modules whose calls a patch changes: those that would not run, or see other values.
+_INPUT, _OUTPUT = ("_forward_pre_hooks",), ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "self_attention": {
+        "input_layernorm": _OUTPUT, "self_attention": _INPUT, "self_attention.linear_qkv": _INPUT + _OUTPUT
+    },
+    "mlp": {"pre_mlp_layernorm": _OUTPUT, "mlp": _INPUT, "mlp.linear_fc1": _INPUT + _OUTPUT,
+            "mlp.linear_fc2": _INPUT + _OUTPUT},
+    "mlp.shared_experts": {f"mlp.shared_experts.{fc}": _INPUT + _OUTPUT for fc in ("linear_fc1", "linear_fc2")},
+}  # fmt: skip
+_KNOWN_HOOKS = ("megatron.core.distributed.", "deepspeed.")
+"""Packages whose hooks gather parameters, which patched modules see to (see ``NormMLP``)."""
+
 _ROW_BIAS = "tp_invariant with a bias of {}, whose gradient is a BF16 sum over a rank's tokens"
 
 
 def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
     """What holds for both blocks of ``layer``."""
     if type(layer) is not TransformerLayer:
-        return f"layer class {type(layer).__name__}"
+        hint = " (patch before fully_shard)" if isinstance(layer, FSDPModule) else ""
+        return f"layer class {type(layer).__name__}{hint}"
     if (reason := patch_reason(layer.config)) is not None:
         return reason
     for key in ("hidden_dropout", "attention_dropout"):  # random states of ranks differ
@@ -147,6 +163,23 @@ def _products_reason(mlp: Any, expert: bool = False) -> str | None:
         activation_name(mlp.config)
     except ValueError as problem:
         return str(problem)
+    return None
+
+
+def hooks_reason(layer: Any, kind: str) -> str | None:
+    """For the block ``kind`` of ``layer``: hooks that a program has registered and that patching would make useless."""
+    hooked = _HOOKS.get(kind)
+    if hooked is None:
+        count = len(layer.mlp.experts.local_experts)
+        fcs = ("linear_fc1", "linear_fc2")
+        hooked = {f"mlp.experts.local_experts.{i}.{fc}": _INPUT + _OUTPUT for i in range(count) for fc in fcs}
+    for path, tables in hooked.items():
+        module = layer.get_submodule(path)
+        for table in tables:
+            for hook in getattr(module, table).values():
+                if not str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS):
+                    kind = table.strip("_").removesuffix("s").replace("_", " ")
+                    return f"{path} has a {kind}, which would not run or see other values"
     return None
 
 

@@ -164,12 +164,12 @@ def test_other_additions_stay_and_the_report_says_so(residuals, device):
 def test_hooks_that_replace_tensors_end_the_fusion_and_change_nothing(where, residuals, device):
     """As ZeRO-3's hooks do. A hook may also compute: the residual is what Megatron holds, not what the hook made."""
     model, batch = tiny_gpt(**FP32), tiny_batch(0, device)
+    patch_model(model, SETTINGS)
     layer = model.decoder.layers[0]
     if where == "output":
         layer.mlp.register_forward_hook(lambda module, args, out: (out[0] * 2, *out[1:]))
     else:
         layer.get_submodule(where).register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
-    patch_model(model, SETTINGS)
     loss, grads = run(model, batch)
     attention = where.startswith("self_attention")
     assert residuals == [True, True, attention, not attention]
