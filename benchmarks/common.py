@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -35,7 +36,10 @@ def command() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Command, commit, versions and GPUs of this run."""
+    """Command, commit, versions and GPUs of this run.
+
+    ``COAT_COMMIT`` names the commit where the code was copied to without its history.
+    """
     import torch
 
     def version(name: str) -> str | None:
@@ -44,11 +48,11 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or None,
+        "commit": os.environ.get("COAT_COMMIT") or git.stdout.strip() or None,
         "python": platform.python_version(),
         "versions": {n: version(n) for n in ("torch", "triton", "deepspeed", "megatron-core")},
         "cuda": torch.version.cuda,

@@ -241,7 +241,8 @@ def _values(q: QuantizedTensor, shape: torch.Size, dtype: torch.dtype) -> torch.
 
 
 def _sdpa(q, k, v, *, causal: bool, scale: float | None, dropout: float = 0.0) -> torch.Tensor:
-    with _preferred_backend(q.device):
+    # cuDNN's answer to no sequences at all is None (torch 2.11); the plain products take any number.
+    with _preferred_backend(q.device) if q.numel() else sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )

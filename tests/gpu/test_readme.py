@@ -32,7 +32,7 @@ def test_program(name, launcher, world, tmp_path):
     done = subprocess.run(
         [*started, "tests.readme", name, str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -120,7 +120,8 @@ def check(device="cpu", steps=2, few=False, dtype=torch.float32, copy=None, exac
             held = move(runs[0], params, cases, device)
         for one in held:
             one.check()
-    assert all(not torch.equal(p, x) for p, x in zip(params, start, strict=True) if x.numel())
+    # Not of one element: in BF16 a few steps may well lead back to where it was.
+    assert all(not torch.equal(p, x) for p, x in zip(params, start, strict=True) if x.numel() > 1)
 
 
 def compare(runs, params, plain, exact):
