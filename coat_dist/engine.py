@@ -172,9 +172,13 @@ def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     over other ranks. DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables."""
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
+    def listed(params: Any) -> list[torch.nn.Parameter]:
+        return [params] if isinstance(params, torch.Tensor) else list(params)
+
+    groups = [{**group, "params": listed(group["params"])} for group in groups]
     if not any(is_moe_param(p) for group in groups for p in group["params"]):
         return groups
-    named = [{"name": f"group {i}", **group, "params": list(group["params"])} for i, group in enumerate(groups)]
+    named = [{"name": f"group {i}", **group} for i, group in enumerate(groups)]
     return [group for group in configure_moe_param_groups(named) if group["params"]]
 
 

