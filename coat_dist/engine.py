@@ -168,8 +168,10 @@ def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parame
 
 
 def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters of DeepSpeed's experts (``deepspeed.moe``) in groups of their own, which ZeRO demands: they are sharded
-    over other ranks. DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables."""
+    """Parameters of DeepSpeed's experts (``deepspeed.moe``) in groups of their own, as they are sharded over other ranks.
+
+    DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables like ours.
+    """
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
     def listed(params: Any) -> list[torch.nn.Parameter]:
