@@ -168,7 +168,7 @@ def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parame
 
 
 def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters of DeepSpeed's experts (``deepspeed.moe``) in groups of their own, as they are sharded over other ranks.
+    """Parameters of DeepSpeed's experts (``deepspeed.moe``) in groups of their own: they are sharded over other ranks.
 
     DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables like ours.
     """
