@@ -150,9 +150,13 @@ def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parame
     options = {**coat.optimizer.model_dump(), **params}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
+
+    def make(groups: list[dict[str, Any]]) -> CoatAdamW:
+        return CoatAdamW(_experts_apart(groups), **options)
+
     listed = list(parameters) if parameters is not None else None
     if listed and isinstance(listed[0], dict):
-        return (lambda groups: CoatAdamW(groups, **options)), listed
+        return make, listed
     chosen = None if listed is None else {id(p) for p in listed}
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
     if chosen is not None and len(named) != len(chosen):
@@ -160,7 +164,24 @@ def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parame
             f"model_parameters: {len(chosen) - len(named)} of {len(chosen)} are not parameters of the model"
         )
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
-    return (lambda groups: CoatAdamW(groups, **options)), groups
+    return make, groups
+
+
+def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameters of DeepSpeed's experts (``deepspeed.moe``) in groups of their own: they are sharded over other ranks.
+
+    DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables like ours.
+    """
+    from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
+
+    def listed(params: Any) -> list[torch.nn.Parameter]:
+        return [params] if isinstance(params, torch.Tensor) else list(params)
+
+    groups = [{**group, "params": listed(group["params"])} for group in groups]
+    if not any(is_moe_param(p) for group in groups for p in group["params"]):
+        return groups
+    named = [{"name": f"group {i}", **group} for i, group in enumerate(groups)]
+    return [group for group in configure_moe_param_groups(named) if group["params"]]
 
 
 def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:

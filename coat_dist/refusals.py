@@ -24,8 +24,13 @@ _NUMBERS = (
     *((f"train_{name}", int, "an integer >= 1") for name in ("batch_size", "micro_batch_size_per_gpu")),
     ("gradient_accumulation_steps", int, "an integer >= 1"),
     ("gradient_clipping", int | float, "a number >= 0"),
+    ("tensor_parallel.autotp_size", int, "an integer >= 0"),
 )
 """DeepSpeed compares them with numbers without a look at their types, some of them in the first step."""
+_UNSET = ("bf16", "bfloat16", "aio", *(key for key, kind, _ in _NUMBERS if kind is int))
+"""Keys that may be null, which means to DeepSpeed that they are not given."""
+_MODELS = ("zero_optimization", "fp16", "bf16", "bfloat16", "tensor_parallel", "compile")
+"""Blocks in which DeepSpeed drops what is "auto"."""
 _INNER = (
     "optimizer.params",
     "scheduler.params",
@@ -67,6 +72,7 @@ def check_deepspeed(
         raise CoatConfigError(f'optimizer.type: got {json.dumps(optimizer_type)}, accepted: "CoatAdamW"')
     if coat is None and not compressed:
         return
+    config = _as_read(config)
     _check_types(config)
     problems: list[str] = []
 
@@ -84,7 +90,7 @@ def check_deepspeed(
     stage = zero.get("stage", 0)
     if compressed:
         _check_zero(zero, refuse)
-        half = next((k for k in ("bf16", "bfloat16", "fp16") if _get(config, k, "enabled")), None)
+        half = next((k for k in (_bf16(config), "fp16") if _get(config, k, "enabled")), None)
         reason = "stage 0 steps on zero gradients while the engine is built"
         if half == "fp16":
             reason = "DeepSpeed's optimizer of stage 0 hands out states and weights that nothing here was written for"
@@ -143,6 +149,17 @@ def check_deepspeed(
         raise CoatConfigError("\n".join(problems))
 
 
+def _as_read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what DeepSpeed reads as not given: null of some keys, and "auto", which programs on top
+    of it fill in."""
+
+    def without_auto(value: Any) -> Any:
+        return {k: without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, Mapping) else value
+
+    given = {key: value for key, value in config.items() if value is not None or key not in _UNSET}
+    return given | {key: without_auto(given[key]) for key in _MODELS if key in given}
+
+
 def _check_types(config: Mapping[str, Any]) -> None:
     """Refuse what is no object, no stage or no number before anything is looked up in it: DeepSpeed would end in an
     AttributeError or TypeError that names no key."""
@@ -158,8 +175,10 @@ def _check_types(config: Mapping[str, Any]) -> None:
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         problems.append(f"zero_optimization.stage: got {json.dumps(stage, default=str)}, accepted: 0, 1, 2 or 3")
     for key, kind, accepted in _NUMBERS:
-        value = config.get(key)
-        if key in config and (isinstance(value, bool) or not isinstance(value, kind) or value < (kind is int)):
+        value = _get(config, *key.split("."))
+        wanted = key in config or value is not None
+        least = 1 if accepted.endswith("1") else 0
+        if wanted and (isinstance(value, bool) or not isinstance(value, kind) or not value >= least):
             problems.append(f"{key}: got {json.dumps(value, default=str)}, accepted: {accepted}")
     if problems:
         raise CoatConfigError("\n".join(problems))
@@ -238,7 +257,7 @@ def _check_master_weights(
     config: Mapping[str, Any], remainder: bool, option: str, stage: int, refuse: Callable[..., None]
 ) -> None:
     """``master_weights`` and DeepSpeed's keys have to say the same: each alone would lose the lower 16 bits."""
-    block = "bfloat16" if "bfloat16" in config and "bf16" not in config else "bf16"
+    block = _bf16(config)
     weights, states = f"{block}.bf16_master_weights_and_grads", f"{block}.bf16_optimizer_states"
     on = {key: bool(_get(config, *key.split("."))) for key in (weights, states)}
     if not remainder:
@@ -261,6 +280,11 @@ def _check_master_weights(
     )
     for key in ("zero_optimization.cpu_offload_param", "zero_optimization.cpu_offload_params"):
         refuse(key, f"false with {option}", bool(_get(config, *key.split("."))))
+
+
+def _bf16(config: Mapping[str, Any]) -> str:
+    """The name of the block that DeepSpeed reads; it passes over the older one beside the newer one."""
+    return "bfloat16" if "bfloat16" in config and "bf16" not in config else "bf16"
 
 
 def _get(config: Any, *keys: str) -> Any:

@@ -33,6 +33,8 @@ AN_OBJECT, A_STAGE, A_RATE = "an object with its settings", "0, 1, 2 or 3", "a n
         ("optimizer.params.maximize", "no", "True or False"),
         ("optimizer.type", "coatadamw", '"CoatAdamW"'),
         ("train_micro_batch_size_per_gpu", "2", "an integer >= 1"),
+        ("tensor_parallel.autotp_size", "2", "an integer >= 0"),
+        ("gradient_clipping", float("nan"), A_RATE),
         ("gradient_accumulation_steps", 0, "an integer >= 1"),
         *(("gradient_clipping", value, A_RATE) for value in ("1.0", True, None, -1)),
     ],
@@ -42,6 +44,23 @@ def test_values_of_a_wrong_kind_give_one_line_by_key(key, value, accepted):
         check_deepspeed(config(**{key.replace(".", "__"): value}))
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"{key}: got ") and f"accepted: {accepted}" in line, line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({key: None} for key in ("bf16", "bfloat16", "aio", "gradient_accumulation_steps")),
+        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": None},
+        {"zero_optimization__offload_optimizer": {"device": "auto"}},
+        *({f"zero_optimization__{key}": "auto"} for key in ("cpu_offload", "elastic_checkpoint", "zenflow")),
+        {"bf16__bf16_master_weights_and_grads": "auto"},
+        {"bf16": {"enabled": False}, "bfloat16": {"enabled": True}, "zero_optimization__stage": 0},
+        {"fp16__enabled": "auto"},
+        {"tensor_parallel__autotp_size": "auto"},
+    ],
+)
+def test_what_deepspeed_reads_as_not_given_is_not_refused(changes):
+    check_deepspeed(config(**changes))
 
 
 def test_a_block_of_nearly_the_right_name_is_not_passed_over():
