@@ -57,7 +57,7 @@ class Block:
 
     def reason(self, settings: ActivationConfig) -> str | None:
         """Why it stays BF16, for itself; None if it need not."""
-        return _REASONS[self.kind](self.layer, settings) or hooks_reason(self.layer, self.kind)
+        return _REASONS[self.kind](self.layer, settings) or hooks_reason(self.layer, self.kind, settings)
 
     def modules(self) -> dict[str, Any]:
         """The modules whose class a patch changes, by their name in the layer."""
