@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 
 from coat_dist.config import ActivationConfig
@@ -59,8 +60,9 @@ _ROW_BIAS = "tp_invariant with a bias of {}, whose gradient is a BF16 sum over a
 def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
     """What holds for both blocks of ``layer``."""
     if type(layer) is not TransformerLayer:
-        hint = " (patch before fully_shard)" if isinstance(layer, FSDPModule) else ""
-        return f"layer class {type(layer).__name__}{hint}"
+        wrapped = "fully_shard" if isinstance(layer, FSDPModule) else None
+        wrapped = "torch.compile" if isinstance(layer, OptimizedModule) else wrapped
+        return f"layer class {type(layer).__name__}" + (f" (patch before {wrapped})" if wrapped else "")
     if (reason := patch_reason(layer.config)) is not None:
         return reason
     for key in ("hidden_dropout", "attention_dropout"):  # random states of ranks differ

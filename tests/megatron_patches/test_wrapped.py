@@ -189,6 +189,13 @@ def test_patching_after_fully_shard(device):
     assert_same(loss_and_gradients(model, batch), flow, device)
 
 
+def test_patching_after_torch_compile(device):
+    model = tiny_gpt()
+    model.decoder.layers[0] = torch.compile(model.decoder.layers[0], backend="eager")
+    report = patch_model(model, SETTINGS)
+    assert report.left == dict.fromkeys(BLOCKS[:2], "layer class OptimizedModule (patch before torch.compile)")
+
+
 def hook(*args):
     pass
 
