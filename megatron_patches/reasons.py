@@ -40,7 +40,7 @@ _ALIGNMENT = 16
 
 # Hooks of modules whose calls a patch changes: those that would not run, or see other values.
 _INPUT, _OUTPUT = ("_forward_pre_hooks",), ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_BLOCK = ("_forward_pre_hooks", "_backward_hooks")  # those that are for its input, which now is the norm's, or its gradient
+_BLOCK = ("_forward_pre_hooks", "_backward_hooks")  # they see its input, which now is the norm's, or its gradient
 _HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     "self_attention": {
         "input_layernorm": _OUTPUT, "self_attention": _BLOCK, "self_attention.linear_qkv": _INPUT + _OUTPUT
