@@ -35,6 +35,8 @@ class Patch:
     activation: str = ""
     """Of an MLP, the flow's name of its activation, found when the model is patched. Functions are told apart by
     identity, and profilers put others in their places while they run."""
+    function: Any = None
+    """The function that has this name: what ``config.activation_func`` must still be."""
     residual: bool = False
     """Whether the block's output carries its :class:`~megatron_patches.residual.Residual`."""
     recompute: bool = False

@@ -122,7 +122,7 @@ class NormMLP(MLP):
             describe(self.coat.norm),
             self.linear_fc1.weight,
             self.linear_fc2.weight,
-            self.coat.activation,
+            _activation(self),
             self.coat.tp_now(self.linear_fc1),
             self.coat.settings,
             self.linear_fc1.bias,
@@ -153,7 +153,7 @@ class ExpertMLP(MLP):
             hidden_states,
             self.linear_fc1.weight,
             self.linear_fc2.weight,
-            self.coat.activation,
+            _activation(self),
             self.coat.tp_now(self.linear_fc1),
             self.coat.settings,
             self.linear_fc1.bias,
@@ -171,6 +171,22 @@ class SharedExperts(SharedExpertMLP, ExpertMLP):
     """Megatron's shared experts, whose ``forward`` calls that of an MLP (:class:`ExpertMLP`) and applies their gate."""
 
     coat_patched = True
+
+
+def _activation(mlp: NormMLP | ExpertMLP) -> str:
+    """The flow's name of the activation.
+
+    Raises:
+        ValueError: another function was set since the model was patched.
+    """
+    for given in (mlp.config.activation_func, mlp.activation_func):  # Megatron reads the one or the other, by the gate
+        if given is not mlp.coat.function:
+            name, accepted = (getattr(f, "__name__", f) for f in (given, mlp.coat.function))
+            raise ValueError(
+                f"activation_func: got {name}, accepted: {accepted}, which it was when the model was patched; "
+                "call unpatch_model first"
+            )
+    return mlp.coat.activation
 
 
 def _wait_for_parameters(**modules: torch.nn.Module) -> None:

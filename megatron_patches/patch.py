@@ -158,7 +158,7 @@ def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport, chan
     norm = _fold_norm(layer, "mlp", report, changes)
     if not isinstance(layer.mlp, NormMLP):
         tp = tensor_parallel(layer.mlp.linear_fc1)
-        patch = Patch(settings, tp, norm, activation_name(layer.mlp.config), recompute=layer.recompute_mlp)
+        patch = Patch(settings, tp, norm, **_activation(layer.mlp), recompute=layer.recompute_mlp)
         changes.swap(layer.mlp, NormMLP, patch)
     changes.set(layer, "recompute_mlp", False)
 
@@ -166,15 +166,19 @@ def _patch_mlp(layer: Any, settings: ActivationConfig, report: PatchReport, chan
 def _patch_experts(layer: Any, settings: ActivationConfig, report: PatchReport, changes: Changes) -> None:
     for expert in layer.mlp.experts.local_experts:
         if not isinstance(expert, ExpertMLP):
-            patch = Patch(settings, TensorParallel(), activation=activation_name(expert.config))
+            patch = Patch(settings, TensorParallel(), **_activation(expert))
             changes.swap(expert, ExpertMLP, patch)
 
 
 def _patch_shared_experts(layer: Any, settings: ActivationConfig, report: PatchReport, changes: Changes) -> None:
     shared = layer.mlp.shared_experts
     if not isinstance(shared, SharedExperts):
-        patch = Patch(settings, tensor_parallel(shared.linear_fc1), activation=activation_name(shared.config))
+        patch = Patch(settings, tensor_parallel(shared.linear_fc1), **_activation(shared))
         changes.swap(shared, SharedExperts, patch)
+
+
+def _activation(mlp: Any) -> dict[str, Any]:
+    return {"activation": activation_name(mlp.config), "function": mlp.config.activation_func}
 
 
 _PATCHERS: dict[str, Callable[[Any, ActivationConfig, PatchReport, Changes], None]] = {

@@ -57,7 +57,7 @@ class Block:
 
     def reason(self, settings: ActivationConfig) -> str | None:
         """Why it stays BF16, for itself; None if it need not."""
-        return _REASONS[self.kind](self.layer, settings) or hooks_reason(self.layer, self.kind)
+        return _REASONS[self.kind](self.layer, settings) or hooks_reason(self.layer, self.kind, settings)
 
     def modules(self) -> dict[str, Any]:
         """The modules whose class a patch changes, by their name in the layer."""
@@ -113,7 +113,8 @@ def plan_blocks(model: nn.Module, settings: ActivationConfig, report: PatchRepor
     blocks = [b for b in blocks if b.name not in report.left]
     report.patched += [b.name for b in blocks]
     for name, module in model.named_modules():
-        if isinstance(module, BaseTransformerLayer) and not any(module is layer for _, layer in layers):
+        known = any(module is layer or module is getattr(layer, "_orig_mod", None) for _, layer in layers)
+        if isinstance(module, BaseTransformerLayer) and not known:
             report.left[name] = "outside the decoder's layers (multi-token prediction)"
     if not blocks and (everywhere or not staged):
         why = f" ({everywhere})" if everywhere and not layers else ""

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 
 from coat_dist.config import ActivationConfig
@@ -39,14 +40,17 @@ _ALIGNMENT = 16
 
 # Hooks of modules whose calls a patch changes: those that would not run, or see other values.
 _INPUT, _OUTPUT = ("_forward_pre_hooks",), ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BLOCK = ("_forward_pre_hooks", "_backward_hooks")  # they see its input, which now is the norm's, or its gradient
 _HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     "self_attention": {
-        "input_layernorm": _OUTPUT, "self_attention": _INPUT, "self_attention.linear_qkv": _INPUT + _OUTPUT
+        "input_layernorm": _OUTPUT, "self_attention": _BLOCK, "self_attention.linear_qkv": _INPUT + _OUTPUT
     },
-    "mlp": {"pre_mlp_layernorm": _OUTPUT, "mlp": _INPUT, "mlp.linear_fc1": _INPUT + _OUTPUT,
+    "mlp": {"pre_mlp_layernorm": _OUTPUT, "mlp": _BLOCK, "mlp.linear_fc1": _INPUT + _OUTPUT,
             "mlp.linear_fc2": _INPUT + _OUTPUT},
     "mlp.shared_experts": {f"mlp.shared_experts.{fc}": _INPUT + _OUTPUT for fc in ("linear_fc1", "linear_fc2")},
 }  # fmt: skip
+# FP8 attention is not core_attention's call, and hands its output to linear_proj in FP8 beside.
+_FP8_ATTENTION = {"self_attention.core_attention": _INPUT + _OUTPUT, "self_attention.linear_proj": _INPUT}
 _KNOWN_HOOKS = ("megatron.core.distributed.", "deepspeed.")
 """Packages whose hooks gather parameters, which patched modules see to (see ``NormMLP``)."""
 
@@ -56,8 +60,9 @@ _ROW_BIAS = "tp_invariant with a bias of {}, whose gradient is a BF16 sum over a
 def layer_reason(layer: nn.Module, settings: ActivationConfig) -> str | None:
     """What holds for both blocks of ``layer``."""
     if type(layer) is not TransformerLayer:
-        hint = " (patch before fully_shard)" if isinstance(layer, FSDPModule) else ""
-        return f"layer class {type(layer).__name__}{hint}"
+        wrapped = "fully_shard" if isinstance(layer, FSDPModule) else None
+        wrapped = "torch.compile" if isinstance(layer, OptimizedModule) else wrapped
+        return f"layer class {type(layer).__name__}" + (f" (patch before {wrapped})" if wrapped else "")
     if (reason := patch_reason(layer.config)) is not None:
         return reason
     for key in ("hidden_dropout", "attention_dropout"):  # random states of ranks differ
@@ -163,16 +168,20 @@ def _products_reason(mlp: Any, expert: bool = False) -> str | None:
         activation_name(mlp.config)
     except ValueError as problem:
         return str(problem)
+    if mlp.activation_func is not mlp.config.activation_func:  # Megatron reads the one or the other, by the gate
+        return "an activation_func that is not config.activation_func"
     return None
 
 
-def hooks_reason(layer: Any, kind: str) -> str | None:
+def hooks_reason(layer: Any, kind: str, settings: ActivationConfig) -> str | None:
     """For the block ``kind`` of ``layer``: hooks that a program has registered and that patching would make useless."""
     hooked = _HOOKS.get(kind)
     if hooked is None:
         count = len(layer.mlp.experts.local_experts)
         fcs = ("linear_fc1", "linear_fc2")
         hooked = {f"mlp.experts.local_experts.{i}.{fc}": _INPUT + _OUTPUT for i in range(count) for fc in fcs}
+    if kind == "self_attention" and settings.attention == "fp8":
+        hooked = hooked | _FP8_ATTENTION
     for path, tables in hooked.items():
         module = layer.get_submodule(path)
         for table in tables:

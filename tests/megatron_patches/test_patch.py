@@ -11,7 +11,7 @@ from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.activation import ACTIVATIONS, FUNCTIONS
-from megatron_patches import PatchReport, patch_model, patched
+from megatron_patches import PatchReport, patch_model, patched, unpatch_model
 from megatron_patches.mlp import activation_name
 
 from .tiny import BLOCKS, gradients, tiny_batch, tiny_config, tiny_gpt, tiny_loss
@@ -142,6 +142,28 @@ def test_other_activations_have_no_name(function, gated):
     config.activation_func, config.gated_linear_unit = function, gated
     with pytest.raises(ValueError, match="activation_func .* gated_linear_unit"):
         activation_name(config)
+
+
+def test_an_mlp_with_another_activation_than_its_configuration(device):
+    model = tiny_gpt(gated_linear_unit=False, activation_func=F.gelu)
+    model.decoder.layers[0].mlp.activation_func = F.silu
+    report = patch_model(model, SETTINGS)
+    assert report.left == {"decoder.layers.0.mlp": "an activation_func that is not config.activation_func"}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 64}])
+@pytest.mark.parametrize("where", ["config", "module"])
+def test_an_activation_that_is_changed_after_patching(options, where, device):
+    """A profiler changes what torch.nn.functional holds; this is what the model holds."""
+    model = tiny_gpt(**options)
+    patch_model(model, SETTINGS)
+    mlp = model.decoder.layers[1].mlp
+    mlp = mlp.shared_experts if options else mlp
+    (mlp.config if where == "config" else mlp).activation_func = F.gelu
+    with pytest.raises(ValueError, match="^activation_func: got gelu, accepted: silu, which it was when"):
+        tiny_loss(model, tiny_batch(0, device))
+    unpatch_model(model)
+    tiny_loss(model, tiny_batch(0, device))
 
 
 def test_report_condenses_layers_and_groups_by_reason():

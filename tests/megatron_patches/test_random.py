@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.transformer.mlp import MLP
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, rng_state, set_rng_state, unpatch_model
@@ -150,15 +152,22 @@ class Case:
 
     def run(self, model: Any, device: str) -> tuple[list[float], dict[str, torch.Tensor | None]]:
         """Losses of the micro-batches and their gradients' sum. No gradient at all where none can be had."""
+        *_, (losses, gradients) = self.batch_by_batch(model, device, False)
+        return losses, gradients
+
+    def batch_by_batch(self, model: Any, device: str, apart: bool = True) -> Iterator[Any]:
+        """Losses so far and gradients after each micro-batch: with ``apart`` its own, else the sum."""
         set_rng_state(self.state)
         model.zero_grad(set_to_none=True)
         losses = []
         for i in range(self.batches):
+            if apart:
+                model.zero_grad(set_to_none=True)
             loss = self.loss(model, tiny_batch(i, device))
             losses.append(loss.item())
             if loss.requires_grad:
                 loss.backward()
-        return losses, {n: p.grad for n, p in model.named_parameters()}
+            yield losses, {n: p.grad for n, p in model.named_parameters()}
 
     def loss(self, model: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """By Megatron's way to a loss, which the chunked loss takes the place of; or by logits."""
@@ -177,7 +186,6 @@ class Case:
         plain, model, whole = (self.build(recompute) for recompute in (theirs, self.recompute, {}))
         for each in (plain, model):
             self.freeze(each)
-        expected = self.run(plain, device)
         before = [(type(m), dict(vars(m))) for m in model.modules()]
         settings = ActivationConfig(**self.settings)
         try:
@@ -188,8 +196,13 @@ class Case:
             return
         patch_model(whole, settings)
         assert set(report.left.values()) <= {"bf16_layers", "routing is not quantized"} or self.shared, report
-        found, everything = self.run(model, device), self.run(whole, device)
+        for layer, same in zip(plain.decoder.layers, model.decoder.layers, strict=True):
+            if "mlp" in modules and type(same.mlp) is MLP:  # stays Megatron's, and so does its checkpoint
+                layer.recompute_mlp = True
+        expected, found, everything = (self.run(each, device) for each in (plain, model, whole))
         self.compare(found, expected, everything, device)
+        if self.shared or self.same_layer:
+            self.compare_uses(whole, settings, device)
         unpatch_model(model)
         assert [(type(m), dict(vars(m))) for m in model.modules()] == before
         patch_model(plain, settings)
@@ -198,14 +211,29 @@ class Case:
         assert again[0] == expected[0]
         assert_equal(again[1], expected[1], device)
 
+    def compare_uses(self, whole: Any, settings: ActivationConfig, device: str) -> None:
+        """With parameters that have several uses, recompute alone and freezing alone change no bit of a micro-batch.
+
+        Together they may: Megatron's own checkpoints lose the gradient of one use where nothing before it is trained.
+        So may several micro-batches: a checkpoint adds one use's gradient to what is there, autograd the sum of all.
+        """
+        recomputed, frozen = self.build(self.recompute), self.build({})
+        self.freeze(frozen)
+        expected = list(self.batch_by_batch(whole, device))
+        for model in (recomputed, frozen):
+            patch_model(model, settings)
+            for (losses, ours), (all_losses, theirs) in zip(self.batch_by_batch(model, device), expected, strict=True):
+                assert losses == all_losses[: len(losses)]
+                assert_equal({n: g for n, g in ours.items() if g is not None}, theirs, device)
+
     def compare(self, found: Any, expected: Any, everything: Any, device: str) -> None:
         differ = [n for n, g in found[1].items() if (g is None) != (expected[1][n] is None)]
-        # Megatron's linear with a frozen weight gives its bias no gradient; a patched one does.
+        # Megatron's LinearWithFrozenWeight returns no gradient of its bias; a patched linear does.
         differ = [n for n in differ if found[1][n] is None or not n.endswith("linear_qkv.bias")]
         assert not differ
         # Neither recompute nor freezing changes any bit of what is computed.
         assert found[0] == everything[0]
-        if not self.shared and not self.same_layer:  # a checkpoint adds gradients of several uses in another order
+        if not self.shared and not self.same_layer:
             assert_equal({n: g for n, g in found[1].items() if g is not None}, everything[1], device)
         assert found[0] == pytest.approx(expected[0], rel=LOSS * (3 if self.experts else 1))
         if self.experts:  # tokens may choose other experts
@@ -222,7 +250,7 @@ class Case:
             assert error <= GRADIENT * size + NOISE * largest, (name, error / size, error / largest)
 
 
-LOSS, GRADIENT, NOISE = 1e-2, 0.35, 0.03
+LOSS, GRADIENT, NOISE = 1e-2, 0.35, 0.02
 """Bounds on relative differences between FP8 and BF16: of losses; of gradients, and of the largest gradient."""
 
 
@@ -230,6 +258,14 @@ def assert_equal(found: dict, expected: dict, device: str) -> None:
     for name, gradient in found.items():
         if device == "cpu" and gradient is not None:  # a GPU's attention backward is not deterministic
             assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """Megatron compiles quick_gelu. Compiled it rounds less often than eager, and torch.compile gives up compiling a
+    function after some number of recompiles: bits of blocks in BF16 would depend on what ran before."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.mark.parametrize("number", FEW)

@@ -189,6 +189,13 @@ def test_patching_after_fully_shard(device):
     assert_same(loss_and_gradients(model, batch), flow, device)
 
 
+def test_patching_after_torch_compile(device):
+    model = tiny_gpt()
+    model.decoder.layers[0] = torch.compile(model.decoder.layers[0], backend="eager")
+    report = patch_model(model, SETTINGS)
+    assert report.left == dict.fromkeys(BLOCKS[:2], "layer class OptimizedModule (patch before torch.compile)")
+
+
 def hook(*args):
     pass
 
@@ -205,12 +212,16 @@ A0, M0 = BLOCKS[:2]
         ("mlp.linear_fc2", "full_backward_pre_hook", M0),
         ("pre_mlp_layernorm", "forward_hook", M0),
         ("mlp", "forward_pre_hook", M0),
+        ("mlp", "full_backward_hook", M0),
+        ("mlp", "full_backward_pre_hook", None),
         ("self_attention.linear_qkv", "forward_hook", A0),
         ("self_attention", "forward_pre_hook", A0),
+        ("self_attention", "full_backward_hook", A0),
         ("input_layernorm", "forward_hook", A0),
         ("input_layernorm", "forward_pre_hook", None),
         ("self_attention.linear_proj", "forward_hook", None),
         ("self_attention", "forward_hook", None),
+        ("self_attention.core_attention", "forward_hook", None),
         ("mlp", "forward_hook", None),
         ("", "forward_pre_hook", None),
     ],
@@ -223,6 +234,21 @@ def test_hooks_that_would_not_run_keep_a_block_as_it_is(path, kind, block, devic
     report = patch_model(model, SETTINGS)
     kind = kind.removeprefix("full_").replace("_", " ")
     assert report.left == ({block: f"{path} has a {kind}, which would not run or see other values"} if block else {})
+    tiny_loss(model, tiny_batch(0, device)).backward()
+    assert seen
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("core_attention", "forward_hook"), ("core_attention", "forward_pre_hook"),
+                       ("linear_proj", "forward_pre_hook"), ("linear_proj", "forward_hook")]
+)  # fmt: skip
+def test_hooks_that_fp8_attention_would_pass_by(path, kind, device):
+    """It does not call core_attention, and hands linear_proj its input in FP8, which a hook would not change."""
+    model, seen = tiny_gpt(), []
+    getattr(model.decoder.layers[0].self_attention.get_submodule(path), f"register_{kind}")(lambda *_: seen.append(1))
+    report = patch_model(model, ActivationConfig(attention="fp8"))
+    why = f"self_attention.{path} has a {kind.replace('_', ' ')}, which would not run or see other values"
+    assert report.left == ({} if (path, kind) == ("linear_proj", "forward_hook") else {A0: why})
     tiny_loss(model, tiny_batch(0, device)).backward()
     assert seen
 
