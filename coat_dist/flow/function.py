@@ -36,8 +36,10 @@ def without_autocast(step: _Step) -> _Step:
 def shaped(out: torch.Tensor, *shape: int) -> torch.Tensor:
     """A contiguous result that nobody else holds, with other dimensions for as many elements; nothing is copied.
 
-    It is the same tensor, where ``view`` would make another one. Autograd refuses to change a view in place that an
-    autograd function returned, as code around Megatron's layers does with outputs and losses.
+    Autograd refuses to change a view in place that an autograd function returned, as code around Megatron's layers
+    does with outputs and losses. ``_unsafe_view``, of which torch's own ``matmul`` makes its result, gives a tensor
+    that autograd does not know as a view. It is unsafe only where ``out`` is used afterwards. ``torch.compile`` traces
+    it, as it does not ``resize_``.
     """
-    assert out.is_contiguous() and out.numel() == torch.Size(shape).numel()
-    return out.resize_(shape)
+    assert out.is_contiguous()
+    return torch.ops.aten._unsafe_view(out, shape)

@@ -67,6 +67,10 @@ class TensorParallel:
     """None means one rank, never the default group."""
     sequence_parallel: bool = False
 
+    def __post_init__(self) -> None:
+        # Looked up here, for torch.compile: before Python 3.12 a cached property takes a lock, which it cannot trace.
+        _ = self.size, self.rank
+
     @cached_property
     def size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)

@@ -1,9 +1,10 @@
-"""What holds for every function of the flow: autocast changes nothing, and no tokens are a number of tokens."""
+"""What holds for every function of the flow: autocast changes nothing, no tokens are a number of tokens, and
+``torch.compile`` traces them whole."""
 
 import pytest
 import torch
 
-from .catalogue import HEADS, NAMES, H, catalogue
+from .catalogue import HEADS, NAMES, H, catalogue, residual_functions
 from .common import Layer
 
 CASES = [
@@ -62,3 +63,32 @@ def test_no_tokens(name, shape, dtype, changes):
     for got, wanted in zip(grads[1:], expected_grads[1:], strict=True):
         assert (got is None) == (wanted is None)
         assert got is None or got.shape == wanted.shape and got.dtype == wanted.dtype and not got.any()
+
+
+TRACED = ("norm", "norm_linear", "norm_qkv", "linear", "norm_mlp", "mlp", "scale_rows", "invariant_linear")
+
+
+def compiled_is_the_same(call, layer, x, backend):
+    """Of one graph, outputs and gradients are those without compilation; the first output is changed in place."""
+
+    def changed(t):
+        first, *others = call(t)
+        return [first.mul_(2), *others]
+
+    torch.compiler.reset()
+    compiled = torch.compile(changed, backend=backend, fullgraph=True)  # an error where the graph breaks
+    (outs, grads), (wanted, wanted_grads) = run(compiled, layer, x), run(changed, layer, x)
+    assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+    for a, b in zip(grads, wanted_grads, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_compiled_without_a_graph_break(name):
+    layer, x = layer_for(name), torch.randn(6, 2, H, requires_grad=True)
+    compiled_is_the_same(catalogue(layer)[name], layer, x, "eager")
+
+
+def test_compiled_with_a_residual_through_aot_autograd():
+    layer, x = layer_for("qkv"), torch.randn(6, 2, H, requires_grad=True)
+    compiled_is_the_same(residual_functions(layer)["norm_mlp"], layer, x, "aot_eager")
