@@ -153,7 +153,7 @@ def _write_errors_kept(engine: Any) -> Iterator[list[Exception]]:
             try:
                 return write(*args, **kwargs)
             except (OSError, RuntimeError) as error:
-                path = next((a for a in args if isinstance(a, str)), "")
+                path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
                 errors.append(OSError(f"{path}: {error}"))
                 return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from coat_dist import CoatConfigError
 from launch.checkpoint import read_manifest, require_loadable
 from launch.durable import make_folder
-from launch.lock import NO_LOCKS, locked
+from launch.lock import LOCK, NO_LOCKS, locked
 from launch.manifest import MANIFEST
 from launch.metrics import read_metrics
 from launch.publish import LATEST, finished
@@ -73,14 +73,14 @@ def _lock(args: argparse.Namespace, locks: ExitStack) -> None:
     mine = set()
     for name in ("save", "output"):
         folder = getattr(args, name)
-        if folder is None or (path := Path(folder).resolve() / ".lock") in mine:
+        if folder is None or (path := Path(folder).resolve() / LOCK) in mine:
             continue
         mine.add(path)
         try:
             locks.enter_context(locked(path))
         except BlockingIOError:
             raise CoatConfigError(
-                f"--{name}: got {folder}, which another run is writing to, accepted: another folder, or wait for its end"
+                f"--{name}: got {folder}, which another run is writing to, accepted: another folder, or to wait"
             ) from None
         except OSError as problem:
             if problem.errno not in NO_LOCKS:

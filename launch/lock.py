@@ -9,8 +9,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["NO_LOCKS", "locked"]
+__all__ = ["LOCK", "NO_LOCKS", "locked"]
 
+LOCK = ".lock"
+"""Name of the file in a folder of checkpoints or metrics; several programs look for it."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error numbers of a file system that has no locks."""
 

@@ -48,7 +48,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             if number == len(lines):  # no newline behind it: the writer was killed
                 break
             raise CoatConfigError(
-                f"{path}:{number}: not JSON, accepted: one object a line (repair or remove the line, or rename the file)"
+                f"{path}:{number}: not JSON, accepted: one object a line (mend or remove the line, or rename the file)"
             ) from None
         if record is None:
             continue

@@ -151,9 +151,15 @@ def megatron_on_one_rank() -> Iterator[None]:
 @contextmanager
 def held_elsewhere(path: Any) -> Iterator[None]:
     """Another process holds the lock of ``launch.lock`` on a file."""
-    code = "import sys; from launch.lock import *; from pathlib import Path\nwith locked(Path(sys.argv[1])): print(flush=True); input()"
+    code = (
+        "import sys; from launch.lock import *; from pathlib import Path\n"
+        "with locked(Path(sys.argv[1])): print(flush=True); input()"
+    )
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", code, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
     ) as other:
         assert other.stdout is not None and other.stdout.readline()
         try:
