@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ from launch.runtime import get_random_state, reseed, set_random_state
 
 __all__ = [
     "CheckpointError",
+    "Examined",
     "differences",
+    "examine",
     "find",
-    "is_universal",
     "load",
     "publish",
     "read_manifest",
     "require_loadable",
+    "restore",
     "save",
     "sync_files",
     "verify",
@@ -150,7 +153,7 @@ def _write_errors_kept(engine: Any) -> Iterator[list[Exception]]:
             try:
                 return write(*args, **kwargs)
             except (OSError, RuntimeError) as error:
-                path = next((a for a in args if isinstance(a, str)), "")
+                path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
                 errors.append(OSError(f"{path}: {error}"))
                 return None
 
@@ -171,43 +174,70 @@ def _write_errors_kept(engine: Any) -> Iterator[list[Exception]]:
             delattr(owner, name) if own is None else setattr(owner, name, own)  # without one, its class's is found
 
 
-def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Restore model, optimizer and random states; collective.
+@dataclass(frozen=True)
+class Examined:
+    """A whole checkpoint that fits the run."""
 
-    A universal checkpoint fits any parallel layout and ZeRO stage, and either optimizer. It holds no random states:
-    they start anew, from the run's seed and the step.
+    path: Path
+    manifest: dict[str, Any]
+    run: Mapping[str, Any]
+    """What is about to load it."""
+    changed: list[str]
+    """A line for every setting that differs from the checkpoint's."""
 
-    Returns:
-        The ``progress`` given to :func:`save`, and a line for every setting that differs from the checkpoint's.
+    @property
+    def universal(self) -> bool:
+        """Whether it was written by ``launch/to_universal.py``."""
+        return bool(self.manifest.get("universal"))
+
+
+def examine(checkpoint: Path, run: Mapping[str, Any]) -> Examined:
+    """Whether a run can load a checkpoint, and whether its files are whole; collective, needs no model.
 
     Raises:
         CheckpointError: damaged or missing files, or a checkpoint of another model or another parallel layout.
     """
     manifest = read_manifest(checkpoint)
     changed = differences(manifest["run"], run)
-    universal = bool(manifest.get("universal"))
-    structure = _UNIVERSAL_STRUCTURE if universal else _STRUCTURE
+    structure = _UNIVERSAL_STRUCTURE if manifest.get("universal") else _STRUCTURE
     fatal = [line for key, line in changed.items() if _among(key, structure)]
     if fatal:
         hint = "" if any(_among(key, _UNIVERSAL_STRUCTURE) for key in changed) else f"\n{_CONVERSION}"
         raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal) + hint)
     verify(checkpoint, manifest["files"])
+    return Examined(checkpoint, manifest, run, [line for key, line in changed.items() if not _among(key, structure)])
+
+
+def restore(engine: Any, examined: Examined) -> dict[str, Any]:
+    """Restore model, optimizer and random states; collective.
+
+    A universal checkpoint fits any parallel layout and ZeRO stage, and either optimizer. It holds no random states:
+    they start anew, from the run's seed and the step.
+
+    Returns:
+        The ``progress`` given to :func:`save`.
+
+    Raises:
+        CheckpointError: DeepSpeed finds nothing to load.
+    """
+    checkpoint, progress = examined.path, examined.manifest["progress"]
     kept = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
     path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise CheckpointError(f"{checkpoint}: DeepSpeed found no model states in it")
     for group, own in zip(engine.optimizer.param_groups, kept, strict=True):
         group.update(own)  # hyperparameters are the configuration's, also where DeepSpeed restores one group's for all
-    if universal:
-        reseed(run["seed"] + manifest["progress"]["step"])
+    if examined.universal:
+        reseed(examined.run["seed"] + progress["step"])
     else:
         set_random_state(torch.load(checkpoint / _random_file(dist.get_rank()), weights_only=True))
-    return manifest["progress"], [line for key, line in changed.items() if not _among(key, structure)]
+    return progress
 
 
-def is_universal(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written by ``launch/to_universal.py``."""
-    return bool(read_manifest(checkpoint).get("universal"))
+def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """:func:`examine` and :func:`restore`: the saved ``progress``, and a line for every setting that differs."""
+    examined = examine(checkpoint, run)
+    return restore(engine, examined), examined.changed
 
 
 def _among(key: str, structure: tuple[str, ...]) -> bool:

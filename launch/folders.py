@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coat_dist import CoatConfigError
 from launch.checkpoint import read_manifest, require_loadable
 from launch.durable import make_folder
+from launch.lock import LOCK, NO_LOCKS, locked
 from launch.manifest import MANIFEST
 from launch.metrics import read_metrics
 from launch.publish import LATEST, finished
@@ -29,23 +32,18 @@ class Folders:
     """Checkpoints of an earlier run in ``--save``, to be removed when the first new one is complete."""
 
 
-def open_folders(args: argparse.Namespace) -> Folders:
-    """Find the checkpoint to load, and make the folders to write to. Call it on one rank, before any rank writes.
+def open_folders(args: argparse.Namespace, locks: ExitStack) -> Folders:
+    """Find the checkpoint to load, make the folders to write to and lock them. Call it on one rank, before any writes.
 
     Args:
         args: ``load``, ``save``, ``output``, ``tensorboard`` and ``overwrite`` of the command line.
+        locks: gets what keeps other runs out of ``save`` and ``output``; close it when the run has ended.
 
     Raises:
-        CoatConfigError: a folder of an earlier run, or one that cannot be written.
+        CoatConfigError: a folder of an earlier run, one that another run is writing to, or one that cannot be written.
         CheckpointError: a checkpoint that cannot be read.
     """
-    source = require_loadable(args.load, args.save)
-    try:
-        superseded = _check_save(args, source)
-        _check_output(args, source)
-        _check_tensorboard(args, source)
-    except OSError as problem:
-        raise CoatConfigError(f"--save, --output, --tensorboard: cannot be read ({problem})") from problem
+    _look(args)  # before anything is made
     for name in ("save", "output", "tensorboard"):
         if (folder := getattr(args, name)) is not None:
             try:
@@ -56,7 +54,42 @@ def open_folders(args: argparse.Namespace) -> Folders:
                 raise CoatConfigError(
                     f"--{name}: got {folder}, accepted: a folder to write to ({problem})"
                 ) from problem
+    _lock(args, locks)
+    return _look(args)  # again: another run may have written until the lock was ours
+
+
+def _look(args: argparse.Namespace) -> Folders:
+    source = require_loadable(args.load, args.save)
+    try:
+        superseded = _check_save(args, source)
+        _check_output(args, source)
+        _check_tensorboard(args, source)
+    except OSError as problem:
+        raise CoatConfigError(f"--save, --output, --tensorboard: cannot be read ({problem})") from problem
     return Folders(source, superseded)
+
+
+def _lock(args: argparse.Namespace, locks: ExitStack) -> None:
+    mine = set()
+    for name in ("save", "output"):
+        folder = getattr(args, name)
+        if folder is None or (path := Path(folder).resolve() / LOCK) in mine:
+            continue
+        mine.add(path)
+        try:
+            locks.enter_context(locked(path))
+        except BlockingIOError:
+            raise CoatConfigError(
+                f"--{name}: got {folder}, which another run is writing to, accepted: another folder, or to wait"
+            ) from None
+        except OSError as problem:
+            if problem.errno not in NO_LOCKS:
+                raise CoatConfigError(f"--{name}: got {folder}, which cannot be locked ({problem})") from problem
+            print(
+                f"warning: {folder} is on a file system without locks: do not start a second run into it",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _check_save(args: argparse.Namespace, source: Path | None) -> list[Path]:

@@ -86,6 +86,8 @@ class Loop:
         """
         saved_step = self.progress.step if self.last_checkpoint else -1
         why: str | None = None
+        if self.stop_at_step is not None and self.progress.step >= self.stop_at_step < self.total_steps:
+            why = "--stop-at-step"  # reached before: the same command was started again
         while self.progress.step < self.total_steps and why is None:
             record = self._step()
             step = self.progress.step

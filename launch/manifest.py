@@ -25,7 +25,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a finished checkpoint.
 
     Raises:
-        CheckpointError: missing, unreadable, or of another format.
+        CheckpointError: missing, unreadable, of another format, or without what :func:`launch.checkpoint.save` puts in.
     """
     path = checkpoint / MANIFEST
     try:
@@ -36,7 +36,22 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: format {manifest.get('format') if isinstance(manifest, dict) else None!r}, accepted: {FORMAT}"
         )
+    if wrong := [key for key, fits in _CONTENT.items() if not fits(manifest.get(key))]:
+        raise CheckpointError(f"{path}: is damaged, {', '.join(wrong)} missing or of another kind than was written")
     return manifest
+
+
+def _is_progress(value: Any) -> bool:
+    return isinstance(value, dict) and type(value.get("step")) is int
+
+
+def _is_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(entry, list) and [type(number) for number in entry] == [int, int] for entry in value.values()
+    )
+
+
+_CONTENT = {"progress": _is_progress, "run": lambda value: isinstance(value, dict), "files": _is_files}
 
 
 def verify(checkpoint: Path, files: Mapping[str, list[int]]) -> None:

@@ -8,7 +8,8 @@ import os
 import resource
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,7 +47,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             if number == len(lines):  # no newline behind it: the writer was killed
                 break
-            raise CoatConfigError(f"{path}:{number}: not JSON") from None
+            raise CoatConfigError(
+                f"{path}:{number}: not JSON, accepted: one object a line (mend or remove the line, or rename the file)"
+            ) from None
         if record is None:
             continue
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
@@ -103,6 +106,15 @@ def duration(seconds: float) -> str:
     return f"{days}d {clock}" if days else clock
 
 
+@contextmanager
+def _written(option: str, path: Path) -> Iterator[None]:
+    """One line that names option and file for an error of writing to it."""
+    try:
+        yield
+    except OSError as problem:
+        raise CoatConfigError(f"--{option}: cannot write {path} ({problem.strerror or problem})") from problem
+
+
 class MetricsLog:
     """Writes one record a step; does nothing on other ranks than 0.
 
@@ -113,6 +125,9 @@ class MetricsLog:
         total_steps: last step of the run, for the ETA.
         active: whether this rank reports.
         continues: whether an existing file is this run's; another's is renamed.
+
+    Raises:
+        CoatConfigError: from here and from all methods, a file that cannot be written.
     """
 
     def __init__(
@@ -136,17 +151,19 @@ class MetricsLog:
             return
         if self._folder is not None:
             path = self._folder / "metrics.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if continues:
-                truncate_metrics(path, start_step)
-            else:
-                put_aside(path)
-            self._file = path.open("a", encoding="utf-8")
+            with _written("output", path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if continues:
+                    truncate_metrics(path, start_step)
+                else:
+                    put_aside(path)
+                self._file = path.open("a", encoding="utf-8")
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # purge_step hides what an interrupted run wrote beyond the checkpoint.
-            self._board = SummaryWriter(tensorboard, purge_step=start_step + 1)
+            with _written("tensorboard", Path(tensorboard)):
+                # purge_step hides what an interrupted run wrote beyond the checkpoint.
+                self._board = SummaryWriter(tensorboard, purge_step=start_step + 1)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Report one step. Numbers that are not finite are written as null: NaN is not JSON."""
@@ -157,12 +174,14 @@ class MetricsLog:
         eta = (self._total - record["step"]) * sum(self._recent) / len(self._recent)
         print(format_line(clean, self._total, eta, self._unit), file=self._stream, flush=True)
         if self._file is not None:
-            self._file.write(json.dumps(clean) + "\n")
-            self._file.flush()
+            with _written("output", Path(self._file.name)):
+                self._file.write(json.dumps(clean) + "\n")
+                self._file.flush()
         if self._board is not None:
-            for key, value in clean.items():
-                if key != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(key, value, record["step"])
+            with _written("tensorboard", Path(self._board.log_dir)):
+                for key, value in clean.items():
+                    if key != "step" and isinstance(value, int | float):
+                        self._board.add_scalar(key, value, record["step"])
 
     def note(self, text: str) -> None:
         """Print something that is not a step's line."""
@@ -172,10 +191,12 @@ class MetricsLog:
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
         """Write ``data`` as a file of its own beside ``metrics.jsonl``."""
         if self._folder is not None:
-            (self._folder / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            with _written("output", self._folder / name):
+                write_text(self._folder / name, json.dumps(data, indent=1) + "\n")
 
     def close(self) -> None:
         for sink in (self._file, self._board):
             if sink is not None:
-                sink.close()
+                with suppress(OSError):  # of what could not be written before; that was reported
+                    sink.close()
         self._file = self._board = None

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +58,20 @@ def train(
     check_ranks_agree(p)
     runtime.seed_hosts_generators(p.args.seed)
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed)
-    folders = on_rank_0(lambda: open_folders(p.args))
-    source = folders.source
-    sets = build.datasets(p)
-    say(p.describe())
-    engine = build.build_engine(p, say, universal=source is not None and checkpoint.is_universal(source))
-    progress = resume(p, engine, source)
-    loop = make_loop(p, device, engine, sets, progress, folders)
-    loop.stop, loop.last_checkpoint = stop, source
-    if interfere is not None:
-        interfere(loop)
-    try:
+    with ExitStack() as locks:
+        folders = on_rank_0(lambda: open_folders(p.args, locks))
+        source = folders.source
+        examined = None if source is None else checkpoint.examine(source, p.identity())
+        sets = build.datasets(p)
+        say(p.describe())
+        engine = build.build_engine(p, say, universal=examined is not None and examined.universal)
+        progress = Progress() if examined is None else resume(engine, examined)
+        loop = make_loop(p, device, engine, sets, progress, folders)
+        locks.callback(loop.log.close)  # before the locks go
+        loop.stop, loop.last_checkpoint = stop, source
+        if interfere is not None:
+            interfere(loop)
         why = loop.run()
-    finally:
-        loop.log.close()
     ending = f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
     return ending + (f"; checkpoint {loop.last_checkpoint}" if p.args.save else "; nothing saved (no --save)")
 
@@ -90,14 +91,11 @@ def check_ranks_agree(p: Plan) -> None:
     check_same_on_all_ranks({k: hashlib.sha256(text.encode()).hexdigest() for k, text in texts.items()})
 
 
-def resume(p: Plan, engine: Any, source: Path | None) -> Progress:
-    """Restore ``engine`` and random states from ``source``; where the run is."""
-    if source is None:
-        return Progress()
-    saved, changed = checkpoint.load(engine, source, p.identity())
-    say(
-        "\n".join([f"continuing after step {saved['step']} from {source}", *(f"  changed: {line}" for line in changed)])
-    )
+def resume(engine: Any, examined: checkpoint.Examined) -> Progress:
+    """Restore ``engine`` and random states; where the run is."""
+    saved = checkpoint.restore(engine, examined)
+    changed = [f"  changed: {line}" for line in examined.changed]
+    say("\n".join([f"continuing after step {saved['step']} from {examined.path}", *changed]))
     return Progress(**saved)
 
 

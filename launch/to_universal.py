@@ -15,10 +15,12 @@ import argparse
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from launch.durable import make_folder
+from launch.lock import LOCK, NO_LOCKS, locked
 from launch.manifest import MANIFEST, CheckpointError, read_manifest, sync_files, verify
 from launch.publish import find, finished, name_of, publish, retire, unfinished
 
@@ -53,19 +55,35 @@ def convert(source: Path, folder: Path) -> Path:
     _check_output(source, folder, final, manifest)
     verify(source, manifest["files"])
     temporary = unfinished(final)
+    with ExitStack() as held:
+        _lock(folder, held)
+        _check_output(source, folder, final, manifest)  # again: another may have written until the lock was ours
+        try:
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir()
+            held.callback(shutil.rmtree, temporary, ignore_errors=True)  # after an error; else it is gone
+            convert_to_universal(source, temporary)
+            publish(temporary, final, {**manifest, "files": sync_files(temporary), "universal": True})
+        except (OSError, RuntimeError, ValueError) as problem:  # torch.save reports a full disk as RuntimeError
+            raise CheckpointError(f"cannot convert {source}: {problem}") from problem
+        for left in retire(folder, final):
+            print(f"warning: cannot remove an old checkpoint: {left}", file=sys.stderr)
+    return final
+
+
+def _lock(folder: Path, held: ExitStack) -> None:
+    """Keep other conversions, and runs that save there, out of ``folder`` until ``held`` is closed."""
     try:
         make_folder(folder)
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        convert_to_universal(source, temporary)
-        publish(temporary, final, {**manifest, "files": sync_files(temporary), "universal": True})
-    except (OSError, RuntimeError, ValueError) as problem:  # torch.save reports a full disk as RuntimeError
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"cannot convert {source}: {problem}") from problem
-    for left in retire(folder, final):
-        print(f"warning: cannot remove an old checkpoint: {left}", file=sys.stderr)
-    return final
+        held.enter_context(locked(folder / LOCK))
+    except BlockingIOError:
+        raise CheckpointError(
+            f"--output: got {folder}, which another program is writing to, accepted: another folder, or to wait"
+        ) from None
+    except OSError as problem:
+        if problem.errno not in NO_LOCKS:
+            raise CheckpointError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from problem
 
 
 def _check_output(source: Path, folder: Path, final: Path, manifest: Mapping[str, Any]) -> None:

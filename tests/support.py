@@ -9,11 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -143,3 +146,23 @@ def megatron_on_one_rank() -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@contextmanager
+def held_elsewhere(path: Any) -> Iterator[None]:
+    """Another process holds the lock of ``launch.lock`` on a file."""
+    code = (
+        "import sys; from launch.lock import *; from pathlib import Path\n"
+        "with locked(Path(sys.argv[1])): print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        try:
+            yield
+        finally:
+            other.communicate(b"\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from launch import lock
 from launch.prep import DataError
 from launch.prep.shards import read_json, write_json
 
@@ -40,23 +40,17 @@ def locked(prefix: str, parts: Path) -> Iterator[None]:
         raise DataError(
             f"--output: got {prefix!r}, which is a folder, accepted: a folder and the beginning of a file name"
         )
-    try:
-        parts.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(f"{prefix}.lock", "a")  # noqa: SIM115  (held for the whole run)
-    except OSError as problem:
-        raise DataError(f"--output: cannot write {prefix}.*: {problem.strerror}") from None
-    with lock:
+    with contextlib.ExitStack() as held:
         try:
-            # A file system without locks raises another OSError, which main reports.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            parts.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(lock.locked(Path(f"{prefix}.lock")))
         except BlockingIOError:
             raise DataError(
                 f"--output: another process is writing {prefix}, accepted: wait for it or another --output"
             ) from None
-        try:
-            yield
-        finally:
-            Path(f"{prefix}.lock").unlink(missing_ok=True)
+        except OSError as problem:  # a file system without locks, too
+            raise DataError(f"--output: cannot write {prefix}.*: {problem.strerror}") from None
+        yield
 
 
 def finished(prefix: str, settings: dict[str, Any], overwrite: bool) -> bool:

@@ -1,5 +1,6 @@
 """Checkpoints under kills and errors, with an engine that only writes a file."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -166,6 +167,22 @@ def test_find(tmp_path):
         manifest.write_text(content)
         with pytest.raises(checkpoint.CheckpointError, match=r"manifest.json: (format|cannot be read)"):
             checkpoint.read_manifest(tmp_path / "step00000003")
+
+
+def test_a_damaged_manifest_is_one_line(tmp_path):
+    good = {"format": 1, "progress": {"step": 3}, "run": {}, "files": {"a": [1, 2]}}
+    for key, values in {
+        "progress": ("", {}, {"step": "3"}, {"step": True}),
+        "run": (1, []),
+        "files": ([], {"a": 1}, {"a": [1]}, {"a": [1, "x"]}),
+    }.items():
+        rest = {k: v for k, v in good.items() if k != key}
+        for damaged in (rest, *({**rest, key: value} for value in values)):
+            (tmp_path / "manifest.json").write_text(json.dumps(damaged))
+            with pytest.raises(checkpoint.CheckpointError, match=rf"^\S+manifest.json: is damaged, {key} missing"):
+                checkpoint.read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(good))
+    assert checkpoint.read_manifest(tmp_path) == good
 
 
 def test_differences_name_the_key():

@@ -171,6 +171,22 @@ def test_an_error_in_deepspeeds_own_writing_is_an_error_on_all_ranks(tmp_path):
     assert [p.name for p in tmp_path.glob("*step*")] == ["step00000002"]
 
 
+def test_errors_name_the_file_however_deepspeed_passes_it():
+    class Full:
+        def save(self, state, path):
+            raise RuntimeError("unexpected pos 4992 vs 4886")
+
+        makedirs = _copy_recovery_script = save
+
+    engine = Full()
+    engine.checkpoint_engine = Full()
+    with checkpoint._write_errors_kept(engine) as errors:
+        engine.checkpoint_engine.save({}, "a/model.pt")
+        engine.checkpoint_engine.save({}, path="a/model.pt")
+        engine.checkpoint_engine.save(state={}, path="a/model.pt")
+    assert [str(e) for e in errors] == ["a/model.pt: unexpected pos 4992 vs 4886"] * 3
+
+
 def unsyncable_folders(rank, world, folder):
     """A file system that cannot sync folders: EINVAL there, and only there."""
     start()

@@ -1,17 +1,19 @@
 """Folders that an earlier run has written to: refused, continued, or begun anew."""
 
+import errno
 import json
 import os
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
 from coat_dist import CoatConfigError
-from launch import arguments, publish
+from launch import arguments, folders, publish
 from launch.folders import open_folders
 from launch.manifest import CheckpointError
 from launch.metrics import read_metrics
 from tests.launch.test_pretrain import command, configuration, rank_main, work  # noqa: F401
-from tests.support import run_ranks
+from tests.support import held_elsewhere, run_ranks
 
 RECORD = {"step": 0, "consumed_samples": 0, "loss": 2.5}
 
@@ -22,7 +24,7 @@ def arrange(folder, *steps, latest=None):
         made = folder / publish.name_of(step)
         made.mkdir(parents=True)
         progress = {"step": step, "consumed_samples": 8 * step, "loss": step / 3}
-        (made / "manifest.json").write_text(json.dumps({"format": 1, "progress": progress}))
+        (made / "manifest.json").write_text(json.dumps({"format": 1, "progress": progress, "run": {}, "files": {}}))
     if steps:
         (folder / "latest").write_text(publish.name_of(latest or steps[-1]))
     return folder
@@ -37,7 +39,8 @@ def metrics(folder, last, factor=3):
 
 def opened(*argv):
     needed = ["--deepspeed_config", "x", "--model", "x", "--data", "x", "--train-steps", "9"]
-    return open_folders(arguments.parse([*needed, *map(str, argv)]))
+    with ExitStack() as locks:
+        return open_folders(arguments.parse([*needed, *map(str, argv)]), locks)
 
 
 def listing(folder):
@@ -124,6 +127,42 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):
     os.replace(tmp_path / "file", tmp_path / "metrics.jsonl")
     with pytest.raises(CoatConfigError, match="metrics.jsonl:1: not JSON"):
         opened("--output", tmp_path)
+
+
+def test_a_folder_that_another_run_writes_to(tmp_path):
+    save, output = arrange(tmp_path / "save", 3), metrics(tmp_path / "run", 5)
+    argv = ("--save", save, "--output", output, "--load", "auto")
+    for name, folder in (("save", save), ("output", output)):
+        with held_elsewhere(folder / ".lock"):
+            text = refused(tmp_path, *argv)
+        assert text.startswith(f"--{name}: got {folder}, which another run is writing to, accepted: ")
+    (tmp_path / "link").symlink_to(save)
+    with held_elsewhere(save / ".lock"):
+        assert "another run" in refused(tmp_path, "--save", tmp_path / "link", "--load", "auto")
+        assert "another run" in refused(tmp_path, "--save", save, "--overwrite")
+    assert opened(*argv).source == save / "step00000003"
+    same = tmp_path / "same"
+    assert opened("--save", same, "--output", same).source is None and not listing(same)
+    (save / ".lock").write_text("")  # what a killed run leaves holds nobody up
+    assert opened(*argv).source is not None
+
+
+def test_what_a_run_saved_until_the_folder_was_free_is_seen(tmp_path, monkeypatch):
+    def locked(path):
+        arrange(tmp_path / "save", 7)
+        return nullcontext()
+
+    monkeypatch.setattr(folders, "locked", locked)
+    assert opened("--save", tmp_path / "save", "--load", "auto").source == tmp_path / "save" / "step00000007"
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
+    def locked(path):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folders, "locked", locked)
+    assert opened("--save", tmp_path / "save").source is None
+    assert "warning: " in capsys.readouterr().err
 
 
 def test_runs_refuse_continue_and_begin_anew(work, tmp_path):  # noqa: F811

@@ -1,11 +1,15 @@
 """Metrics file, readable line, resume."""
 
+import errno
 import io
 import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
+from coat_dist import CoatConfigError
 from launch.metrics import MetricsLog, duration, read_metrics
 
 
@@ -105,6 +109,26 @@ def test_damaged_file_names_the_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
     with pytest.raises(ValueError, match="metrics.jsonl:1: got"):
         read_metrics(tmp_path)
+
+
+def test_a_disk_without_room_is_one_line(tmp_path, monkeypatch):
+    """In every file that is written, and closing the log afterwards does not raise again."""
+    writer, _ = log(tmp_path)
+    full = Path("/dev/full")  # every flush fails with ENOSPC
+    writer._file.close()
+    writer._file = full.open("w")
+    with pytest.raises(CoatConfigError, match=r"^--output: cannot write /dev/full \(No space left on device\)$"):
+        writer.step(record(1))
+    writer.close()
+
+    def replace(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(CoatConfigError, match=r"^--output: cannot write \S+/memory.json \(No space"):
+        log(tmp_path / "other")[0].write_json("memory.json", {})
+    with pytest.raises(CoatConfigError, match=r"^--output: cannot write \S+/metrics.jsonl \(No space"):
+        log(tmp_path)
 
 
 def test_duration():

@@ -22,6 +22,7 @@ from launch.prepare_data import main, prepare
 from launch.tokenizer import for_data
 from tests.launch.prep.support import decoded, documents, files_of, run, some_texts, write_jsonl
 from tests.launch.test_tokenizer import sentencepiece_file  # noqa: F401  (a fixture)
+from tests.support import held_elsewhere
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,13 +198,9 @@ def test_files_of_others_are_not_replaced(tmp_path, name):
 
 
 def test_two_processes_do_not_write_one_output(tmp_path):
-    import fcntl
-
     (tmp_path / "in.txt").write_text("xyz")
-    with open(tmp_path / "x.lock", "a") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)
-        with pytest.raises(DataError, match="another process is writing"):
-            run("--input", tmp_path / "in.txt", "--output", tmp_path / "x")
+    with held_elsewhere(tmp_path / "x.lock"), pytest.raises(DataError, match="another process is writing"):
+        run("--input", tmp_path / "in.txt", "--output", tmp_path / "x")
     assert not (tmp_path / "x.bin").exists()
 
 

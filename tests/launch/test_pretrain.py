@@ -110,6 +110,20 @@ def rank_main(rank, world, argv, poisoned=()):
         return f"{type(problem).__name__}: {problem}"
 
 
+def without_a_model(rank, world, argv):
+    """:func:`rank_main` of a run that is refused before a model is built, or fails here."""
+    from launch import build
+
+    def build_engine(*args, **kwargs):
+        raise AssertionError("a model was going to be built")
+
+    original, build.build_engine = build.build_engine, build_engine
+    try:
+        return rank_main(rank, world, argv)
+    finally:
+        build.build_engine = original
+
+
 def hyperparameters(rank, world, argv):
     """Optimizer groups' hyperparameters at the start of a run."""
     from launch import arguments, pretrain, runtime
@@ -246,6 +260,12 @@ def test_signal_on_one_rank_stops_all_after_the_step_and_saves(work, tmp_path):
     assert ends[1] == f"stopped by SIGTERM after step 4; checkpoint {save}/step00000004"
     assert ends[0].startswith("stopped by a signal on another rank after step 4")
     assert len(read_metrics(tmp_path / "run")) == 4
+    # Reached before, as by the same command given again: nothing is trained.
+    for step in (3, 4):
+        argv = command(work, tmp_path / "run", config, "--save", save, "--load", "auto", "--stop-at-step", step)
+        ends = run_ranks(2, rank_main, argv)
+        assert set(ends) == {f"stopped by --stop-at-step after step 4; checkpoint {save}/step00000004"}
+    assert len(read_metrics(tmp_path / "run")) == 4 and [p.name for p in save.glob("*step*")] == ["step00000004"]
     assert "finished 6" in run_ranks(2, rank_main, command(work, tmp_path / "run", config, "--load", save, steps=6))[0]
 
 
@@ -255,7 +275,7 @@ def test_checkpoints_of_other_runs_and_damaged_ones_are_refused(work, tmp_path):
     go_on = command(work, run, config, "--load", save, steps=4)
 
     def end(argv, world=2):
-        return run_ranks(world, rank_main, argv)[0]
+        return run_ranks(world, without_a_model, argv)[0]
 
     bigger = end([*go_on, "--model-override", "ffn_hidden_size=384"])
     assert "to_universal" not in bigger

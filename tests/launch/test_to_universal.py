@@ -69,7 +69,8 @@ def test_what_cannot_be_converted_is_named(work, tmp_path, capsys):  # noqa: F81
     assert "is universal already" in refused(tmp_path / "universal")
 
     step = tmp_path / "universal" / "step00000002"
-    assert checkpoint.is_universal(step) and not checkpoint.is_universal(save / "step00000002")
+    assert checkpoint.read_manifest(step)["universal"]
+    assert "universal" not in checkpoint.read_manifest(save / "step00000002")
     go_on = ["--load", tmp_path / "universal"]
     bigger = [*go_on, "--model-override", "ffn_hidden_size=384", "hidden_size=256"]
     assert "model.ffn_hidden_size: checkpoint has 256" in train(work, tmp_path, "run", 1, config, *bigger, steps=4)

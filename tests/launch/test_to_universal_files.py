@@ -12,6 +12,7 @@ import coat_dist
 from launch import publish, to_universal
 from launch.manifest import CheckpointError, read_manifest, sync_files, verify
 from tests.launch.test_disk_errors import PLACES, Failing
+from tests.support import held_elsewhere
 
 
 def make(save, step, seed=0):
@@ -139,3 +140,18 @@ def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, place, for_good):
         to_universal.convert(source, output)
         assert sorted(os.listdir(output)) == ["latest", "step00000004"], f"{place}, call {nth}"
     assert (source.stat().st_mtime_ns, listing(source)) == before and json.loads((source / "manifest.json").read_text())
+
+
+def test_two_conversions_at_once(tmp_path, capsys):
+    make(tmp_path / "save", 4)
+    output = tmp_path / "universal"
+    assert main(tmp_path / "save", output) == 0
+    (output / ".unfinished-step00000004").mkdir()  # where the other is writing
+    before = listing(output)
+    with held_elsewhere(output / ".lock"):
+        assert main(tmp_path / "save", output) == 2
+    assert f"error: --output: got {output}, which another program is writing to" in capsys.readouterr().err
+    assert listing(output) == before
+    (tmp_path / "file").write_text("")
+    assert main(tmp_path / "save", tmp_path / "file") == 2
+    assert "accepted: a folder to write to" in capsys.readouterr().err

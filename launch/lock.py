@@ -1,0 +1,60 @@
+"""One writer at a time: a lock that the system drops when the process that holds it ends, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["LOCK", "NO_LOCKS", "locked"]
+
+LOCK = ".lock"
+"""Name of the file in a folder of checkpoints or metrics; several programs look for it."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""Error numbers of a file system that has no locks."""
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock on the file ``path``, which is made here and removed afterwards.
+
+    A record lock: it belongs to this process alone, children do not inherit it, and it reaches other hosts over NFS.
+    The same process can take it twice, so do not: leaving one would drop both.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: the file cannot be made, or its file system has no locks (``NO_LOCKS``).
+    """
+    descriptor = _take(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if _is(path, descriptor):  # else somebody removed the folder, and this may be another's
+                path.unlink()
+        os.close(descriptor)
+
+
+def _take(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is(path, descriptor):
+                return descriptor
+        except OSError as problem:
+            os.close(descriptor)
+            if problem.errno in (errno.EACCES, errno.EAGAIN):  # POSIX leaves open which
+                raise BlockingIOError(errno.EAGAIN, "another process holds the lock", str(path)) from None
+            raise
+        os.close(descriptor)  # its holder removed it in the meantime: what is locked has no name
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
