@@ -174,7 +174,7 @@ def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
-    def listed(params: Any) -> list[torch.nn.Parameter]:
+    def listed(params: Any) -> list[Any]:
         return [params] if isinstance(params, torch.Tensor) else list(params)
 
     groups = [{**group, "params": listed(group["params"])} for group in groups]
