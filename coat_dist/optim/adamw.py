@@ -226,13 +226,17 @@ def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_fac
     lr = group["lr"]
     if isinstance(lr, torch.Tensor):
         lr = lr.reshape(()) if lr.is_cuda and lr.device == device else float(lr)
+    else:
+        lr = float(lr)  # a kernel takes Python's floats, and a schedule may have made it numpy's
+    if grad_factor is not None:
+        grad_factor = grad_factor.reshape(())  # of one element: its shape must not become the update's
     beta1, beta2 = group["betas"]
     return AdamWStep(
         lr,
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
         step,
         group["maximize"],
         grad_factor,

@@ -49,20 +49,22 @@ def check_step(
                 and grad.device == device
                 and grad.layout is torch.strided
                 and p.is_contiguous()
-                and _state_fits(state, group, p.numel(), shape, p.get_device())
+                and _state_fits(state, group, p.numel(), shape, device)
                 and (factor is None or factor.device == device)
                 and not (copies and p in copies or is_dtensor(p) or is_dtensor(grad) or "coat_p_low" in state)
             ):
                 _look_closely(p, grad, state or {}, group, copies.get(p), factor, i)
 
 
-def _state_fits(state: Mapping[str, Any], group: Mapping[str, Any], n: int, shape: torch.Size, device: int) -> bool:
-    """Whether a state has what its group says of n elements, on this device (-1: the CPU)."""
+def _state_fits(
+    state: Mapping[str, Any], group: Mapping[str, Any], n: int, shape: torch.Size, device: torch.device
+) -> bool:
+    """Whether a state has what its group says of n elements, on this device."""
     if type(state.get("step")) is not int or has_remainder(group) != ("coat_p_low" in state):
         return False
     for key, wanted, dtype in state_layout(group, n, shape):
         t = state.get(key)
-        if t is None or t.shape != wanted or t.dtype is not dtype or t.get_device() != device:
+        if t is None or t.shape != wanted or t.dtype is not dtype or t.device != device:
             return False
         if not t.is_contiguous() and (key.startswith("coat_") or _overlaps(t)):
             return False
@@ -117,7 +119,7 @@ def _look_closely(
         if reason := refusal(p):  # wrapped by FSDP1 after the optimizer was built
             raise TypeError(f"CoatAdamW params: got {reason}")
         return
-    if _state_fits(state, group, mine.numel(), p.shape, mine.get_device()):
+    if _state_fits(state, group, mine.numel(), p.shape, mine.device):
         return
     check_state(state, p, group, f"{what()}: state")
     for key in (key for key, value in state.items() if isinstance(value, torch.Tensor)):

@@ -31,6 +31,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, MutableMapping
+from numbers import Real
 from operator import itemgetter
 from typing import Any
 
@@ -189,7 +190,7 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ValueError(f"CoatAdamW {key}: got {group[key]!r}, accepted: {accepted}")
 
     def number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+        return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < float("inf")
 
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor):

@@ -22,6 +22,8 @@ __all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MEANING = ("first_moment", "second_moment", "expand")
 """Options that say what codes mean, and that no tensor shows."""
+_TORCH_ONLY = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+"""Options of torch's AdamW that say how it computes. All else in a saved group, a scheduler's keys too, is taken."""
 
 
 @contextmanager
@@ -166,8 +168,8 @@ def _check_options(new: dict[str, Any], group: dict[str, Any], i: int) -> None:
 
 
 def _own_layout(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    taken = {k: v for k, v in saved.items() if k not in LAYOUT_KEYS and (k in group or k == "initial_lr")}
-    return {**group, **taken}  # params too are the saved ones: indices
+    taken = {k: v for k, v in saved.items() if k in group or k not in _TORCH_ONLY}
+    return {**group, **taken, **{k: group[k] for k in LAYOUT_KEYS}}  # params too are the saved ones: indices
 
 
 def _from_fp32(saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], what: str) -> dict[str, Any]:
@@ -189,5 +191,13 @@ def _from_fp32(saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], wh
             given = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"{what}, {key}: got {given}, accepted: floating point {list(p.shape)}")
     from_global(tensors, p, group, what)
-    state = import_moments(p, group, **tensors, step=int(saved["step"]))
+    step = saved["step"]  # torch's is a tensor
+    try:
+        step = int(step)
+        whole = step == saved["step"]
+    except (TypeError, ValueError, RuntimeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{what}, step: got {saved['step']!r}, accepted: a count of steps")
+    state = import_moments(p, group, **tensors, step=step)
     return state | ({"coat_seed": saved["coat_seed"]} if "coat_seed" in saved else {})

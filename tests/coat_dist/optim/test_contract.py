@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from coat_dist.optim import CoatAdamW, fp32_state_dict, import_moments
+from coat_dist.optim import CoatAdamW, adamw, fp32_state_dict, import_moments
 from tests.coat_dist.kernels import adamw_layouts
 from tests.coat_dist.optim.test_adamw import assert_same_state
 
@@ -179,3 +179,88 @@ def test_codes_of_another_memory_order_are_loaded_as_rows():
     loaded.load_state_dict(saved)
     assert_same_state(optimizer, loaded)
     assert all(t.is_contiguous() for s in loaded.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("moments", ["fp8", "fp32"])
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3)])
+def test_a_factor_of_one_element_may_have_any_shape(moments, shape):
+    results = []
+    for factor in (torch.tensor(0.5), torch.full((1,), 0.5), torch.full((1, 1), 0.5)):
+        p = torch.nn.Parameter(torch.ones(shape))
+        optimizer = CoatAdamW([{"params": [p], "moments": moments}], lr=0.1)
+        optimizer.grad_factor = factor
+        step([p], optimizer)
+        results.append((p, optimizer))
+    for p, optimizer in results[1:]:
+        assert torch.equal(p, results[0][0])
+        assert_same_state(optimizer, results[0][1])
+
+
+def test_numbers_of_numpy_step_and_resume():
+    """As a schedule makes them: a Python float times numpy's float32 is a float32."""
+    numpy = pytest.importorskip("numpy")
+    params, optimizer = build(lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: numpy.float32(0.5))
+    step(params, optimizer)
+    schedule.step()
+    others, resumed = build(eps=numpy.float32(1e-8), weight_decay=numpy.float32(0.5))
+    resumed.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+    for ps, o in ((params, optimizer), (others, resumed)):
+        step(ps, o, seed=2)
+        assert all(type(x) is float for x in (lambda n: (n.lr, n.eps, n.weight_decay))(_numbers(o.param_groups[0])))
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+
+
+def _numbers(group):
+    return adamw._numbers(group, 1, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+def test_what_a_schedule_wrote_into_a_group_is_loaded(fp32):
+    params, optimizer = build()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=9)
+    step(params, optimizer)
+    schedule.step()
+    _, loaded = build()
+    with fp32_state_dict(optimizer) if fp32 else nullcontext():
+        saved = optimizer.state_dict()
+    with fp32_state_dict(loaded) if fp32 else nullcontext():
+        loaded.load_state_dict(saved)
+    assert loaded.param_groups[0].keys() >= optimizer.param_groups[0].keys()
+    again = torch.optim.lr_scheduler.OneCycleLR(loaded, 0.5, total_steps=9, last_epoch=1)
+    schedule.step()
+    assert again.get_last_lr() == schedule.get_last_lr()
+
+
+def test_options_that_only_torch_has_are_not_loaded():
+    p = torch.nn.Parameter(torch.ones(4))
+    saved = torch.optim.AdamW([p], lr=0.25, capturable=True).state_dict()
+    optimizer = CoatAdamW([p])
+    with fp32_state_dict(optimizer):
+        optimizer.load_state_dict(saved)
+    assert "fused" not in optimizer.param_groups[0] and not optimizer.param_groups[0].get("capturable")
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_state_left_on_meta_is_refused_before_anything_changes():
+    params, optimizer = build()
+    step(params, optimizer)
+    states = optimizer.state[params[1]]
+    optimizer.state[params[1]] = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in states.items()}
+    with pytest.raises(ValueError, match="parameter 1, of shape .*: state, coat_m_q: got .* on meta, accepted: "):
+        step(params, optimizer)
+    assert [optimizer.state[p]["step"] for p in params] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("bad", ["x", 2.5, -3, torch.ones(2), torch.tensor(float("nan")), None], ids=str)
+def test_a_count_of_steps_in_fp32_that_is_none_is_refused_by_key(bad):
+    p = torch.nn.Parameter(torch.ones(4))
+    saved = {"step": bad, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+    optimizer = CoatAdamW([p])
+    state_dict = {**optimizer.state_dict(), "state": {0: saved}}
+    with fp32_state_dict(optimizer), pytest.raises(ValueError, match="group 0, parameter 0, step: got .*, accepted: "):
+        optimizer.load_state_dict(state_dict)
+    assert not optimizer.state
