@@ -94,7 +94,7 @@ def test_encodings_without_a_sign_bit_err_less_than_e4m3_and_lose_no_element(kin
 
 
 def test_drift_is_that_of_the_optimizer():
-    rows = drift(steps=300, zeros=20, elements=128, beta2s=(0.95, 0.999))
+    rows = drift(steps=300, zeros=20, elements=2048, beta2s=(0.95, 0.999))
     assert len(rows) == 2 * 2 * 3
     at = {(r["beta2"], r["formats"], r["rounding"]): r for r in rows}
     for formats in ("e4m3, e4m3", "int8, log8"):

@@ -149,7 +149,7 @@ def test_the_load_balancing_loss_counts_once_a_step(work, tmp_path):  # noqa: F8
         for coefficient in (0, 100):
             config = configuration(tmp_path, 2, gradient_accumulation_steps=accumulation)
             more = [*EXPERTS[:-1], f"moe_aux_loss_coeff={coefficient}.0", "hidden_dropout=0.0"]
-            argv = command(work, tmp_path / "run", config, "--model-override", *more, steps=1)
+            argv = command(work, tmp_path / f"{accumulation}-{coefficient}", config, "--model-override", *more, steps=1)
             grads[accumulation, coefficient] = run_ranks(1, report_and_gradients, argv)[0][2]["mlp.router.weight"]
     once, quarter = (grads[n, 100] - grads[n, 0] for n in (1, 4))
     assert once.norm() > 10 * grads[1, 0].norm()
