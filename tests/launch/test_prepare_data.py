@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,8 @@ def stop_in_the_middle(command, parts, number):
     until = time.monotonic() + 60
     while len(list(parts.glob("0*.json"))) < enough and time.monotonic() < until and process.poll() is None:
         time.sleep(0.001)
+    if process.poll() is not None:
+        return process.returncode, process.communicate()[1]
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
     process.wait(120)
@@ -94,8 +97,8 @@ def stop_in_the_middle(command, parts, number):
     orphans = [int(pid) for pid in children if alive(pid)]
     for pid in orphans:
         os.kill(pid, signal.SIGKILL)
-    assert len(children) >= 2 and not orphans  # nobody is left waiting for a dead parent
-    assert len(list(parts.glob("0*.json"))) >= enough
+    assert not orphans  # nobody is left waiting for a dead parent
+    assert process.returncode == 0 or (len(children) >= 2 and len(list(parts.glob("0*.json"))) >= enough)
     return process.returncode, process.communicate()[1]
 
 
@@ -107,9 +110,13 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path):
 
     command = [sys.executable, "launch/prepare_data.py", *common, "--output", str(tmp_path / "out/x"), "--workers", "2"]
     parts = tmp_path / "out/x.parts"
-    assert stop_in_the_middle(command, parts, signal.SIGKILL)[0] == -signal.SIGKILL
-    status, errors = stop_in_the_middle(command, parts, signal.SIGINT)
-    assert status == 130 and errors.endswith("prepare_data: interrupted; the same command continues\n")
+    for _ in range(3):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        killed = stop_in_the_middle(command, parts, signal.SIGKILL)[0]
+        status, errors = stop_in_the_middle(command, parts, signal.SIGINT)
+        if killed and status:
+            break  # on a busy machine a run may be over before the signal
+    assert killed == -signal.SIGKILL and status == 130 and errors.endswith("prepare_data: interrupted; the same command continues\n")
     assert "Traceback" not in errors and not (tmp_path / "out/x.json").exists()
     (parts / "000001.bin.tmp12345").write_bytes(b"half written")
 
