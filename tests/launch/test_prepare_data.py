@@ -116,7 +116,11 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path):
         status, errors = stop_in_the_middle(command, parts, signal.SIGINT)
         if killed and status:
             break  # on a busy machine a run may be over before the signal
-    assert killed == -signal.SIGKILL and status == 130 and errors.endswith("prepare_data: interrupted; the same command continues\n")
+    assert (
+        killed == -signal.SIGKILL
+        and status == 130
+        and errors.endswith("prepare_data: interrupted; the same command continues\n")
+    )
     assert "Traceback" not in errors and not (tmp_path / "out/x.json").exists()
     (parts / "000001.bin.tmp12345").write_bytes(b"half written")
 
