@@ -40,7 +40,7 @@ def settings(stage: int, coat: bool) -> dict[str, Any]:
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     import coat_dist
-    from coat_dist import engine as coat_engine
+    from coat_dist.deepspeed import engine as coat_engine
     from megatron_patches import MPUAdapter
 
     coat = name != "torch fused AdamW"

@@ -5,10 +5,11 @@ The public API is what this page exports. DeepSpeed itself is imported on first 
 
 from typing import Any
 
-import torch
-
+from .checkpoint.universal_convert import convert_to_universal
 from .config import CoatConfig, CoatConfigError
-from .optim import CoatAdamW, convert_to_universal, param_groups, safe_get_full_moment, safe_set_full_moment
+from .deepspeed.accessors import safe_get_full_moment, safe_set_full_moment
+from .deepspeed.registration import register_optimizer
+from .optim import CoatAdamW, param_groups
 
 __all__ = [
     "CoatAdamW",
@@ -22,14 +23,13 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# DeepSpeed looks an optimizer type it does not know up in torch.optim, so `"type": "CoatAdamW"` works in any DeepSpeed
-# program (and under libraries that call DeepSpeed) once this package is imported.
-torch.optim.CoatAdamW = CoatAdamW  # type: ignore[attr-defined]
+# `"type": "CoatAdamW"` works in any DeepSpeed program, and under libraries that call it, once this is imported.
+register_optimizer(CoatAdamW)
 
 
 def __getattr__(name: str) -> Any:
     if name == "initialize":
-        from .engine import initialize
+        from .deepspeed.engine import initialize
 
         return initialize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

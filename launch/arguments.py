@@ -9,7 +9,7 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import load_json
-from coat_dist.refusals import check_deepspeed
+from coat_dist.deepspeed.refusals import check_deepspeed
 
 __all__ = ["BatchSizes", "batch_sizes", "check_arguments", "load_settings", "parse", "parser", "peak_lr"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
-from coat_dist.refusals import check_deepspeed
+from coat_dist.deepspeed.refusals import check_deepspeed
 from launch import data
 from launch.experts import scale_aux_loss
 from launch.loop import Batch

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from launch.agree import gather
-from launch.durable import make_folder
-from launch.manifest import FORMAT, CheckpointError, differences, read_manifest, sync_files, verify
-from launch.publish import find, name_of, publish, retire, unfinished
+from coat_dist.checkpoint.durable import make_folder
+from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, differences, read_manifest, sync_files, verify
+from coat_dist.checkpoint.publish import find, name_of, publish, retire, unfinished
+from coat_dist.ranks import gather
 from launch.runtime import get_random_state, reseed, set_random_state
 
 __all__ = [

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coat_dist import CoatConfigError
+from coat_dist.checkpoint.durable import make_folder
+from coat_dist.checkpoint.lock import LOCK, NO_LOCKS, locked
+from coat_dist.checkpoint.manifest import MANIFEST
+from coat_dist.checkpoint.publish import LATEST, finished
 from launch.checkpoint import read_manifest, require_loadable
-from launch.durable import make_folder
-from launch.lock import LOCK, NO_LOCKS, locked
-from launch.manifest import MANIFEST
 from launch.metrics import read_metrics
-from launch.publish import LATEST, finished
 
 __all__ = ["Folders", "open_folders"]
 

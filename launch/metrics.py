@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 
 from coat_dist import CoatConfigError
-from launch.durable import write_text
+from coat_dist.checkpoint.durable import write_text
 
 __all__ = ["MetricsLog", "format_line", "peak_memory_bytes", "put_aside", "read_metrics", "truncate_metrics"]
 

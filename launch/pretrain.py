@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
+from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch import arguments, build, checkpoint, data, runtime
-from launch.agree import on_rank_0
 from launch.folders import Folders, open_folders
 from launch.loop import BadSteps, Batch, Loop, Progress
 from launch.memory import MemoryReport
@@ -84,8 +84,6 @@ def say(text: str) -> None:
 
 def check_ranks_agree(p: Plan) -> None:
     """Raise on every rank where one was started with other settings."""
-    from coat_dist.engine import check_same_on_all_ranks
-
     shared = {k: v for k, v in vars(p.args).items() if k != "local_rank"}
     texts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in {**p.identity(), "arguments": shared}.items()}
     check_same_on_all_ranks({k: hashlib.sha256(text.encode()).hexdigest() for k, text in texts.items()})

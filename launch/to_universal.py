@@ -19,10 +19,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from launch.durable import make_folder
-from launch.lock import LOCK, NO_LOCKS, locked
-from launch.manifest import MANIFEST, CheckpointError, read_manifest, sync_files, verify
-from launch.publish import find, finished, name_of, publish, retire, unfinished
+from coat_dist.checkpoint.durable import make_folder
+from coat_dist.checkpoint.lock import LOCK, NO_LOCKS, locked
+from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, sync_files, verify
+from coat_dist.checkpoint.publish import find, finished, name_of, publish, retire, unfinished
 
 __all__ = ["convert", "main"]
 

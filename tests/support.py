@@ -150,9 +150,9 @@ def megatron_on_one_rank() -> Iterator[None]:
 
 @contextmanager
 def held_elsewhere(path: Any) -> Iterator[None]:
-    """Another process holds the lock of ``launch.lock`` on a file."""
+    """Another process holds the lock of ``coat_dist.checkpoint.lock`` on a file."""
     code = (
-        "import sys; from launch.lock import *; from pathlib import Path\n"
+        "import sys; from coat_dist.checkpoint.lock import *; from pathlib import Path\n"
         "with locked(Path(sys.argv[1])): print(flush=True); input()"
     )
     with subprocess.Popen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -15,7 +15,6 @@ from .sharded import is_dtensor, local, local_grad
 from .state import check_group, codecs, ensure_state, free_seeds, moment, stochastic
 from .state import remainder as low_half
 from .state_dict import check_and_box, gather, unbox
-from .zero import declare_to_zero
 
 __all__ = ["CoatAdamW"]
 
@@ -95,8 +94,11 @@ class CoatAdamW(torch.optim.Optimizer):
                 master_weights=master_weights,
             ),
         )
-        declare_to_zero(type(self))
+        if (declare := type(self).when_built) is not None:
+            declare(type(self))
 
+    when_built: ClassVar[Callable[[type], None] | None] = None
+    """Called with the class by every new optimizer; ``coat_dist`` sets it, so that DeepSpeed knows the class."""
     grad_factor: torch.Tensor | None = None
     """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the same pass; None = 1.
     For whoever unscales and clips: a gradient norm gives the factor, and nobody has to write gradients back."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .checkpoint import export_moments, import_moments
 from .master import export_master
+from .moments import export_moments, import_moments
 from .sharded import from_global, is_dtensor, to_global
 from .state import LAYOUT_KEYS, check_group, check_state, has_remainder
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from launch import lock
+from coat_dist.checkpoint import lock
 from launch.prep import DataError
 from launch.prep.shards import read_json, write_json
 

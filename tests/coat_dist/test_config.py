@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coat_dist.config import CoatConfig, CoatConfigError, load_json
-from coat_dist.refusals import check_deepspeed
+from coat_dist.deepspeed.refusals import check_deepspeed
 
 BASE = {
     "train_micro_batch_size_per_gpu": 2,

@@ -101,7 +101,7 @@ def contents(engine):
     from deepspeed.utils import safe_get_full_fp32_param
 
     import coat_dist
-    from coat_dist.optim.partitions import partitions
+    from coat_dist.checkpoint.zero_partitions import partitions
 
     named = dict(engine.module.named_parameters())
     trained = {n: p for n, p in named.items() if p.requires_grad}
@@ -124,7 +124,7 @@ def contents(engine):
 
 def codes(engine):
     """This rank's groups of the parameters "a": {(parameter, key, index of the group in the parameter): bytes}."""
-    from coat_dist.optim.partitions import partitions
+    from coat_dist.checkpoint.zero_partitions import partitions
 
     found = {}
     for part in partitions(engine.optimizer):

@@ -68,7 +68,7 @@ def adamw(rank, world, settings, folder, load):
     """A run of plain DeepSpeed with torch's AdamW, saved after five steps; or one that loads what CoatAdamW saved."""
     import deepspeed
 
-    from coat_dist.optim.universal_load import enable_universal_load
+    from coat_dist.checkpoint.universal_load import enable_universal_load
     from tests.distributed.test_engine import quiet_deepspeed
 
     quiet_deepspeed()
@@ -98,7 +98,7 @@ def adamw(rank, world, settings, folder, load):
         engine.save_checkpoint(folder, tag="plain")
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from coat_dist.optim.partitions import partitions
+    from coat_dist.checkpoint.zero_partitions import partitions
 
     trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
     everything = list(engine.module.parameters())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coat_dist.optim import zero_source
+from coat_dist.deepspeed import reviewed
 from tests.support import run_ranks
 
 STEPS, BAD = 5, 2
@@ -112,7 +112,7 @@ def run(rank, world, cases, value, read):
     accelerator = deepspeed.accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch has it
     if not read:
-        zero_source.READ.clear()
+        reviewed.READ.clear()
     return {case: both(rank, case, value, read) for case in cases}
 
 
@@ -153,7 +153,7 @@ def tensor_parallel(rank, world):
     import deepspeed
 
     import coat_dist
-    from coat_dist import engine as coat_engine
+    from coat_dist.deepspeed import engine as coat_engine
     from megatron_patches import MPUAdapter, initialize_model_parallel
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -111,7 +111,7 @@ def differences(loaded, saved):
 def wrong_codes(engine, saved):
     """FP8 groups that neither decode to the saved moments nor are, to the byte, their encoding; elements beyond the
     stated error."""
-    from coat_dist.optim.partitions import partitions
+    from coat_dist.checkpoint.zero_partitions import partitions
     from coat_dist.optim.state import codecs, moment
     from coat_dist.reference.moments import decode, encode
 

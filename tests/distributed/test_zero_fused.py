@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_dist.optim import zero_source
+from coat_dist.deepspeed import reviewed
 from tests.support import run_ranks
 
 
 def train(rank, world, stage, clip, fused):
     import deepspeed
 
-    from coat_dist import CoatAdamW, engine, initialize
+    from coat_dist import CoatAdamW, initialize
+    from coat_dist.deepspeed import engine
     from coat_dist.optim import adamw
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -86,17 +87,17 @@ def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_p
     """What these tests do not run is no version that was read: another installed DeepSpeed fails here until it is."""
     import deepspeed
 
-    assert {deepspeed.__version__: zero_source.digest()} == zero_source.READ
-    assert zero_source.was_read.__wrapped__()
-    for name in zero_source._FILES:
+    assert {deepspeed.__version__: reviewed.digest()} == reviewed.READ
+    assert reviewed.was_read.__wrapped__()
+    for name in reviewed._FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(deepspeed.__file__).parent / name, tmp_path / name)
     monkeypatch.setattr(deepspeed, "__file__", str(tmp_path / "__init__.py"))
-    assert zero_source.was_read.__wrapped__()
-    for name in zero_source._FILES:
+    assert reviewed.was_read.__wrapped__()
+    for name in reviewed._FILES:
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text + "\n")
-        assert not zero_source.was_read.__wrapped__(), f"a patched {name} has the same version number"
+        assert not reviewed.was_read.__wrapped__(), f"a patched {name} has the same version number"
         (tmp_path / name).write_text(text)
     (tmp_path / name).unlink()
-    assert not zero_source.was_read.__wrapped__()
+    assert not reviewed.was_read.__wrapped__()

@@ -173,7 +173,7 @@ def handed_over(rank, world, settings, kind, twice):
     import deepspeed
 
     import coat_dist
-    from coat_dist.optim.attach import attach
+    from coat_dist.deepspeed.attach import attach
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.manual_seed(0)

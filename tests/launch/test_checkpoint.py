@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch import checkpoint, publish
+from coat_dist.checkpoint import publish
+from launch import checkpoint
 from tests.support import run_ranks
 
 

@@ -8,9 +8,10 @@ from contextlib import ExitStack, nullcontext
 import pytest
 
 from coat_dist import CoatConfigError
-from launch import arguments, folders, publish
+from coat_dist.checkpoint import publish
+from coat_dist.checkpoint.manifest import CheckpointError
+from launch import arguments, folders
 from launch.folders import open_folders
-from launch.manifest import CheckpointError
 from launch.metrics import read_metrics
 from tests.launch.test_pretrain import command, configuration, rank_main, work  # noqa: F401
 from tests.support import held_elsewhere, run_ranks

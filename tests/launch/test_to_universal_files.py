@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import coat_dist
-from launch import publish, to_universal
-from launch.manifest import CheckpointError, read_manifest, sync_files, verify
+from coat_dist.checkpoint import publish
+from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, sync_files, verify
+from launch import to_universal
 from tests.launch.test_disk_errors import PLACES, Failing
 from tests.support import held_elsewhere
 

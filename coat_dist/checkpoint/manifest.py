@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.agree import gather, on_rank_0, rank_and_world
+from coat_dist.ranks import gather, on_rank_0, rank_and_world
 
 __all__ = ["FORMAT", "MANIFEST", "CheckpointError", "differences", "read_manifest", "sync_files", "verify"]
 

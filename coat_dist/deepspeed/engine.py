@@ -19,14 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .config import CoatConfig, CoatConfigError, load_json
-from .flow.weights import invalidate_after, invalidate_weights
-from .optim import CoatAdamW, param_groups
-from .optim.attach import attach
-from .optim.zero import fuse_step
+from ..config import CoatConfig, CoatConfigError, load_json
+from ..flow.weights import invalidate_after, invalidate_weights
+from ..optim import CoatAdamW, param_groups
+from ..ranks import check_same_on_all_ranks
+from .attach import attach
 from .refusals import check_deepspeed
+from .step import fuse_step
 
-__all__ = ["check_same_on_all_ranks", "initialize"]
+__all__ = ["initialize"]
 
 logger = logging.getLogger("coat_dist")
 
@@ -210,33 +211,6 @@ def _take_device(args: Any) -> None:
     rank = getattr(args, "device_rank", None if local is None else int(local))
     if rank is not None and rank >= 0:
         get_accelerator().set_device(rank)
-
-
-def check_same_on_all_ranks(digests: dict[str, str]) -> None:
-    """Compare what each rank believes to run; ranks that differ would train on silently or hang.
-
-    A collective: under NCCL each rank's device must be the current one.
-
-    Args:
-        digests: a short string for each thing compared, the same keys on all ranks.
-
-    Raises:
-        CoatConfigError: on every rank; names what differs and which ranks hold the minority.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, digests)
-    different = []
-    for key in dict.fromkeys(k for d in everyone for k in d):
-        ranks: dict[str, list[int]] = {}
-        for rank, one in enumerate(everyone):
-            ranks.setdefault(one.get(key, "absent"), []).append(rank)
-        if len(ranks) > 1:
-            minority = sorted(r for group in sorted(ranks.values(), key=len)[:-1] for r in group)
-            different.append(f"{key}: rank(s) {', '.join(map(str, minority))} differ from the others")
-    if different:
-        raise CoatConfigError("ranks were started differently: " + "; ".join(different))
 
 
 def _digest(value: Any) -> str:

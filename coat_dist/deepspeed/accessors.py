@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..checkpoint.zero_partitions import Fragment, Partition, base_optimizer, is_zero, members, partitions
 from ..ops.master import split
-from .checkpoint import read_moment, write_moment
-from .master import read_master, write_master
-from .partitions import Fragment, Partition, base_optimizer, is_zero, members, partitions
-from .state import ensure_state
+from ..optim.master import read_master, write_master
+from ..optim.moments import read_moment, write_moment
+from ..optim.state import ensure_state
 
 __all__ = [
     "fragment_of",
@@ -108,7 +108,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
 def get_full_master(param: torch.nn.Parameter) -> torch.Tensor:
     """Master weight of a parameter, fp32, of its full shape, to the bit; collective over data-parallel ranks.
 
-    DeepSpeed's ``safe_get_full_fp32_param`` calls this where states have remainders (``optim/zero_master.py``).
+    DeepSpeed's ``safe_get_full_fp32_param`` calls this where states have remainders (``deepspeed/master_weights.py``).
     """
 
     def read(part: Partition, state: dict[str, Any], f: Fragment) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .state import LAYOUT_KEYS
+from ..optim.state import LAYOUT_KEYS
 
 __all__ = ["FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .adamw import CoatAdamW
+from ..optim.adamw import CoatAdamW
 
 __all__ = ["Fragment", "Partition", "base_optimizer", "is_zero", "members", "partitions"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..checkpoint.native_load import check_native_loads
+from ..checkpoint.universal_load import enable_universal_load
+from ..checkpoint.zero_partitions import is_zero
+from ..optim.adamw import CoatAdamW
 from .accessors import register
-from .adamw import CoatAdamW
-from .deepspeed_accessors import answer_deepspeeds_accessors
-from .native_load import check_native_loads
-from .partitions import is_zero
+from .master_weights import check_master_weights, enable_remainders
+from .native_accessors import answer_deepspeeds_accessors
 from .round_robin import relink
-from .universal_load import enable_universal_load
-from .zero_master import check_master_weights, enable_remainders
 
 __all__ = ["attach"]
 

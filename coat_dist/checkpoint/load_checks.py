@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
+from ..ranks import raise_everywhere
 
-__all__ = ["Request", "agree", "check_before_load"]
+__all__ = ["Request", "check_before_load"]
 
 
 class Request(NamedTuple):
@@ -64,7 +64,7 @@ def check_before_load(engine: Any, name: str, check: Callable[[Request], list[st
             return check(Request(Path(load_dir), found, load_module_strict, states))
 
         for check, accepted in checks.values():
-            agree(functools.partial(problems, check), accepted)
+            raise_everywhere(functools.partial(problems, check), accepted)
         if "universal" in checks and engine.load_universal_checkpoint():
             # Whether moments are loaded is up to the loader, which the check has told. At stage 3, DeepSpeed would
             # look for a checkpoint of its own kind where none are wanted.
@@ -86,19 +86,3 @@ def check_before_load(engine: Any, name: str, check: Callable[[Request], list[st
 def _latest(engine: Any, folder: Path) -> str | None:
     path = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
-
-
-def agree(check: Callable[[], list[str]], accepted: str = "") -> None:
-    """Raise on every rank what any rank finds, so that none waits in a collective for one that raised: at most four
-    different lines, and ``accepted``."""
-    try:
-        mine = check()
-    except ValueError as error:
-        mine = [str(error)]
-    everyone: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    lines = list(dict.fromkeys(line for found in everyone for line in found))
-    if lines:
-        raise ValueError("\n".join([*lines[:4], accepted]).strip())

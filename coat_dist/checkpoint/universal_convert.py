@@ -2,7 +2,7 @@
 
 A universal checkpoint has one folder a parameter, ``zero/<name>/``, with the whole tensor in ``fp32.pt``, its moments
 in ``exp_avg.pt`` and ``exp_avg_sq.pt`` and the count of steps in ``step.pt``; it knows nothing of the ranks that wrote
-it. Of groups that lie within one parameter it also has the codes (``optim/universal_codes.py``).
+it. Of groups that lie within one parameter it also has the codes (``checkpoint/universal_codes.py``).
 
 DeepSpeed's own converter (``deepspeed/checkpoint/ds_to_universal.py``) cannot read FP8 moments, copies everything twice
 and keeps ZeRO stages apart. This one reads memory-mapped shards and writes a parameter at a time: it needs memory for
@@ -93,7 +93,7 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
 
 
 def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
-    """DeepSpeed alone records wrong places with round-robin gradients (``optim/round_robin.py``)."""
+    """DeepSpeed alone records wrong places with round-robin gradients (``deepspeed/round_robin.py``)."""
     for name in row[0].names:
         low = model["module"][name].reshape(-1)
         # A bfloat16 partition is what the model holds; what it makes with its remainder would round to another number

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.zero_partitions import Fragment, Partition, members
+from ..optim.moments import read_moment, write_moment
+from ..optim.state import ensure_state
 from .accessors import fragment_of, moment_index, safe_get_full_moment, safe_set_full_moment
-from .checkpoint import read_moment, write_moment
 from .links import after_linking
-from .partitions import Fragment, Partition, members
-from .state import ensure_state
 
 __all__ = ["answer_deepspeeds_accessors"]
 
@@ -37,7 +37,7 @@ def answer_deepspeeds_accessors(zero: Any) -> None:
 
 def _answer(zero: Any) -> None:
     for param in (p for params in members(zero) for p in params):
-        master = param.get_full_hp_param, param.set_full_hp_param  # DeepSpeed's, or those of zero_master.py
+        master = param.get_full_hp_param, param.set_full_hp_param  # DeepSpeed's, or those of master_weights.py
         param.get_full_hp_param = types.MethodType(functools.partial(_get_full, master[0]), param)
         param.set_full_hp_param = types.MethodType(functools.partial(_set_full, master[1]), param)
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.zero_partitions import base_optimizer, is_zero, members, partitions
+from ..optim.master import read_master, write_master
+from ..optim.state import ensure_state, has_remainder
 from .accessors import get_full_master, set_full_master
 from .links import after_linking
-from .master import read_master, write_master
-from .partitions import base_optimizer, is_zero, members, partitions
-from .state import ensure_state, has_remainder
-from .zero_source import was_read
+from .reviewed import was_read
 
 __all__ = ["check_master_weights", "enable_remainders"]
 
@@ -47,7 +47,7 @@ def enable_remainders(zero: Any) -> bool:
 
     Returns:
         Whether weights and the partitions that are stepped are one copy now: not without remainders, and not with a
-        DeepSpeed that was not read (``zero_source.py``). All else is the same with two copies.
+        DeepSpeed that was not read (``reviewed.py``). All else is the same with two copies.
     """
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -80,7 +80,7 @@ def _answer(zero: Any) -> None:
         param.set_full_hp_param = types.MethodType(set_full_master, param)
 
 
-# Only for the master weight: ``deepspeed_accessors.py`` answers for the moments before it asks these.
+# Only for the master weight: ``native_accessors.py`` answers for the moments before it asks these.
 
 
 def _zero3_get_full_hp_param(zero: Any, param: Any) -> torch.Tensor | None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from .partitions import members, partitions
 from .universal_codes import check_codes
 from .universal_source import Source
 from .zero_files import KEYS
+from .zero_partitions import members, partitions
 
 __all__ = ["modules_with_extra_state", "problems", "untrained"]
 

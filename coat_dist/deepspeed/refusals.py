@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .config import CoatConfig, CoatConfigError
-from .optim import CoatAdamW
-from .optim.state import check_group
+from ..config import CoatConfig, CoatConfigError
+from ..optim import CoatAdamW
+from ..optim.state import check_group
 
 __all__ = ["check_deepspeed"]
 
@@ -248,7 +248,7 @@ def _against(coat: CoatConfig | None, optimizer: CoatAdamW) -> list[str]:
 def _master_weights(config: Mapping[str, Any], coat: CoatConfig | None, given: CoatAdamW | None) -> Any:
     """How master weights are going to be kept."""
     if given is not None:
-        return given.param_groups[0]["master_weights"]  # all groups: optim/zero_master.py
+        return given.param_groups[0]["master_weights"]  # all groups: deepspeed/master_weights.py
     named = _get(config, "optimizer", "params", "master_weights")  # if in both places, it has been refused
     return named or (coat.optimizer.master_weights if coat is not None else "parameter")
 

@@ -1,4 +1,4 @@
-"""What ties CoatAdamW to DeepSpeed's ZeRO optimizers: a registration, and methods overridden on one instance.
+"""DeepSpeed's ZeRO step without the passes that CoatAdamW makes itself: methods overridden on one instance.
 
 ZeRO-1 and 2 make three passes over the fp32 gradients before the optimizer sees them: a check for infinities, the norm,
 and a multiplication that unscales and clips. The norm is needed. The check is not, because ZeRO then looks at the norm,
@@ -6,32 +6,22 @@ which is non-finite if any gradient that it counts is; of those that it does not
 ranks of a model-parallel group), the check stays. The multiplication is not needed, because the step reads every
 gradient anyway. After the optimizer, ZeRO reads its fp32 partition once more to write the 16-bit one; the step can
 write it, too. :func:`fuse_step` leaves all three out: it overrides methods on one ZeRO optimizer instance, and only of
-a DeepSpeed that was read (``zero_source.py``). Results are the same bits.
+a DeepSpeed that was read (``reviewed.py``). Results are the same bits.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import types
 from typing import Any
 
 import torch
 
-from .zero_source import READ, was_read
+from .reviewed import READ, was_read
 
-__all__ = ["declare_to_zero", "fuse_step"]
+__all__ = ["fuse_step"]
 
 logger = logging.getLogger("coat_dist")
-
-
-def declare_to_zero(cls: type) -> None:
-    """Put an optimizer class on DeepSpeed's list of those that ZeRO may drive, where DeepSpeed is in use: programs that
-    name it in their JSON then need no ``zero_allow_untested_optimizer``."""
-    zero = sys.modules.get("deepspeed.runtime.zero.utils")
-    tested = getattr(zero, "ZERO_SUPPORTED_OPTIMIZERS", None)
-    if isinstance(tested, list) and cls not in tested:
-        tested.append(cls)
 
 
 def fuse_step(zero: Any, coat: Any) -> bool:

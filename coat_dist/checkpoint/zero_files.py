@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checkpoint import read_moment
-from .master import read_master
+from ..optim.master import read_master
+from ..optim.moments import read_moment
 from .universal_codes import groups_within, select_codes
 
 __all__ = ["EXTRA_STATE", "KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "grid", "read"]

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 from ..ops.moments import encode
-from .adamw import CoatAdamW
-from .load_checks import Request, agree, check_before_load
-from .master import write_master
-from .partitions import Partition, members, partitions
-from .state import codecs, has_remainder, moment, new_state
+from ..optim.adamw import CoatAdamW
+from ..optim.master import write_master
+from ..optim.state import codecs, has_remainder, moment, new_state
+from ..ranks import raise_everywhere
+from .load_checks import Request, check_before_load
 from .universal_check import modules_with_extra_state, problems, untrained
 from .universal_codes import read_codes
 from .universal_source import Source
 from .zero_files import KEYS
+from .zero_partitions import Partition, members, partitions
 
 __all__ = ["enable_universal_load", "load_universal"]
 
@@ -77,7 +78,7 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True, strict
     """Fill fp32 weights, moments, frozen parameters, buffers and extra states from a universal checkpoint.
 
     Moments are encoded to nearest, for all groups, before this returns; groups whose codes the checkpoint holds get
-    these bytes (``optim/universal_codes.py``). Hyperparameters stay the present ones: each
+    these bytes (``checkpoint/universal_codes.py``). Hyperparameters stay the present ones: each
     group keeps its own. A parameter that is frozen now takes its weights from wherever they are, the fp32 weight of one
     that was trained rounded to its own dtype. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed
     does.
@@ -91,7 +92,7 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True, strict
     Raises:
         ValueError: files are missing or of another model; names them. On every rank, and nothing has been changed then.
     """
-    agree(lambda: problems(engine, _source(engine, folder), moments, strict))
+    raise_everywhere(lambda: problems(engine, _source(engine, folder), moments, strict))
     _apply(engine, _source(engine, folder), moments)
 
 
