@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import median, write_result
-from launch.build import torch_adamw
-from launch.model import build_model, load_model_config
-from launch.runtime import start
+from launch.model.gpt import build_model, load_model_config
+from launch.training.build import torch_adamw
+from launch.training.runtime import start
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -28,7 +28,7 @@ from benchmarks.layer_memory import Peak, expected_peak
 from coat_dist import CoatConfig
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.activation import ACTIVATIONS
-from launch.model import ModelConfig, build_model, load_model_config
+from launch.model.gpt import ModelConfig, build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
 ROOT = Path(__file__).resolve().parent.parent

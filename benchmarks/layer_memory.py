@@ -31,7 +31,7 @@ from typing import Any
 
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.activation import ACTIVATIONS
-from launch.model import ModelConfig
+from launch.model.gpt import ModelConfig
 
 __all__ = ["Peak", "expected_peak", "saved_bytes"]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.common import write_result
 from coat_dist import CoatConfig
-from launch.model import build_model, load_model_config
+from launch.model.gpt import build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.metrics import read_metrics
+from launch.training.metrics import read_metrics
 
 __all__ = ["draw", "main"]
 

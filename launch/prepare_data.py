@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from launch.data.tokenizer import Tokenizer, bpe_size, load, train_bpe
 from launch.prep import DataError
 from launch.prep.arguments import parser
 from launch.prep.documents import ReadOptions, texts
 from launch.prep.output import finished, locked, open_parts
 from launch.prep.shards import Job, merge, read_json, replacing, tokenize, write_json
 from launch.prep.sources import Piece, find, plan
-from launch.tokenizer import Tokenizer, bpe_size, load, train_bpe
 
 __all__ = ["main", "prepare"]
 

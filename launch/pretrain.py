@@ -23,13 +23,14 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
-from launch import arguments, build, checkpoint, data, runtime
-from launch.folders import Folders, open_folders
-from launch.loop import BadSteps, Batch, Loop, Progress
-from launch.memory import MemoryReport
-from launch.metrics import MetricsLog
-from launch.model import flops_per_token
-from launch.plan import Plan, plan
+from launch.data import dataset as data
+from launch.model.gpt import flops_per_token
+from launch.training import arguments, build, checkpoint, runtime
+from launch.training.folders import Folders, open_folders
+from launch.training.loop import BadSteps, Batch, Loop, Progress
+from launch.training.memory import MemoryReport
+from launch.training.metrics import MetricsLog
+from launch.training.plan import Plan, plan
 
 __all__ = ["main", "train"]
 

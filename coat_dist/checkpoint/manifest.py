@@ -25,7 +25,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a finished checkpoint.
 
     Raises:
-        CheckpointError: missing, unreadable, of another format, or without what :func:`launch.checkpoint.save` puts in.
+        CheckpointError: missing, unreadable, of another format, or without what each finished checkpoint says.
     """
     path = checkpoint / MANIFEST
     try:

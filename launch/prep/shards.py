@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from launch.data.tokenizer import Tokenizer, load
 from launch.prep import DataError
 from launch.prep.documents import ReadOptions, texts, token_documents
 from launch.prep.sources import Piece
-from launch.tokenizer import Tokenizer, load
 
 __all__ = ["Job", "merge", "read_json", "replacing", "run_shard", "tokenize", "write_json"]
 

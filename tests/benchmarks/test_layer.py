@@ -10,7 +10,7 @@ import pytest
 from benchmarks import layer
 from benchmarks.common import RESULTS
 from benchmarks.layer import ROOT, SEQUENCE, VARIANTS, flops
-from launch.model import load_model_config
+from launch.model.gpt import load_model_config
 
 
 @pytest.fixture

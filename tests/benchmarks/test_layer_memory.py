@@ -10,7 +10,7 @@ from benchmarks.common import RESULTS
 from benchmarks.layer import ROOT, VARIANTS
 from benchmarks.layer_memory import expected_peak, saved_bytes
 from coat_dist import CoatConfig
-from launch.model import load_model_config
+from launch.model.gpt import load_model_config
 
 
 def settings(**changes):

@@ -26,7 +26,7 @@ def test_nothing_is_held_that_is_not_accounted_for(one_rank, tokens, changes):
     from benchmarks.layer import ROOT, measure, stack
     from benchmarks.layer_memory import expected_peak
     from coat_dist import CoatConfig
-    from launch.model import load_model_config
+    from launch.model.gpt import load_model_config
     from megatron_patches import patched
 
     model = load_model_config(ROOT / "configs/models/llama2-7b.json", ["num_layers=2"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.arguments import batch_sizes, load_settings, parse, peak_lr
+from launch.training.arguments import batch_sizes, load_settings, parse, peak_lr
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "deepspeed"
 REQUIRED = ["--deepspeed_config", "x.json", "--model", "m.json", "--data", "d", "--train-steps", "100"]

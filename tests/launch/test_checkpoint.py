@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist.checkpoint import publish
-from launch import checkpoint
+from launch.training import checkpoint
 from tests.support import run_ranks
 
 

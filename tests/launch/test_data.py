@@ -11,8 +11,8 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from launch.data import PretrainSampler, batches, build_datasets
-from launch.gpt_dataset import Identity
+from launch.data.dataset import PretrainSampler, batches, build_datasets
+from launch.data.gpt_dataset import Identity
 from launch.prep import DataError
 from tests.launch.tiny_data import VOCAB, make, rows, train
 from tests.support import run_ranks

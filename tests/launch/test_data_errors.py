@@ -8,7 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-from launch.data import PretrainSampler, build_datasets, padded_vocab_size, parse_blend, parse_split, read_info
+from launch.data.dataset import (
+    PretrainSampler,
+    build_datasets,
+    padded_vocab_size,
+    parse_blend,
+    parse_split,
+    read_info,
+)
 from launch.prep import DataError
 from tests.launch.tiny_data import VOCAB, make, train
 

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 
-from launch import checkpoint
+from launch.training import checkpoint
 from tests.launch.test_checkpoint import Engine, progress, start
 from tests.support import run_ranks
 

@@ -9,8 +9,8 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from launch import to_universal
-from launch.metrics import read_metrics
-from launch.model import build_model, flops_per_token, load_model_config, parameter_count
+from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
+from launch.training.metrics import read_metrics
 from megatron_patches import patch_model
 from tests.launch.test_model import one_rank  # noqa: F401
 from tests.launch.test_pretrain import command, configuration, losses, rank_main, work  # noqa: F401
@@ -109,7 +109,8 @@ def report_and_gradients(rank, world, argv):
     """How a run ended, what it printed, and gradients of the first layer in the first micro-batch."""
     from unittest import mock
 
-    from launch import arguments, pretrain, runtime
+    from launch import pretrain
+    from launch.training import arguments, runtime
 
     printed, grads = [], {}
     device = runtime.start(rank)

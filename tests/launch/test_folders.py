@@ -10,9 +10,9 @@ import pytest
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint import publish
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch import arguments, folders
-from launch.folders import open_folders
-from launch.metrics import read_metrics
+from launch.training import arguments, folders
+from launch.training.folders import open_folders
+from launch.training.metrics import read_metrics
 from tests.launch.test_pretrain import command, configuration, rank_main, work  # noqa: F401
 from tests.support import held_elsewhere, run_ranks
 

@@ -5,7 +5,7 @@ import random
 import time
 from pathlib import Path
 
-from launch import checkpoint
+from launch.training import checkpoint
 from tests.support import start_ranks
 
 KILLS = 20

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.metrics import read_metrics
+from launch.training.metrics import read_metrics
 from tests.launch.test_pretrain import command, configuration, work  # noqa: F401
 from tests.support import free_port
 

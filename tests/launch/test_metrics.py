@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.metrics import MetricsLog, duration, read_metrics
+from launch.training.metrics import MetricsLog, duration, read_metrics
 
 
 def record(step, **more):

@@ -6,7 +6,7 @@ import pytest
 
 from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
-from launch.model import build_model, flops_per_token, load_model_config, parameter_count
+from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
 from megatron_patches import patch_model
 from megatron_patches.mlp import activation_name
 from tests.support import megatron_on_one_rank

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from launch.data.tokenizer import for_data
 from launch.prep import DataError
 from launch.prep.arguments import parser
 from launch.prepare_data import main, prepare
-from launch.tokenizer import for_data
 from tests.launch.prep.support import decoded, documents, files_of, run, some_texts, write_jsonl
 from tests.launch.test_tokenizer import sentencepiece_file  # noqa: F401  (a fixture)
 from tests.support import held_elsewhere

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from launch.metrics import read_metrics
+from launch.training.metrics import read_metrics
 from tests.support import run_ranks
 
 MODEL = {
@@ -68,7 +68,8 @@ def rank_main(rank, world, argv, poisoned=()):
         argv: command line; "{rank}" in it is replaced.
         poisoned: (step, kind, rank) of what is to go wrong.
     """
-    from launch import arguments, pretrain, runtime
+    from launch import pretrain
+    from launch.training import arguments, runtime
 
     def interfere(loop):
         inner, seen = loop.loss, [-1]
@@ -112,7 +113,7 @@ def rank_main(rank, world, argv, poisoned=()):
 
 def without_a_model(rank, world, argv):
     """:func:`rank_main` of a run that is refused before a model is built, or fails here."""
-    from launch import build
+    from launch.training import build
 
     def build_engine(*args, **kwargs):
         raise AssertionError("a model was going to be built")
@@ -126,7 +127,8 @@ def without_a_model(rank, world, argv):
 
 def hyperparameters(rank, world, argv):
     """Optimizer groups' hyperparameters at the start of a run."""
-    from launch import arguments, pretrain, runtime
+    from launch import pretrain
+    from launch.training import arguments, runtime
 
     seen = []
     device = runtime.start(rank)

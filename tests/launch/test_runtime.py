@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coat_dist import CoatConfigError
-from launch import runtime
+from launch.training import runtime
 from tests.support import run_ranks
 
 
@@ -31,7 +31,7 @@ def test_first_signal_is_a_request_and_its_echo_nothing(number):
 def test_a_later_signal_ends_at_once():
     program = """
         import os, signal, time
-        from launch.runtime import StopSignal
+        from launch.training.runtime import StopSignal
         stop = StopSignal(echo_seconds=0.05)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
@@ -47,7 +47,7 @@ def test_a_dead_launcher_is_a_request():
     """The parent of the watching process dies, as a killed launcher does."""
     program = """
         import os, time
-        from launch.runtime import StopSignal
+        from launch.training.runtime import StopSignal
         read, write = os.pipe()
         if os.fork() == 0:
             if os.fork() == 0:

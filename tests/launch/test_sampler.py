@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from launch.data import PretrainSampler, batches, build_datasets
+from launch.data.dataset import PretrainSampler, batches, build_datasets
 from tests.launch.tiny_data import make, train
 
 

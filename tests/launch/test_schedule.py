@@ -5,7 +5,7 @@ import math
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.schedule import Schedule
+from launch.training.schedule import Schedule
 
 
 def test_warmup_ends_at_the_peak_and_decay_at_the_minimum():

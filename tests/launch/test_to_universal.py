@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from launch import checkpoint, to_universal
-from launch.metrics import read_metrics
+from launch import to_universal
+from launch.training import checkpoint
+from launch.training.metrics import read_metrics
 from tests.launch.test_pretrain import FP32_GRADIENTS, command, configuration, losses, rank_main, work  # noqa: F401
 from tests.support import run_ranks
 

@@ -11,8 +11,8 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.data.tokenizer import END_OF_TEXT, ByteTokenizer, HuggingFaceTokenizer, bpe_size, load, train_bpe
 from launch.prep import DataError
-from launch.tokenizer import END_OF_TEXT, ByteTokenizer, HuggingFaceTokenizer, bpe_size, load, train_bpe
 
 TEXT = ["def f(x):\n    return x + 1\n", "naïve café – 東京 🙂\r\n\t", "aaaa bbbb aaaa bbbb " * 20]
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from launch.data import build_datasets
+from launch.data.dataset import build_datasets
 
 VOCAB = 50000
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.memory import MemoryReport
-from launch.metrics import MetricsLog, peak_memory_bytes
-from launch.runtime import StopSignal, mean_over_ranks
-from launch.schedule import Schedule
+from launch.training.memory import MemoryReport
+from launch.training.metrics import MetricsLog, peak_memory_bytes
+from launch.training.runtime import StopSignal, mean_over_ranks
+from launch.training.schedule import Schedule
 
 __all__ = ["BadSteps", "Loop", "Progress"]
 

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from launch import arguments, data
-from launch.model import ModelConfig, load_model_config, parameter_count
-from launch.schedule import Schedule
+from launch.data import dataset as data
+from launch.model.gpt import ModelConfig, load_model_config, parameter_count
+from launch.training import arguments
+from launch.training.schedule import Schedule
 
 __all__ = ["Plan", "plan"]
 

@@ -24,7 +24,7 @@ from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, differences, read_manifest, sync_files, verify
 from coat_dist.checkpoint.publish import find, name_of, publish, retire, unfinished
 from coat_dist.ranks import gather
-from launch.runtime import get_random_state, reseed, set_random_state
+from launch.training.runtime import get_random_state, reseed, set_random_state
 
 __all__ = [
     "CheckpointError",

@@ -11,11 +11,11 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.deepspeed.refusals import check_deepspeed
-from launch import data
-from launch.experts import scale_aux_loss
-from launch.loop import Batch
-from launch.model import build_model
-from launch.plan import Plan
+from launch.data import dataset as data
+from launch.model.experts import scale_aux_loss
+from launch.model.gpt import build_model
+from launch.training.loop import Batch
+from launch.training.plan import Plan
 
 __all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss"]
 

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from coat_dist import CoatConfigError
 from coat_dist.config import load_json
 from coat_dist.reference.activation import ACTIVATIONS
-from launch.experts import ExpertsConfig
+from launch.model.experts import ExpertsConfig
 
 __all__ = [
     "ModelConfig",

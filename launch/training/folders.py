@@ -14,8 +14,8 @@ from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.lock import LOCK, NO_LOCKS, locked
 from coat_dist.checkpoint.manifest import MANIFEST
 from coat_dist.checkpoint.publish import LATEST, finished
-from launch.checkpoint import read_manifest, require_loadable
-from launch.metrics import read_metrics
+from launch.training.checkpoint import read_manifest, require_loadable
+from launch.training.metrics import read_metrics
 
 __all__ = ["Folders", "open_folders"]
 

@@ -22,9 +22,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.indexed_dataset import DType
 from torch.utils.data import Dataset
 
-from launch.gpt_dataset import EndlessConfig, EndlessGPTDataset, Identity
+from launch.data.gpt_dataset import EndlessConfig, EndlessGPTDataset, Identity
+from launch.data.sampler import PretrainSampler, batches
 from launch.prep import DataError
-from launch.sampler import PretrainSampler, batches
 
 __all__ = [
     "DataError",
