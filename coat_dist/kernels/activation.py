@@ -44,7 +44,7 @@ __all__ = [
     "activation_quantize",
 ]
 
-# Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
+# Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 COMPRESS_TILE = (8, 256, 4)
 ROWS_TILE = (8, 256, 8)
 TURNED_TILE = (64, 64, 4)

@@ -31,7 +31,7 @@ from .quantize import packet
 
 __all__ = ["activation_backward", "activation_grad_amax"]
 
-# Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
+# Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 AMAX_TILE = (8, 256, 4)
 BACKWARD_TILE = (32, 256, 8)
 

@@ -36,7 +36,7 @@ from .quantize import launch_rows, packet
 
 __all__ = ["norm_backward", "norm_compress", "norm_compress_rows", "norm_forward", "norm_quantize"]
 
-# Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
+# Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
 COMPRESS_WARPS = 4

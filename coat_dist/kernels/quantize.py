@@ -44,7 +44,7 @@ __all__ = [
     "transpose",
 ]
 
-# Rows, columns, warps of a tile; measured as benchmarks/flow_kernels.py does.
+# Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 AMAX_TILE = (16384, 8)
 GROUPS_TILE = (16, 256, 4)
 ROWS_TILE = (32, 256, 4)

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks import convergence
-from benchmarks.convergence import DEFAULT, VARIANTS, WideRangeAdamW, optimizer_for, remaining, run
-from benchmarks.convergence_report import gaps, summarize
-from benchmarks.small_gpt import GPT, Shape, held_out_loss, prepare_bytes, train
+from benchmarks.convergence import optimizer as convergence
+from benchmarks.convergence.optimizer import DEFAULT, VARIANTS, WideRangeAdamW, optimizer_for, remaining, run
+from benchmarks.convergence.optimizer_report import gaps, summarize
+from benchmarks.convergence.small_gpt import GPT, Shape, held_out_loss, prepare_bytes, train
 from coat_dist import CoatAdamW
 
 SMALL = Shape(vocabulary=64, hidden=32, layers=1, heads=2, ffn=48, sequence=16, batch=2)

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from benchmarks import flow_convergence
-from benchmarks.flow_convergence import FULL, RUNS, VARIANTS, Job, RunFailed, Study, command, train
-from benchmarks.flow_convergence_data import earlier
-from benchmarks.flow_convergence_report import BF16, gaps, plot, report
+from benchmarks.convergence import flow as flow_convergence
+from benchmarks.convergence.flow import FULL, RUNS, VARIANTS, Job, RunFailed, Study, command, train
+from benchmarks.convergence.flow_data import earlier
+from benchmarks.convergence.flow_report import BF16, gaps, plot, report
 
 ARGUMENTS = argparse.Namespace(
     steps=500, lr=1e-3, tiny=True, budget=None, per_gpu=1, output=None, data=None, extend=None, runs=[]

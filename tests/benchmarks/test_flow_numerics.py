@@ -7,9 +7,21 @@ import sys
 import pytest
 import torch
 
-from benchmarks import flow_numerics
-from benchmarks.flow_numerics import TINY, VARIANTS, angles, cases, coat, errors, measure, outside, plain, run, weights
-from benchmarks.small_gpt import Block, Shape
+from benchmarks.accuracy import flow_numerics
+from benchmarks.accuracy.flow_numerics import (
+    TINY,
+    VARIANTS,
+    angles,
+    cases,
+    coat,
+    errors,
+    measure,
+    outside,
+    plain,
+    run,
+    weights,
+)
+from benchmarks.convergence.small_gpt import Block, Shape
 
 # What te_layer.py uses of Transformer Engine, around our plain layer; 0 and 1 stand for the halves of fc1.
 FAKE = {
@@ -24,7 +36,7 @@ DelayedScaling = Float8CurrentScaling
     "transformer_engine/pytorch.py": """
 import contextlib, torch
 from torch import nn
-from benchmarks.flow_numerics import TINY, plain
+from benchmarks.accuracy.flow_numerics import TINY, plain
 HALVES = [0, 1]
 @contextlib.contextmanager
 def autocast(enabled, recipe): yield

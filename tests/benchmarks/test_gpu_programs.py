@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import loss, weights
 from benchmarks.common import RESULTS
+from benchmarks.speed import loss, weights
 
 FLOORS = {"on use, tensor scale": 8, "on use, row scales": 6, "cached, tensor scale": 2}
 """Bytes an element that have to be moved."""

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from benchmarks import layer
 from benchmarks.common import RESULTS
-from benchmarks.layer import ROOT, SEQUENCE, VARIANTS, flops
+from benchmarks.speed import layer
+from benchmarks.speed.layer import ROOT, SEQUENCE, VARIANTS, flops
 from launch.model.gpt import load_model_config
 
 

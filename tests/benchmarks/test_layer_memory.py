@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks.common import RESULTS
-from benchmarks.layer import ROOT, VARIANTS
-from benchmarks.layer_memory import expected_peak, saved_bytes
+from benchmarks.speed.layer import ROOT, VARIANTS
+from benchmarks.speed.layer_memory import expected_peak, saved_bytes
 from coat_dist import CoatConfig
 from launch.model.gpt import load_model_config
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks import trajectories
-from benchmarks.trajectories import Options, compare, decaying, ratios, sparse, stopped, train
+from benchmarks.accuracy import trajectories
+from benchmarks.accuracy.trajectories import Options, compare, decaying, ratios, sparse, stopped, train
 
 
 def test_ratios_by_hand():

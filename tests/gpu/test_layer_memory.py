@@ -1,4 +1,4 @@
-"""The peak of real layers on a GPU against the account of ``benchmarks/layer_memory.py``."""
+"""The peak of real layers on a GPU against the account of ``benchmarks/speed/layer_memory.py``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def one_rank():
 )
 @pytest.mark.parametrize("tokens", [4096, 16384])
 def test_nothing_is_held_that_is_not_accounted_for(one_rank, tokens, changes):
-    from benchmarks.layer import ROOT, measure, stack
-    from benchmarks.layer_memory import expected_peak
+    from benchmarks.speed.layer import ROOT, measure, stack
+    from benchmarks.speed.layer_memory import expected_peak
     from coat_dist import CoatConfig
     from launch.model.gpt import load_model_config
     from megatron_patches import patched

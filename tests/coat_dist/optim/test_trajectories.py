@@ -9,8 +9,8 @@ import functools
 import pytest
 import torch
 
-from benchmarks.encodings import first_moment_range
-from benchmarks.trajectories import Gradients, Options, decaying, ratios, sparse, stopped, train
+from benchmarks.accuracy.encodings import first_moment_range
+from benchmarks.accuracy.trajectories import Gradients, Options, decaying, ratios, sparse, stopped, train
 from coat_dist.optim import CoatAdamW, export_moments
 
 FORMATS = {"e4m3": "e4m3", "e5m2": "e5m2", "int8": "log8"}

@@ -1,6 +1,6 @@
 """Transformer layers, forward and backward, with and without the FP8 flow: time, saved bytes, and where the time goes.
 
-    python -m benchmarks.layer [--presets llama2-7b ...] [--tokens 16384 ...] [--peers DIR]
+    python -m benchmarks.speed.layer [--presets llama2-7b ...] [--tokens 16384 ...] [--peers DIR]
 
 Builds a stack of Megatron layers from a preset, times it as BF16, patches it in place and times it again, all in one
 process. Saved bytes are what the allocator holds between forward and backward, a token and layer. The peak of one
@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import median, write_result
-from benchmarks.layer_memory import Peak, expected_peak
+from benchmarks.speed.layer_memory import Peak, expected_peak
 from coat_dist import CoatConfig
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.model.gpt import ModelConfig, build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE = 4096
 REPEATS = 12
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Models, batches and text of `benchmarks/flow_convergence.py`, and results that it can go on from."""
+"""Models, batches and text of `benchmarks/convergence/flow.py`, and results that it can go on from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["FULL", "HELD_OUT", "ROOT", "TINY", "Size", "check_text", "earlier", "prepare", "tokens"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = 0.04
 """Share of the data that is not trained on."""
 

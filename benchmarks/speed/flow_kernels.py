@@ -3,7 +3,7 @@
 Times are of GPU work alone, from a CUDA graph, and hold all that a call launches (where an amax is taken, also the
 zero it starts from). Each tensor is larger than the cache.
 
-python -m benchmarks.flow_kernels [--tokens 16384] [--hidden 4096] [--ffn 11008] [--output DIR]
+python -m benchmarks.speed.flow_kernels [--tokens 16384] [--hidden 4096] [--ffn 11008] [--output DIR]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import torch
 
 from benchmarks.common import graph_ms, write_result
-from benchmarks.optimizer import copy_bandwidth
+from benchmarks.speed.optimizer import copy_bandwidth
 from coat_dist.formats import E4M3
 from coat_dist.kernels import activation, norm, quantize, rope
 from coat_dist.reference.rope import Heads, rope_table

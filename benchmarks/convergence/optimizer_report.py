@@ -1,4 +1,4 @@
-"""Gaps of paired training runs, as a table and a picture; see `benchmarks/convergence.py`."""
+"""Gaps of paired training runs, as a table and a picture; see `benchmarks/convergence/optimizer.py`."""
 
 from __future__ import annotations
 

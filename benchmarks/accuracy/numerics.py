@@ -1,9 +1,9 @@
 """Error of encoded Adam moments on the moments of a real training run: COAT's Table 1, our options, rivals, ranges.
 
-    python -m benchmarks.numerics [--steps 500] [--device cuda] [--output DIR]
+    python -m benchmarks.accuracy.numerics [--steps 500] [--device cuda] [--output DIR]
 
-Trains `benchmarks/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of all matrices
-after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of encodings,
+Trains `benchmarks/convergence/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of
+all matrices after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of encodings,
 
 * ``table1``: mean square error of m / (sqrt(v) + eps), the quantity of COAT's Table 1,
 * ``next``: mean square error of the update that the next step takes, after decoded moments have met the next gradient,
@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.accuracy.encodings import Encoding, coat, dynamic, flash_m, flash_v, plain_fp8, table
+from benchmarks.accuracy.numerics_plot import plot_ranges, plot_rivals, plot_table
 from benchmarks.common import write_result
-from benchmarks.convergence import BETAS, optimizer_for
-from benchmarks.encodings import Encoding, coat, dynamic, flash_m, flash_v, plain_fp8, table
-from benchmarks.numerics_plot import plot_ranges, plot_rivals, plot_table
-from benchmarks.small_gpt import GPT, ROOT, Shape, prepare_tokens, train
+from benchmarks.convergence.optimizer import BETAS, optimizer_for
+from benchmarks.convergence.small_gpt import GPT, ROOT, Shape, prepare_tokens, train
 from coat_dist import CoatAdamW
 from coat_dist.optim import export_moments
 from coat_dist.reference.moments import MomentCodec

@@ -1,6 +1,6 @@
 """Weights of one layer: quantized on every use or cached, and their gradient returned or added to main_grad.
 
-python -m benchmarks.weights [--tokens 16384] [--hidden 4096] [--ffn 11008] [--output DIR]
+python -m benchmarks.speed.weights [--tokens 16384] [--hidden 4096] [--ffn 11008] [--output DIR]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import graph_ms, write_result
-from benchmarks.optimizer import copy_bandwidth
+from benchmarks.speed.optimizer import copy_bandwidth
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, weights
 from coat_dist.formats import E4M3, QuantizedTensor

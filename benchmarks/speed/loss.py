@@ -1,6 +1,6 @@
 """Output layer and loss, forward and backward: all logits against chunks of the vocabulary. Time, peak memory, kernels.
 
-python -m benchmarks.loss [--tokens 16384] [--hidden 4096] [--vocabulary 32000 128256] [--output DIR]
+python -m benchmarks.speed.loss [--tokens 16384] [--hidden 4096] [--vocabulary 32000 128256] [--output DIR]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import write_result
-from benchmarks.optimizer import copy_bandwidth, timed
+from benchmarks.speed.optimizer import copy_bandwidth, timed
 from coat_dist.flow import TensorParallel, linear_cross_entropy, vocab_parallel_cross_entropy
 from coat_dist.kernels import cross_entropy
 

@@ -1,9 +1,9 @@
 """Paired training: CoatAdamW against fp32 AdamW, same weights, same batches, on one GPU or, much smaller, on a CPU.
 
-    python -m benchmarks.convergence [--seeds 0 1 2] [--budget-seconds 570] [--resume]
+    python -m benchmarks.convergence.optimizer [--seeds 0 1 2] [--budget-seconds 570] [--resume]
 
-The model is `benchmarks/small_gpt.py`, the text the bytes of Python's standard library and installed packages. On a
-GPU: 19 M parameters in fp32, products in bf16, 500 steps of 32 768 tokens, held-out loss over 2048 windows, a million
+The model is `benchmarks/convergence/small_gpt.py`, the text the bytes of Python's standard library and installed
+packages. On a GPU: 19 M parameters in fp32, products in bf16, 500 steps of 32 768 tokens, held-out loss over 2048 windows, a million
 tokens. Each seed runs all variants; a variant's gap is its held-out loss over that of fp32 AdamW with the same seed and
 beta2, minus one.
 `adamw-nudged` is fp32 AdamW from initial weights that differ by one part in a million: what training itself makes of a
@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.accuracy.encodings import first_moment_range
 from benchmarks.common import RESULTS, write_result
-from benchmarks.convergence_report import plot, print_table, summarize
-from benchmarks.encodings import first_moment_range
-from benchmarks.small_gpt import BYTES_VOCABULARY, GPT, ROOT, Shape, prepare_bytes, train
+from benchmarks.convergence.optimizer_report import plot, print_table, summarize
+from benchmarks.convergence.small_gpt import BYTES_VOCABULARY, GPT, ROOT, Shape, prepare_bytes, train
 from coat_dist import CoatAdamW, param_groups
 
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1

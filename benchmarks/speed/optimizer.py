@@ -1,6 +1,6 @@
 """Optimizer step on one flat tensor, as ZeRO hands it over, and on a model of many: time against copy and others.
 
-    python -m benchmarks.optimizer [--sizes 1e6 1e8 1e9] [--bytes-size 1.3e9] [--output DIR]
+    python -m benchmarks.speed.optimizer [--sizes 1e6 1e8 1e9] [--bytes-size 1.3e9] [--output DIR]
 
 Prints, for each size, milliseconds, the fraction of this run's copy bandwidth that the bytes of a step amount to, and
 the ratio to torch's fused fp32 AdamW. Sizes below 1e8, where launching takes longer than the kernel, are also timed

@@ -1,4 +1,4 @@
-"""Pictures of the numerics study; see `benchmarks/numerics.py`."""
+"""Pictures of the numerics study; see `benchmarks/accuracy/numerics.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`engine.step()` of DeepSpeed: clip, update, cast and gather, with torch's fused AdamW and with CoatAdamW.
 
-    torchrun --nproc_per_node 2 -m benchmarks.engine_step [--stage 2] [--layers 8] [--profile] [--output DIR]
+    torchrun --nproc_per_node 2 -m benchmarks.speed.engine_step [--stage 2] [--layers 8] [--profile] [--output DIR]
 
 Layers of Llama-2-7B, short sequences (a step does not depend on them), BF16 layers. Times are wall clock between
 synchronizations, medians of 12 after 3 warm-ups, and the ratio to torch's fused AdamW in the same run.
@@ -23,7 +23,7 @@ from launch.model.gpt import build_model, load_model_config
 from launch.training.build import torch_adamw
 from launch.training.runtime import start
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings(stage: int, coat: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import nn
 
 __all__ = ["BYTES_VOCABULARY", "GPT", "Shape", "held_out_loss", "prepare_bytes", "prepare_tokens", "train"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = 1 / 32
 """Share of the tokens, the last ones, that training never sees."""
 BYTES_VOCABULARY = 264

@@ -1,6 +1,6 @@
-"""What the runs of `benchmarks/flow_convergence.py` say together.
+"""What the runs of `benchmarks/convergence/flow.py` say together.
 
-python -m benchmarks.flow_convergence_report [--result JSON] [--plot docs/figures/flow-convergence.png]
+python -m benchmarks.convergence.flow_report [--result JSON] [--plot docs/figures/flow-convergence.png]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the FP8 flow does to training: the same run in BF16 and in variants of the flow, paired by seed and data.
 
-    python -m benchmarks.flow_convergence [--steps 2000] [--runs bf16:0 "row scales:0" ...] [--per-gpu 2]
-    python -m benchmarks.flow_convergence --tiny --steps 20
+    python -m benchmarks.convergence.flow [--steps 2000] [--runs bf16:0 "row scales:0" ...] [--per-gpu 2]
+    python -m benchmarks.convergence.flow --tiny --steps 20
 
 A Llama-shaped GPT of 64 M parameters reads Python source as bytes (this Python's standard library and the packages
 installed beside torch), 32 768 tokens a step, AdamW in all runs. Each run is `launch/pretrain.py` on one GPU (without
@@ -36,8 +36,18 @@ import psutil
 import torch
 
 from benchmarks.common import write_result
-from benchmarks.flow_convergence_data import FULL, HELD_OUT, ROOT, TINY, Size, check_text, earlier, prepare, tokens
-from benchmarks.flow_convergence_report import BF16, LAST, gaps, mean, report
+from benchmarks.convergence.flow_data import (
+    FULL,
+    HELD_OUT,
+    ROOT,
+    TINY,
+    Size,
+    check_text,
+    earlier,
+    prepare,
+    tokens,
+)
+from benchmarks.convergence.flow_report import BF16, LAST, gaps, mean, report
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     BF16: None,

@@ -1,6 +1,6 @@
 """End to end: the same pretraining run with and without the "coat" block, through DeepSpeed's launcher.
 
-    python -m benchmarks.train --ranks 1 [--steps 50] [--layers 8] [--model configs/models/llama2-7b.json]
+    python -m benchmarks.speed.train --ranks 1 [--steps 50] [--layers 8] [--model configs/models/llama2-7b.json]
 
 Each run is `launch/pretrain.py` with one configuration of `configs/deepspeed`; text is the running Python's standard
 library. Prints, for each configuration, the median step, tokens/s/GPU, peak memory and final loss, and the ratio to the
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import median, write_result
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 10
 
 

@@ -1,6 +1,6 @@
 """What a transformer layer keeps for backward, tensor by tensor, counted in autograd's own storage.
 
-    python -m benchmarks.saved_bytes [--presets llama2-7b ...] [--plot docs/figures/saved-bytes.png]
+    python -m benchmarks.speed.saved_bytes [--presets llama2-7b ...] [--plot docs/figures/saved-bytes.png]
 
 Builds one Megatron layer of each preset and runs it forward on a few tokens, on any device: in BF16, patched, and
 patched with FP8 attention. Every storage that autograd is given is counted once, under the block that saved it first;
@@ -23,7 +23,7 @@ from coat_dist import CoatConfig
 from launch.model.gpt import build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE, BATCH = 32, 2
 TOKENS = SEQUENCE * BATCH
 VARIANTS: dict[str, dict[str, Any] | None] = {"BF16": None, "coat": {}, 'coat, attention: "fp8"': {"attention": "fp8"}}

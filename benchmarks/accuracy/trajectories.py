@@ -1,6 +1,6 @@
 """Where CoatAdamW takes parameters, beside torch's fp32 AdamW with the same gradients, in groups of unlike elements.
 
-    python -m benchmarks.trajectories [--output DIR]
+    python -m benchmarks.accuracy.trajectories [--output DIR]
 
 The error of one encoding says little about many: what rounding adds to a moment is encoded again in the next step.
 So parameters start at zero, both optimizers take the same steps, and two ratios are taken over the elements that a
@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.accuracy.encodings import first_moment_range
 from benchmarks.common import write_result
-from benchmarks.encodings import first_moment_range
 from coat_dist import CoatAdamW
 from coat_dist.optim import export_moments
 

@@ -1,11 +1,11 @@
 """Errors of one transformer layer in FP8, its output and every gradient, against fp64: the flow beside its peers.
 
-    python -m benchmarks.flow_numerics [--tokens 2048] [--peers DIR]
-    python -m benchmarks.flow_numerics --device cpu --tiny
+    python -m benchmarks.accuracy.flow_numerics [--tokens 2048] [--peers DIR]
+    python -m benchmarks.accuracy.flow_numerics --device cpu --tiny
 
 The truth is :func:`plain`, torch operations in fp64. BF16 is the same function in BF16. The flow's variants are its
 autograd functions with the default settings but for what their name says. Transformer Engine (``--peers``: a folder
-with it, as in ``benchmarks.layer``) runs its own layer in another process, in BF16, with current scaling and with
+with it, as in ``benchmarks.speed.layer``) runs its own layer in another process, in BF16, with current scaling and with
 delayed scaling whose scales come from earlier passes over the same tensors. All get the same BF16 weights, input and
 gradient of the output. Transformer Engine's BF16 layer has to agree with the truth as BF16 does: a weight in another
 layout than ours would stop the program there.
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from benchmarks.common import write_result
 from coat_dist import CoatConfig, flow
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "tensor scales": {"forward_scales": "tensor"},
@@ -175,7 +175,7 @@ def peers(folder: str, given: dict[str, Any]) -> Iterator[Callable[[str], dict[s
         where = Path(folder).resolve()
         path = os.pathsep.join([str(where), str(where / "deps"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "UB_SKIPMC": "1"}
-        command = [sys.executable, "-m", "benchmarks.te_layer", temporary]
+        command = [sys.executable, "-m", "benchmarks.accuracy.te_layer", temporary]
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
         if result.returncode:
             raise RuntimeError(f"--peers: {' '.join(command)}\n{result.stdout[-2000:]}{result.stderr[-4000:]}")

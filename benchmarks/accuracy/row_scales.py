@@ -1,6 +1,6 @@
 """Error of forward with one scale a tensor and with one a row, where some tokens are larger than others.
 
-    python -m benchmarks.row_scales [--tokens 512] [--format e4m3] [--output DIR]
+    python -m benchmarks.accuracy.row_scales [--tokens 512] [--format e4m3] [--output DIR]
 
 Normal random activations and weights; every 64th token is multiplied by a factor. A token's error is that of its output
 relative to its length, against fp32; the table has the mean over ordinary tokens, in percent. Functions of
