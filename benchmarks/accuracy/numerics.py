@@ -3,7 +3,8 @@
     python -m benchmarks.accuracy.numerics [--steps 500] [--device cuda] [--output DIR]
 
 Trains `benchmarks/convergence/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of
-all matrices after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of encodings,
+all matrices after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of
+encodings,
 
 * ``table1``: mean square error of m / (sqrt(v) + eps), the quantity of COAT's Table 1,
 * ``next``: mean square error of the update that the next step takes, after decoded moments have met the next gradient,

@@ -3,9 +3,9 @@
     python -m benchmarks.convergence.optimizer [--seeds 0 1 2] [--budget-seconds 570] [--resume]
 
 The model is `benchmarks/convergence/small_gpt.py`, the text the bytes of Python's standard library and installed
-packages. On a GPU: 19 M parameters in fp32, products in bf16, 500 steps of 32 768 tokens, held-out loss over 2048 windows, a million
-tokens. Each seed runs all variants; a variant's gap is its held-out loss over that of fp32 AdamW with the same seed and
-beta2, minus one.
+packages. On a GPU: 19 M parameters in fp32, products in bf16, 500 steps of 32 768 tokens, held-out loss over 2048
+windows, a million tokens. Each seed runs all variants; a variant's gap is its held-out loss over that of fp32 AdamW
+with the same seed and beta2, minus one.
 `adamw-nudged` is fp32 AdamW from initial weights that differ by one part in a million: what training itself makes of a
 difference too small to matter, the noise floor of a gap.
 

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.distributed.test_universal import build
-from tests.distributed.test_zero import CASES, run, snapshot
-from tests.distributed.test_zero import differences as changes
+from tests.coat_dist.checkpoint.test_universal import build
+from tests.coat_dist.deepspeed.test_zero import CASES, run, snapshot
+from tests.coat_dist.deepspeed.test_zero import differences as changes
 from tests.support import run_ranks
 
 
@@ -187,7 +187,7 @@ def two_engines(rank, world, stages):
     import deepspeed
 
     import coat_dist
-    from tests.distributed.test_engine import CONFIG, model, quiet_deepspeed, train
+    from tests.coat_dist.deepspeed.test_engine import CONFIG, model, quiet_deepspeed, train
 
     quiet_deepspeed()
     wrong = []

@@ -121,7 +121,7 @@ def gpt(tp, sp, kind, tied, invariant, steps=2, z_loss=0.0):
 
     from coat_dist.config import ActivationConfig
     from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.distributed.test_megatron_tp import _MasterAdamW, _whole
+    from tests.megatron_patches.test_tensor_parallel import _MasterAdamW, _whole
     from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
 
     if parallel_state.model_parallel_is_initialized():

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from tests.distributed.test_universal import WithBuffer
-from tests.distributed.test_universal import contents as contents_of
-from tests.distributed.test_zero import differences, run, snapshot
+from tests.coat_dist.checkpoint.test_universal import WithBuffer
+from tests.coat_dist.checkpoint.test_universal import contents as contents_of
+from tests.coat_dist.deepspeed.test_zero import differences, run, snapshot
 from tests.support import run_ranks
 
 CASES = {

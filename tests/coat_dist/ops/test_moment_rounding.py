@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from coat_dist.reference.moments import TINY, MomentCodec, decode, encode, uniform_noise
-from tests.coat_dist.reference.groups import CODECS, assert_within_bound, exact_y, spread, stored, vectors
+from tests.coat_dist.ops.moment_groups import CODECS, assert_within_bound, exact_y, spread, stored, vectors
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if c.group_size == 64 and c.format != "log8"], ids=str)

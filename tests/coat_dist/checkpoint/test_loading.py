@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.test_universal import WithBuffer
-from tests.distributed.test_zero import CASES, run, snapshot
-from tests.distributed.test_zero import differences as changes
+from tests.coat_dist.checkpoint.test_universal import WithBuffer
+from tests.coat_dist.deepspeed.test_zero import CASES, run, snapshot
+from tests.coat_dist.deepspeed.test_zero import differences as changes
 from tests.support import run_ranks
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from coat_dist.formats import E4M3, E5M2
 from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, MomentCodec, decode, encode
-from tests.coat_dist.reference.groups import (
+from tests.coat_dist.ops.moment_groups import (
     CODECS,
     FP8_CODECS,
     _log_noise_can_explain,

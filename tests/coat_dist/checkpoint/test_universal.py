@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.distributed.test_zero import CASES, Model, run, snapshot
-from tests.distributed.test_zero import differences as changes
+from tests.coat_dist.deepspeed.test_zero import CASES, Model, run, snapshot
+from tests.coat_dist.deepspeed.test_zero import differences as changes
 from tests.support import run_ranks
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
 
 def loaded_by_deepspeed(rank, world, folder):
     """The first step after DeepSpeed's own loader filled a CoatAdamW that ``coat_dist.initialize`` did not build."""
-    from tests.distributed.test_zero import build as build_without
+    from tests.coat_dist.deepspeed.test_zero import build as build_without
 
     engine = build_without({**CASES["zero-2"], "checkpoint": {"load_universal": True}})
     engine.load_checkpoint(folder, tag="universal")
