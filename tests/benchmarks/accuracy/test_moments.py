@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.accuracy.encodings import coat, dynamic, flash_m, flash_v, plain_fp8, table, table_levels
-from benchmarks.accuracy.numerics import BETAS, COAT_TABLE_1, EPS, EXACT, Snapshot, Study, capture, drift
+from benchmarks.accuracy.moments import BETAS, COAT_TABLE_1, EPS, EXACT, Snapshot, Study, capture, drift
 from benchmarks.convergence.small_gpt import Shape
 from coat_dist.formats import E4M3
 from coat_dist.reference.moments import MomentCodec, decode, encode
@@ -141,7 +141,7 @@ def test_each_matrix_is_encoded_on_its_own():
 
 
 def test_capture_takes_the_moments_and_the_gradient_that_follows(monkeypatch):
-    monkeypatch.setattr("benchmarks.accuracy.numerics.Shape", lambda: SMALL)
+    monkeypatch.setattr("benchmarks.accuracy.moments.Shape", lambda: SMALL)
     tokens = torch.randint(64, (5000,), generator=torch.Generator().manual_seed(0))
     taken = capture(50, tokens)
     assert sorted(taken) == [2, 10, 25, 49]
@@ -149,7 +149,7 @@ def test_capture_takes_the_moments_and_the_gradient_that_follows(monkeypatch):
     beta1, beta2 = BETAS  # moments after one step more follow from the snapshot
     longer = capture(50, tokens)[10]
     assert torch.equal(longer.m, taken[10].m)
-    monkeypatch.setattr("benchmarks.accuracy.numerics.SHARES", (0.2, 0.22))
+    monkeypatch.setattr("benchmarks.accuracy.moments.SHARES", (0.2, 0.22))
     both = capture(50, tokens)
     assert torch.allclose(both[11].m, beta1 * both[10].m + (1 - beta1) * both[10].grad, atol=1e-9)
     assert torch.allclose(both[11].v, beta2 * both[10].v + (1 - beta2) * both[10].grad ** 2, atol=1e-12)

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks.accuracy import flow_numerics
-from benchmarks.accuracy.flow_numerics import (
+from benchmarks.accuracy import layer
+from benchmarks.accuracy.layer import (
     TINY,
     VARIANTS,
     angles,
@@ -23,7 +23,7 @@ from benchmarks.accuracy.flow_numerics import (
 )
 from benchmarks.convergence.small_gpt import Block, Shape
 
-# What te_layer.py uses of Transformer Engine, around our plain layer; 0 and 1 stand for the halves of fc1.
+# What transformer_engine.py uses of Transformer Engine, around our plain layer; 0 and 1 stand for the halves of fc1.
 FAKE = {
     "transformer_engine/__init__.py": "",
     "transformer_engine/common/__init__.py": "",
@@ -36,7 +36,7 @@ DelayedScaling = Float8CurrentScaling
     "transformer_engine/pytorch.py": """
 import contextlib, torch
 from torch import nn
-from benchmarks.accuracy.flow_numerics import TINY, plain
+from benchmarks.accuracy.layer import TINY, plain
 HALVES = [0, 1]
 @contextlib.contextmanager
 def autocast(enabled, recipe): yield
@@ -108,7 +108,7 @@ def test_a_variant_is_the_layer(variant):
 
 
 def test_with_peers(fake, capsys, monkeypatch):
-    monkeypatch.setattr(flow_numerics, "VARIANTS", {"default": {}})
+    monkeypatch.setattr(layer, "VARIANTS", {"default": {}})
     results = measure(TINY, "cpu", str(fake))
     for found in results.values():
         same = [found[f"TE {name}"] for name in ("bf16", "current", "current, e4m3 gradients", "delayed")]
@@ -125,16 +125,16 @@ def test_the_largest_ratio_to_each_recipe(capsys):
         return {t: {"relative_error": v, "cosine": 1.0} for t, v in zip(("fc1", "fc2"), values, strict=True)}
 
     found = {"bf16": rows(0.1, 0.1), "TE current": rows(2.0, 1.0), "TE current, e4m3 gradients": rows(0.5, 1.0)}
-    flow_numerics.show("normal", {**found, "default": rows(1.0, 1.5)})
+    layer.show("normal", {**found, "default": rows(1.0, 1.5)})
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("default") and "at most" in x)
     assert "at most 1.500 x TE current (fc2)   at most 2.000 x TE current, e4m3 gradients (fc1)" in line
 
 
 def test_a_tiny_run_leaves_the_measured_result_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(flow_numerics, "measure", lambda *_: {})
+    monkeypatch.setattr(layer, "measure", lambda *_: {})
     for more, name in (["--tiny"], "flow-numerics-tiny.json"), ([], "flow-numerics.json"):
-        monkeypatch.setattr(sys, "argv", ["flow_numerics", "--device", "cpu", "--output", str(tmp_path), *more])
-        flow_numerics.main()
+        monkeypatch.setattr(sys, "argv", ["layer", "--device", "cpu", "--output", str(tmp_path), *more])
+        layer.main()
         assert (tmp_path / name).exists() and len(list(tmp_path.iterdir())) == (1 if more else 2)
 
 

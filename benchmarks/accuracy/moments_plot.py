@@ -1,4 +1,4 @@
-"""Pictures of the numerics study; see `benchmarks/accuracy/numerics.py`."""
+"""Pictures of the numerics study; see `benchmarks/accuracy/moments.py`."""
 
 from __future__ import annotations
 

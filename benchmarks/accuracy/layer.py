@@ -1,7 +1,7 @@
 """Errors of one transformer layer in FP8, its output and every gradient, against fp64: the flow beside its peers.
 
-    python -m benchmarks.accuracy.flow_numerics [--tokens 2048] [--peers DIR]
-    python -m benchmarks.accuracy.flow_numerics --device cpu --tiny
+    python -m benchmarks.accuracy.layer [--tokens 2048] [--peers DIR]
+    python -m benchmarks.accuracy.layer --device cpu --tiny
 
 The truth is :func:`plain`, torch operations in fp64. BF16 is the same function in BF16. The flow's variants are its
 autograd functions with the default settings but for what their name says. Transformer Engine (``--peers``: a folder
@@ -175,7 +175,7 @@ def peers(folder: str, given: dict[str, Any]) -> Iterator[Callable[[str], dict[s
         where = Path(folder).resolve()
         path = os.pathsep.join([str(where), str(where / "deps"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "UB_SKIPMC": "1"}
-        command = [sys.executable, "-m", "benchmarks.accuracy.te_layer", temporary]
+        command = [sys.executable, "-m", "benchmarks.accuracy.transformer_engine", temporary]
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
         if result.returncode:
             raise RuntimeError(f"--peers: {' '.join(command)}\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
@@ -194,7 +194,7 @@ def check_same_layer(case: str, found: dict[str, dict[str, float]], plain_bf16: 
         if not row["relative_error"] <= limit:
             raise RuntimeError(
                 f"--peers: Transformer Engine's BF16 layer is another function: {case}, {name}: relative error "
-                f"{row['relative_error']:.3g}, accepted: at most {limit:.3g}. Are weights laid out as te_layer.py says?"
+                f"{row['relative_error']:.3g}, accepted: at most {limit:.3g}. Are weights laid out as transformer_engine.py says?"
             )
 
 

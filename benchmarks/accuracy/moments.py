@@ -1,6 +1,6 @@
 """Error of encoded Adam moments on the moments of a real training run: COAT's Table 1, our options, rivals, ranges.
 
-    python -m benchmarks.accuracy.numerics [--steps 500] [--device cuda] [--output DIR]
+    python -m benchmarks.accuracy.moments [--steps 500] [--device cuda] [--output DIR]
 
 Trains `benchmarks/convergence/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of
 all matrices after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.accuracy.encodings import Encoding, coat, dynamic, flash_m, flash_v, plain_fp8, table
-from benchmarks.accuracy.numerics_plot import plot_ranges, plot_rivals, plot_table
+from benchmarks.accuracy.moments_plot import plot_ranges, plot_rivals, plot_table
 from benchmarks.common import write_result
 from benchmarks.convergence.optimizer import BETAS, optimizer_for
 from benchmarks.convergence.small_gpt import GPT, ROOT, Shape, prepare_tokens, train

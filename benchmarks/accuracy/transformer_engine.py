@@ -1,6 +1,6 @@
-"""Transformer Engine's transformer layer on given tensors; ``flow_numerics.py`` starts this with its ``--peers``.
+"""Transformer Engine's transformer layer on given tensors; ``layer.py`` starts this with its ``--peers``.
 
-    python -m benchmarks.accuracy.te_layer FOLDER
+    python -m benchmarks.accuracy.transformer_engine FOLDER
 
 A process of its own, since Transformer Engine brings packages that are not those of this project; nothing of the
 project is imported here. Reads ``FOLDER/layer.pt`` and writes ``FOLDER/CASE--RECIPE.pt`` for every case and recipe.
