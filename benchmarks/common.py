@@ -1,7 +1,8 @@
-"""What every benchmark shares: where results go and what identifies a run."""
+"""What every benchmark shares: its options, where results and pictures go, and what identifies a run."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -9,14 +10,46 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "RESULTS",
+    "ROOT",
+    "argument_parser",
+    "command",
+    "dumps",
+    "environment",
+    "figure_path",
+    "options",
+    "prepare_text",
+    "python_path",
+    "result_path",
+    "write_result",
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The repository: programs are started from here, and their paths are relative to it."""
 RESULTS = Path(__file__).with_name("results")
 PATHS = "--peers", "--data", "--extend", "--plot", "--output"
 """Options whose value is a path of this machine."""
+WIDTH = 200
+"""Characters up to which nested JSON stays on one line."""
+
+
+def argument_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with ``--output``, described by the first line of a program's docstring."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--output", help="folder for results and pictures instead of benchmarks/results, docs/figures")
+    return parser
+
+
+def options(arguments: argparse.Namespace, *without: str) -> dict[str, Any]:
+    """The options that say what was measured, to be written into the result: all but paths, ``--name`` and
+    ``without``."""
+    left_out = {"name", *(path.removeprefix("--") for path in PATHS), *without}
+    return {key: value for key, value in vars(arguments).items() if key not in left_out}
 
 
 def command() -> str:
@@ -60,42 +93,55 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write_result(name: str, data: dict[str, Any], folder: str | Path | None = None) -> Path:
-    """Write ``{"environment": ..., **data}`` as ``NAME.json`` into ``folder`` (default: ``benchmarks/results``)."""
-    path = Path(folder or RESULTS) / f"{name}.json"
+def result_path(name: str, output: str | Path | None = None) -> Path:
+    """Where the result ``ROOM/PROGRAM`` is: ``ROOM/PROGRAM.json`` below ``output`` or ``benchmarks/results``."""
+    return Path(output or RESULTS) / f"{name}.json"
+
+
+def figure_path(name: str, output: str | Path | None = None) -> Path:
+    """Where the picture ``ROOM-PROGRAM`` is: below ``output`` or ``docs/figures``. The folder exists afterwards."""
+    path = Path(output or ROOT / "docs" / "figures") / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(), **data}, indent=1) + "\n", encoding="utf-8")
     return path
 
 
-def graph_ms(calls: Sequence[Callable[[], Any]], replays: int = 20) -> float:
-    """Median milliseconds of one of ``calls`` on the GPU, with nothing of the host in it: all of them, one after the
-    other in a CUDA graph, after a warm-up. Calls that work on buffers of their own do not find them in the cache, if
-    the buffers of all exceed it.
+def write_result(name: str, data: dict[str, Any], output: str | Path | None = None) -> Path:
+    """Write ``{"environment": ..., **data}`` to :func:`result_path`, which is returned."""
+    path = result_path(name, output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps({"environment": environment(), **data}) + "\n", encoding="utf-8")
+    return path
+
+
+def dumps(value: Any, indent: str = "") -> str:
+    """JSON with one record, or one curve, on a line, so that files stay short and differences can be read.
+
+    A list or object stays on one line if it holds neither lists nor objects, or if the line has at most
+    :data:`WIDTH` characters. Every number keeps all its digits.
     """
-    import torch
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    graph.replay()
-    marks = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        marks.append((start, end))
-    torch.cuda.synchronize()
-    return median([a.elapsed_time(b) for a, b in marks]) / len(calls)
+    line = json.dumps(value)
+    if not isinstance(value, (list, tuple, dict)):
+        return line
+    inside = list(value.values() if isinstance(value, dict) else value)
+    if len(line) <= WIDTH or not any(isinstance(one, (list, tuple, dict)) for one in inside):
+        return line
+    items = [dumps(one, indent + " ") for one in inside]
+    if isinstance(value, dict):
+        items = [f"{json.dumps(str(key))}: {item}" for key, item in zip(value, items, strict=True)]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{indent} " + f",\n{indent} ".join(items) + f"\n{indent}{last}"
 
 
-def median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
+def python_path(*folders: str | Path) -> str:
+    """``PYTHONPATH`` of a process that finds ``folders`` before what this one's ``PYTHONPATH`` names."""
+    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+
+
+def prepare_text(prefix: Path, tokenizer: str, inputs: list[str], *more: str) -> None:
+    """Tokens of ``inputs`` as ``PREFIX.bin`` and ``PREFIX.json``, by ``launch.prepare_data`` with ``more`` options.
+
+    Raises:
+        subprocess.CalledProcessError: the preparation failed; it has printed why.
+    """
+    line = [sys.executable, "-m", "launch.prepare_data", "--input", *inputs, "--tokenizer", tokenizer]
+    subprocess.run([*line, "--output", str(prefix), "--quiet", *more], check=True, cwd=ROOT)

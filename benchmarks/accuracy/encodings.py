@@ -1,4 +1,4 @@
-"""Encodings of Adam's moments for the numerics study: ours with any range, code tables, and published rivals.
+"""Encodings of Adam's moments to compare: this project's with any range, code tables, and published rivals.
 
 An encoding is a round trip: a flat fp32 tensor [n] in, what a reader of the stored bytes would decode out. Stored
 bytes are counted, not built: codes take one byte, and what a group adds is given with each encoding.
@@ -25,8 +25,8 @@ __all__ = [
     "coat",
     "dynamic",
     "first_moment_range",
-    "flash_m",
-    "flash_v",
+    "flash_first_moment",
+    "flash_second_moment",
     "plain_fp8",
     "table",
     "table_levels",
@@ -144,7 +144,7 @@ def table(kind: str, log2_range: float, group_size: int = 128, *, second: bool) 
     return Encoding(round_trip, 1 + 3 / group_size)
 
 
-def flash_m() -> Encoding:
+def flash_first_moment() -> Encoding:
     """FlashOptim's first moment (arXiv 2602.23349, algorithm 2): groups of 32, fp16 scale, softsign, int8."""
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def flash_m() -> Encoding:
     return Encoding(round_trip, 1 + 2 / 32)
 
 
-def flash_v() -> Encoding:
+def flash_second_moment() -> Encoding:
     """FlashOptim's second moment (arXiv 2602.23349, algorithm 3): the root in uint8, groups of 32, fp16 scale."""
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:

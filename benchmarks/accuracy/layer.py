@@ -5,10 +5,10 @@
 
 The truth is :func:`plain`, torch operations in fp64. BF16 is the same function in BF16. The flow's variants are its
 autograd functions with the default settings but for what their name says. Transformer Engine (``--peers``: a folder
-with it, as in ``benchmarks.speed.layer``) runs its own layer in another process, in BF16, with current scaling and with
-delayed scaling whose scales come from earlier passes over the same tensors. All get the same BF16 weights, input and
-gradient of the output. Transformer Engine's BF16 layer has to agree with the truth as BF16 does: a weight in another
-layout than ours would stop the program there.
+with it, as in ``benchmarks.speed.layer``) runs its own layer in another process, `transformer_engine.py`, in BF16, with
+current scaling and with delayed scaling whose scales come from earlier passes over the same tensors. All get the same
+BF16 weights, input and gradient of the output. Transformer Engine's BF16 layer has to agree with the truth as BF16
+does: a weight in another layout than ours would stop the program there.
 
 Weights are those of an initialized model; cases are in :func:`cases`. For each tensor: relative error
 ``|found - truth| / |truth|`` and cosine, norms over the whole tensor. "branches" is the output less the input, and
@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,10 +31,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import write_result
+from benchmarks.common import ROOT, argument_parser, python_path, write_result
 from coat_dist import CoatConfig, flow
 
-ROOT = Path(__file__).resolve().parents[2]
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "tensor scales": {"forward_scales": "tensor"},
@@ -168,13 +167,12 @@ def errors(found: Tensors, truth: Tensors, x: torch.Tensor, dout: torch.Tensor) 
 
 
 @contextmanager
-def peers(folder: str, given: dict[str, Any]) -> Iterator[Callable[[str], dict[str, Tensors]]]:
+def transformer_engine(folder: str, given: dict[str, Any]) -> Iterator[Callable[[str], dict[str, Tensors]]]:
     """A function from a case to what Transformer Engine computes, by recipe; valid inside the ``with``."""
     with tempfile.TemporaryDirectory() as temporary:
         torch.save(given, Path(temporary) / "layer.pt")
         where = Path(folder).resolve()
-        path = os.pathsep.join([str(where), str(where / "deps"), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "UB_SKIPMC": "1"}
+        environment = {**os.environ, "PYTHONPATH": python_path(where, where / "deps"), "UB_SKIPMC": "1"}
         command = [sys.executable, "-m", "benchmarks.accuracy.transformer_engine", temporary]
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
         if result.returncode:
@@ -194,7 +192,8 @@ def check_same_layer(case: str, found: dict[str, dict[str, float]], plain_bf16: 
         if not row["relative_error"] <= limit:
             raise RuntimeError(
                 f"--peers: Transformer Engine's BF16 layer is another function: {case}, {name}: relative error "
-                f"{row['relative_error']:.3g}, accepted: at most {limit:.3g}. Are weights laid out as transformer_engine.py says?"
+                f"{row['relative_error']:.3g}, accepted: at most {limit:.3g}. Are weights "
+                "laid out as transformer_engine.py says?"
             )
 
 
@@ -205,7 +204,7 @@ def measure(shape: Shape, device: str, folder: str | None) -> dict[str, dict[str
     given = {"device": device, "shape": asdict(shape), "weights": w, "freqs": freqs, "cases": inputs}
     wide = {k: t.double() for k, t in w.items()}
     results = {}
-    start: Any = peers(folder, given) if folder else nullcontext(lambda case: {})
+    start: Any = transformer_engine(folder, given) if folder else nullcontext(lambda case: {})
     with start as theirs:
         for case, (x, dout) in inputs.items():
             truth = run(plain, x.double(), dout.double(), wide, freqs, shape)
@@ -251,17 +250,22 @@ def show(case: str, found: dict[str, dict[str, dict[str, float]]]) -> None:
         print(f"{name:<26}" + "".join(f"{1e6 * (1 - rows[t]['cosine']):11.1f}" for t in tensors), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=None, help="of one sequence (default: 2048, with --tiny 96)")
     parser.add_argument("--tiny", action="store_true", help="a layer of 0.2 M parameters instead of Llama-2-7B's")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--peers", help="folder with Transformer Engine (GPU only)")
-    parser.add_argument("--name", default="flow-numerics", help="of the JSON result")
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    parser.add_argument("--name", default="layer", help="of the JSON result")
+    arguments = parser.parse_args(given)
     if arguments.peers and arguments.device == "cpu":
         parser.error("--peers: Transformer Engine needs --device cuda")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
     shape = TINY if arguments.tiny else Shape()
     if arguments.tokens:
         shape = Shape(**{**asdict(shape), "tokens": arguments.tokens})
@@ -269,7 +273,7 @@ def main() -> None:
     wrong = outside(results)
     print(f"{DEFAULT}: " + ("within" if not wrong else "OUTSIDE") + f" the bounds {BOUNDS}", *wrong, sep="\n  ")
     data = {"shape": asdict(shape), "variants": VARIANTS, "bounds": BOUNDS, "outside": wrong, "errors": results}
-    name = arguments.name + "-tiny" * arguments.tiny  # not in the place of what was measured
+    name = f"accuracy/{arguments.name}" + "-tiny" * arguments.tiny  # does not replace the measured result
     print("wrote", write_result(name, data, arguments.output))
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy.moments [--steps 500] [--device cuda] [--output DIR]
 
-Trains `benchmarks/convergence/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of
+Trains `benchmarks/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of
 all matrices after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of
 encodings,
 
@@ -10,8 +10,8 @@ encodings,
 * ``next``: mean square error of the update that the next step takes, after decoded moments have met the next gradient,
 
 over the mean square of the exact value, averaged over the four steps; with and without the embedding, whose rows are
-mostly sparse. Prints tables, writes `numerics.json` and `docs/figures/numerics-*.png`. Takes ten minutes
-on a core, one on a GPU.
+mostly sparse. Prints tables, writes `accuracy/moments.json` and `docs/figures/accuracy-moments-*.png`. Takes ten
+minutes on a core, one on a GPU.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ import math
 import tempfile
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from benchmarks.accuracy.encodings import Encoding, coat, dynamic, flash_m, flash_v, plain_fp8, table
+from benchmarks.accuracy.encodings import coat, dynamic, flash_first_moment, flash_second_moment, plain_fp8, table
 from benchmarks.accuracy.moments_plot import plot_ranges, plot_rivals, plot_table
-from benchmarks.common import write_result
-from benchmarks.convergence.optimizer import BETAS, optimizer_for
-from benchmarks.convergence.small_gpt import GPT, ROOT, Shape, prepare_tokens, train
+from benchmarks.accuracy.snapshots import EXACT, Study, capture
+from benchmarks.common import argument_parser, figure_path, write_result
+from benchmarks.small_gpt import Shape, prepare_tokens
 from coat_dist import CoatAdamW
 from coat_dist.optim import export_moments
 from coat_dist.reference.moments import MomentCodec
 
-EPS = 1e-8
-SHARES = (0.04, 0.2, 0.5, 0.99)
 COAT_TABLE_1 = (
     (20.10, 18.08, 25.65, 18.16),
     (15.13, 12.31, 21.96, 12.43),
@@ -50,115 +47,6 @@ FORMATS = {
     "E5M2": ("e5m2", False),
     "E5M2+expand": ("e5m2", True),
 }
-EXACT = Encoding(lambda x: x, 4.0)
-METRICS = ("table1", "next", "table1_no_embedding", "next_no_embedding")
-
-
-class Snapshot(NamedTuple):
-    """Moments after one step and the next step's gradient, each fp32 [n]: the matrices in order, the embedding first;
-    ``bounds`` are the offsets where a matrix ends."""
-
-    m: torch.Tensor
-    v: torch.Tensor
-    grad: torch.Tensor
-    bounds: list[int]
-
-
-def capture(steps: int, tokens: torch.Tensor, seed: int = 0, lr: float = 3e-3) -> dict[int, Snapshot]:
-    """Train with fp32 AdamW; {step: Snapshot}."""
-    shape = Shape()
-    model = GPT(shape, seed).to(tokens.device)
-    optimizer = optimizer_for("adamw", model)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    bounds = torch.tensor([p.numel() for p in matrices]).cumsum(0).tolist()
-    wanted = {max(1, min(steps - 1, round(steps * share))) for share in SHARES}
-    moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    taken: dict[int, Snapshot] = {}
-
-    def after_step(step: int) -> None:
-        if step - 1 in moments:
-            grad = torch.cat([_of(p.grad) for p in matrices])
-            taken[step - 1] = Snapshot(*moments.pop(step - 1), grad, bounds)
-        if step in wanted:
-            states = [optimizer.state[p] for p in matrices]
-            m, v = (torch.cat([_of(s[key]) for s in states]) for key in ("exp_avg", "exp_avg_sq"))
-            moments[step] = m, v
-
-    train(model, optimizer, tokens, shape, steps=steps, seed=seed, lr=lr, after_step=after_step)
-    return taken
-
-
-def _of(x: torch.Tensor | None) -> torch.Tensor:
-    assert x is not None  # every matrix takes part in every step
-    return x.detach().reshape(-1)
-
-
-class Study:
-    """Errors of encodings over snapshots. Decoded moments of named encodings are kept, so that pairs cost little."""
-
-    def __init__(self, snapshots: dict[int, Snapshot]) -> None:
-        self.snapshots = snapshots
-        self._kept: dict[str, list[torch.Tensor]] = {}
-
-    def decoded(self, which: str, encoding: Encoding, keep: str | None = None) -> list[torch.Tensor]:
-        """Moment ``which`` ("m" or "v") of each snapshot after a round trip of each matrix on its own."""
-        key = f"{which} {keep}"
-        if key in self._kept:
-            return self._kept[key]
-        out = []
-        for s in self.snapshots.values():
-            parts = getattr(s, which).tensor_split(s.bounds[:-1])
-            out.append(torch.cat([encoding.round_trip(part) for part in parts]))
-        if keep:
-            self._kept[key] = out
-        return out
-
-    def errors(self, ms: list[torch.Tensor], vs: list[torch.Tensor]) -> dict[str, float]:
-        """Relative mean square errors of the two metrics, over all matrices and without the embedding."""
-        total = dict.fromkeys(METRICS, 0.0)
-        beta1, beta2 = BETAS
-        for s, m, v in zip(self.snapshots.values(), ms, vs, strict=True):
-            pairs = {
-                "table1": (_update(m, v), _update(s.m, s.v)),
-                "next": (
-                    _update(beta1 * m + (1 - beta1) * s.grad, beta2 * v + (1 - beta2) * s.grad**2),
-                    _update(beta1 * s.m + (1 - beta1) * s.grad, beta2 * s.v + (1 - beta2) * s.grad**2),
-                ),
-            }
-            for name, (got, exact) in pairs.items():
-                for metric, first in ((name, 0), (f"{name}_no_embedding", s.bounds[0])):
-                    square = (got[first:] - exact[first:]).double().square().mean()
-                    total[metric] += (square / exact[first:].double().square().mean()).item() / len(self.snapshots)
-        return total
-
-    def pair(self, name: str, m: Encoding, v: Encoding) -> dict[str, Any]:
-        """A row of the result: errors of a pair, B/param, and how many non-zero second moments became zero."""
-        ms, vs = self.decoded("m", m), self.decoded("v", v)
-        lost = [
-            ((new == 0) & (s.v >= 2.0**-126)).double().mean()
-            for new, s in zip(vs, self.snapshots.values(), strict=True)
-        ]
-        row = {"name": name, "bytes": round(m.bytes + v.bytes, 4), "v_lost": max(lost).item(), **self.errors(ms, vs)}
-        print(
-            f"{name:<44} {row['bytes']:.3f} B  "
-            + "  ".join(f"{row[k]:.3e}" for k in METRICS)
-            + f"  {row['v_lost']:.1e}",
-            flush=True,
-        )
-        return row
-
-    def sweep(self, which: str, make: Any, ranges: list[float]) -> dict[str, Any]:
-        """Error over the range of one moment's encoding while the other moment stays exact."""
-        exact = {"m": self.decoded("m", EXACT, "exact"), "v": self.decoded("v", EXACT, "exact")}
-        rows = []
-        for log2_range in ranges:
-            exact_or_not = {**exact, which: self.decoded(which, make(log2_range))}
-            rows.append({"log2_range": log2_range, **self.errors(exact_or_not["m"], exact_or_not["v"])})
-        return {"moment": which, "rows": rows, "best": min(rows, key=lambda r: r["table1"])["log2_range"]}
-
-
-def _update(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return m / (v.sqrt() + EPS)
 
 
 def sixteen_cells(study: Study) -> list[list[dict[str, float]]]:
@@ -198,8 +86,8 @@ def options_and_rivals(study: Study) -> list[dict[str, Any]]:
             coat("log8", group_size=64, second=True),
         ),
         pair("m int8 without expansion, v log8", coat("int8", expand=False, second=False), log8),
-        pair("m FlashOptim's, v log8", flash_m(), log8),
-        pair("FlashOptim: softsign int8, root uint8", flash_m(), flash_v()),
+        pair("m FlashOptim's, v log8", flash_first_moment(), log8),
+        pair("FlashOptim: softsign int8, root uint8", flash_first_moment(), flash_second_moment()),
         pair("dynamic 8-bit, block 256 (AdamW8bit)", dynamic(second=False), dynamic(second=True)),
         pair("E4M3, fp32 scale, block 256 (AdamWFp8)", plain_fp8("e4m3", 256), plain_fp8("e4m3", 256)),
         pair("E4M3, fp32 scale, block 128, v to zero", plain_fp8("e4m3", 128), plain_fp8("e4m3", 128)),
@@ -208,10 +96,10 @@ def options_and_rivals(study: Study) -> list[dict[str, Any]]:
         pair("m only: E4M3+expand", m, EXACT),
         pair("m only: int8+expand", int8, EXACT),
         pair("m only: int8+expand, group 64", coat("int8", group_size=64, second=False), EXACT),
-        pair("m only: FlashOptim", flash_m(), EXACT),
+        pair("m only: FlashOptim", flash_first_moment(), EXACT),
         pair("v only: E4M3+expand", EXACT, v),
         pair("v only: log8", EXACT, log8),
-        pair("v only: FlashOptim", EXACT, flash_v()),
+        pair("v only: FlashOptim", EXACT, flash_second_moment()),
     ]
     return rows
 
@@ -274,14 +162,19 @@ def drift(
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=500, help="of training; at least 8")
-    parser.add_argument("--output", default=None, help="folder of JSON and pictures (default: those of the repository)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.steps < 8:
         parser.error(f"--steps: got {arguments.steps}, accepted: an integer >= 8")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
     with tempfile.TemporaryDirectory() as folder:
         tokens = prepare_tokens(folder, Shape().vocabulary).to(arguments.device)
     study = Study(capture(arguments.steps, tokens))
@@ -304,12 +197,13 @@ def main() -> None:
         "ranges": ranges(study),
         "drift": drift(device=arguments.device),
     }
-    print("wrote", write_result("numerics", result, arguments.output))
-    figures = Path(arguments.output or ROOT / "docs" / "figures")
-    figures.mkdir(parents=True, exist_ok=True)
-    plot_table(ours, published, list(FORMATS), figures / "numerics-table1.png")
-    plot_ranges(result["ranges"], figures / "numerics-range.png")
-    plot_rivals([r for r in result["pairs"] if "only" not in r["name"]], figures / "numerics-rivals.png")
+    print("wrote", write_result("accuracy/moments", result, arguments.output))
+    table1, range_, rivals = (
+        figure_path(f"accuracy-moments-{name}", arguments.output) for name in ("table1", "range", "rivals")
+    )
+    plot_table(ours, published, list(FORMATS), table1)
+    plot_ranges(result["ranges"], range_)
+    plot_rivals([r for r in result["pairs"] if "only" not in r["name"]], rivals)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of the numerics study; see `benchmarks/accuracy/moments.py`."""
+"""Pictures of the errors that `benchmarks/accuracy/moments.py` measures."""
 
 from __future__ import annotations
 

@@ -5,18 +5,18 @@
 Normal random activations and weights; every 64th token is multiplied by a factor. A token's error is that of its output
 relative to its length, against fp32; the table has the mean over ordinary tokens, in percent. Functions of
 `coat_dist.flow` in the default forward mode, by their definitions on the CPU: some ten seconds of a core. Prints the
-table of docs/flow.md and writes `row-scales.json`.
+table of docs/flow.md and writes `accuracy/row-scales.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import write_result
+from benchmarks.common import argument_parser, options, write_result
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Norm, TensorParallel, linear, mlp, norm_mlp
 
@@ -26,12 +26,16 @@ FACTORS = (1.0, 1e2, 1e4, 1e6)
 ONE, NORM = TensorParallel(), Norm("rmsnorm", 1e-5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--format", default="e4m3", choices=["e4m3", "e5m2"])
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     torch.manual_seed(0)
     scales = [ActivationConfig(forward_scales=s, format=arguments.format) for s in ("tensor", "row")]
     weight, fc1 = (torch.randn(n, HIDDEN) * HIDDEN**-0.5 for n in (HIDDEN, 2 * FFN))
@@ -63,8 +67,8 @@ def main() -> None:
                 errors.append(wrong[ordinary].mean().item())
         rows.append({"function": name, "factors": FACTORS, "tensor": errors[::2], "row": errors[1::2]})
         print(f"| `{name}` | {' | '.join(f'{100 * e:.1f}' for e in errors)} |", flush=True)
-    settings = {k: v for k, v in vars(arguments).items() if k != "output"}
-    write_result("row-scales", {"settings": settings, "rows": rows}, arguments.output)
+    found = {"settings": options(arguments), "rows": rows}
+    print("wrote", write_result("accuracy/row-scales", found, arguments.output))
 
 
 if __name__ == "__main__":

@@ -18,21 +18,21 @@ and ``v``, the mean of log2(second moment / that of fp32 AdamW) at the end. Scen
 * ``decaying``: gradients of half of the elements shrink by a fifth in each step.
 
 Formats stand with the range R of the first moment that the package has, and, as FP8, with 2 F**2, which it once had.
-Prints a table and writes `trajectories.json`. Takes two minutes on a core.
+Prints a table and writes `accuracy/trajectories.json`. Takes two minutes on a core.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.accuracy.encodings import first_moment_range
-from benchmarks.common import write_result
+from benchmarks.common import argument_parser, write_result
 from coat_dist import CoatAdamW
 from coat_dist.optim import export_moments
 
@@ -171,10 +171,13 @@ def _label(options: Options) -> str:
     return f"{options.first}, {options.second}" + (", R = 2 F^2" if options.factor else ", R = F^2/2" if fp8 else "")
 
 
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    return argument_parser(__doc__).parse_args(given)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", default=None, help="folder of the JSON file (default: that of the repository)")
-    output = parser.parse_args().output
+    output = parse().output
     rows: list[dict[str, Any]] = []
     for name, make in SCENARIOS.items():
         gradients = make()
@@ -196,7 +199,7 @@ def main() -> None:
     for label, value in worst.items():
         print(f"{label:<24} displacement at most {math.exp(value):.2f} times too large or too small")
     settings = {"lr": LR, "beta1": BETA1, "elements": ELEMENTS}
-    print("wrote", write_result("trajectories", {"settings": settings, "rows": rows}, output))
+    print("wrote", write_result("accuracy/trajectories", {"settings": settings, "rows": rows}, output))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ A Llama-shaped GPT of 64 M parameters reads Python source as bytes (this Python'
 installed beside torch), 32 768 tokens a step, AdamW in all runs. Each run is `launch/pretrain.py` on one GPU (without
 one, on the CPU); ``--per-gpu`` of them share a GPU. Runs start in the order of the list, the most important first. One
 that fails is shown with the end of its log, and the others go on. With ``--budget`` what still runs after so many
-seconds is stopped, and is shown but not compared. Writes `flow-convergence.json` (with ``--tiny``
-`flow-convergence-tiny.json`) after every run; ``--extend`` begins with the runs of such a file, made with the same
-steps, learning rate and text.
+seconds is stopped, and is shown but not compared. Writes `convergence/flow.json` (with ``--tiny``
+`convergence/flow-tiny.json`) after every run, with some 200 of its training losses; ``--extend`` begins with the runs
+of such a file, made with the same steps, learning rate and text.
 
 A run is VARIANT:SEED:REPEAT. Repeat r has a learning rate that is larger by r parts in 10^5: what differs between
 repeats is what rounding does to a run by chaos alone. The gap of a variant is the mean over seeds of the difference to
@@ -35,19 +35,10 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from benchmarks.common import write_result
-from benchmarks.convergence.flow_data import (
-    FULL,
-    HELD_OUT,
-    ROOT,
-    TINY,
-    Size,
-    check_text,
-    earlier,
-    prepare,
-    tokens,
-)
+from benchmarks.common import ROOT, argument_parser, options, python_path, write_result
+from benchmarks.convergence.flow_data import FULL, HELD_OUT, TINY, Size, check_text, earlier, prepare, tokens
 from benchmarks.convergence.flow_report import BF16, LAST, gaps, mean, report
+from benchmarks.timing import median
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     BF16: None,
@@ -142,7 +133,7 @@ def train(
         "OMP_NUM_THREADS": "4",
         **os.environ,
         "CUDA_VISIBLE_DEVICES": gpu,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": python_path(ROOT),
     }
     start, status = time.monotonic(), None
     with open(log, "w") as output:
@@ -170,7 +161,7 @@ def train(
         "last_training_losses": mean(losses[-LAST:]),
         "losses": losses[:: max(1, len(losses) // 200)],
         "seconds": time.monotonic() - start,
-        "step_seconds": sorted(r["step_time"] for r in records)[len(records) // 2],
+        "step_seconds": median([r["step_time"] for r in records]),
     }
 
 
@@ -224,18 +215,19 @@ class Study:
                 self.write()
 
     def write(self) -> None:
-        shown = {k: v for k, v in vars(self.arguments).items() if k not in ("output", "data", "extend", "runs")}
         runs = sorted(self.runs, key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"], r["repeat"]))
         compared = gaps(runs, self.arguments.steps)
-        found = {"settings": shown, "data": self.text, "gaps": compared, "runs": runs, "failed": self.failed}
+        chosen = options(self.arguments, "runs")
+        found = {"settings": chosen, "data": self.text, "gaps": compared, "runs": runs, "failed": self.failed}
         if self.extended is not None:
             kept = ("environment", "settings", "note", "extended")
             found["extended"] = {k: self.extended[k] for k in kept if k in self.extended}
-        write_result("flow-convergence" + "-tiny" * self.arguments.tiny, found, self.arguments.output)
+        write_result("convergence/flow" + "-tiny" * self.arguments.tiny, found, self.arguments.output)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--runs", nargs="+", type=Job.parse, default=RUNS, metavar="VARIANT:SEED:REPEAT")
     parser.add_argument("--extend", type=Path, metavar="JSON", help="a result whose runs count with the new ones")
     parser.add_argument("--steps", type=int, default=2000)
@@ -244,8 +236,11 @@ def main() -> None:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop what still runs after so many")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program")
     parser.add_argument("--data", default=None, help="prefix of prepared data (default: prepared here)")
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     extended = earlier(arguments.extend, vars(arguments), VARIANTS) if arguments.extend else None
     there = {(r["variant"], r["seed"], r["repeat"]) for r in (extended["runs"] if extended else ())}
     todo = [job for job in dict.fromkeys(arguments.runs) if job not in there]

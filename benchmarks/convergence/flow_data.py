@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +10,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["FULL", "HELD_OUT", "ROOT", "TINY", "Size", "check_text", "earlier", "prepare", "tokens"]
+from benchmarks.common import prepare_text
 
-ROOT = Path(__file__).resolve().parents[2]
+__all__ = ["FULL", "HELD_OUT", "TINY", "Size", "check_text", "earlier", "prepare", "tokens"]
+
 HELD_OUT = 0.04
 """Share of the data that is not trained on."""
 
@@ -47,9 +46,7 @@ TINY = Size(
 def prepare(folder: Path, size: Size) -> str:
     """Bytes of Python sources; the prefix for --data."""
     prefix, packages = folder / "python", Path(torch.__file__).parents[1]
-    command = [sys.executable, "-m", "launch.prepare_data", "--input", "stdlib", str(packages), "--glob", "*.py"]
-    command += ["--max-bytes", size.max_bytes, "--tokenizer", "bytes", "--output", str(prefix), "--quiet"]
-    subprocess.run(command, check=True, cwd=ROOT)
+    prepare_text(prefix, "bytes", ["stdlib", str(packages)], "--glob", "*.py", "--max-bytes", size.max_bytes)
     return str(prefix)
 
 
@@ -67,7 +64,7 @@ def tokens(data: str, size: Size, steps: int) -> dict[str, Any]:
 
 
 def earlier(path: Path, settings: dict[str, Any], variants: Collection[str]) -> dict[str, Any]:
-    """A result of `flow_convergence.py` whose runs can count with those of a call with ``settings``.
+    """A result of `benchmarks/convergence/flow.py` whose runs can count with those of a call with ``settings``.
 
     Raises:
         ValueError: it is no such result, or was made with other ``steps``, ``lr`` or ``tiny``, or has a variant that is

@@ -1,6 +1,6 @@
 """What the runs of `benchmarks/convergence/flow.py` say together.
 
-python -m benchmarks.convergence.flow_report [--result JSON] [--plot docs/figures/flow-convergence.png]
+python -m benchmarks.convergence.flow_report [--result JSON] [--plot docs/figures/convergence-flow.png]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import result_path
 
 __all__ = ["BF16", "LAST", "gaps", "mean", "plot", "report"]
 
@@ -117,11 +117,16 @@ def _smooth(values: Sequence[float], width: int) -> list[float]:
     return [mean(values[i : i + width]) for i in range(len(values) - width + 1)]
 
 
-def main() -> None:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--result", type=Path, default=RESULTS / "flow-convergence.json", metavar="JSON")
+    parser.add_argument("--result", type=Path, default=result_path("convergence/flow"), metavar="JSON")
     parser.add_argument("--plot", type=Path, default=None, help="where to draw the curves")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     found = json.loads(arguments.result.read_text())
     report(found["runs"], found["failed"], found["settings"]["steps"])
     if arguments.plot is not None:

@@ -2,16 +2,17 @@
 
     python -m benchmarks.convergence.optimizer [--seeds 0 1 2] [--budget-seconds 570] [--resume]
 
-The model is `benchmarks/convergence/small_gpt.py`, the text the bytes of Python's standard library and installed
+The model is `benchmarks/small_gpt.py`, the text the bytes of Python's standard library and installed
 packages. On a GPU: 19 M parameters in fp32, products in bf16, 500 steps of 32 768 tokens, held-out loss over 2048
 windows, a million tokens. Each seed runs all variants; a variant's gap is its held-out loss over that of fp32 AdamW
 with the same seed and beta2, minus one.
 `adamw-nudged` is fp32 AdamW from initial weights that differ by one part in a million: what training itself makes of a
 difference too small to matter, the noise floor of a gap.
 
-Prints a table of gaps, mean and standard error over seeds. After every run it writes `convergence.json`; with
-`--resume` runs found there with the same settings and data are not repeated. At `--budget-seconds` it stops before a
-run that would not end in time. Draws `docs/figures/convergence.png`.
+Prints a table of gaps, mean and standard error over seeds. After every run it writes `convergence/optimizer.json`, with
+training losses rounded to 5 decimals; with `--resume` runs found there with the same settings and data are not
+repeated. At `--budget-seconds` it stops before a run that would not end in time. Draws
+`docs/figures/convergence-optimizer.png`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import hashlib
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,18 +30,18 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy.encodings import first_moment_range
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import argument_parser, figure_path, result_path, write_result
 from benchmarks.convergence.optimizer_report import plot, print_table, summarize
-from benchmarks.convergence.small_gpt import BYTES_VOCABULARY, GPT, ROOT, Shape, prepare_bytes, train
+from benchmarks.small_gpt import BETAS, BYTES_VOCABULARY, GPT, WEIGHT_DECAY, Shape, fp32_adamw, prepare_bytes, train
 from coat_dist import CoatAdamW, param_groups
 
-BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 SHAPES = {
     "cuda": Shape(BYTES_VOCABULARY, hidden=512, layers=6, heads=8, ffn=1408, sequence=512, batch=64),
     "cpu": Shape(BYTES_VOCABULARY, hidden=128, layers=2, heads=4, ffn=384, sequence=128, batch=16),
 }
 MAX_BYTES = {"cuda": 64_000_000, "cpu": 16_000_000}
 WINDOWS = {"cuda": 2048, "cpu": 256}
+NAME = "convergence/optimizer"
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,11 @@ class WideRangeAdamW(CoatAdamW):
 
 def optimizer_for(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a variant, over the same parameter groups for all."""
-    variant, groups = VARIANTS[name], param_groups(model, WEIGHT_DECAY)
-    betas = (BETAS[0], variant.beta2)
+    variant = VARIANTS[name]
     if variant.optimizer == "adamw":
-        on_gpu = next(model.parameters()).is_cuda
-        plain = [{k: g[k] for k in ("params", "weight_decay")} for g in groups]
-        return torch.optim.AdamW(plain, betas=betas, fused=on_gpu)
+        return fp32_adamw(model, variant.beta2)
     kind = WideRangeAdamW if variant.optimizer == "coat-wide-range" else CoatAdamW
-    return kind(groups, betas=betas, **variant.options)
+    return kind(param_groups(model, WEIGHT_DECAY), betas=(BETAS[0], variant.beta2), **variant.options)
 
 
 def run(name: str, seed: int, tokens: torch.Tensor, shape: Shape, steps: int, lr: float, windows: int) -> dict:
@@ -136,8 +135,9 @@ def _saved(path: Path, settings: dict[str, Any]) -> list[dict]:
     return [{**r, "held_out": {int(k): v for k, v in r["held_out"].items()}} for r in saved["runs"]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--device", choices=list(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -149,16 +149,19 @@ def main() -> None:
     parser.add_argument("--max-bytes", type=int, help="of text")
     parser.add_argument("--budget-seconds", type=float, help="start no run that would end later")
     parser.add_argument("--resume", action="store_true", help="keep the runs in the result file")
-    parser.add_argument("--output", default=None, help="folder of JSON and picture (default: those of the repository)")
-    given = parser.parse_args()
-    for name in given.runs:
+    arguments = parser.parse_args(given)
+    for name in arguments.runs:
         base = "adamw" if VARIANTS[name].beta2 == BETAS[1] else f"adamw-{VARIANTS[name].beta2}"
-        if base not in given.runs:
+        if base not in arguments.runs:
             parser.error(f"--runs: got {name} without {base}, accepted: a list with the fp32 run of the same beta2")
     for key in ("steps", "batch", "layers", "windows", "max_bytes"):
-        if (value := getattr(given, key)) is not None and value < 1:
+        if (value := getattr(arguments, key)) is not None and value < 1:
             parser.error(f"--{key.replace('_', '-')}: got {value}, accepted: an integer >= 1")
+    return arguments
 
+
+def main() -> None:
+    given = parse()
     started = time.monotonic()
     chosen = {k: v for k in ("batch", "layers") if (v := getattr(given, k)) is not None}
     shape = replace(SHAPES[given.device], **chosen)
@@ -174,7 +177,7 @@ def main() -> None:
         "tokens": len(tokens),
         "tokens_sha256": hashlib.sha256(tokens.to(torch.int16).numpy().tobytes()).hexdigest(),
     }
-    records = _saved(Path(given.output or RESULTS) / "convergence.json", settings) if given.resume else []
+    records = _saved(result_path(NAME, given.output), settings) if given.resume else []
     tokens = tokens.to(given.device)
     todo = [(name, seed) for seed in dict.fromkeys(given.seeds) for name in dict.fromkeys(given.runs)]
     path = None
@@ -185,14 +188,14 @@ def main() -> None:
         last = record["held_out"][given.steps]
         print(f"seed {seed} {name:<22} held-out {last:.5f}  {records[-1]['wall_seconds']:.1f} s", flush=True)
         result = {"settings": settings, "gaps": summarize(records), "runs": records}
-        path = write_result("convergence", result, given.output)
+        path = write_result(NAME, result, given.output)
     missing = [key for key in todo if key not in {(r["run"], r["seed"]) for r in records}]
     if missing:
         print(f"stopped at --budget-seconds with {len(missing)} of {len(todo)} runs left; --resume does them")
     print_table(summarize(records))
     if path is not None:
         print("wrote", path)
-        plot(records, Path(given.output or ROOT / "docs" / "figures") / "convergence.png")
+        plot(records, figure_path(NAME.replace("/", "-"), given.output))
 
 
 if __name__ == "__main__":

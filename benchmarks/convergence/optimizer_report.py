@@ -85,7 +85,6 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80)
     plt.close(figure)
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 -m benchmarks.speed.engine_step [--stage 2] [--layers 8] [--profile] [--output DIR]
 
-Layers of Llama-2-7B, short sequences (a step does not depend on them), BF16 layers. Times are wall clock between
-synchronizations, medians of 12 after 3 warm-ups, and the ratio to torch's fused AdamW in the same run.
+Layers of Llama-2-7B in BF16; sequences are short, since a step does not depend on them. Times are by the host's clock
+until the GPU is done: medians of 12 steps after 3 to warm up, and the ratio to torch's fused AdamW in the same run.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import median, write_result
+from benchmarks.common import ROOT, argument_parser, write_result
+from benchmarks.timing import median, wall_ms
 from launch.model.gpt import build_model, load_model_config
 from launch.training.build import torch_adamw
 from launch.training.runtime import start
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings(stage: int, coat: bool) -> dict[str, Any]:
@@ -68,10 +66,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 torch.cuda.synchronize()
             table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=12, max_name_column_width=70)
             continue
-        began = time.perf_counter()
-        engine.step()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
+        times.append(wall_ms(engine.step, synchronize=True))
     if table and dist.get_rank() == 0:
         print(table, flush=True)
     elements = sum(p.numel() for g in engine.basic_optimizer.param_groups for p in g["params"])
@@ -82,14 +77,18 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"optimizer": name, "step_ms": median(times[3:]), "parameters_per_rank": elements}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--model", default="configs/models/llama2-7b.json")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of one step")
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     start(int(os.environ["LOCAL_RANK"]))
     from megatron_patches import initialize_model_parallel
 
@@ -103,8 +102,9 @@ def main() -> None:
             print(f"{name:<34} {row['step_ms']:8.2f} ms  {row['ratio']:.3f} x", flush=True)
     if dist.get_rank() == 0:
         world = dist.get_world_size()
+        name = f"speed/engine-step-zero{arguments.stage}-{world}-rank{'s' * (world > 1)}"
         result = {"ranks": world, "stage": arguments.stage, "layers": arguments.layers, "steps": rows}
-        write_result(f"engine-step-zero{arguments.stage}-{world}-rank{'s' * (world > 1)}", result, arguments.output)
+        print("wrote", write_result(name, result, arguments.output))
     dist.destroy_process_group()
 
 

@@ -1,39 +1,44 @@
 """Element-wise kernels of the flow on one layer's tensors: time, and bytes moved against copy bandwidth.
 
-Times are of GPU work alone, from a CUDA graph, and hold all that a call launches (where an amax is taken, also the
-zero it starts from). Each tensor is larger than the cache.
+Times are of GPU work alone, from a CUDA graph, and include every kernel of a call (where an amax is taken, also the one
+that sets it to zero first). Each tensor is larger than the cache.
 
-python -m benchmarks.speed.flow_kernels [--tokens 16384] [--hidden 4096] [--ffn 11008] [--output DIR]
+    python -m benchmarks.speed.flow_kernels [--tokens 16384] [--hidden 4096] [--ffn 11008] [--output DIR]
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 
-from benchmarks.common import graph_ms, write_result
-from benchmarks.speed.optimizer import copy_bandwidth
+from benchmarks.common import argument_parser, options, write_result
+from benchmarks.timing import copy_bandwidth, graph_ms
 from coat_dist.formats import E4M3
 from coat_dist.kernels import activation, norm, quantize, rope
 from coat_dist.reference.rope import Heads, rope_table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=16384, help="a multiple of 4")
     parser.add_argument("--hidden", type=int, default=4096, help="a multiple of 128, the size of a head")
     parser.add_argument("--ffn", type=int, default=11008)
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     m, h, f = arguments.tokens, arguments.hidden, arguments.ffn
     x, dy = (torch.randn(m, h, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weight = torch.rand(h, device="cuda", dtype=torch.bfloat16)
     gate_up = torch.randn(m, 2 * f, device="cuda", dtype=torch.bfloat16)
     da = torch.randn(m, f, device="cuda", dtype=torch.bfloat16)
     scale = torch.tensor(0.01, device="cuda")
-    entry = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True)
-    stored = entry.x8, "rmsnorm", entry.stats
+    compressed = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True)
+    stored = compressed.x8, "rmsnorm", compressed.stats
     gu8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True).pre8
     q = quantize.quantize_tensor(x, E4M3, scale)
     down = torch.randn(h, f, device="cuda", dtype=torch.bfloat16)  # fc2's weight
@@ -51,7 +56,7 @@ def main() -> None:
         "quantize_rows of fc2's weight": (lambda: quantize.quantize_rows(down, E4M3), 3 * h * f),
         "transpose codes": (lambda: quantize.transpose(q), 2 * m * h),
         "quantize_groups": (lambda: quantize.quantize_groups(x, E4M3, 32, "e8m0"), (2 + wide) * m * h),
-        "dequantize groups": (lambda: quantize.dequantize(entry.x8, torch.bfloat16), (2 + wide) * m * h),
+        "dequantize groups": (lambda: quantize.dequantize(compressed.x8, torch.bfloat16), (2 + wide) * m * h),
         "split_rope": (lambda: rope.split_rope(mixed, heads, table), 4 * mixed.numel()),
         "split_rope_backward": (lambda: rope.split_rope_backward(*qkv, heads, table), 4 * mixed.numel()),
         "norm": (lambda: norm.norm_forward(x, "rmsnorm", 1e-5, weight, None), 4 * m * h),
@@ -68,11 +73,11 @@ def main() -> None:
             (3 + wide) * m * h,
         ),
         "norm_quantize from x": (
-            lambda: norm.norm_quantize(x, entry.stats, weight, None, E4M3, scale),
+            lambda: norm.norm_quantize(x, compressed.stats, weight, None, E4M3, scale),
             3 * m * h,
         ),
         "norm_quantize from x8, transposed": (
-            lambda: norm.norm_quantize(entry.x8, entry.stats, weight, None, E4M3, scale, True),
+            lambda: norm.norm_quantize(compressed.x8, compressed.stats, weight, None, E4M3, scale, True),
             (1 + wide) * m * h,
         ),
         "norm_backward": (
@@ -115,8 +120,8 @@ def main() -> None:
         ms = graph_ms([call] * 4)
         rows.append({"kernel": name, "us": 1e3 * ms, "fraction_of_copy_bandwidth": size / (ms * 1e-3) / bandwidth})
         print(f"{name:<36} {1e3 * ms:8.1f} us  {rows[-1]['fraction_of_copy_bandwidth']:6.1%}", flush=True)
-    shapes = {"tokens": m, "hidden": h, "ffn": f}
-    write_result("flow-kernels", {**shapes, "copy_bytes_per_second": bandwidth, "kernels": rows}, arguments.output)
+    found = {**options(arguments), "copy_bytes_per_second": bandwidth, "kernels": rows}
+    print("wrote", write_result("speed/flow-kernels", found, arguments.output))
 
 
 if __name__ == "__main__":

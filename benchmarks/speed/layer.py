@@ -5,8 +5,8 @@
 Builds a stack of Megatron layers from a preset, times it as BF16, patches it in place and times it again, all in one
 process. Saved bytes are what the allocator holds between forward and backward, a token and layer. The peak of one
 forward and backward, without gradients before it, is compared with what ``layer_memory.py`` expects from shapes. The
-kernel table is of one profiled pass of the patched stack. With ``--peers`` the program ``DIR/layer_anchors.py`` runs
-Transformer Engine's layer of the same shape afterwards, and ratios to it are printed.
+kernel table is of one profiled pass of the patched stack. With ``--peers`` Transformer Engine's layers of the same
+shape are timed afterwards, and ratios to them are printed: see :func:`time_transformer_engine`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import median, write_result
+from benchmarks.common import ROOT, argument_parser, options, python_path, write_result
 from benchmarks.speed.layer_memory import Peak, expected_peak
+from benchmarks.timing import stages_ms
 from coat_dist import CoatConfig
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.model.gpt import ModelConfig, build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
-ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE = 4096
 REPEATS = 12
+PEERS_PROGRAM = "layer_anchors.py"
 VARIANTS: dict[str, dict[str, Any]] = {
     "coat": {},
     "coat cached weights": {"weights": "cached"},
@@ -64,7 +65,7 @@ def plan(arguments: argparse.Namespace) -> list[Case]:
     for preset in arguments.presets:
         model = load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"])
         if arguments.peers:
-            check_peers(preset, model)
+            check_transformer_engine_has(preset, model)
         for tokens in arguments.tokens:
             if tokens <= 0 or tokens % SEQUENCE:
                 raise ValueError(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
@@ -115,20 +116,12 @@ def measure(forward: Callable[[], torch.Tensor], gpt: torch.nn.Module, x: torch.
     del y
     peak = torch.cuda.max_memory_allocated() - before
     grads = sum(p.grad.nbytes for p in gpt.parameters() if p.grad is not None)
-    times = []
-    for _ in range(REPEATS):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        marks[0].record()
-        y = forward()
-        marks[1].record()
-        y.backward(dy)
-        marks[2].record()
-        del y
-        times.append(marks)
-    torch.cuda.synchronize()
+    outputs: list[torch.Tensor] = []
+    stages = (lambda: outputs.append(forward()), lambda: outputs.pop().backward(dy))
+    forward_ms, backward_ms = stages_ms(stages, REPEATS)
     return {
-        "forward_ms": median([a.elapsed_time(b) for a, b, _ in times]) / layers,
-        "backward_ms": median([b.elapsed_time(c) for _, b, c in times]) / layers,
+        "forward_ms": forward_ms / layers,
+        "backward_ms": backward_ms / layers,
         "saved_bytes_per_token": saved / layers / tokens,
         "peak_bytes": peak,
         "gradient_bytes": grads,
@@ -158,8 +151,8 @@ def flops(model: ModelConfig, tokens: int) -> float:
     return tokens * (6.0 * weights + 3.5 * 2 * SEQUENCE * heads * d)
 
 
-def check_peers(preset: str, model: ModelConfig) -> None:
-    """Transformer Engine's layer is told hidden size, ffn size and heads; the rest is what it takes for granted.
+def check_transformer_engine_has(preset: str, model: ModelConfig) -> None:
+    """Check that :data:`PEERS_PROGRAM` can build this layer: it is told hidden size, ffn size and heads only.
 
     Raises:
         ValueError: the preset is another layer.
@@ -179,13 +172,20 @@ def check_peers(preset: str, model: ModelConfig) -> None:
         raise ValueError(f"--peers: got the preset {preset!r} with {'; '.join(wrong)}")
 
 
-def peers(folder: str, model: ModelConfig, tokens: int) -> dict[str, dict[str, float]]:
-    """Milliseconds and saved bytes of Transformer Engine's layers, from the peers' own program."""
+def time_transformer_engine(folder: str, model: ModelConfig, tokens: int) -> dict[str, dict[str, float]]:
+    """Milliseconds and saved bytes of Transformer Engine's layers, by what :data:`PEERS_PROGRAM` in ``folder`` prints.
+
+    The program is not part of this project, as Transformer Engine needs other packages; those may be in ``folder`` or
+    in its subfolder ``deps``. It is called with ``te BATCH SEQUENCE HIDDEN,FFN,HEADS`` and prints a line for each
+    recipe, such as ``TE bf16 fwd 13.8 bwd 26.3 tot 40.1 ms/layer act 173960``, with the saved bytes a token last.
+
+    Raises:
+        RuntimeError: it printed no such line.
+    """
     shape = f"{model.hidden_size},{model.ffn_hidden_size},{model.num_attention_heads}"
-    program = str(Path(folder) / "layer_anchors.py")
+    program = str(Path(folder) / PEERS_PROGRAM)
     command = [sys.executable, program, "te", str(tokens // SEQUENCE), str(SEQUENCE), shape]
-    path = os.pathsep.join([folder, str(Path(folder) / "deps"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": python_path(folder, Path(folder) / "deps")}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     line = re.compile(r"(TE .+?)\s+fwd ([\d.]+) bwd ([\d.]+) tot ([\d.]+) ms/layer\s+act (\d+)")
     keys = "forward_ms", "backward_ms", "ms", "saved_bytes_per_token"
@@ -195,17 +195,21 @@ def peers(folder: str, model: ModelConfig, tokens: int) -> dict[str, dict[str, f
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--presets", nargs="+", default=["llama2-7b"], help="names in configs/models")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384], help=f"multiples of {SEQUENCE}")
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel table, 0 = none")
     parser.add_argument("--name", default="layer", help="of the JSON result")
-    parser.add_argument("--peers", help="folder with layer_anchors.py and Transformer Engine")
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    parser.add_argument("--peers", help=f"folder with {PEERS_PROGRAM} and Transformer Engine")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     todo = plan(arguments)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     initialize_model_parallel(1)
@@ -223,10 +227,10 @@ def main() -> None:
                     table = kernels(forward, torch.randn_like(x), arguments.layers)
         del forward, gpt, x
         torch.cuda.empty_cache()
-        theirs = peers(arguments.peers, model, tokens) if arguments.peers else {}
+        theirs = time_transformer_engine(arguments.peers, model, tokens) if arguments.peers else {}
         results.append(report(preset, tokens, model, runs, theirs, table, arguments))
-    chosen = {k: v for k, v in vars(arguments).items() if k not in ("output", "peers", "name")}
-    print("wrote", write_result(arguments.name, {"settings": chosen, "results": results}, arguments.output))
+    found = {"settings": options(arguments), "results": results}
+    print("wrote", write_result(f"speed/{arguments.name}", found, arguments.output))
 
 
 def report(preset, tokens, model, runs, theirs, table, arguments) -> dict[str, Any]:

@@ -6,14 +6,14 @@ python -m benchmarks.speed.loss [--tokens 16384] [--hidden 4096] [--vocabulary 3
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import write_result
-from benchmarks.speed.optimizer import copy_bandwidth, timed
+from benchmarks.common import argument_parser, write_result
+from benchmarks.timing import copy_bandwidth, timed
 from coat_dist.flow import TensorParallel, linear_cross_entropy, vocab_parallel_cross_entropy
 from coat_dist.kernels import cross_entropy
 
@@ -22,7 +22,7 @@ DEVICE = "cuda"
 
 
 def peak(call: Callable[[], Any]) -> int:
-    """Bytes that a call needs beyond what is allocated before it."""
+    """Bytes that a call needs at most beyond what is allocated before it; the second of two calls counts."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -72,21 +72,25 @@ def kernels(logits: torch.Tensor, labels: torch.Tensor, bandwidth: float) -> lis
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocabulary", nargs="+", type=int, default=[32000, 128256])
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     bandwidth = copy_bandwidth()
     results = [one(arguments.tokens, arguments.hidden, v, bandwidth) for v in arguments.vocabulary]
     found = {"copy_bytes_per_second": bandwidth, "results": results}
-    print("wrote", write_result("loss", found, arguments.output))
+    print("wrote", write_result("speed/loss", found, arguments.output))
 
 
 def one(tokens: int, hidden: int, vocabulary: int, bandwidth: float) -> dict[str, Any]:
-    """All of one shape."""
+    """Losses and kernels of one shape."""
     x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(vocabulary, hidden, device=DEVICE) * hidden**-0.5).bfloat16().requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,), device=DEVICE)

@@ -3,10 +3,11 @@
     python -m benchmarks.speed.optimizer [--sizes 1e6 1e8 1e9] [--bytes-size 1.3e9] [--output DIR]
 
 Prints, for each size, milliseconds, the fraction of this run's copy bandwidth that the bytes of a step amount to, and
-the ratio to torch's fused fp32 AdamW. Sizes below 1e8, where launching takes longer than the kernel, are also timed
-without the host: steps of several optimizers, whose buffers together exceed the cache, in one CUDA graph, against
-copies of as many bytes timed in the same way. Then the same for a plain model of 300 tensors, whose time is by wall
-clock too, as the host may be what takes it. Optimizers that are not installed are left out and named.
+the ratio to torch's fused fp32 AdamW. Sizes below 1e8, where the host takes longer to start a kernel than the GPU to
+run it, are also timed without the host: steps of several optimizers, whose buffers together exceed the cache, in one
+CUDA graph, against copies of as many bytes timed in the same way. Then the same for a plain model of 300 tensors, also
+by the host's clock, since there the host may take longer than the GPU. Optimizers that are not installed are left out
+and named.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.common import graph_ms, median, write_result
+from benchmarks.common import argument_parser, write_result
+from benchmarks.timing import copy_bandwidth, graph_ms, median, timed, wall_ms
 from coat_dist import CoatAdamW
 
 # fp32 parameter read and written, fp32 gradient read, and the two moments read and written.
@@ -30,28 +31,6 @@ BYTES = {
     "torchao AdamW8bit": 16.1,
     "torchao AdamWFp8": 16.1,
 }
-
-
-def timed(call: Callable[[], Any], repeat: int = 30) -> float:
-    """Median milliseconds of one call, by device events, after three warm-ups."""
-    for _ in range(3):
-        call()
-    pairs = []
-    for _ in range(repeat):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return median([a.elapsed_time(b) for a, b in pairs])
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large device-to-device copy, read plus written."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (timed(lambda: target.copy_(source)) * 1e-3)
 
 
 def flat_parameter(n: int) -> torch.nn.Parameter:
@@ -114,9 +93,9 @@ def measure(n: int, bandwidth: float) -> list[dict[str, Any]]:
 
 
 def measure_kernels(n: int) -> list[dict[str, Any]]:
-    """The steps' GPU time at a size where the host would be slower, against copies of as many bytes.
+    """GPU time of steps at a size where the host would be slower, against copies of as many bytes.
 
-    Those are kernels too (a negation): of small tensors, a graph's own copy takes longer than that.
+    The copy is a kernel that negates its input: for small tensors it is faster than the copy that a CUDA graph makes.
     """
     options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
     builders: dict[str, Callable[[list], torch.optim.Optimizer]] = {
@@ -169,9 +148,7 @@ def measure_model() -> list[dict[str, Any]]:
             host = []
             for _ in range(30):
                 torch.cuda.synchronize()
-                start = time.perf_counter()
-                optimizer.step()
-                host.append((time.perf_counter() - start) * 1e3)
+                host.append(wall_ms(optimizer.step, synchronize=False))
         except Exception as error:
             print(f"{name}, 300 tensors: {type(error).__name__}: {error}")
             continue
@@ -198,14 +175,18 @@ def state_bytes(n: int) -> float:
     return (torch.cuda.memory_allocated() - before) / n
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e6, 1e8, 1e9])
     parser.add_argument("--bytes-size", type=float, default=1.3e9, help="shard over which state bytes are measured")
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     if not torch.cuda.is_available():
-        parser.error("no GPU: this benchmark measures device time only")
+        raise SystemExit("no GPU: this benchmark measures GPU time only")
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     rows = [row for n in arguments.sizes for row in measure(int(n), bandwidth)]
@@ -214,7 +195,7 @@ def main() -> None:
     per_parameter = state_bytes(int(arguments.bytes_size))
     print(f"CoatAdamW state: {per_parameter:.4f} bytes per parameter over {arguments.bytes_size:.2g} parameters")
     write_result(
-        "optimizer",
+        "speed/optimizer",
         {
             "copy_bytes_per_second": bandwidth,
             "state_bytes_per_parameter": per_parameter,

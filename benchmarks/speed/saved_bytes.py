@@ -1,6 +1,6 @@
 """What a transformer layer keeps for backward, tensor by tensor, counted in autograd's own storage.
 
-    python -m benchmarks.speed.saved_bytes [--presets llama2-7b ...] [--plot docs/figures/saved-bytes.png]
+    python -m benchmarks.speed.saved_bytes [--presets llama2-7b ...] [--plot docs/figures/speed-saved-bytes.png]
 
 Builds one Megatron layer of each preset and runs it forward on a few tokens, on any device: in BF16, patched, and
 patched with FP8 attention. Every storage that autograd is given is counted once, under the block that saved it first;
@@ -11,19 +11,18 @@ number of tokens, but for a few scalars.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import write_result
+from benchmarks.common import ROOT, argument_parser, write_result
 from coat_dist import CoatConfig
 from launch.model.gpt import build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
-ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE, BATCH = 32, 2
 TOKENS = SEQUENCE * BATCH
 VARIANTS: dict[str, dict[str, Any] | None] = {"BF16": None, "coat": {}, 'coat, attention: "fp8"': {"attention": "fp8"}}
@@ -125,12 +124,16 @@ def plot(results: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> Non
     print("wrote", path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--presets", nargs="+", default=["llama2-7b", "llama2-13b", "llama3-8b", "olmo-1b"])
     parser.add_argument("--plot", type=Path, default=None, help="where to draw the bars")
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     initialize_model_parallel(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,7 +147,7 @@ def main() -> None:
     if arguments.plot is not None:
         plot(results, arguments.plot)
     settings = {"presets": arguments.presets, "tokens": TOKENS}
-    print("wrote", write_result("saved-bytes", {"settings": settings, "results": results}, arguments.output))
+    print("wrote", write_result("speed/saved-bytes", {"settings": settings, "results": results}, arguments.output))
 
 
 if __name__ == "__main__":

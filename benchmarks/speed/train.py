@@ -15,25 +15,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import median, write_result
+from benchmarks.common import ROOT, argument_parser, options, prepare_text, python_path, write_result
+from benchmarks.timing import median
 
-ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 10
-
-
-def prepare(folder: Path, vocabulary: int) -> str:
-    """Tokens of the standard library; the prefix for --data."""
-    prefix = folder / "stdlib"
-    subprocess.run(
-        [sys.executable, "-m", "launch.prepare_data", "--input", "stdlib", "--tokenizer", f"bpe:{vocabulary}"]
-        + ["--output", str(prefix), "--quiet"],
-        check=True,
-        cwd=ROOT,
-    )
-    return str(prefix)
 
 
 def run(config: str, data: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -54,7 +43,7 @@ def run(config: str, data: str, folder: Path, arguments: argparse.Namespace) -> 
     overrides = [f"num_layers={arguments.layers}"] if arguments.layers else []
     overrides += arguments.model_override
     command += ["--model-override", *overrides] if overrides else []
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     print(f"== {config}", flush=True)
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -70,8 +59,9 @@ def run(config: str, data: str, folder: Path, arguments: argparse.Namespace) -> 
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--configs", nargs="+", default=["zero2-bf16", "zero2"], help="the first one is the baseline")
     parser.add_argument("--model", default="configs/models/llama2-7b.json")
@@ -86,12 +76,15 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--name", default=None, help="of the JSON result (default: train-N-ranks)")
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        data = prepare(folder, arguments.vocabulary)
-        runs = [run(config, data, folder, arguments) for config in arguments.configs]
+        prepare_text(folder / "stdlib", f"bpe:{arguments.vocabulary}", ["stdlib"])
+        runs = [run(config, str(folder / "stdlib"), folder, arguments) for config in arguments.configs]
     base = runs[0]
     for one in runs:
         one["step_time_ratio"] = one["step_ms"] / base["step_ms"]
@@ -106,9 +99,8 @@ def main() -> None:
             f"({one['peak_memory_ratio']:.2f}x)  loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.4f} "
             f"(gap: largest {one['largest_loss_gap']:.2%}, mean of the last ten {one['last_ten_loss_gap']:+.2%})"
         )
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("output", "name")}
     name = arguments.name or f"train-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
-    print("wrote", write_result(name, {"settings": settings, "runs": runs}, arguments.output))
+    print("wrote", write_result(f"speed/{name}", {"settings": options(arguments), "runs": runs}, arguments.output))
 
 
 if __name__ == "__main__":

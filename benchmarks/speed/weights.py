@@ -6,13 +6,13 @@ python -m benchmarks.speed.weights [--tokens 16384] [--hidden 4096] [--ffn 11008
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.common import graph_ms, write_result
-from benchmarks.speed.optimizer import copy_bandwidth
+from benchmarks.common import argument_parser, options, write_result
+from benchmarks.timing import copy_bandwidth, graph_ms
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, weights
 from coat_dist.formats import E4M3, QuantizedTensor
@@ -24,13 +24,17 @@ CACHE = 2**28
 """Bytes of weights that take turns: more than the 50 MiB of an H200's cache."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--ffn", type=int, default=11008)
-    parser.add_argument("--output", default=None, help="folder of the JSON result (default: benchmarks/results)")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
     h, f = arguments.hidden, arguments.ffn
     shapes = {"qkv": (3 * h, h), "proj": (h, h), "fc1": (2 * f, h), "fc2": (h, f)}
     bandwidth = copy_bandwidth()
@@ -41,14 +45,15 @@ def main() -> None:
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, {arguments.tokens} tokens; us a micro-batch")
     for row in [*rows, {"weight": "layer", **total}]:
         print(f"{row['weight']:<6}", "  ".join(f"{k[:-3]} {row[k]:8.1f}" for k in total), flush=True)
-    settings = {k: v for k, v in vars(arguments).items() if k != "output"}
-    found = {"settings": settings, "copy_bytes_per_second": bandwidth, "weights": rows, "layer": total}
-    print("wrote", write_result("weights", found, arguments.output))
+    found = {"settings": options(arguments), "copy_bytes_per_second": bandwidth, "weights": rows, "layer": total}
+    print("wrote", write_result("speed/weights", found, arguments.output))
 
 
 def one(shape: tuple[int, int], tokens: int, bandwidth: float) -> dict[str, float]:
-    """Times of one weight ``[n, k]``, in microseconds of GPU work: launches are in a graph, and as many copies of the
-    weight take turns as do not fit into the cache."""
+    """Times of one weight ``[n, k]`` in microseconds of GPU work.
+
+    So many copies of the weight take turns that they do not fit into the cache together.
+    """
     d8_t, x8_t = (operand(n, tokens) for n in shape)
     elements = shape[0] * shape[1]
     copies = [calls(shape, d8_t, x8_t) for _ in range(-(-CACHE // (2 * elements)))]
@@ -67,7 +72,7 @@ def operand(rows: int, columns: int) -> QuantizedTensor:
 
 
 def calls(shape: tuple[int, int], d8_t: QuantizedTensor, x8_t: QuantizedTensor) -> dict[str, Callable[[], Any]]:
-    """What is timed, on a weight of its own."""
+    """What is timed, by name, on a weight that no other call uses."""
     parameter: Any = torch.nn.Parameter(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * 0.02)
     parameter.main_grad = torch.zeros(shape, device=DEVICE)
     settings = {mode: ActivationConfig(wgrad=mode, forward_scales="tensor") for mode in ("grad", "main_grad")}

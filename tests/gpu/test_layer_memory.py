@@ -23,7 +23,8 @@ def one_rank():
 )
 @pytest.mark.parametrize("tokens", [4096, 16384])
 def test_nothing_is_held_that_is_not_accounted_for(one_rank, tokens, changes):
-    from benchmarks.speed.layer import ROOT, measure, stack
+    from benchmarks.common import ROOT
+    from benchmarks.speed.layer import measure, stack
     from benchmarks.speed.layer_memory import expected_peak
     from coat_dist import CoatConfig
     from launch.model.gpt import load_model_config

@@ -21,7 +21,7 @@ from benchmarks.accuracy.layer import (
     run,
     weights,
 )
-from benchmarks.convergence.small_gpt import Block, Shape
+from benchmarks.small_gpt import Block, Shape
 
 # What transformer_engine.py uses of Transformer Engine, around our plain layer; 0 and 1 stand for the halves of fc1.
 FAKE = {
@@ -132,10 +132,11 @@ def test_the_largest_ratio_to_each_recipe(capsys):
 
 def test_a_tiny_run_leaves_the_measured_result_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(layer, "measure", lambda *_: {})
-    for more, name in (["--tiny"], "flow-numerics-tiny.json"), ([], "flow-numerics.json"):
+    for more, name in (["--tiny"], "layer-tiny.json"), ([], "layer.json"):
         monkeypatch.setattr(sys, "argv", ["layer", "--device", "cpu", "--output", str(tmp_path), *more])
         layer.main()
-        assert (tmp_path / name).exists() and len(list(tmp_path.iterdir())) == (1 if more else 2)
+        written = list((tmp_path / "accuracy").iterdir())
+        assert tmp_path / "accuracy" / name in written and len(written) == (1 if more else 2)
 
 
 def test_another_layout_stops_the_program(fake):

@@ -3,9 +3,18 @@
 import pytest
 import torch
 
-from benchmarks.accuracy.encodings import coat, dynamic, flash_m, flash_v, plain_fp8, table, table_levels
-from benchmarks.accuracy.moments import BETAS, COAT_TABLE_1, EPS, EXACT, Snapshot, Study, capture, drift
-from benchmarks.convergence.small_gpt import Shape
+from benchmarks.accuracy.encodings import (
+    coat,
+    dynamic,
+    flash_first_moment,
+    flash_second_moment,
+    plain_fp8,
+    table,
+    table_levels,
+)
+from benchmarks.accuracy.moments import COAT_TABLE_1, drift
+from benchmarks.accuracy.snapshots import EPS, EXACT, Snapshot, Study, capture
+from benchmarks.small_gpt import BETAS, Shape
 from coat_dist.formats import E4M3
 from coat_dist.reference.moments import MomentCodec, decode, encode
 
@@ -34,7 +43,7 @@ def test_coat_is_the_packages_encoding():
 
 
 def test_rivals_take_the_bytes_they_publish():
-    assert flash_m().bytes + flash_v().bytes == 2.125
+    assert flash_first_moment().bytes + flash_second_moment().bytes == 2.125
     assert 2 * dynamic(second=True).bytes == 2.03125
     assert 2 * plain_fp8("e4m3", 256).bytes == 2.03125
 
@@ -43,13 +52,13 @@ def test_flashoptim_by_hand():
     """1/3 compands to 2 * (1/3) / (4/3) = 1/2; its code is round(63.5) = 64; back: 64/127 / (2 - 64/127)."""
     m = torch.zeros(32)
     m[0], m[1], m[2] = 1.0, 1 / 3, -0.001
-    decoded = flash_m().round_trip(m)
+    decoded = flash_first_moment().round_trip(m)
     z = 64 / 127
     assert decoded[0] == 1 and decoded[1].item() == pytest.approx(z / (2 - z), rel=1e-6)
     assert decoded[2] == 0  # 2 * 0.001 * 127 is below one half
     v = torch.zeros(32)
     v[0], v[1], v[2] = 4.0, 1.0, 4 * (0.49 / 255) ** 2
-    decoded = flash_v().round_trip(v)
+    decoded = flash_second_moment().round_trip(v)
     assert decoded[0] == 4 and decoded[1].item() == pytest.approx((128 / 255 * 2) ** 2, rel=1e-6)
     assert decoded[2] == 0
 
@@ -141,18 +150,25 @@ def test_each_matrix_is_encoded_on_its_own():
 
 
 def test_capture_takes_the_moments_and_the_gradient_that_follows(monkeypatch):
-    monkeypatch.setattr("benchmarks.accuracy.moments.Shape", lambda: SMALL)
+    monkeypatch.setattr("benchmarks.accuracy.snapshots.Shape", lambda: SMALL)
     tokens = torch.randint(64, (5000,), generator=torch.Generator().manual_seed(0))
     taken = capture(50, tokens)
     assert sorted(taken) == [2, 10, 25, 49]
-    assert all(s.m.numel() == s.bounds[-1] == s.grad.numel() and s.v.min() >= 0 for s in taken.values())
+    assert all(
+        s.first_moment.numel() == s.bounds[-1] == s.gradient.numel() and s.second_moment.min() >= 0
+        for s in taken.values()
+    )
     beta1, beta2 = BETAS  # moments after one step more follow from the snapshot
     longer = capture(50, tokens)[10]
-    assert torch.equal(longer.m, taken[10].m)
-    monkeypatch.setattr("benchmarks.accuracy.moments.SHARES", (0.2, 0.22))
+    assert torch.equal(longer.first_moment, taken[10].first_moment)
+    monkeypatch.setattr("benchmarks.accuracy.snapshots.SHARES", (0.2, 0.22))
     both = capture(50, tokens)
-    assert torch.allclose(both[11].m, beta1 * both[10].m + (1 - beta1) * both[10].grad, atol=1e-9)
-    assert torch.allclose(both[11].v, beta2 * both[10].v + (1 - beta2) * both[10].grad ** 2, atol=1e-12)
+    assert torch.allclose(
+        both[11].first_moment, beta1 * both[10].first_moment + (1 - beta1) * both[10].gradient, atol=1e-9
+    )
+    assert torch.allclose(
+        both[11].second_moment, beta2 * both[10].second_moment + (1 - beta2) * both[10].gradient ** 2, atol=1e-12
+    )
 
 
 def test_published_table_has_the_ratio_of_the_papers_choice():

@@ -40,7 +40,7 @@ def test_main_writes_every_row(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(trajectories, "configurations", lambda: [Options(), Options("int8", "log8", factor=None)])
     monkeypatch.setattr(sys, "argv", ["trajectories", "--output", str(tmp_path)])
     trajectories.main()
-    rows = json.loads((tmp_path / "trajectories.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "accuracy/trajectories.json").read_text())["rows"]
     assert [r["formats"] for r in rows] == ["e4m3, e4m3, R = F^2/2", "int8, log8"]
     assert rows[0]["moved"] == compare(stopped(256, steps=7), Options())["moved"]
     assert "displacement at most" in capsys.readouterr().out

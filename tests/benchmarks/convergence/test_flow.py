@@ -108,7 +108,7 @@ def test_other_runs_than_these_are_not_extended(tmp_path, data, monkeypatch, cha
     path, begun = earlier_result(tmp_path, **changes), []
     monkeypatch.setattr(flow_convergence, "train", lambda *a: begun.append(a))
     given = ["--extend", str(path), "--steps", "500", "--lr", "1e-3", "--tiny", "--data", data, "--output"]
-    monkeypatch.setattr(sys, "argv", ["flow_convergence", *given, str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["flow", *given, str(tmp_path)])
     with pytest.raises(ValueError, match=re.escape(f"--extend: {path}: {message}")):
         flow_convergence.main()
     assert not begun
@@ -128,7 +128,7 @@ def test_a_run_that_is_asked_for_twice_runs_once(tmp_path, data, monkeypatch) ->
     path = earlier_result(tmp_path, steps=20)
     given = ["--extend", str(path), "--steps", "20", "--lr", "1e-3", "--tiny", "--data", data, "--output"]
     runs = ["--runs", "bf16:0", "row scales:0", "bf16", "bf16:0:1"]
-    monkeypatch.setattr(sys, "argv", ["flow_convergence", *given, str(tmp_path), *runs])
+    monkeypatch.setattr(sys, "argv", ["flow", *given, str(tmp_path), *runs])
     flow_convergence.main()
     assert sorted(begun) == [Job(BF16, 0, 0), Job(BF16, 0, 1)]
 
@@ -162,7 +162,7 @@ def test_others_go_on_after_a_failure(tmp_path, data, monkeypatch, capsys) -> No
     extended = earlier(earlier_result(tmp_path), vars(arguments), VARIANTS)
     study = Study(todo, extended, data, tmp_path, arguments)
     study.work("0")
-    written = json.loads((tmp_path / "flow-convergence-tiny.json").read_text())
+    written = json.loads((tmp_path / "convergence/flow-tiny.json").read_text())
     assert written["extended"] == {"environment": {"commit": "1234567"}, "settings": SETTINGS, "note": "by hand"}
     assert [r["variant"] for r in written["runs"]] == [BF16, "row scales"]
     assert written["gaps"][0]["held_out_loss_gap"] == pytest.approx(0.1)

@@ -10,7 +10,7 @@ import torch
 from benchmarks.convergence import optimizer as convergence
 from benchmarks.convergence.optimizer import DEFAULT, VARIANTS, WideRangeAdamW, optimizer_for, remaining, run
 from benchmarks.convergence.optimizer_report import gaps, summarize
-from benchmarks.convergence.small_gpt import GPT, Shape, held_out_loss, prepare_bytes, train
+from benchmarks.small_gpt import GPT, Shape, held_out_loss, prepare_bytes, train
 from coat_dist import CoatAdamW
 
 SMALL = Shape(vocabulary=64, hidden=32, layers=1, heads=2, ffn=48, sequence=16, batch=2)
@@ -122,10 +122,10 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setitem(convergence.SHAPES, "cpu", SMALL)
 
     def call(*arguments):
-        given = ["convergence", "--device", "cpu", "--steps", "4", "--windows", "8", "--output", str(tmp_path)]
+        given = ["optimizer", "--device", "cpu", "--steps", "4", "--windows", "8", "--output", str(tmp_path)]
         monkeypatch.setattr(sys, "argv", given + list(arguments))
         convergence.main()
-        return json.loads((tmp_path / "convergence.json").read_text())
+        return json.loads((tmp_path / "convergence/optimizer.json").read_text())
 
     return call
 

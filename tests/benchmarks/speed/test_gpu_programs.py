@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.common import RESULTS
+from benchmarks.common import result_path
 from benchmarks.speed import loss, weights
 
 FLOORS = {"on use, tensor scale": 8, "on use, row scales": 6, "cached, tensor scale": 2}
@@ -37,7 +37,7 @@ def test_weights(monkeypatch) -> None:
 
 
 def test_recorded_weights_have_the_floors_of_their_shapes() -> None:
-    found = json.loads((RESULTS / "weights.json").read_text())
+    found = json.loads(result_path("speed/weights").read_text())
     h, f = found["settings"]["hidden"], found["settings"]["ffn"]
     elements = {"qkv": 3 * h * h, "proj": h * h, "fc1": 2 * f * h, "fc2": h * f}
     for row in [*found["weights"], {"weight": "layer", **found["layer"]}]:

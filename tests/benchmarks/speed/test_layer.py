@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from benchmarks.common import RESULTS
+from benchmarks.common import ROOT, result_path
 from benchmarks.speed import layer
-from benchmarks.speed.layer import ROOT, SEQUENCE, VARIANTS, flops
+from benchmarks.speed.layer import SEQUENCE, VARIANTS, flops
 from launch.model.gpt import load_model_config
 
 
@@ -47,7 +47,7 @@ def test_presets_that_the_peers_program_does_not_build(call, preset, message) ->
 def test_other_activations_are_refused_with_peers() -> None:
     model = load_model_config(ROOT / "configs/models/llama2-7b.json", ["activation=geglu", "head_size=64"])
     with pytest.raises(ValueError, match="head_size 64, accepted: 128; activation 'geglu', accepted: 'swiglu'"):
-        layer.check_peers("mine", model)
+        layer.check_transformer_engine_has("mine", model)
 
 
 def test_bad_arguments_are_named(call, capsys) -> None:
@@ -70,7 +70,7 @@ def test_work_of_an_mlp_without_a_gate() -> None:
 
 @pytest.mark.parametrize("name", ["layer", "layer-small", "layer-peers"])
 def test_recorded_variants_are_those_that_can_be_measured(name) -> None:
-    found = json.loads((RESULTS / f"{name}.json").read_text())
+    found = json.loads(result_path(f"speed/{name}").read_text())
     assert set(found["settings"]["variants"]) <= set(VARIANTS)
     for result in found["results"]:
         assert set(found["settings"]["variants"]) <= set(result["runs"])

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.common import RESULTS
-from benchmarks.speed.layer import ROOT, VARIANTS
+from benchmarks.common import ROOT, result_path
+from benchmarks.speed.layer import VARIANTS
 from benchmarks.speed.layer_memory import expected_peak, saved_bytes
 from coat_dist import CoatConfig
 from launch.model.gpt import load_model_config
@@ -23,7 +23,7 @@ def preset(name: str, *overrides: str):
 
 @pytest.mark.parametrize("name", ["layer", "layer-peers"])
 def test_recorded_runs_hold_nothing_that_is_not_accounted_for(name) -> None:
-    measured = json.loads((RESULTS / f"{name}.json").read_text())
+    measured = json.loads(result_path(f"speed/{name}").read_text())
     for result in measured["results"]:
         model = preset(result["preset"], f"num_layers={measured['settings']['layers']}")
         for variant in measured["settings"]["variants"]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,9 +20,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["BYTES_VOCABULARY", "GPT", "Shape", "held_out_loss", "prepare_bytes", "prepare_tokens", "train"]
+from benchmarks.common import prepare_text
+from coat_dist import param_groups
 
-ROOT = Path(__file__).resolve().parents[2]
+__all__ = [
+    "BETAS",
+    "BYTES_VOCABULARY",
+    "GPT",
+    "WEIGHT_DECAY",
+    "Shape",
+    "fp32_adamw",
+    "held_out_loss",
+    "prepare_bytes",
+    "prepare_tokens",
+    "train",
+]
+
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 HELD_OUT = 1 / 32
 """Share of the tokens, the last ones, that training never sees."""
 BYTES_VOCABULARY = 264
@@ -121,10 +133,14 @@ def prepare_bytes(folder: str | Path, max_bytes: int) -> torch.Tensor:
 
 
 def _prepare(prefix: Path, inputs: list[str], tokenizer: str, max_bytes: str) -> torch.Tensor:
-    command = [sys.executable, "-m", "launch.prepare_data", "--input", *inputs, "--glob", "*.py", "--quiet"]
-    command += ["--tokenizer", tokenizer, "--max-bytes", max_bytes, "--output", str(prefix)]
-    subprocess.run(command, check=True, cwd=ROOT)
+    prepare_text(prefix, tokenizer, inputs, "--glob", "*.py", "--max-bytes", max_bytes)
     return torch.from_numpy(np.fromfile(f"{prefix}.bin", dtype=np.uint16).astype(np.int64))
+
+
+def fp32_adamw(model: nn.Module, beta2: float = BETAS[1]) -> torch.optim.AdamW:
+    """torch's AdamW with the weight decay of the studies, fused on a GPU: what others are compared with."""
+    groups = [{k: g[k] for k in ("params", "weight_decay")} for g in param_groups(model, WEIGHT_DECAY)]
+    return torch.optim.AdamW(groups, betas=(BETAS[0], beta2), fused=next(model.parameters()).is_cuda)
 
 
 def _losses(model: nn.Module, window: torch.Tensor, autocast: bool) -> torch.Tensor:
