@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from coat_dist import flow
 
 from .fields import patch_reason
+from .groups import tensor_parallel
 from .linear import InvariantColumnParallelLinear, Patch
-from .parallel import tensor_parallel
 from .reasons import output_reason
 
 __all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "loss_reason"]

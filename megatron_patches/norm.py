@@ -15,6 +15,8 @@ from torch import nn
 
 from coat_dist import flow
 
+from .groups import tensor_parallel
+
 __all__ = ["EXACT", "FOLDED", "ExactNorm", "Folded", "Norm", "describe"]
 
 _KINDS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
@@ -37,7 +39,7 @@ class Norm(nn.Module):
 
     reduce_grad_over_tp = False
     """Sum parameter gradients over tensor-parallel ranks inside backward. See
-    :func:`~megatron_patches.parallel.install_replicated_grad_hooks`, which sets it."""
+    :func:`~megatron_patches.replicated_grads.install_replicated_grad_hooks`, which sets it."""
 
     partial_by_heads = False
     """Whether each rank sees its heads only, and not its tokens only: then the sum is needed without sequence
@@ -76,8 +78,6 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` ``[..., hidden_size]`` → the same shape and dtype."""
-        from .parallel import tensor_parallel  # parallel knows this class
-
         return flow.norm(x, describe(self), tensor_parallel(self), exact=self.exact)
 
     def extra_repr(self) -> str:

@@ -21,11 +21,11 @@ from coat_dist.flow import TensorParallel
 
 from .attention import PATCHED, PatchedSelfAttention, unfused_reason, unsplit_reason
 from .compat import check_version
+from .groups import tensor_parallel
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
 from .mlp import ExpertMLP, NormMLP, SharedExperts, activation_name
 from .norm import EXACT, FOLDED
-from .parallel import tensor_parallel
 from .plan import NORMS, layers_of, pipelined, plan_blocks, plan_outputs
 from .reasons import fp8_attention_reason
 from .report import PatchReport
