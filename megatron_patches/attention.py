@@ -20,7 +20,7 @@ from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from coat_dist.formats import QuantizedTensor
 
-from .compat import rope_mscale
+from .compat import field_or, rope_mscale
 from .fields import check_field
 from .linear import Patch
 from .residual import Residual
@@ -224,7 +224,7 @@ class PatchedSelfAttention(CompactSelfAttention):
         self, hidden_states: torch.Tensor, freqs: torch.Tensor | None, residual: Residual | None
     ) -> tuple[torch.Tensor, ...]:
         config, normed = self.config, _normed(self)
-        if getattr(config, "no_rope_freq", None) and config.no_rope_freq[self.layer_number - 1]:
+        if config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]:
             freqs = None
         if unsplit_reason(self) is not None:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
@@ -258,7 +258,7 @@ def unfused_reason(attention: Any) -> str | None:
 def unsplit_reason(attention: Any) -> str | None:
     """Why Megatron splits linear_qkv's output, or None where a kernel of ours does."""
     for key in ("test_mode", "flash_decode", "attention_output_gate"):
-        if getattr(attention.config, key, False):
+        if field_or(attention.config, key, False):
             return f"config.{key}=True"
     if attention.config.num_query_groups < attention.coat.tp.size:
         return "fewer query groups than tensor-parallel ranks"

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from coat_dist import flow
 
+from .compat import field_or
 from .fields import patch_reason
 from .groups import tensor_parallel
 from .linear import InvariantColumnParallelLinear, Patch
@@ -94,13 +95,13 @@ def loss_reason(model: Any) -> str | None:
     output_layer = getattr(model, "output_layer", None)
     if output_layer is not None and (reason := output_reason(output_layer)) is not None:
         return reason
-    if getattr(model.config, "mtp_num_layers", None):
+    if model.config.mtp_num_layers:
         return "multi-token prediction computes several losses"
     if model.fp16_lm_cross_entropy:
         return "fp16_lm_cross_entropy"
-    if getattr(model.config, "use_mup", False):
+    if field_or(model.config, "use_mup", False):
         return "config.use_mup scales logits"
-    if getattr(model.config, "config_logger_dir", ""):
+    if model.config.config_logger_dir:
         return "config.config_logger_dir asks for logits"
     if output_layer is None:
         return None

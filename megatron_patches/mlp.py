@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
-import torch.nn.functional as F
-from megatron.core import activations, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.fusions import fused_bias_geglu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from coat_dist import flow
@@ -21,50 +15,7 @@ from .linear import Patch, check_whole
 from .norm import describe
 from .residual import Residual
 
-__all__ = ["ExpertMLP", "NormMLP", "SharedExperts", "activation_name"]
-
-# Without Transformer Engine megatron-core never defines this name, which its router compares with None.
-if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None
-
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "quick_gelu": "quick_geglu"}
-_UNGATED = ("gelu", "gelu_tanh", "quick_gelu", "squared_relu")
-
-
-def activation_name(config: TransformerConfig) -> str:
-    """The flow's name of the activation that ``config`` asks for.
-
-    Raises:
-        ValueError: the flow has no such activation; names the offending key.
-    """
-    if getattr(config, "activation_func_clamp_value", None) is not None:
-        raise ValueError("activation_func_clamp_value set")
-    if getattr(config, "glu_linear_offset", 0.0) != 0.0:
-        raise ValueError("glu_linear_offset set")
-    if getattr(config, "use_te_activation_func", False):
-        raise ValueError("use_te_activation_func")
-    function = config.activation_func
-    name = _function_name(function, config.bias_activation_fusion)
-    if config.gated_linear_unit and name in _GATED:
-        return _GATED[name]
-    if not config.gated_linear_unit and name in _UNGATED:
-        return name
-    gate = "with" if config.gated_linear_unit else "without"
-    raise ValueError(f"activation_func {getattr(function, '__name__', function)} {gate} gated_linear_unit")
-
-
-def _function_name(function: object, fused: bool) -> str | None:
-    if function is F.silu:
-        return "silu"
-    if function is F.gelu:  # Megatron's fused form of it is the tanh approximation
-        return "gelu_tanh" if fused else "gelu"
-    if isinstance(function, functools.partial) and function.func is F.gelu and not function.args:
-        return {"tanh": "gelu_tanh", "none": "gelu"}.get(function.keywords.get("approximate", "none"))
-    if function is activations.fast_gelu:
-        return "gelu_tanh"
-    if function is activations.quick_gelu or function is getattr(fused_bias_geglu, "quick_gelu", None):
-        return "quick_gelu"
-    return "squared_relu" if function is activations.squared_relu else None
+__all__ = ["ExpertMLP", "NormMLP", "SharedExperts"]
 
 
 class NormMLP(MLP):

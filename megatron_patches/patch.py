@@ -19,12 +19,13 @@ from torch import nn
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel
 
+from .activations import activation_name
 from .attention import PATCHED, PatchedSelfAttention, unfused_reason, unsplit_reason
 from .compat import check_version
 from .groups import tensor_parallel
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
-from .mlp import ExpertMLP, NormMLP, SharedExperts, activation_name
+from .mlp import ExpertMLP, NormMLP, SharedExperts
 from .norm import EXACT, FOLDED
 from .plan import NORMS, layers_of, pipelined, plan_blocks, plan_outputs
 from .reasons import fp8_attention_reason
@@ -206,7 +207,7 @@ def _fold_norm(layer: Any, block: str, report: PatchReport, changes: Changes) ->
 
 def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> ActivationConfig:
     """``settings`` with weight gradients where the layer's configuration wants them."""
-    if not getattr(layer.config, "gradient_accumulation_fusion", False) or settings.wgrad == "main_grad":
+    if not layer.config.gradient_accumulation_fusion or settings.wgrad == "main_grad":
         return settings
     note = "weight gradients of patched blocks are added to main_grad, as config.gradient_accumulation_fusion asks"
     if note not in report.notes:

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from coat_dist.config import ActivationConfig
 
+from .activations import activation_name
 from .attention import PATCHED, SDPA
+from .compat import field_or
 from .fields import patch_reason
-from .mlp import activation_name
 from .norm import EXACT, FOLDED, describe
 
 __all__ = [
@@ -108,7 +109,7 @@ def fp8_attention_reason(attention: Any) -> str | None:
     if attention.checkpoint_core_attention:
         return "recompute_modules 'core_attn', which keeps q, k and v in BF16"
     for key in ("attention_output_gate", "flash_decode", "test_mode"):
-        if getattr(attention.config, key, False):
+        if field_or(attention.config, key, False):
             return f"config.{key}=True"
     return None
 
