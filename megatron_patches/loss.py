@@ -16,13 +16,13 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from coat_dist import flow
 
+from .attached import Patch
 from .compat import field_or
-from .fields import patch_reason
+from .config_check import why_bf16_config
 from .groups import tensor_parallel
-from .linear import InvariantColumnParallelLinear, Patch
-from .reasons import output_reason
+from .linear import InvariantColumnParallelLinear, why_bf16_output_layer
 
-__all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "loss_reason"]
+__all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "why_plain_loss"]
 
 
 class _ChunkedLoss:
@@ -85,15 +85,15 @@ class ChunkedLossGPTModel(GPTModel):
         return super().compute_language_model_loss(labels, logits)
 
 
-def loss_reason(model: Any) -> str | None:
+def why_plain_loss(model: Any) -> str | None:
     """Why the loss of a language model stays as it is, or None. Of a pipeline stage without output layer, what can be
     told from its class and configuration: the stage that has one is of the same."""
     if type(model) is not GPTModel:
         return f"model class {type(model).__name__}"
-    if (reason := patch_reason(model.config)) is not None:
+    if (reason := why_bf16_config(model.config)) is not None:
         return reason
     output_layer = getattr(model, "output_layer", None)
-    if output_layer is not None and (reason := output_reason(output_layer)) is not None:
+    if output_layer is not None and (reason := why_bf16_output_layer(output_layer)) is not None:
         return reason
     if model.config.mtp_num_layers:
         return "multi-token prediction computes several losses"

@@ -1,21 +1,34 @@
-"""The MLPs of a patched model: the one behind a layer's norm, and experts."""
+"""The MLP of a patched layer, which applies the norm before it too, and what it has in common with experts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from coat_dist import flow
+from coat_dist.config import ActivationConfig
 
-from .linear import Patch, check_whole
-from .norm import describe
+from .activations import activation_name
+from .attached import Patch
+from .hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
+from .linear import why_bf16_linear, why_not_invariant_bias
+from .norm import describe, why_bf16_norm
 from .residual import Residual
+from .uncalled import check_whole, wait_for_parameters
 
-__all__ = ["ExpertMLP", "NormMLP", "SharedExperts"]
+__all__ = ["NormMLP", "checked_activation", "why_bf16_mlp", "why_bf16_products"]
+
+_HOOKS = {
+    "pre_mlp_layernorm": OUTPUT,
+    "mlp": INPUT_OR_ITS_GRADIENT,  # its input is what was the norm's
+    "mlp.linear_fc1": CALL,
+    "mlp.linear_fc2": CALL,
+}
+"""What a patch changes for hooks: the norm hands its input on, fc1 and fc2 are not called."""
 
 
 class NormMLP(MLP):
@@ -65,7 +78,7 @@ class NormMLP(MLP):
         self, hidden_states: torch.Tensor, _anchor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output without fc2's bias, and the input's alias where it is wanted."""
-        _wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
+        wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
         assert self.coat.norm is not None
         check_whole("pre_mlp_layernorm", self.coat.norm)
         y, alias = flow.norm_mlp(
@@ -73,7 +86,7 @@ class NormMLP(MLP):
             describe(self.coat.norm),
             self.linear_fc1.weight,
             self.linear_fc2.weight,
-            _activation(self),
+            checked_activation(self),
             self.coat.tp_now(self.linear_fc1),
             self.coat.settings,
             self.linear_fc1.bias,
@@ -82,50 +95,36 @@ class NormMLP(MLP):
         return y, alias if self.coat.residual else None
 
 
-class ExpertMLP(MLP):
-    """One expert: fc1, the activation and fc2 in FP8. The norm comes before the router and stays as it is.
-
-    Experts that are split over ranks leave communication to Megatron's token dispatcher: each rank works by itself.
-    """
-
-    coat_patched = True
-    coat: Patch
-
-    def forward(
-        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[tokens, h]`` → the same, times the router's ``per_token_scale`` ``[tokens]``; any number of tokens.
-
-        Megatron multiplies the activation by it, before fc2; here the output is multiplied, which is the same but for
-        rounding. fc2's bias is handed on where there is no scale, and added, scaled, where there is, as in Megatron.
-        """
-        _wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
-        y = flow.mlp(
-            hidden_states,
-            self.linear_fc1.weight,
-            self.linear_fc2.weight,
-            _activation(self),
-            self.coat.tp_now(self.linear_fc1),
-            self.coat.settings,
-            self.linear_fc1.bias,
-        )
-        bias = self.linear_fc2.bias
-        if per_token_scale is None:
-            return y, bias
-        y = flow.scale_rows(y, per_token_scale, self.coat.settings)
-        if bias is not None:
-            y = y + (bias * per_token_scale.unsqueeze(-1)).to(y.dtype)
-        return y, None
+def why_bf16_mlp(layer: Any, settings: ActivationConfig) -> str | None:
+    """Why the MLP of a ``TransformerLayer`` and its norm cannot become :class:`NormMLP`."""
+    mlp = layer.mlp
+    if type(mlp) is not MLP:
+        return f"MLP class {type(mlp).__name__}"
+    reason = why_bf16_norm(layer.pre_mlp_layernorm) or why_bf16_products(mlp)
+    if reason is None and settings.tp_invariant:
+        reason = why_not_invariant_bias("linear_fc2", mlp.linear_fc2)
+        if reason is None and (width := mlp.linear_fc2.weight.shape[1]) % settings.group_size:
+            reason = f"tp_invariant with {width} FFN elements a rank, no multiple of group_size {settings.group_size}"
+    return reason or why_bf16_hooks(layer, _HOOKS)
 
 
-class SharedExperts(SharedExpertMLP, ExpertMLP):
-    """Megatron's shared experts, whose ``forward`` calls that of an MLP (:class:`ExpertMLP`) and applies their gate."""
+def why_bf16_products(mlp: Any, expert: bool = False) -> str | None:
+    """Why fc1, the activation and fc2 of an MLP or expert cannot run the flow."""
+    reason = why_bf16_linear("linear_fc1", mlp.linear_fc1, ColumnParallelLinear, expert)
+    reason = reason or why_bf16_linear("linear_fc2", mlp.linear_fc2, RowParallelLinear, expert)
+    if reason is not None:
+        return reason
+    try:
+        activation_name(mlp.config)
+    except ValueError as problem:
+        return str(problem)
+    if mlp.activation_func is not mlp.config.activation_func:  # Megatron reads the one or the other, by the gate
+        return "an activation_func that is not config.activation_func"
+    return None
 
-    coat_patched = True
 
-
-def _activation(mlp: NormMLP | ExpertMLP) -> str:
-    """The flow's name of the activation.
+def checked_activation(mlp: Any) -> str:
+    """The flow's name of a patched MLP's or expert's activation.
 
     Raises:
         ValueError: another function was set since the model was patched.
@@ -138,24 +137,3 @@ def _activation(mlp: NormMLP | ExpertMLP) -> str:
                 "call unpatch_model first"
             )
     return mlp.coat.activation
-
-
-def _wait_for_parameters(**modules: torch.nn.Module) -> None:
-    """What Megatron's DistributedDataParallel does before a module's forward, for modules that are not called.
-
-    With ``overlap_param_gather`` its forward pre-hooks wait for the all-gather of the module's parameters and start
-    the next one.
-
-    Raises:
-        ValueError: a module that only computes what it should when it is called: sharded alone, or not Megatron's.
-    """
-    for name, module in modules.items():
-        check_whole(name, module)
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            raise ValueError(
-                f"{name}: got class {type(module).__name__}, accepted: the linear that was there when the model was "
-                "patched (a patched MLP uses its weight without calling it); unpatch_model first"
-            )
-        for hook in tuple(module._forward_pre_hooks.values()):
-            if getattr(hook, "__module__", None) == DistributedDataParallel.__module__:
-                hook(module)

@@ -17,7 +17,7 @@ from coat_dist import flow
 
 from .groups import tensor_parallel
 
-__all__ = ["EXACT", "FOLDED", "ExactNorm", "Folded", "Norm", "describe"]
+__all__ = ["EXACT", "FOLDED", "ExactNorm", "Folded", "Norm", "describe", "why_bf16_norm"]
 
 _KINDS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 
@@ -153,3 +153,14 @@ FOLDED: dict[type, type] = {
     FusedLayerNorm: FoldedFusedLayerNorm,
 }
 EXACT: dict[type, type] = {Norm: ExactNorm}
+
+
+def why_bf16_norm(norm: nn.Module) -> str | None:
+    """Why a norm cannot be folded into the linear behind it."""
+    if type(norm) not in FOLDED:
+        return f"norm class {type(norm).__name__}"
+    try:
+        describe(norm)
+    except ValueError as problem:
+        return str(problem)
+    return None

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-__all__ = ["AliasedAdd", "Residual", "add_reason"]
+__all__ = ["AliasedAdd", "Residual", "why_residual_unfused"]
 
 _ATTRIBUTE = "coat_residual"
 
@@ -63,7 +63,7 @@ class AliasedAdd:
         return bias_dropout_add
 
 
-def add_reason(layer: Any, name: str) -> str | None:
+def why_residual_unfused(layer: Any, name: str) -> str | None:
     """Why autograd adds the residual gradient of a patched block, whose addition is ``layer.<name>``; None if not."""
     add = getattr(layer, name)
     return None if add is get_bias_dropout_add else f"{name} {getattr(add, '__name__', type(add).__name__)}"

@@ -26,9 +26,10 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from .attention import SDPA, CompactSelfAttention
+from .attention import CompactSelfAttention
 from .compat import check_version, fc1_params, field_or
-from .fields import spec_reason
+from .config_check import why_not_built
+from .core_attention import SDPA
 from .norm import Norm
 
 __all__ = ["gpt_layer_spec"]
@@ -47,7 +48,7 @@ def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: 
         ValueError: a field of ``config`` that would be ignored, by its key.
     """
     check_version()
-    if (reason := spec_reason(config)) is not None:
+    if (reason := why_not_built(config)) is not None:
         raise ValueError(reason)
     norm = ModuleSpec(module=Norm, params={"affine": affine})
     head_norm = Norm if config.qk_layernorm else IdentityOp

@@ -13,10 +13,12 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from .attached import Patch
 from .attention import PATCHED
-from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
+from .experts import ExpertMLP, SharedExperts
+from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
-from .mlp import ExpertMLP, NormMLP, SharedExperts
+from .mlp import NormMLP
 from .norm import EXACT, FOLDED
 
 __all__ = ["Changes", "all_or_none", "original_classes"]

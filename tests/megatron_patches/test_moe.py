@@ -17,7 +17,7 @@ from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, patch_model, patched, unpatch_model
 from megatron_patches.attention import SDPA
 from megatron_patches.compat import older_than
-from megatron_patches.mlp import ExpertMLP
+from megatron_patches.experts import ExpertMLP
 
 from .tiny import HIDDEN, SEQ, TINY, VOCAB, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 
