@@ -17,7 +17,7 @@ from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
 from .attached import Patch
-from .compat import field_or, rope_mscale
+from .compat import known_fields, rope_mscale
 from .core_attention import SDPA
 from .hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import why_bf16_linear, why_not_invariant_bias
@@ -43,6 +43,7 @@ _HOOKS = {
 """What a patch changes for hooks: the norm hands its input on, linear_qkv applies the norm and returns heads."""
 _FP8_HOOKS = {"self_attention.core_attention": CALL, "self_attention.linear_proj": INPUT}
 """The same with ``attention: "fp8"``: core_attention is not called, linear_proj takes its input in FP8 as well."""
+_OWN_FORWARD = known_fields("test_mode", "flash_decode", "attention_output_gate")
 
 
 class CompactSelfAttention(SelfAttention):
@@ -183,10 +184,7 @@ def why_no_fp8_attention(attention: Any) -> str | None:
         return f"attention_dropout {core.dropout}"
     if attention.checkpoint_core_attention:
         return "recompute_modules 'core_attn', which keeps q, k and v in BF16"
-    for key in ("attention_output_gate", "flash_decode", "test_mode"):
-        if field_or(attention.config, key, False):
-            return f"config.{key}=True"
-    return None
+    return _own_forward(attention.config)
 
 
 def why_rope_unfused(attention: Any) -> str | None:
@@ -196,11 +194,18 @@ def why_rope_unfused(attention: Any) -> str | None:
 
 def why_megatron_splits_qkv(attention: Any) -> str | None:
     """Why Megatron splits linear_qkv's output, or None where a kernel of ours does."""
-    for key in ("test_mode", "flash_decode", "attention_output_gate"):
-        if field_or(attention.config, key, False):
-            return f"config.{key}=True"
+    if (reason := _own_forward(attention.config)) is not None:
+        return reason
     if attention.config.num_query_groups < attention.coat.tp.size:
         return "fewer query groups than tensor-parallel ranks"
+    return None
+
+
+def _own_forward(config: TransformerConfig) -> str | None:
+    """The field of ``config`` that only Megatron's own forward honours, or None."""
+    for key in _OWN_FORWARD:
+        if getattr(config, key):
+            return f"config.{key}=True"
     return None
 
 

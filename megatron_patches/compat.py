@@ -6,6 +6,7 @@ them, the workaround goes. How the fields of ``TransformerConfig`` are treated i
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ __all__ = [
     "define_te_general_gemm",
     "fc1_params",
     "field_or",
+    "known_fields",
     "older_than",
     "other_quick_gelus",
     "prepare_cpu",
@@ -84,11 +86,19 @@ def define_te_general_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def known_fields(*names: str) -> tuple[str, ...]:
+    """Those ``names`` that are fields of the installed ``TransformerConfig``."""
+    from megatron.core.transformer import TransformerConfig
+
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    return tuple(name for name in names if name in fields)
+
+
 def field_or(config: Any, name: str, default: Any) -> Any:
     """``config.<name>``, or ``default`` where this megatron-core has no such field yet.
 
     Asked for: ``activation_func_clamp_value``, ``glu_linear_offset``, ``use_te_activation_func`` (from 0.15 on),
-    ``qk_l2_norm``, ``attention_output_gate`` (from 0.16 on) and ``use_mup`` (after 0.16).
+    ``qk_l2_norm`` (from 0.16 on) and ``use_mup`` (after 0.16).
     """
     return getattr(config, name, default)
 

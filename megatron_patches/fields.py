@@ -1,9 +1,8 @@
-"""Every field of Megatron's ``TransformerConfig``, and what becomes of it here: one table, which the refusals read.
+"""Every field of Megatron's ``TransformerConfig``, in one table that says how it is treated here.
 
-A setting that nobody looks at changes nothing, and nobody notices. So there is no third way here: each field is
-honoured, refused, or recorded as without meaning, with the reason; in a model that is built by
-:func:`~megatron_patches.gpt_layer_spec` and in one that is patched. A field that is missing from the table, because
-megatron-core is newer, is refused where it is not at its default.
+No field is ignored silently. Each one is honoured, refused, or recorded as without meaning, with the reason: in a
+model that is built by :func:`~megatron_patches.gpt_layer_spec`, and in patched blocks. A field that the table lacks,
+because megatron-core is newer, is refused where it is not at its default. ``config_check.py`` looks up a configuration.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ __all__ = ["FIELDS", "Field", "Handled", "Only"]
 
 
 class Handled(Enum):
-    """What a field needs no refusal of its own for."""
+    """Treatments of a field that need no refusal by its value."""
 
     HONOURED = "has the effect that it has in Megatron's own modules"
-    BY_BLOCK = "checked by the reasons of the one block that it concerns, which else stays BF16"
+    BY_BLOCK = "looked at by the why_bf16 function of the one block that it concerns, which may stay BF16"
 
 
 class Only:
-    """Refused, but for these values. Values that are false (None, False, 0, "") are one value."""
+    """Every value but these is refused. None, False, 0 and "" count as one value."""
 
     def __init__(self, *accepted: Any) -> None:
         self.accepted = accepted
@@ -35,7 +34,7 @@ class Only:
 
 
 class Field(NamedTuple):
-    """A string says why the field has no meaning there."""
+    """How a field is treated. A string means: without meaning, and says why."""
 
     built: Handled | Only | str
     """In a model from ``gpt_layer_spec``, not patched."""

@@ -15,7 +15,7 @@ OUTPUT = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 CALL = INPUT + OUTPUT
 INPUT_OR_ITS_GRADIENT = ("_forward_pre_hooks", "_backward_hooks")
 
-_SEEN_TO = ("megatron.core.distributed.", "deepspeed.")
+_HANDLED = ("megatron.core.distributed.", "deepspeed.")
 """Packages whose hooks gather parameters; patched modules take care of these themselves (see ``NormMLP``)."""
 
 
@@ -30,7 +30,7 @@ def why_bf16_hooks(layer: Any, changed: dict[str, tuple[str, ...]]) -> str | Non
         module = layer.get_submodule(path)
         for table in tables:
             for hook in getattr(module, table).values():
-                if not str(getattr(hook, "__module__", "")).startswith(_SEEN_TO):
+                if not str(getattr(hook, "__module__", "")).startswith(_HANDLED):
                     kind = table.strip("_").removesuffix("s").replace("_", " ")
                     return f"{path} has a {kind}, which would not run or see other values"
     return None

@@ -86,8 +86,11 @@ class ChunkedLossGPTModel(GPTModel):
 
 
 def why_plain_loss(model: Any) -> str | None:
-    """Why the loss of a language model stays as it is, or None. Of a pipeline stage without output layer, what can be
-    told from its class and configuration: the stage that has one is of the same."""
+    """Why the loss of a language model stays plain, or None.
+
+    In a pipeline stage without output layer only class and configuration are looked at, which are the same in the stage
+    that has one.
+    """
     if type(model) is not GPTModel:
         return f"model class {type(model).__name__}"
     if (reason := why_bf16_config(model.config)) is not None:

@@ -57,15 +57,16 @@ class NormMLP(MLP):
         if self.coat.residual:
             Residual(hidden_states, alias).send_with(y)
         bias = self.linear_fc2.bias
-        # An alias: a checkpoint around this makes what is returned its own output. The parameter itself then would be
-        # no leaf any more, and backward never end.
+        # An alias of the bias: a checkpoint around this module makes what it returns an output of its own. The
+        # parameter itself would then no longer be a leaf, and backward would not end.
         return y, None if bias is None else bias.view_as(bias)
 
     def _anchor(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """A tensor that makes a checkpoint's output take part in backward, where only parameters inside need it to.
+        """An empty input that requires grad, where nothing but parameters inside the checkpoint does; else None.
 
-        The checkpoint sees what it is called with, and everything below the MLP may be frozen. The parameters
-        themselves would do, but then hooks on them (of ZeRO, of DistributedDataParallel) would run twice.
+        A checkpoint's output takes part in backward only if an input of the checkpoint requires grad, and everything
+        below the MLP may be frozen. The parameters could be inputs themselves, but then hooks on them (of ZeRO, of
+        DistributedDataParallel) would run twice.
         """
         assert self.coat.norm is not None
         fc1, norm = self.linear_fc1, self.coat.norm
@@ -77,7 +78,7 @@ class NormMLP(MLP):
     def _norm_mlp(
         self, hidden_states: torch.Tensor, _anchor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output without fc2's bias, and the input's alias where it is wanted."""
+        """Output without fc2's bias, and the input's alias, or None where the residual does not need it."""
         wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
         assert self.coat.norm is not None
         check_whole("pre_mlp_layernorm", self.coat.norm)

@@ -52,7 +52,7 @@ def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
     inside: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, Norm) and any(id(p) in operations for p in module.parameters(recurse=False)):
-            module.reduce_grad_over_tp, module.partial_by_heads = True, _of_heads(name)
+            module.reduce_grad_over_tp, module.partial_by_heads = True, _is_head_norm(name)
             inside.update(id(p) for p in module.parameters(recurse=False))
     group = parallel_state.get_tensor_model_parallel_group()
     config = _config(model)
@@ -61,7 +61,7 @@ def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
         if id(parameter) in operations:
             parameter.coat_replicated_grad = True  # type: ignore[attr-defined]
             if id(parameter) not in inside:
-                by_tokens = operations[id(parameter)] == dist.ReduceOp.SUM and not _of_heads(name)
+                by_tokens = operations[id(parameter)] == dist.ReduceOp.SUM and not _is_head_norm(name)
                 parameter.register_hook(_reducer(group, operations[id(parameter)], config if by_tokens else None))
             names.append(name)
     return names
@@ -104,22 +104,26 @@ def _missing_reduction(name: str, parameter: nn.Parameter) -> Any:
         return None
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         return dist.ReduceOp.AVG
-    if _of_heads(name) or getattr(parameter, "sequence_parallel", False):
+    if _is_head_norm(name) or getattr(parameter, "sequence_parallel", False):
         return dist.ReduceOp.SUM
     return None
 
 
-def _of_heads(name: str) -> bool:
+def _is_head_norm(name: str) -> bool:
+    """Whether a parameter or module belongs to a norm on queries or keys, which sees the heads of one rank."""
     return any(part in ("q_layernorm", "k_layernorm") for part in name.split("."))
 
 
 def _config(model: nn.Module) -> Any:
-    """The configuration in which Megatron switches sequence parallelism on and off; None where nothing has one."""
+    """The configuration in which Megatron switches sequence parallelism on and off, or None if no module has one."""
     return next((m.config for m in model.modules() if isinstance(m, MegatronModule)), None)
 
 
 def _reducer(group: dist.ProcessGroup, operation: Any, config: Any = None) -> Any:
-    """``config``: where the gradient is partial under sequence parallelism only, which may be switched."""
+    """A tensor hook that sums or averages a gradient over ``group``, in fp32.
+
+    With ``config`` it does so only while ``config.sequence_parallel`` is true: without, each rank's gradient is whole.
+    """
 
     def reduce(grad: torch.Tensor) -> torch.Tensor:
         if config is not None and not config.sequence_parallel:

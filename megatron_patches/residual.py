@@ -34,14 +34,14 @@ class Residual:
 
     @torch.compiler.disable  # a graph break: torch.compile's tensors lose attributes
     def send_with(self, out: torch.Tensor) -> None:
-        """Hand over with ``out``, the block's output, where there is an alias that takes part in backward."""
+        """Attach this to ``out``, the block's output, where there is an alias that takes part in backward."""
         if self.alias is not None and self.alias is not self.x:
             setattr(out, _ATTRIBUTE, self)
 
     @staticmethod
     @torch.compiler.disable
     def receive(out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The alias of ``residual`` that came with ``out``, or ``residual``; ``out`` lets go of it."""
+        """The alias of ``residual`` that came with ``out``, which loses it, or ``residual`` where none did."""
         sent = getattr(out, _ATTRIBUTE, None)
         if sent is None:
             return residual

@@ -1,4 +1,4 @@
-"""Changing the classes of built modules, all or none of them, and finding the way back."""
+"""Change classes of built modules, all of them or none, and find the class that each one had before."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Changes:
         setattr(module, name, value)
 
     def remove(self, module: Any, name: str) -> Any:
-        """The attribute's value (None without one), which is gone then."""
+        """Take away an attribute of its own and return its value; None where it has none."""
         if name not in vars(module):
             return None
         self._before.append((module, name, vars(module)[name]))
         return vars(module).pop(name)
 
     def swap(self, module: Any, swapped: type, patch: Patch | None = None) -> None:
-        """Give ``module`` a patched class, and what that needs."""
+        """Give ``module`` a patched class, and the attribute ``coat`` that the class reads."""
         self.set(module, "__class__", swapped)
         if patch is not None:
             self.set(module, "coat", patch)
@@ -111,7 +111,7 @@ def _original(cls: type, name: str, made: dict[type, type]) -> type:
         bases = tuple(
             _original(base, name, made) if getattr(base, "coat_patched", False) else base for base in cls.__bases__
         )
-        # Made over again. They have a few methods, none of which calls super(), and torch looks at their bases.
+        # A new class with the original bases. What torch adds is a few methods, none of which calls super().
         content = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
         label = cls.__name__
         for before, after in zip(cls.__bases__, bases, strict=True):
