@@ -1,4 +1,4 @@
-"""Third step of :func:`~megatron_patches.patch_model`: change classes and attributes as planned. And change them back.
+"""Third step of :func:`~megatron_patches.patch_model`: change classes and attributes as planned; and undo it.
 
 Layers may share a block, and one layer may stand in several places: what is patched already is passed over.
 """

@@ -26,7 +26,6 @@ from .residual import Residual
 
 __all__ = [
     "PATCHED",
-    "SDPA",
     "CompactSelfAttention",
     "PatchedSelfAttention",
     "why_bf16_attention",

@@ -37,21 +37,17 @@ SUPPORTED = ("0.14", "0.17")
 _prepared = False
 
 
-def check_version(version: str | None = None) -> str:
+def check_version() -> str:
     """The installed megatron-core version.
-
-    Args:
-        version: checked instead of the installed one.
 
     Raises:
         ImportError: megatron-core is missing or outside :data:`SUPPORTED`; the message names both versions.
     """
     accepted = f">={SUPPORTED[0]},<{SUPPORTED[1]}"
-    if version is None:
-        try:
-            version = metadata.version("megatron-core")
-        except metadata.PackageNotFoundError:
-            raise ImportError(f"megatron-core: not installed, accepted: {accepted}") from None
+    try:
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        raise ImportError(f"megatron-core: not installed, accepted: {accepted}") from None
     found = Version(version)
     # Pre-releases of the lower bound count as that version: NVIDIA's containers ship them.
     if Version(found.base_version) < Version(SUPPORTED[0]) or Version(found.base_version) >= Version(SUPPORTED[1]):

@@ -49,12 +49,10 @@ class Changes:
         self._before.append((module, name, type(module) if name == "__class__" else vars(module).get(name, _ABSENT)))
         setattr(module, name, value)
 
-    def remove(self, module: Any, name: str) -> Any:
-        """Take away an attribute of its own and return its value; None where it has none."""
-        if name not in vars(module):
-            return None
-        self._before.append((module, name, vars(module)[name]))
-        return vars(module).pop(name)
+    def remove(self, module: Any, name: str) -> None:
+        """Take away an attribute of its own, if it has it."""
+        if name in vars(module):
+            self._before.append((module, name, vars(module).pop(name)))
 
     def swap(self, module: Any, swapped: type, patch: Patch | None = None) -> None:
         """Give ``module`` a patched class, and the attribute ``coat`` that the class reads."""

@@ -17,8 +17,8 @@ from megatron.core.transformer.moe.moe_utils import RandomSTE
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import fields, gpt_layer_spec, patch_model, patched
-from megatron_patches.attention import SDPA
 from megatron_patches.compat import older_than
+from megatron_patches.core_attention import SDPA
 from megatron_patches.fields import FIELDS, Handled, Only
 
 from .samples import CORE, DECLARED, EFFECT, EXPERTS, FULL, INERT, KERNELS, NEEDS, SELECTIVE, SEQ, SIZES, VOCAB

@@ -15,8 +15,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, patch_model, patched, unpatch_model
-from megatron_patches.attention import SDPA
 from megatron_patches.compat import older_than
+from megatron_patches.core_attention import SDPA
 from megatron_patches.experts import ExpertMLP
 
 from .tiny import HIDDEN, SEQ, TINY, VOCAB, tiny_batch, tiny_config, tiny_gpt, tiny_loss
