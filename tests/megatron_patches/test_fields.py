@@ -30,7 +30,7 @@ CLOSE = 3e-6 if DEVICE == "cpu" else 1e-4  # fp32; a GPU may round products
 
 
 def build(changes: dict[str, Any], megatron_spec: bool = False, later: dict[str, Any] | None = None) -> GPTModel:
-    """``later``: what is set past the checks of Megatron's configuration, which refuses some together."""
+    """A model. ``later`` is set on the built configuration, whose own checks refuse some values together."""
     options = dict(vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope") | changes.get("gpt", {})
     config = tiny_config(**SIZES | {k: v for k, v in changes.items() if k != "gpt"})
     for name, value in (later or {}).items():
@@ -51,7 +51,7 @@ def build(changes: dict[str, Any], megatron_spec: bool = False, later: dict[str,
 
 @torch.no_grad()
 def logits(model: GPTModel) -> torch.Tensor:
-    """Of a training model: dropout and noise are drawn from the same state each time."""
+    """Logits of a model in training mode; dropout and noise are drawn from the same state each time."""
     model_parallel_cuda_manual_seed(3)
     torch.manual_seed(11)
     RandomSTE.generator = None  # of moe_router_force_load_balancing; it would go on where another model stopped
@@ -200,7 +200,7 @@ def test_patching_refuses_by_name():
 
 @pytest.mark.parametrize("name", ["softmax_scale", "rotary_interleaved", "num_query_groups", "recompute_modules"])
 def test_a_field_that_is_not_in_the_table_is_refused_where_it_is_set(name, monkeypatch):
-    """As with a newer Megatron. At its default it is let pass, also where Megatron derives that from other fields."""
+    """As a field of a newer Megatron would be. Its default is accepted, also where other fields determine it."""
     monkeypatch.delitem(fields.FIELDS, name)
     build({})
     config = tiny_config()

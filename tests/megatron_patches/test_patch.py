@@ -154,7 +154,7 @@ def test_an_mlp_with_another_activation_than_its_configuration(device):
 @pytest.mark.parametrize("options", [{}, {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 64}])
 @pytest.mark.parametrize("where", ["config", "module"])
 def test_an_activation_that_is_changed_after_patching(options, where, device):
-    """A profiler changes what torch.nn.functional holds; this is what the model holds."""
+    """A profiler replaces functions of torch.nn.functional; this replaces those that the model holds."""
     model = tiny_gpt(**options)
     patch_model(model, SETTINGS)
     mlp = model.decoder.layers[1].mlp

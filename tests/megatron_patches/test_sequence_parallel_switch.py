@@ -17,7 +17,7 @@ def _evaluate(model, labels=True):
 
 
 def _switched(rank, world, cases):
-    """By case: outputs and gradients with sequence parallelism on, off, on, by Megatron's function; built without."""
+    """Outputs and gradients by case: sequence parallelism on, switched off, on again, and a model built without."""
     from megatron.core import parallel_state
     from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
@@ -62,7 +62,7 @@ _SWITCHED = {
 
 
 def test_sequence_parallelism_is_switched_by_megatrons_own_function():
-    """Off, a model gives what one built without gives, to the bit; on again, what it gave before."""
+    """Switched off, a model gives what one built without gives, to the bit; switched on again, what it gave before."""
     for rank in run_ranks(2, _switched, _SWITCHED):
         for case, found in rank.items():
             for one, other in (("off", "never"), ("on again", "on")):
