@@ -54,7 +54,7 @@ def train(
     Raises:
         USER_ERRORS, BadSteps: see :func:`main`.
     """
-    from megatron_patches.parallel import initialize_model_parallel
+    from megatron_patches import initialize_model_parallel
 
     check_ranks_agree(p)
     runtime.seed_hosts_generators(p.args.seed)

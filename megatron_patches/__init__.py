@@ -1,21 +1,12 @@
 """Megatron-core side of coat_dist: in-place patches, a layer specification, what DeepSpeed needs to drive models."""
 
-import warnings
+from .compat import check_version, define_te_general_gemm, prepare_cpu, quiet_imports
 
-with warnings.catch_warnings():
-    # megatron-core says at import, again and again, that it does without Transformer Engine and Apex. So do we.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", category=UserWarning)
-    from .compat import check_version, prepare_cpu
-    from .parallel import (
-        MPUAdapter,
-        check_replicas,
-        initialize_model_parallel,
-        install_replicated_grad_hooks,
-        rng_state,
-        set_rng_state,
-        tensor_parallel,
-    )
+with quiet_imports():
+    define_te_general_gemm()
+    from .groups import MPUAdapter, initialize_model_parallel, rng_state, set_rng_state, tensor_parallel
     from .patch import PatchReport, patch_model, patched, unpatch_model
+    from .replicated_grads import check_replicas, install_replicated_grad_hooks
     from .spec import gpt_layer_spec
     from .universal import universal_checkpoint_info
 

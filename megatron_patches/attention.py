@@ -1,151 +1,48 @@
-"""Attention of models built here: PyTorch's SDPA, and a self-attention that saves no more than it needs."""
+"""Self-attention: of models built here, which saves no more than it needs, and of patched layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
-from coat_dist.formats import QuantizedTensor
 
-from .compat import rope_mscale
-from .fields import check_field
-from .linear import Patch
+from .attached import Patch
+from .compat import known_fields, rope_mscale
+from .core_attention import SDPA
+from .hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
+from .linear import why_bf16_linear, why_not_invariant_bias
+from .norm import EXACT, why_bf16_norm
 from .residual import Residual
 
-__all__ = ["PATCHED", "SDPA", "CompactSelfAttention", "PatchedSelfAttention", "unfused_reason", "unsplit_reason"]
+__all__ = [
+    "PATCHED",
+    "CompactSelfAttention",
+    "PatchedSelfAttention",
+    "why_bf16_attention",
+    "why_megatron_splits_qkv",
+    "why_no_fp8_attention",
+    "why_rope_unfused",
+]
 
-
-class SDPA(MegatronModule):
-    """Core attention by ``torch.nn.functional.scaled_dot_product_attention``: causal, with grouped queries.
-
-    Softmax is fp32 inside the kernels. ``apply_query_key_layer_scaling`` changes nothing here: Megatron divides by the
-    layer number before fp16 products and multiplies in the softmax.
-
-    Raises:
-        ValueError: a configuration that SDPA cannot honour, by its key.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
-        super().__init__(config=config)
-        for key in ("context_parallel_size", "window_size", "softmax_type", "qk_clip", "log_max_attention_logit"):
-            check_field(config, key, "with SDPA core attention")
-        self.attn_mask_type = attn_mask_type
-        self.softmax_scale = softmax_scale
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Attention of one rank's heads.
-
-        Args:
-            query: ``[s, b, heads, d]``.
-            key, value: ``[s, b, groups, d]``, groups a divisor of heads.
-            attention_mask: must be None; the causal mask is built in.
-
-        Returns:
-            ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
-
-        Raises:
-            ValueError: a mask, bias, packed sequences, or causal attention between different lengths.
-        """
-        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        with self._random():
-            dropout = self.dropout if self.training else 0.0
-            return flow.sdpa(query, key, value, causal=causal, scale=self.softmax_scale, dropout=dropout)
-
-    def compressed(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attention_bias: torch.Tensor | None,
-        settings: ActivationConfig,
-        attn_mask_type: AttnMaskType | None = None,
-    ) -> tuple[torch.Tensor, QuantizedTensor]:
-        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8.
-
-        Raises:
-            ValueError: as :meth:`forward`, and dropout that was switched on after patching.
-        """
-        if self.dropout and self.training:
-            raise ValueError(f'attention dropout: got {self.dropout}, accepted: 0 with activation.attention "fp8"')
-        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias, None)
-        return flow.attention(query, key, value, settings, causal=causal, scale=self.softmax_scale)
-
-    def _check(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType | None,
-        attention_bias: torch.Tensor | None,
-        packed_seq_params: Any,
-    ) -> bool:
-        """Whether attention is causal; raises ValueError as :meth:`forward` says."""
-        if attention_mask is not None:
-            raise ValueError(
-                f"attention_mask: got a tensor of shape {list(attention_mask.shape)}, accepted: None "
-                "(SDPA core attention is causal by itself)"
-            )
-        for name, given in (("attention_bias", attention_bias), ("packed_seq_params", packed_seq_params)):
-            if given is not None:
-                raise ValueError(f"{name}: got {type(given).__name__}, accepted: None with SDPA core attention")
-        causal = _is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
-        if causal and query.shape[0] != key.shape[0]:
-            raise ValueError(
-                f"causal attention: got {query.shape[0]} queries for {key.shape[0]} keys, accepted: equal lengths"
-            )
-        return causal
-
-    @contextmanager
-    def _random(self) -> Iterator[None]:
-        """Tensor-parallel ranks drop other heads; under sequence parallelism the whole layer runs in that state."""
-        if self.dropout and self.training and not self.config.sequence_parallel:
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                yield
-        else:
-            yield
-
-
-def _is_causal(kind: AttnMaskType) -> bool:
-    accepted = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
-    if kind not in accepted:
-        raise ValueError(f"attn_mask_type: got {kind.name}, accepted: {', '.join(k.name for k in accepted)}")
-    return accepted[kind]
+_HOOKS = {
+    "input_layernorm": OUTPUT,
+    "self_attention": INPUT_OR_ITS_GRADIENT,  # its input is what was the norm's
+    "self_attention.linear_qkv": CALL,
+}
+"""What a patch changes for hooks: the norm hands its input on, linear_qkv applies the norm and returns heads."""
+_FP8_HOOKS = {"self_attention.core_attention": CALL, "self_attention.linear_proj": INPUT}
+"""The same with ``attention: "fp8"``: core_attention is not called, linear_proj takes its input in FP8 as well."""
+_OWN_FORWARD = known_fields("test_mode", "flash_decode", "attention_output_gate")
 
 
 class CompactSelfAttention(SelfAttention):
@@ -200,7 +97,7 @@ class PatchedSelfAttention(CompactSelfAttention):
                     f"{name}: got {type(given).__name__}, accepted: None (rotary_pos_emb: one for queries and keys) "
                     'with activation.attention "fp8"'
                 )
-        if any(given is not None for given in foreign.values()) or (unsplit_reason(self) and not fp8):
+        if any(given is not None for given in foreign.values()) or (why_megatron_splits_qkv(self) and not fp8):
             leading = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb
             return super().forward(*leading, *args, **kwargs)
 
@@ -224,9 +121,9 @@ class PatchedSelfAttention(CompactSelfAttention):
         self, hidden_states: torch.Tensor, freqs: torch.Tensor | None, residual: Residual | None
     ) -> tuple[torch.Tensor, ...]:
         config, normed = self.config, _normed(self)
-        if getattr(config, "no_rope_freq", None) and config.no_rope_freq[self.layer_number - 1]:
+        if config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]:
             freqs = None
-        if unsplit_reason(self) is not None:
+        if why_megatron_splits_qkv(self) is not None:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
         else:
             groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
@@ -250,18 +147,64 @@ class PatchedCompactSelfAttention(PatchedSelfAttention):
 PATCHED: dict[type, type] = {SelfAttention: PatchedSelfAttention, CompactSelfAttention: PatchedCompactSelfAttention}
 
 
-def unfused_reason(attention: Any) -> str | None:
+def why_bf16_attention(layer: Any, settings: ActivationConfig) -> str | None:
+    """Why the attention of a ``TransformerLayer``, its norm and its linears cannot be replaced."""
+    attention = layer.self_attention
+    if isinstance(attention, MultiLatentAttention):
+        return "multi-latent attention"
+    if type(attention) not in PATCHED:
+        return f"self-attention class {type(attention).__name__}"
+    reason = (
+        why_bf16_norm(layer.input_layernorm)
+        or why_bf16_linear("linear_qkv", attention.linear_qkv, ColumnParallelLinear)
+        or why_bf16_linear("linear_proj", attention.linear_proj, RowParallelLinear)
+    )
+    if reason is None and attention.linear_qkv.skip_bias_add and attention.linear_qkv.bias is not None:
+        reason = "linear_qkv hands its bias on"
+    if reason is None and settings.tp_invariant:
+        reason = why_not_invariant_bias("linear_proj", attention.linear_proj) or _why_not_invariant_norms(attention)
+    return reason or why_bf16_hooks(layer, _HOOKS | (_FP8_HOOKS if settings.attention == "fp8" else {}))
+
+
+def _why_not_invariant_norms(attention: Any) -> str | None:
+    for name in ("q_layernorm", "k_layernorm"):
+        norm = getattr(attention, name)
+        if norm is not None and any(True for _ in norm.parameters()) and type(norm) not in EXACT:
+            return f"tp_invariant with {name} of class {type(norm).__name__}"
+    return None
+
+
+def why_no_fp8_attention(attention: Any) -> str | None:
+    """Why a self-attention that can be patched cannot keep its tensors in FP8."""
+    core = attention.core_attention
+    if type(core) is not SDPA:
+        return f"core attention class {type(core).__name__}"
+    if core.dropout:
+        return f"attention_dropout {core.dropout}"
+    if attention.checkpoint_core_attention:
+        return "recompute_modules 'core_attn', which keeps q, k and v in BF16"
+    return _own_forward(attention.config)
+
+
+def why_rope_unfused(attention: Any) -> str | None:
     """Why the rotary embedding of a patched self-attention stays Megatron's, or None where it is part of the split."""
-    return unsplit_reason(attention) or ("norms on queries and keys" if _normed(attention) else None)
+    return why_megatron_splits_qkv(attention) or ("norms on queries and keys" if _normed(attention) else None)
 
 
-def unsplit_reason(attention: Any) -> str | None:
+def why_megatron_splits_qkv(attention: Any) -> str | None:
     """Why Megatron splits linear_qkv's output, or None where a kernel of ours does."""
-    for key in ("test_mode", "flash_decode", "attention_output_gate"):
-        if getattr(attention.config, key, False):
-            return f"config.{key}=True"
+    if (reason := _own_forward(attention.config)) is not None:
+        return reason
     if attention.config.num_query_groups < attention.coat.tp.size:
         return "fewer query groups than tensor-parallel ranks"
+    return None
+
+
+def _own_forward(config: TransformerConfig) -> str | None:
+    """The field of ``config`` that only Megatron's own forward honours, or None."""
+    for key in _OWN_FORWARD:
+        if getattr(config, key):
+            return f"config.{key}=True"
     return None
 
 

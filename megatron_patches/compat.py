@@ -1,20 +1,35 @@
-"""Which megatron-core this package knows, and what lets megatron-core run without a GPU.
+"""Everything here that depends on the version of megatron-core: which versions are supported, and every workaround.
 
-megatron-core assumes CUDA in a handful of places: it allocates on ``torch.cuda.current_device()`` and keeps the random
-states of its tensor-parallel regions in the CUDA generator. :func:`prepare_cpu` points those at the CPU. It does
-nothing on a machine with a GPU.
+Each workaround says which versions need it. When the oldest supported version (:data:`SUPPORTED`) passes the last of
+them, the workaround goes. How the fields of ``TransformerConfig`` are treated is in ``fields.py``, for all versions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
 import torch
 from packaging.version import Version
 
-__all__ = ["SUPPORTED", "check_version", "prepare_cpu", "rope_mscale"]
+__all__ = [
+    "SUPPORTED",
+    "check_version",
+    "define_te_general_gemm",
+    "fc1_params",
+    "field_or",
+    "known_fields",
+    "older_than",
+    "other_quick_gelus",
+    "prepare_cpu",
+    "quiet_imports",
+    "rope_mscale",
+]
 
 SUPPORTED = ("0.14", "0.17")
 """Supported megatron-core versions: from the first (inclusive) to the second (exclusive)."""
@@ -22,26 +37,81 @@ SUPPORTED = ("0.14", "0.17")
 _prepared = False
 
 
-def check_version(version: str | None = None) -> str:
+def check_version() -> str:
     """The installed megatron-core version.
-
-    Args:
-        version: checked instead of the installed one.
 
     Raises:
         ImportError: megatron-core is missing or outside :data:`SUPPORTED`; the message names both versions.
     """
     accepted = f">={SUPPORTED[0]},<{SUPPORTED[1]}"
-    if version is None:
-        try:
-            version = metadata.version("megatron-core")
-        except metadata.PackageNotFoundError:
-            raise ImportError(f"megatron-core: not installed, accepted: {accepted}") from None
+    try:
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        raise ImportError(f"megatron-core: not installed, accepted: {accepted}") from None
     found = Version(version)
     # Pre-releases of the lower bound count as that version: NVIDIA's containers ship them.
     if Version(found.base_version) < Version(SUPPORTED[0]) or Version(found.base_version) >= Version(SUPPORTED[1]):
         raise ImportError(f"megatron-core: got {version}, accepted: {accepted}")
     return version
+
+
+def older_than(version: str) -> bool:
+    """Whether the installed megatron-core is older than ``version``, such as "0.16", and its release candidates."""
+    return Version(metadata.version("megatron-core")) < Version(f"{version}rc0")
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Import megatron-core without its warnings, one a module, that Transformer Engine and Apex are missing.
+
+    Every supported version warns, and nothing here needs either package.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", category=UserWarning)
+        yield
+
+
+def define_te_general_gemm() -> None:
+    """Define the name that Megatron's router compares with None, and that only Transformer Engine makes it define.
+
+    Needed by 0.16, where routing to experts fails without it; 0.14 and 0.15 define the name themselves.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def known_fields(*names: str) -> tuple[str, ...]:
+    """Those ``names`` that are fields of the installed ``TransformerConfig``."""
+    from megatron.core.transformer import TransformerConfig
+
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    return tuple(name for name in names if name in fields)
+
+
+def field_or(config: Any, name: str, default: Any) -> Any:
+    """``config.<name>``, or ``default`` where this megatron-core has no such field yet.
+
+    Asked for: ``activation_func_clamp_value``, ``glu_linear_offset``, ``use_te_activation_func`` (from 0.15 on),
+    ``qk_l2_norm`` (from 0.16 on) and ``use_mup`` (after 0.16).
+    """
+    return getattr(config, name, default)
+
+
+def other_quick_gelus() -> tuple[Callable[..., Any], ...]:
+    """From 0.15 on: a second ``quick_gelu`` of megatron-core, which computes the same as ``activations.quick_gelu``."""
+    from megatron.core.fusions import fused_bias_geglu
+
+    return () if older_than("0.15") else (fused_bias_geglu.quick_gelu,)
+
+
+def fc1_params(config: Any) -> dict[str, Any]:
+    """Arguments of fc1's constructor that have gate and up initialized as two weights, as from 0.16 on.
+
+    Older versions split the two as one matrix, and a model would start differently at each tensor-parallel size.
+    """
+    return {"stride": 2} if config.gated_linear_unit and older_than("0.16") else {}
 
 
 def rope_mscale(config: Any) -> float:
@@ -55,8 +125,10 @@ def rope_mscale(config: Any) -> float:
 def prepare_cpu() -> bool:
     """Let megatron-core build and train models on the CPU (gloo), with any tensor-parallel size.
 
-    Replaces ``torch.cuda.current_device``, ``torch.cuda.manual_seed`` and the CUDA random-state accessors that
-    megatron-core uses by their CPU counterparts. Safe to call more than once. Models need
+    Every supported version assumes CUDA in a handful of places: it allocates on ``torch.cuda.current_device()`` and
+    keeps the random states of its tensor-parallel regions in the CUDA generator. This replaces
+    ``torch.cuda.current_device``, ``torch.cuda.manual_seed`` and the CUDA random-state accessors that megatron-core
+    uses by their CPU counterparts. Safe to call more than once. Models need
     ``TransformerConfig(use_cpu_initialization=True)``.
 
     Returns:

@@ -1,31 +1,27 @@
-"""Every field of Megatron's ``TransformerConfig``, and what becomes of it here: one table, which the refusals read.
+"""Every field of Megatron's ``TransformerConfig``, in one table that says how it is treated here.
 
-A setting that nobody looks at changes nothing, and nobody notices. So there is no third way here: each field is
-honoured, refused, or recorded as without meaning, with the reason; in a model that is built by
-:func:`~megatron_patches.gpt_layer_spec` and in one that is patched. A field that is missing from the table, because
-megatron-core is newer, is refused where it is not at its default.
+No field is ignored silently. Each one is honoured, refused, or recorded as without meaning, with the reason: in a
+model that is built by :func:`~megatron_patches.gpt_layer_spec`, and in patched blocks. A field that the table lacks,
+because megatron-core is newer, is refused where it is not at its default. ``config_check.py`` looks up a configuration.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from enum import Enum
 from typing import Any, NamedTuple
 
-from megatron.core.transformer import TransformerConfig
-
-__all__ = ["FIELDS", "Field", "Handled", "Only", "check_field", "patch_reason", "spec_reason"]
+__all__ = ["FIELDS", "Field", "Handled", "Only"]
 
 
 class Handled(Enum):
-    """What a field needs no refusal of its own for."""
+    """Treatments of a field that need no refusal by its value."""
 
     HONOURED = "has the effect that it has in Megatron's own modules"
-    BY_BLOCK = "checked by the reasons of the one block that it concerns, which else stays BF16"
+    BY_BLOCK = "looked at by the why_bf16 function of the one block that it concerns, which may stay BF16"
 
 
 class Only:
-    """Refused, but for these values. Values that are false (None, False, 0, "") are one value."""
+    """Every value but these is refused. None, False, 0 and "" count as one value."""
 
     def __init__(self, *accepted: Any) -> None:
         self.accepted = accepted
@@ -38,7 +34,7 @@ class Only:
 
 
 class Field(NamedTuple):
-    """A string says why the field has no meaning there."""
+    """How a field is treated. A string means: without meaning, and says why."""
 
     built: Handled | Only | str
     """In a model from ``gpt_layer_spec``, not patched."""
@@ -218,50 +214,3 @@ _TABLE: tuple[tuple[str, Handled | Only | str, Handled | Only | str], ...] = (
 )
 
 FIELDS: dict[str, Field] = {name: Field(built, patched) for names, built, patched in _TABLE for name in names.split()}
-
-
-def spec_reason(config: TransformerConfig) -> str | None:
-    """The first field of ``config`` that a model from ``gpt_layer_spec`` would ignore or get wrong, or None.
-
-    Settings of experts are left out in a dense model, where they have no meaning.
-    """
-    for name, field in FIELDS.items():
-        of_experts = name.startswith("moe_") and config.num_moe_experts is None
-        if not of_experts and (reason := _refusal(config, name, field.built)) is not None:
-            return f"{reason} (use Megatron's own spec)"
-    for name, given in _unknown(config).items():
-        return f"{name}: got {given!r}, accepted: its default (a field of megatron-core that is not known here)"
-    return None
-
-
-def patch_reason(config: Any) -> str | None:
-    """The first field of ``config`` under which Megatron expects of its modules what patched ones do not do."""
-    for name, field in FIELDS.items():
-        if _refusal(config, name, field.patched) is not None:
-            return f"config.{name}={getattr(config, name)}"
-    for name, given in _unknown(config).items():
-        return f"config.{name}={given} is not known here"
-    return None
-
-
-def check_field(config: Any, name: str, where: str) -> None:
-    """Raises ValueError where a model from ``gpt_layer_spec`` does not accept this field's value."""
-    if (reason := _refusal(config, name, FIELDS[name].built)) is not None:
-        raise ValueError(f"{reason} {where}")
-
-
-def _refusal(config: Any, name: str, treatment: Handled | Only | str) -> str | None:
-    if not isinstance(treatment, Only) or not hasattr(config, name):  # older versions lack some fields
-        return None
-    given = getattr(config, name)
-    return None if treatment.accepts(given) else f"{name}: got {given!r}, accepted: {treatment}"
-
-
-def _unknown(config: Any) -> dict[str, Any]:
-    """Fields of the installed Megatron's own class that the table lacks and that are not what they are by default."""
-    new = [f.name for f in dataclasses.fields(TransformerConfig) if f.name not in FIELDS and hasattr(config, f.name)]
-    if not new:
-        return {}
-    sizes = {key: getattr(config, key) for key in ("num_layers", "hidden_size", "num_attention_heads")}
-    usual = TransformerConfig(**sizes)  # what is derived from other fields is not the default of the declaration
-    return {name: getattr(config, name) for name in new if getattr(config, name) != getattr(usual, name)}

@@ -2,66 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from coat_dist import flow
-from coat_dist.config import ActivationConfig
 from coat_dist.formats import QuantizedTensor
 
+from .attached import Patch
 from .norm import describe
 from .residual import Residual
+from .uncalled import check_whole
 
-__all__ = ["FP8RowParallelLinear", "InvariantColumnParallelLinear", "NormColumnParallelLinear", "Patch", "check_whole"]
+__all__ = [
+    "FP8RowParallelLinear",
+    "InvariantColumnParallelLinear",
+    "NormColumnParallelLinear",
+    "why_bf16_linear",
+    "why_bf16_output_layer",
+    "why_not_invariant_bias",
+]
 
-
-@dataclass(frozen=True)
-class Patch:
-    """What a patched module needs besides its own attributes; kept as its ``coat`` attribute.
-
-    The norm is held here, out of ``nn.Module``'s sight, so that it stays registered under its own layer only.
-    """
-
-    settings: ActivationConfig
-    tp: flow.TensorParallel
-    """As it was when the model was patched; a forward pass asks :meth:`tp_now`."""
-    norm: nn.Module | None = None
-    activation: str = ""
-    """Of an MLP, the flow's name of its activation, found when the model is patched. Functions are told apart by
-    identity, and profilers put others in their places while they run."""
-    function: Any = None
-    """The function that has this name: what ``config.activation_func`` must still be."""
-    residual: bool = False
-    """Whether the block's output carries its :class:`~megatron_patches.residual.Residual`."""
-    recompute: bool = False
-    """Whether the MLP checkpoints itself, in the layer's place: so the residual's alias leaves the checkpoint too."""
-
-    def tp_now(self, linear: Any) -> flow.TensorParallel:
-        """``tp`` with the sequence parallelism that ``linear``, one of Megatron's, has at this moment.
-
-        Megatron's ``set_model_to_sequence_parallel`` switches that flag on built models, and so does ``GPTModel``
-        around an output layer that is asked for the last token's logits only.
-        """
-        return self.tp.with_sequence_parallel(linear.sequence_parallel)
-
-
-def check_whole(name: str, module: nn.Module) -> None:
-    """For modules whose parameters are used without calling them.
-
-    Raises:
-        ValueError: ``fully_shard`` is around the module alone, and gathers its parameters only when it is called.
-    """
-    if isinstance(module.weight, DTensor):
-        raise ValueError(
-            f"{name}: got fully_shard on this module alone, accepted: fully_shard on the whole layer (a patched block "
-            "uses these parameters outside of the module that holds them)"
-        )
+_ALIGNMENT = 16
+"""FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding every time."""
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -112,6 +77,34 @@ class FP8RowParallelLinear(RowParallelLinear):
         return y + self.bias, None
 
 
+def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = False) -> str | None:
+    """Why a linear of Megatron cannot be replaced, or its weight not be used by a patched MLP.
+
+    Args:
+        name: its name in the reason.
+        kind: the only class that is accepted; a subclass may compute something else.
+        expert: whether the linear is an expert's, whose communication is the token dispatcher's and not its own.
+    """
+    if type(linear) is not kind:
+        return f"{name} class {type(linear).__name__}"
+    for attribute in ("gather_output", "explicit_expert_comm", "disable_grad_reduce"):
+        if not (expert and attribute == "explicit_expert_comm") and getattr(linear, attribute, False):
+            return f"{name} with {attribute}"
+    if not getattr(linear, "input_is_parallel", True):
+        return f"{name} with input_is_parallel=False"
+    rows, columns = linear.weight.shape
+    if rows % _ALIGNMENT or columns % _ALIGNMENT:
+        return f"{name} is {rows} x {columns} a rank, not multiples of {_ALIGNMENT}"
+    return None
+
+
+def why_not_invariant_bias(name: str, linear: Any) -> str | None:
+    """Why ``tp_invariant`` cannot have this row-parallel linear."""
+    if linear.bias is None:
+        return None
+    return f"tp_invariant with a bias of {name}, whose gradient is a BF16 sum over a rank's tokens"
+
+
 class InvariantColumnParallelLinear(ColumnParallelLinear):
     """``output_layer`` with ``tp_invariant``: BF16, with sums that do not depend on the tensor-parallel size."""
 
@@ -130,3 +123,14 @@ class InvariantColumnParallelLinear(ColumnParallelLinear):
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_from_tensor_model_parallel_region(y, group=self.tp_group)
         return y, None
+
+
+def why_bf16_output_layer(output_layer: Any) -> str | None:
+    """Why neither ``tp_invariant`` nor the chunked loss can replace an output layer."""
+    if type(output_layer) is not ColumnParallelLinear:
+        return f"output_layer class {type(output_layer).__name__}"
+    if output_layer.bias is not None:
+        return "output_layer has a bias"
+    if output_layer.config.defer_embedding_wgrad_compute:
+        return "config.defer_embedding_wgrad_compute=True"
+    return None

@@ -16,12 +16,13 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from coat_dist import flow
 
-from .fields import patch_reason
-from .linear import InvariantColumnParallelLinear, Patch
-from .parallel import tensor_parallel
-from .reasons import output_reason
+from .attached import Patch
+from .compat import field_or
+from .config_check import why_bf16_config
+from .groups import tensor_parallel
+from .linear import InvariantColumnParallelLinear, why_bf16_output_layer
 
-__all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "loss_reason"]
+__all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "why_plain_loss"]
 
 
 class _ChunkedLoss:
@@ -84,23 +85,26 @@ class ChunkedLossGPTModel(GPTModel):
         return super().compute_language_model_loss(labels, logits)
 
 
-def loss_reason(model: Any) -> str | None:
-    """Why the loss of a language model stays as it is, or None. Of a pipeline stage without output layer, what can be
-    told from its class and configuration: the stage that has one is of the same."""
+def why_plain_loss(model: Any) -> str | None:
+    """Why the loss of a language model stays plain, or None.
+
+    In a pipeline stage without output layer only class and configuration are looked at, which are the same in the stage
+    that has one.
+    """
     if type(model) is not GPTModel:
         return f"model class {type(model).__name__}"
-    if (reason := patch_reason(model.config)) is not None:
+    if (reason := why_bf16_config(model.config)) is not None:
         return reason
     output_layer = getattr(model, "output_layer", None)
-    if output_layer is not None and (reason := output_reason(output_layer)) is not None:
+    if output_layer is not None and (reason := why_bf16_output_layer(output_layer)) is not None:
         return reason
-    if getattr(model.config, "mtp_num_layers", None):
+    if model.config.mtp_num_layers:
         return "multi-token prediction computes several losses"
     if model.fp16_lm_cross_entropy:
         return "fp16_lm_cross_entropy"
-    if getattr(model.config, "use_mup", False):
+    if field_or(model.config, "use_mup", False):
         return "config.use_mup scales logits"
-    if getattr(model.config, "config_logger_dir", ""):
+    if model.config.config_logger_dir:
         return "config.config_logger_dir asks for logits"
     if output_layer is None:
         return None

@@ -1,70 +1,34 @@
-"""The MLPs of a patched model: the one behind a layer's norm, and experts."""
+"""The MLP of a patched layer, which applies the norm before it too, and what it has in common with experts."""
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core import activations, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.fusions import fused_bias_geglu
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from coat_dist import flow
+from coat_dist.config import ActivationConfig
 
-from .linear import Patch, check_whole
-from .norm import describe
+from .activations import activation_name
+from .attached import Patch
+from .hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
+from .linear import why_bf16_linear, why_not_invariant_bias
+from .norm import describe, why_bf16_norm
 from .residual import Residual
+from .uncalled import check_whole, wait_for_parameters
 
-__all__ = ["ExpertMLP", "NormMLP", "SharedExperts", "activation_name"]
+__all__ = ["NormMLP", "checked_activation", "why_bf16_mlp", "why_bf16_products"]
 
-# Without Transformer Engine megatron-core never defines this name, which its router compares with None.
-if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None
-
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "quick_gelu": "quick_geglu"}
-_UNGATED = ("gelu", "gelu_tanh", "quick_gelu", "squared_relu")
-
-
-def activation_name(config: TransformerConfig) -> str:
-    """The flow's name of the activation that ``config`` asks for.
-
-    Raises:
-        ValueError: the flow has no such activation; names the offending key.
-    """
-    if getattr(config, "activation_func_clamp_value", None) is not None:
-        raise ValueError("activation_func_clamp_value set")
-    if getattr(config, "glu_linear_offset", 0.0) != 0.0:
-        raise ValueError("glu_linear_offset set")
-    if getattr(config, "use_te_activation_func", False):
-        raise ValueError("use_te_activation_func")
-    function = config.activation_func
-    name = _function_name(function, config.bias_activation_fusion)
-    if config.gated_linear_unit and name in _GATED:
-        return _GATED[name]
-    if not config.gated_linear_unit and name in _UNGATED:
-        return name
-    gate = "with" if config.gated_linear_unit else "without"
-    raise ValueError(f"activation_func {getattr(function, '__name__', function)} {gate} gated_linear_unit")
-
-
-def _function_name(function: object, fused: bool) -> str | None:
-    if function is F.silu:
-        return "silu"
-    if function is F.gelu:  # Megatron's fused form of it is the tanh approximation
-        return "gelu_tanh" if fused else "gelu"
-    if isinstance(function, functools.partial) and function.func is F.gelu and not function.args:
-        return {"tanh": "gelu_tanh", "none": "gelu"}.get(function.keywords.get("approximate", "none"))
-    if function is activations.fast_gelu:
-        return "gelu_tanh"
-    if function is activations.quick_gelu or function is getattr(fused_bias_geglu, "quick_gelu", None):
-        return "quick_gelu"
-    return "squared_relu" if function is activations.squared_relu else None
+_HOOKS = {
+    "pre_mlp_layernorm": OUTPUT,
+    "mlp": INPUT_OR_ITS_GRADIENT,  # its input is what was the norm's
+    "mlp.linear_fc1": CALL,
+    "mlp.linear_fc2": CALL,
+}
+"""What a patch changes for hooks: the norm hands its input on, fc1 and fc2 are not called."""
 
 
 class NormMLP(MLP):
@@ -93,15 +57,16 @@ class NormMLP(MLP):
         if self.coat.residual:
             Residual(hidden_states, alias).send_with(y)
         bias = self.linear_fc2.bias
-        # An alias: a checkpoint around this makes what is returned its own output. The parameter itself then would be
-        # no leaf any more, and backward never end.
+        # An alias of the bias: a checkpoint around this module makes what it returns an output of its own. The
+        # parameter itself would then no longer be a leaf, and backward would not end.
         return y, None if bias is None else bias.view_as(bias)
 
     def _anchor(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """A tensor that makes a checkpoint's output take part in backward, where only parameters inside need it to.
+        """An empty input that requires grad, where nothing but parameters inside the checkpoint does; else None.
 
-        The checkpoint sees what it is called with, and everything below the MLP may be frozen. The parameters
-        themselves would do, but then hooks on them (of ZeRO, of DistributedDataParallel) would run twice.
+        A checkpoint's output takes part in backward only if an input of the checkpoint requires grad, and everything
+        below the MLP may be frozen. The parameters could be inputs themselves, but then hooks on them (of ZeRO, of
+        DistributedDataParallel) would run twice.
         """
         assert self.coat.norm is not None
         fc1, norm = self.linear_fc1, self.coat.norm
@@ -113,8 +78,8 @@ class NormMLP(MLP):
     def _norm_mlp(
         self, hidden_states: torch.Tensor, _anchor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output without fc2's bias, and the input's alias where it is wanted."""
-        _wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
+        """Output without fc2's bias, and the input's alias, or None where the residual does not need it."""
+        wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
         assert self.coat.norm is not None
         check_whole("pre_mlp_layernorm", self.coat.norm)
         y, alias = flow.norm_mlp(
@@ -122,7 +87,7 @@ class NormMLP(MLP):
             describe(self.coat.norm),
             self.linear_fc1.weight,
             self.linear_fc2.weight,
-            _activation(self),
+            checked_activation(self),
             self.coat.tp_now(self.linear_fc1),
             self.coat.settings,
             self.linear_fc1.bias,
@@ -131,50 +96,36 @@ class NormMLP(MLP):
         return y, alias if self.coat.residual else None
 
 
-class ExpertMLP(MLP):
-    """One expert: fc1, the activation and fc2 in FP8. The norm comes before the router and stays as it is.
-
-    Experts that are split over ranks leave communication to Megatron's token dispatcher: each rank works by itself.
-    """
-
-    coat_patched = True
-    coat: Patch
-
-    def forward(
-        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[tokens, h]`` → the same, times the router's ``per_token_scale`` ``[tokens]``; any number of tokens.
-
-        Megatron multiplies the activation by it, before fc2; here the output is multiplied, which is the same but for
-        rounding. fc2's bias is handed on where there is no scale, and added, scaled, where there is, as in Megatron.
-        """
-        _wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
-        y = flow.mlp(
-            hidden_states,
-            self.linear_fc1.weight,
-            self.linear_fc2.weight,
-            _activation(self),
-            self.coat.tp_now(self.linear_fc1),
-            self.coat.settings,
-            self.linear_fc1.bias,
-        )
-        bias = self.linear_fc2.bias
-        if per_token_scale is None:
-            return y, bias
-        y = flow.scale_rows(y, per_token_scale, self.coat.settings)
-        if bias is not None:
-            y = y + (bias * per_token_scale.unsqueeze(-1)).to(y.dtype)
-        return y, None
+def why_bf16_mlp(layer: Any, settings: ActivationConfig) -> str | None:
+    """Why the MLP of a ``TransformerLayer`` and its norm cannot become :class:`NormMLP`."""
+    mlp = layer.mlp
+    if type(mlp) is not MLP:
+        return f"MLP class {type(mlp).__name__}"
+    reason = why_bf16_norm(layer.pre_mlp_layernorm) or why_bf16_products(mlp)
+    if reason is None and settings.tp_invariant:
+        reason = why_not_invariant_bias("linear_fc2", mlp.linear_fc2)
+        if reason is None and (width := mlp.linear_fc2.weight.shape[1]) % settings.group_size:
+            reason = f"tp_invariant with {width} FFN elements a rank, no multiple of group_size {settings.group_size}"
+    return reason or why_bf16_hooks(layer, _HOOKS)
 
 
-class SharedExperts(SharedExpertMLP, ExpertMLP):
-    """Megatron's shared experts, whose ``forward`` calls that of an MLP (:class:`ExpertMLP`) and applies their gate."""
+def why_bf16_products(mlp: Any, expert: bool = False) -> str | None:
+    """Why fc1, the activation and fc2 of an MLP or expert cannot run the flow."""
+    reason = why_bf16_linear("linear_fc1", mlp.linear_fc1, ColumnParallelLinear, expert)
+    reason = reason or why_bf16_linear("linear_fc2", mlp.linear_fc2, RowParallelLinear, expert)
+    if reason is not None:
+        return reason
+    try:
+        activation_name(mlp.config)
+    except ValueError as problem:
+        return str(problem)
+    if mlp.activation_func is not mlp.config.activation_func:  # Megatron reads the one or the other, by the gate
+        return "an activation_func that is not config.activation_func"
+    return None
 
-    coat_patched = True
 
-
-def _activation(mlp: NormMLP | ExpertMLP) -> str:
-    """The flow's name of the activation.
+def checked_activation(mlp: Any) -> str:
+    """The flow's name of a patched MLP's or expert's activation.
 
     Raises:
         ValueError: another function was set since the model was patched.
@@ -187,24 +138,3 @@ def _activation(mlp: NormMLP | ExpertMLP) -> str:
                 "call unpatch_model first"
             )
     return mlp.coat.activation
-
-
-def _wait_for_parameters(**modules: torch.nn.Module) -> None:
-    """What Megatron's DistributedDataParallel does before a module's forward, for modules that are not called.
-
-    With ``overlap_param_gather`` its forward pre-hooks wait for the all-gather of the module's parameters and start
-    the next one.
-
-    Raises:
-        ValueError: a module that only computes what it should when it is called: sharded alone, or not Megatron's.
-    """
-    for name, module in modules.items():
-        check_whole(name, module)
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            raise ValueError(
-                f"{name}: got class {type(module).__name__}, accepted: the linear that was there when the model was "
-                "patched (a patched MLP uses its weight without calling it); unpatch_model first"
-            )
-        for hook in tuple(module._forward_pre_hooks.values()):
-            if getattr(hook, "__module__", None) == DistributedDataParallel.__module__:
-                hook(module)

@@ -1,7 +1,7 @@
-"""Normalization modules: the one that models built here use, and what a patched layer turns its norms into.
+"""Norms: the module that models built here use, and the classes of norms in a patched layer.
 
 A patched layer fuses the norm with the linear that follows. Its ``input_layernorm`` and ``pre_mlp_layernorm`` keep
-their parameters, names and state-dict keys, and hand their input on (:class:`Folded`); the linear applies them itself.
+their parameters, names and state-dict keys, and return their input as it is (:class:`Folded`); the linear applies them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import nn
 
 from coat_dist import flow
 
-__all__ = ["EXACT", "FOLDED", "ExactNorm", "Folded", "Norm", "describe"]
+from .groups import tensor_parallel
+
+__all__ = ["EXACT", "FOLDED", "ExactNorm", "Folded", "Norm", "describe", "why_bf16_norm"]
 
 _KINDS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 
@@ -37,11 +39,11 @@ class Norm(nn.Module):
 
     reduce_grad_over_tp = False
     """Sum parameter gradients over tensor-parallel ranks inside backward. See
-    :func:`~megatron_patches.parallel.install_replicated_grad_hooks`, which sets it."""
+    :func:`~megatron_patches.replicated_grads.install_replicated_grad_hooks`, which sets it."""
 
     partial_by_heads = False
-    """Whether each rank sees its heads only, and not its tokens only: then the sum is needed without sequence
-    parallelism too."""
+    """Whether each rank applies the norm to its own heads (norms on queries and keys). Then gradients are summed over
+    ranks without sequence parallelism too."""
 
     exact = False
     """Sum parameter gradients so that they do not depend on how tokens are spread over ranks."""
@@ -76,8 +78,6 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` ``[..., hidden_size]`` → the same shape and dtype."""
-        from .parallel import tensor_parallel  # parallel knows this class
-
         return flow.norm(x, describe(self), tensor_parallel(self), exact=self.exact)
 
     def extra_repr(self) -> str:
@@ -108,14 +108,14 @@ def describe(module: Any) -> flow.Norm:
 
 
 def _reduces_now(module: Any) -> bool:
-    """Sequence parallelism may be switched after the hooks were installed; without it each rank's gradient is whole."""
+    """Whether each rank has a part of the gradient only, at this moment: sequence parallelism can be switched."""
     if not getattr(module, "reduce_grad_over_tp", False):
         return False
     return module.partial_by_heads or module.config.sequence_parallel
 
 
 class Folded:
-    """A norm that the following linear applies: hands its input on."""
+    """A norm that the following linear applies. Called itself, it returns its input."""
 
     coat_patched = True
 
@@ -153,3 +153,14 @@ FOLDED: dict[type, type] = {
     FusedLayerNorm: FoldedFusedLayerNorm,
 }
 EXACT: dict[type, type] = {Norm: ExactNorm}
+
+
+def why_bf16_norm(norm: nn.Module) -> str | None:
+    """Why a norm cannot be folded into the linear behind it."""
+    if type(norm) not in FOLDED:
+        return f"norm class {type(norm).__name__}"
+    try:
+        describe(norm)
+    except ValueError as problem:
+        return str(problem)
+    return None

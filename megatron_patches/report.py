@@ -24,6 +24,11 @@ class PatchReport:
     notes: list[str] = field(default_factory=list)
     """Settings of the model that patching overrides."""
 
+    def note(self, text: str) -> None:
+        """Add to the notes, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def __str__(self) -> str:
         lines = [f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"]
         lines += [f"  patched  {names}" for names in _condensed(self.patched)]

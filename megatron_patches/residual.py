@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-__all__ = ["AliasedAdd", "Residual", "add_reason"]
+__all__ = ["AliasedAdd", "Residual", "why_residual_unfused"]
 
 _ATTRIBUTE = "coat_residual"
 
@@ -34,14 +34,14 @@ class Residual:
 
     @torch.compiler.disable  # a graph break: torch.compile's tensors lose attributes
     def send_with(self, out: torch.Tensor) -> None:
-        """Hand over with ``out``, the block's output, where there is an alias that takes part in backward."""
+        """Attach this to ``out``, the block's output, where there is an alias that takes part in backward."""
         if self.alias is not None and self.alias is not self.x:
             setattr(out, _ATTRIBUTE, self)
 
     @staticmethod
     @torch.compiler.disable
     def receive(out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The alias of ``residual`` that came with ``out``, or ``residual``; ``out`` lets go of it."""
+        """The alias of ``residual`` that came with ``out``, which loses it, or ``residual`` where none did."""
         sent = getattr(out, _ATTRIBUTE, None)
         if sent is None:
             return residual
@@ -63,7 +63,7 @@ class AliasedAdd:
         return bias_dropout_add
 
 
-def add_reason(layer: Any, name: str) -> str | None:
+def why_residual_unfused(layer: Any, name: str) -> str | None:
     """Why autograd adds the residual gradient of a patched block, whose addition is ``layer.<name>``; None if not."""
     add = getattr(layer, name)
     return None if add is get_bias_dropout_add else f"{name} {getattr(add, '__name__', type(add).__name__)}"

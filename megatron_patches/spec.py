@@ -25,11 +25,11 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from packaging.version import Version
 
-from .attention import SDPA, CompactSelfAttention
-from .compat import check_version
-from .fields import spec_reason
+from .attention import CompactSelfAttention
+from .compat import check_version, fc1_params, field_or
+from .config_check import why_not_built
+from .core_attention import SDPA
 from .norm import Norm
 
 __all__ = ["gpt_layer_spec"]
@@ -47,17 +47,14 @@ def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: 
     Raises:
         ValueError: a field of ``config`` that would be ignored, by its key.
     """
-    version = check_version()
-    if (reason := spec_reason(config)) is not None:
+    check_version()
+    if (reason := why_not_built(config)) is not None:
         raise ValueError(reason)
     norm = ModuleSpec(module=Norm, params={"affine": affine})
     head_norm = Norm if config.qk_layernorm else IdentityOp
-    if getattr(config, "qk_l2_norm", False):  # Llama 4's: RMSNorm without a weight; it wins over qk_layernorm
+    if field_or(config, "qk_l2_norm", False):  # Llama 4's: RMSNorm without a weight; it wins over qk_layernorm
         head_norm = ModuleSpec(module=Norm, params={"affine": False, "normalization": "RMSNorm"})
-    fc1 = ColumnParallelLinear
-    if config.gated_linear_unit and Version(version) < Version("0.16rc0"):
-        # Gate and up are initialized as two weights, as later versions do: a model starts the same at every TP size.
-        fc1 = ModuleSpec(module=ColumnParallelLinear, params={"stride": 2})
+    fc1 = ModuleSpec(module=ColumnParallelLinear, params=fc1_params(config))
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=RowParallelLinear))
     mlps = [_experts(config) if moe else dense for moe in _expert_layers(config, vp_stage)]
     # A block instead of a layer, because a bare layer spec leaves the final norm to Megatron's choice.

@@ -1,4 +1,4 @@
-"""Changing the classes of built modules, all or none of them, and finding the way back."""
+"""Change classes of built modules, all of them or none, and find the class that each one had before."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from .attached import Patch
 from .attention import PATCHED
-from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear, Patch
+from .experts import ExpertMLP, SharedExperts
+from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
-from .mlp import ExpertMLP, NormMLP, SharedExperts
+from .mlp import NormMLP
 from .norm import EXACT, FOLDED
 
 __all__ = ["Changes", "all_or_none", "original_classes"]
@@ -47,15 +49,13 @@ class Changes:
         self._before.append((module, name, type(module) if name == "__class__" else vars(module).get(name, _ABSENT)))
         setattr(module, name, value)
 
-    def remove(self, module: Any, name: str) -> Any:
-        """The attribute's value (None without one), which is gone then."""
-        if name not in vars(module):
-            return None
-        self._before.append((module, name, vars(module)[name]))
-        return vars(module).pop(name)
+    def remove(self, module: Any, name: str) -> None:
+        """Take away an attribute of its own, if it has it."""
+        if name in vars(module):
+            self._before.append((module, name, vars(module).pop(name)))
 
     def swap(self, module: Any, swapped: type, patch: Patch | None = None) -> None:
-        """Give ``module`` a patched class, and what that needs."""
+        """Give ``module`` a patched class, and the attribute ``coat`` that the class reads."""
         self.set(module, "__class__", swapped)
         if patch is not None:
             self.set(module, "coat", patch)
@@ -109,7 +109,7 @@ def _original(cls: type, name: str, made: dict[type, type]) -> type:
         bases = tuple(
             _original(base, name, made) if getattr(base, "coat_patched", False) else base for base in cls.__bases__
         )
-        # Made over again. They have a few methods, none of which calls super(), and torch looks at their bases.
+        # A new class with the original bases. What torch adds is a few methods, none of which calls super().
         content = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
         label = cls.__name__
         for before, after in zip(cls.__bases__, bases, strict=True):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, ValidationError, model_validator
 
 from coat_dist import CoatConfigError
@@ -26,24 +24,6 @@ __all__ = [
     "parameter_count",
     "transformer_config",
 ]
-
-_TANH_GELU = functools.partial(F.gelu, approximate="tanh")
-
-
-def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Megatron's function for it, or for its gate."""
-    from megatron.core.activations import quick_gelu, squared_relu
-
-    return {
-        "swiglu": F.silu,
-        "geglu": F.gelu,
-        "geglu_tanh": _TANH_GELU,
-        "quick_geglu": quick_gelu,
-        "gelu": F.gelu,
-        "gelu_tanh": _TANH_GELU,
-        "quick_gelu": quick_gelu,
-        "squared_relu": squared_relu,
-    }[name]
 
 
 class ModelConfig(ExpertsConfig):
@@ -65,10 +45,9 @@ class ModelConfig(ExpertsConfig):
     vocab_multiple: int = Field(default=128, gt=0)
     """The embedding is padded to a multiple of this, whatever the tensor-parallel size, so that models of all sizes
     of the parallel group are the same model."""
-    activation: Literal[
-        "swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu"
-    ] = "swiglu"
-    """The first four have a gate. "gelu" and "geglu" are the exact GELU, "_tanh" its approximation."""
+    activation: Literal[tuple(ACTIVATIONS)] = "swiglu"  # type: ignore[valid-type]
+    """Of the MLP. Those with "glu" in their name have a gate; "gelu" and "geglu" are the exact GELU, "_tanh" its
+    approximation."""
     linear_bias: bool = False
     """Biases of all linears but the output layer (GPT-2)."""
     qkv_bias: bool = False
@@ -206,7 +185,9 @@ def transformer_config(
     """Megatron's ``TransformerConfig`` for ``model``; ``extra`` goes to it as it is (recompute settings)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    gated, function = ACTIVATIONS[model.activation].gated, _activation(model.activation)
+    from megatron_patches.activations import megatron_activation
+
+    function, gated = megatron_activation(model.activation)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

@@ -26,8 +26,7 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) 
     ``universal``: what it will load is a universal checkpoint, whatever the configuration says.
     """
     import coat_dist
-    from megatron_patches import patch_model, universal_checkpoint_info
-    from megatron_patches.parallel import MPUAdapter, install_replicated_grad_hooks
+    from megatron_patches import MPUAdapter, install_replicated_grad_hooks, patch_model, universal_checkpoint_info
 
     model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel)
     if p.model.num_moe_experts is not None:

@@ -158,7 +158,7 @@ def mean_over_ranks(values: list[torch.Tensor | float], device: torch.device) ->
 
 def get_random_state() -> dict[str, Any]:
     """States of every generator that training draws from: Python, NumPy, torch on CPU and GPU, Megatron's tracker."""
-    from megatron_patches.parallel import rng_state
+    from megatron_patches import rng_state
 
     kind, keys, *rest = np.random.get_state()
     return {
@@ -170,7 +170,7 @@ def get_random_state() -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Continue every generator from :func:`get_random_state`'s result."""
-    from megatron_patches.parallel import set_rng_state
+    from megatron_patches import set_rng_state
 
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))

@@ -92,7 +92,7 @@ def test_a_layer_holds_the_planned_bytes(one_rank):
 def test_sdpa_keeps_one_copy_of_its_output(one_rank):
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_patches.attention import SDPA
+    from megatron_patches.core_attention import SDPA
     from tests.megatron_patches.tiny import tiny_config
 
     attention = SDPA(tiny_config(), layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")

@@ -8,7 +8,7 @@ from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
 from megatron_patches import patch_model
-from megatron_patches.mlp import activation_name
+from megatron_patches.activations import activation_name
 from tests.support import megatron_on_one_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"

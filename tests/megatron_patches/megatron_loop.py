@@ -1,4 +1,4 @@
-"""Training as Megatron does it by itself: DistributedDataParallel and DistributedOptimizer, nothing of DeepSpeed."""
+"""Training as Megatron does it by itself: DistributedDataParallel and DistributedOptimizer, without DeepSpeed."""
 
 from __future__ import annotations
 

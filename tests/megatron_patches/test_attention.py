@@ -80,7 +80,7 @@ def test_one_pass_computes_what_megatrons_passes_do(name, monkeypatch, device):
     assert (calls[1] is None) == (name in ("learned_positions", "qk_norm", "no_rope_in_one_layer"))
     if name != "full_recompute":
         assert calls[1] is None or calls[0] is calls[1], "one table serves all layers"
-    monkeypatch.setattr(module, "unsplit_reason", lambda attention: "a test")
+    monkeypatch.setattr(module, "why_megatron_splits_qkv", lambda attention: "a test")
     loss_apart, grads_apart = gradients(model, batch, spec)
     assert loss == loss_apart and len(calls) == (4 if name == "full_recompute" else 2)
     if device == "cpu":  # a GPU's attention backward is not deterministic
@@ -108,7 +108,7 @@ def attend(model, **changes):
 
 
 def test_other_calls_are_megatrons(monkeypatch):
-    """Different angles for queries and keys, here; inference and packed sequences take the same way."""
+    """Different angles for queries and keys. Inference and packed sequences are handled by the same code."""
     model = tiny_gpt()
     patch_model(model, SETTINGS)
     attention, x, arguments = attend(model)

@@ -1,4 +1,4 @@
-"""Recompute of a patched model of which parts are frozen: the gradients of the same model without recompute."""
+"""Recompute in patched models with frozen parts gives the gradients of the same model without recompute."""
 
 from __future__ import annotations
 

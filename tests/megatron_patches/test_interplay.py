@@ -1,4 +1,4 @@
-"""Patched models under what training programs do around them. All of it must change nothing, to the bit on the CPU."""
+"""What training programs do around patched models (recompute, evaluation, offloading ...) changes no bit on the CPU."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_gradients_accumulate(options, device):
 
 @pytest.mark.parametrize("frozen", ["linear_fc1", "bias", "layers.0.", "norm", "router"])
 def test_frozen_parameters(options, frozen, device):
-    """They get no gradient, and everybody else gets the same one."""
+    """Frozen parameters get no gradient, all others the same one as without freezing."""
     model, batch = build(options), tiny_batch(0, device)
     _, whole = gradients(model, batch)
     for name, parameter in model.named_parameters():

@@ -116,7 +116,7 @@ def test_patched_close_and_unpatched_identical(name, forward, scales, device):
 
 
 def test_dropout_really_drops(device):
-    """The table above draws the same elements again and again; two draws differ."""
+    """Cases above start from one random state. Two passes in a row drop different elements."""
     model, batch = build(MODELS["dropout_after_biases"]), tiny_batch(1, device)
     with patched(model, ActivationConfig()):
         assert tiny_loss(model, batch).item() != tiny_loss(model, batch).item()

@@ -12,12 +12,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.moe.experts import SequentialMLP
-from packaging.version import Version
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import check_version, gpt_layer_spec, patch_model, patched, unpatch_model
-from megatron_patches.attention import SDPA
-from megatron_patches.mlp import ExpertMLP
+from megatron_patches import gpt_layer_spec, patch_model, patched, unpatch_model
+from megatron_patches.compat import older_than
+from megatron_patches.core_attention import SDPA
+from megatron_patches.experts import ExpertMLP
 
 from .tiny import HIDDEN, SEQ, TINY, VOCAB, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 
@@ -28,7 +28,7 @@ ALL = {"num_moe_experts": 3, "moe_router_topk": 3}
 ONE_OF_MANY = {"num_moe_experts": 16, "moe_router_topk": 1, "moe_router_pre_softmax": True}
 SHARED = {"moe_shared_expert_intermediate_size": 64}
 GATE = {"moe_shared_expert_gate": True} if hasattr(TransformerConfig, "moe_shared_expert_gate") else {}
-BIASED_EXPERTS = Version(check_version()) >= Version("0.15rc0")  # 0.14 refuses them
+BIASED_EXPERTS = not older_than("0.15")  # 0.14 refuses them
 
 
 def gradients(model, batch, megatron_spec=False):

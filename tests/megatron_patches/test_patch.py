@@ -12,7 +12,7 @@ from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.activation import ACTIVATIONS, FUNCTIONS
 from megatron_patches import PatchReport, patch_model, patched, unpatch_model
-from megatron_patches.mlp import activation_name
+from megatron_patches.activations import activation_name
 
 from .tiny import BLOCKS, gradients, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 
@@ -154,7 +154,7 @@ def test_an_mlp_with_another_activation_than_its_configuration(device):
 @pytest.mark.parametrize("options", [{}, {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 64}])
 @pytest.mark.parametrize("where", ["config", "module"])
 def test_an_activation_that_is_changed_after_patching(options, where, device):
-    """A profiler changes what torch.nn.functional holds; this is what the model holds."""
+    """A profiler replaces functions of torch.nn.functional; this replaces those that the model holds."""
     model = tiny_gpt(**options)
     patch_model(model, SETTINGS)
     mlp = model.decoder.layers[1].mlp

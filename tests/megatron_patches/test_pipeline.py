@@ -1,4 +1,4 @@
-"""Stages of a pipeline, each patched by itself: none may raise where another goes on, or that one waits for ever."""
+"""Pipeline stages, each patched by itself: all of them raise or none does, since a rank that goes on would wait."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stage(numbers, first=False, last=False, **changes):
 
 
 def stages(**changes):
-    """The last of three has no layers: only the norm, the output layer and the loss."""
+    """The last of three stages has no layers, only the norm, the output layer and the loss."""
     return [stage((1, 2), first=True, **changes), stage((3, 4), **changes), stage((), last=True, **changes)]
 
 
@@ -97,7 +97,7 @@ def test_what_settings_rule_out_is_refused_in_every_stage(settings, change, mess
 
 
 def test_a_list_of_model_chunks(device):
-    """What Megatron calls a model with interleaved stages."""
+    """A list of model chunks, as Megatron builds for interleaved stages."""
     chunks = [stage((1, 2), first=True), stage((3, 4), last=True)]
     with patched(chunks, ActivationConfig(bf16_layers=(3,))) as report:
         assert report.patched == [f"0.{n}" for n in names(0, 1)] + [f"1.{n}" for n in names(0)]

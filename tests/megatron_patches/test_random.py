@@ -32,7 +32,7 @@ MODULES = ["mlp", "self_attention", "input_layernorm", "pre_mlp_layernorm", "sel
 
 
 class Case:
-    """What a number draws: a model, settings, what is recomputed, shared and trained, and how many micro-batches."""
+    """One random case, drawn from its number: model, settings, what is recomputed, shared and trained, micro-batches."""
 
     def __init__(self, number: int) -> None:
         self.draw = draw = random.Random(number)
@@ -170,7 +170,7 @@ class Case:
             yield losses, {n: p.grad for n, p in model.named_parameters()}
 
     def loss(self, model: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """By Megatron's way to a loss, which the chunked loss takes the place of; or by logits."""
+        """Mean loss: the model's own, given labels, which the chunked loss replaces; or, if plain, of its logits."""
         if self.settings["loss"] == "plain":
             return tiny_loss(model, batch)
         tokens, labels, positions = batch

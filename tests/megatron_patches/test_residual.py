@@ -50,7 +50,7 @@ def residuals(monkeypatch):
 
 
 def take_apart(model):
-    """What autograd does without the alias."""
+    """Leave the residual's gradient to autograd: Megatron's own additions, and no block hands an alias on."""
     for layer in model.decoder.layers:
         layer.self_attn_bda = layer.mlp_bda = get_bias_dropout_add
         for block in (layer.self_attention, layer.mlp):

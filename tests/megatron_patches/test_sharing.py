@@ -1,4 +1,4 @@
-"""Modules and parameters that several layers share, and patching that fails half-way: never half a patch."""
+"""Modules and parameters that several layers share, and patching that fails half-way: the model is then as it was."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_recompute_of_shared_modules_comes_back(module):
 
 
 def test_a_module_that_is_used_elsewhere_stays(device):
-    """What calls it there expects Megatron's."""
+    """The other place that calls it expects Megatron's module."""
     model, batch = tiny_gpt(), tiny_batch(1, device)
     model.decoder.final_layernorm = at(model, "input_layernorm", 1)
     model.probe = at(model, "mlp", 0)

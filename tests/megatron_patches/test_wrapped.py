@@ -154,7 +154,7 @@ def test_fully_shard_on_a_module_that_is_not_called(path, device):
 
 
 def test_a_module_that_replaces_a_linear_is_refused(device):
-    """It would never be called: an adapter, for example."""
+    """The new module, an adapter for example, would never be called."""
 
     class Adapter(nn.Module):
         def __init__(self, inner):
@@ -227,7 +227,7 @@ A0, M0 = BLOCKS[:2]
     ],
 )
 def test_hooks_that_would_not_run_keep_a_block_as_it_is(path, kind, block, device):
-    """Those that see the same after patching as before do not."""
+    """Hooks that see the same values before and after patching keep no block in BF16."""
     model = tiny_gpt()
     module, seen = model.decoder.layers[0].get_submodule(path), []
     getattr(module, f"register_{kind}")(lambda *_: seen.append(1))

@@ -148,8 +148,7 @@ def local(engine):
 
 
 def start(tp):
-    from megatron_patches import initialize_model_parallel
-    from megatron_patches.parallel import MPUAdapter
+    from megatron_patches import MPUAdapter, initialize_model_parallel
 
     initialize_model_parallel(tp)
     return MPUAdapter()

@@ -121,8 +121,8 @@ def gpt(tp, sp, kind, tied, invariant, steps=2, z_loss=0.0):
 
     from coat_dist.config import ActivationConfig
     from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.test_tensor_parallel import _MasterAdamW, _whole
     from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from tests.megatron_patches.training import MasterAdamW, whole_parameters
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -132,7 +132,7 @@ def gpt(tp, sp, kind, tied, invariant, steps=2, z_loss=0.0):
     report = patch_model(model, ActivationConfig(tp_invariant=invariant, loss=kind, z_loss=z_loss))
     assert report.loss["output_layer"].startswith(kind)
     install_replicated_grad_hooks(model)
-    optimizer, losses = _MasterAdamW(model), []
+    optimizer, losses = MasterAdamW(model), []
     for step in range(steps):
         tokens, labels, positions = batch = tiny_batch(step)
         chunked = kind == "chunked"
@@ -140,7 +140,7 @@ def gpt(tp, sp, kind, tied, invariant, steps=2, z_loss=0.0):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, _whole(model)
+    return losses, whole_parameters(model)
 
 
 def gpts(rank, world):

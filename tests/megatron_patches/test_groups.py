@@ -1,4 +1,4 @@
-"""The mpu adapter, replicated gradients on one rank, random states, versions and CPU shims."""
+"""Process groups, the mpu adapter and random states, on one rank."""
 
 from __future__ import annotations
 
@@ -9,31 +9,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import (
-    MPUAdapter,
-    check_replicas,
-    check_version,
-    initialize_model_parallel,
-    install_replicated_grad_hooks,
-    patch_model,
-    prepare_cpu,
-    rng_state,
-    set_rng_state,
-    tensor_parallel,
-)
+from megatron_patches import MPUAdapter, initialize_model_parallel, patch_model, rng_state, set_rng_state
 
 from .tiny import tiny_batch, tiny_gpt, tiny_loss
-
-
-@pytest.mark.parametrize("version", ["0.14.0", "0.14.0rc5", "0.15.3", "0.16.1", "0.16.99+cu12"])
-def test_supported_versions(version):
-    assert check_version(version) == version
-
-
-@pytest.mark.parametrize("version", ["0.13.1", "0.9.0", "0.17.0", "0.17.0rc0", "1.0"])
-def test_unsupported_versions(version):
-    with pytest.raises(ImportError, match=rf"megatron-core: got {version}, accepted: >=0.14,<0.17"):
-        check_version(version)
 
 
 def test_adapter_has_what_deepspeed_asks_for_and_nothing_that_means_sequence_parallelism():
@@ -66,14 +44,6 @@ def test_initialize_refuses_a_second_time_and_wrong_sizes(monkeypatch):
         initialize_model_parallel(1)
 
 
-def test_one_rank_needs_no_hooks(device):
-    model = tiny_gpt(qk_layernorm=True)
-    assert install_replicated_grad_hooks(model) == []
-    assert tensor_parallel(model.output_layer).size == 1
-    tiny_loss(model, tiny_batch(0, device)).backward()
-    assert not any(check_replicas(model).values())
-
-
 def test_random_states_resume(device):
     """Dropout in and outside tensor-parallel regions, and the CPU's generator, continue as if never interrupted."""
 
@@ -90,30 +60,6 @@ def test_random_states_resume(device):
     assert all(torch.equal(draw(), expected) for expected in first)
     set_rng_state(state)  # using a state must not have changed it
     assert torch.equal(draw(), first[0])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced on a machine with a GPU")
-def test_cpu_stands_in_for_the_gpu():
-    assert prepare_cpu() and prepare_cpu()
-    replaced = torch.cuda.current_device
-    prepare_cpu()
-    assert torch.cuda.current_device is replaced
-    assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
-    torch.cuda.manual_seed(7)
-    drawn = torch.rand(3)
-    torch.manual_seed(7)
-    assert torch.equal(torch.rand(3), drawn)
-    state = torch.cuda.get_rng_state()
-    drawn = torch.rand(3)
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(torch.rand(3), drawn)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has a generator of its own")
-def test_drawing_in_a_tensor_parallel_region_is_no_news_on_the_cpu(caplog):
-    with get_cuda_rng_tracker().fork():
-        torch.rand(3)
-    assert not caplog.records
 
 
 def test_full_recompute_drops_the_same_elements_again(device):

@@ -1,0 +1,67 @@
+"""Activations: which of Megatron's functions compute what the flow and the model descriptions call by a name.
+
+The names are the flow's (``ACTIVATIONS`` in ``coat_dist/reference/activation.py``), and the ``"activation"`` of a model
+description (``configs/models/*.json``) takes the same ones. A name stands for a function and whether it has a gate;
+:data:`FUNCTIONS` says what Megatron is given for the function, and what counts as the same function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+from megatron.core.transformer import TransformerConfig
+
+from coat_dist.reference.activation import ACTIVATIONS
+
+from .compat import field_or, other_quick_gelus
+
+__all__ = ["FUNCTIONS", "activation_name", "megatron_activation"]
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "silu": (F.silu,),
+    "gelu": (F.gelu,),
+    "gelu_tanh": (functools.partial(F.gelu, approximate="tanh"), fast_gelu),
+    "quick_gelu": (quick_gelu, *other_quick_gelus()),
+    "squared_relu": (squared_relu,),
+}
+"""By the function's name in the flow: what ``config.activation_func`` may be. Models built here get the first."""
+
+
+def megatron_activation(name: str) -> tuple[Callable[..., Any], bool]:
+    """``activation_func`` and ``gated_linear_unit`` of Megatron's configuration for the flow's activation ``name``."""
+    function, gated = ACTIVATIONS[name]
+    return FUNCTIONS[function][0], gated
+
+
+def activation_name(config: TransformerConfig) -> str:
+    """The flow's name of the activation that ``config`` asks for.
+
+    Raises:
+        ValueError: the flow has no such activation; names the offending key.
+    """
+    if field_or(config, "activation_func_clamp_value", None) is not None:
+        raise ValueError("activation_func_clamp_value set")
+    if field_or(config, "glu_linear_offset", 0.0) != 0.0:
+        raise ValueError("glu_linear_offset set")
+    if field_or(config, "use_te_activation_func", False):
+        raise ValueError("use_te_activation_func")
+    wanted = _function_name(config), config.gated_linear_unit
+    for name, activation in ACTIVATIONS.items():
+        if wanted == (activation.function, activation.gated):
+            return name
+    function, gate = config.activation_func, "with" if config.gated_linear_unit else "without"
+    raise ValueError(f"activation_func {getattr(function, '__name__', function)} {gate} gated_linear_unit")
+
+
+def _function_name(config: TransformerConfig) -> str | None:
+    """The name of ``config.activation_func`` in :data:`FUNCTIONS`, or None."""
+    function = config.activation_func
+    if function is F.gelu and config.bias_activation_fusion:  # Megatron's fused form of it is the tanh approximation
+        return "gelu_tanh"
+    if isinstance(function, functools.partial) and function.func is F.gelu and not function.args:
+        return {"tanh": "gelu_tanh", "none": "gelu"}.get(function.keywords.get("approximate", "none"))
+    return next((name for name, known in FUNCTIONS.items() if any(function is one for one in known)), None)

@@ -1,0 +1,177 @@
+"""Third step of :func:`~megatron_patches.patch_model`: change classes and attributes as planned; and undo it.
+
+Layers may share a block, and one layer may stand in several places: what is patched already is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from torch import nn
+
+from coat_dist.config import ActivationConfig
+from coat_dist.flow import TensorParallel
+
+from .activations import activation_name
+from .attached import Patch
+from .attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
+from .blocks import NORMS, layers_of
+from .experts import ExpertMLP, SharedExperts
+from .groups import tensor_parallel
+from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
+from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
+from .mlp import NormMLP
+from .norm import EXACT, FOLDED
+from .plan import Plan
+from .report import PatchReport
+from .residual import AliasedAdd, why_residual_unfused
+from .swap import Changes, all_or_none
+
+__all__ = ["apply_plan", "restore"]
+
+# Megatron's flag on a layer that recomputes a norm's output, by the norm.
+_RECOMPUTE = {"input_layernorm": "recompute_input_layernorm", "pre_mlp_layernorm": "recompute_pre_mlp_layernorm"}
+# The attribute that makes the addition of bias, dropout and residual, with the block before it and its patched class.
+_ADDITIONS: dict[str, tuple[str, Any]] = {
+    "self_attn_bda": ("self_attention", PatchedSelfAttention),
+    "mlp_bda": ("mlp", NormMLP),
+}
+
+
+def apply_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None:
+    """Patch what ``plan`` says, and add to its report what stays unfused. All or nothing."""
+    report = plan.report
+    with all_or_none() as changes:
+        for block in plan.blocks:
+            _PATCHERS[block.kind](block.layer, _with_wgrad(block.layer, settings, report), changes, report)
+        _patch_residuals(model, changes, report)
+        if settings.tp_invariant:
+            for output_layer in plan.invariant_outputs:
+                patch = Patch(settings, tensor_parallel(output_layer))
+                changes.swap(output_layer, InvariantColumnParallelLinear, patch)
+            for module in model.modules():  # what is left: the final norm, norms of queries and keys
+                if type(module) in EXACT:
+                    changes.swap(module, EXACT[type(module)])
+        for module in plan.chunked:
+            swapped = InvariantChunkedLossLinear if settings.tp_invariant else ChunkedLossLinear
+            changes.swap(module.output_layer, swapped, Patch(settings, tensor_parallel(module.output_layer)))
+            changes.swap(module, ChunkedLossGPTModel)
+
+
+def restore(model: nn.Module, classes: list[tuple[nn.Module, type]]) -> None:
+    """Give patched modules their original ``classes`` and attributes back. All or nothing."""
+    with all_or_none() as changes:
+        for layer in (m for m in model.modules() if isinstance(m, BaseTransformerLayer)):
+            for norm, flag in _RECOMPUTE.items():
+                if getattr(getattr(layer, norm, None), "coat_recompute", False):
+                    changes.set(layer, flag, True)
+            if isinstance(getattr(layer, "mlp", None), NormMLP):
+                changes.set(layer, "recompute_mlp", layer.mlp.coat.recompute)
+            for add in _ADDITIONS:
+                if isinstance(getattr(layer, add, None), AliasedAdd):
+                    changes.set(layer, add, AliasedAdd.original)
+        for module, original in classes:
+            changes.remove(module, "coat")
+            changes.remove(module, "coat_recompute")
+            changes.set(module, "__class__", original)
+
+
+def _patch_attention(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+    attention = layer.self_attention
+    norm = _fold_norm(layer, "self_attention", changes, report)
+    if type(attention) in PATCHED:
+        tp = tensor_parallel(attention.linear_qkv)
+        changes.swap(attention.linear_qkv, NormColumnParallelLinear, Patch(settings, tp, norm))
+        row = Patch(settings, tensor_parallel(attention.linear_proj))
+        changes.swap(attention.linear_proj, FP8RowParallelLinear, row)
+        changes.swap(attention, PATCHED[type(attention)], Patch(settings, tp))
+
+
+def _patch_mlp(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+    norm = _fold_norm(layer, "mlp", changes, report)
+    if not isinstance(layer.mlp, NormMLP):
+        tp = tensor_parallel(layer.mlp.linear_fc1)
+        patch = Patch(settings, tp, norm, **_activation(layer.mlp), recompute=layer.recompute_mlp)
+        changes.swap(layer.mlp, NormMLP, patch)
+    changes.set(layer, "recompute_mlp", False)
+
+
+def _patch_experts(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+    for expert in layer.mlp.experts.local_experts:
+        if not isinstance(expert, ExpertMLP):
+            patch = Patch(settings, TensorParallel(), **_activation(expert))
+            changes.swap(expert, ExpertMLP, patch)
+
+
+def _patch_shared_experts(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+    shared = layer.mlp.shared_experts
+    if not isinstance(shared, SharedExperts):
+        patch = Patch(settings, tensor_parallel(shared.linear_fc1), **_activation(shared))
+        changes.swap(shared, SharedExperts, patch)
+
+
+def _activation(mlp: Any) -> dict[str, Any]:
+    return {"activation": activation_name(mlp.config), "function": mlp.config.activation_func}
+
+
+_PATCHERS: dict[str, Callable[[Any, ActivationConfig, Changes, PatchReport], None]] = {
+    "self_attention": _patch_attention,
+    "mlp": _patch_mlp,
+    "mlp.experts": _patch_experts,
+    "mlp.shared_experts": _patch_shared_experts,
+}
+
+
+def _fold_norm(layer: Any, block: str, changes: Changes, report: PatchReport) -> nn.Module:
+    norm = getattr(layer, NORMS[block])
+    if type(norm) in FOLDED:
+        changes.swap(norm, FOLDED[type(norm)])
+    flag = _RECOMPUTE[NORMS[block]]
+    if getattr(layer, flag, False):
+        # Megatron would free the norm's "output", which now is the layer's input. There is nothing to recompute either.
+        changes.set(layer, flag, False)
+        changes.set(norm, "coat_recompute", True)
+        report.note("recompute_modules 'layernorm' is off in patched blocks: they never keep a norm's output")
+    return norm
+
+
+def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> ActivationConfig:
+    """``settings`` with weight gradients where the layer's configuration wants them."""
+    if not layer.config.gradient_accumulation_fusion or settings.wgrad == "main_grad":
+        return settings
+    report.note(
+        "weight gradients of patched blocks are added to main_grad, as config.gradient_accumulation_fusion asks"
+    )
+    return settings.model_copy(update={"wgrad": "main_grad"})
+
+
+def _patch_residuals(model: nn.Module, changes: Changes, report: PatchReport) -> None:
+    done: dict[int, dict[str, str]] = {}
+    for name, layer in layers_of(model):
+        attention = f"{name}.self_attention"
+        if attention in report.patched and (reason := why_rope_unfused(layer.self_attention)) is not None:
+            report.unfused[attention] = reason
+        if id(layer) not in done:
+            done[id(layer)] = _alias_residuals(layer, changes)
+        report.unfused |= {f"{name}.{add}": reason for add, reason in done[id(layer)].items()}
+
+
+def _alias_residuals(layer: Any, changes: Changes) -> dict[str, str]:
+    """Let the norms' backward of patched blocks add the residual's gradient; where it stays autograd's, why."""
+    reasons = {}
+    for add, (block, swapped) in _ADDITIONS.items():
+        module = getattr(layer, block)
+        if not isinstance(module, swapped):
+            continue
+        reason = why_residual_unfused(layer, add) or (
+            why_megatron_splits_qkv(module) if block == "self_attention" else None
+        )
+        if reason is None:
+            changes.set(layer, add, AliasedAdd())
+            changes.set(module, "coat", replace(module.coat, residual=True))
+        else:
+            reasons[add] = reason
+    return reasons

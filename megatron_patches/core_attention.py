@@ -1,0 +1,141 @@
+"""Core attention of models built here, by PyTorch's SDPA, or by the flow, which saves FP8 for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from coat_dist import flow
+from coat_dist.config import ActivationConfig
+from coat_dist.formats import QuantizedTensor
+
+from .config_check import check_field
+
+__all__ = ["SDPA"]
+
+
+class SDPA(MegatronModule):
+    """Core attention by ``torch.nn.functional.scaled_dot_product_attention``: causal, with grouped queries.
+
+    Softmax is fp32 inside the kernels. ``apply_query_key_layer_scaling`` changes nothing here: Megatron divides by the
+    layer number before fp16 products and multiplies in the softmax.
+
+    Raises:
+        ValueError: a configuration that SDPA cannot honour, by its key.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        for key in ("context_parallel_size", "window_size", "softmax_type", "qk_clip", "log_max_attention_logit"):
+            check_field(config, key, "with SDPA core attention")
+        self.attn_mask_type = attn_mask_type
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attention of one rank's heads.
+
+        Args:
+            query: ``[s, b, heads, d]``.
+            key, value: ``[s, b, groups, d]``, groups a divisor of heads.
+            attention_mask: must be None; the causal mask is built in.
+
+        Returns:
+            ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
+
+        Raises:
+            ValueError: a mask, bias, packed sequences, or causal attention between different lengths.
+        """
+        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        with self._random():
+            dropout = self.dropout if self.training else 0.0
+            return flow.sdpa(query, key, value, causal=causal, scale=self.softmax_scale, dropout=dropout)
+
+    def compressed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attention_bias: torch.Tensor | None,
+        settings: ActivationConfig,
+        attn_mask_type: AttnMaskType | None = None,
+    ) -> tuple[torch.Tensor, QuantizedTensor]:
+        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8.
+
+        Raises:
+            ValueError: as :meth:`forward`, and dropout that was switched on after patching.
+        """
+        if self.dropout and self.training:
+            raise ValueError(f'attention dropout: got {self.dropout}, accepted: 0 with activation.attention "fp8"')
+        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias, None)
+        return flow.attention(query, key, value, settings, causal=causal, scale=self.softmax_scale)
+
+    def _check(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None,
+        attention_bias: torch.Tensor | None,
+        packed_seq_params: Any,
+    ) -> bool:
+        """Whether attention is causal; raises ValueError as :meth:`forward` says."""
+        if attention_mask is not None:
+            raise ValueError(
+                f"attention_mask: got a tensor of shape {list(attention_mask.shape)}, accepted: None "
+                "(SDPA core attention is causal by itself)"
+            )
+        for name, given in (("attention_bias", attention_bias), ("packed_seq_params", packed_seq_params)):
+            if given is not None:
+                raise ValueError(f"{name}: got {type(given).__name__}, accepted: None with SDPA core attention")
+        causal = _is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        if causal and query.shape[0] != key.shape[0]:
+            raise ValueError(
+                f"causal attention: got {query.shape[0]} queries for {key.shape[0]} keys, accepted: equal lengths"
+            )
+        return causal
+
+    @contextmanager
+    def _random(self) -> Iterator[None]:
+        """Tensor-parallel ranks drop other heads; under sequence parallelism the whole layer runs in that state."""
+        if self.dropout and self.training and not self.config.sequence_parallel:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                yield
+        else:
+            yield
+
+
+def _is_causal(kind: AttnMaskType) -> bool:
+    accepted = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
+    if kind not in accepted:
+        raise ValueError(f"attn_mask_type: got {kind.name}, accepted: {', '.join(k.name for k in accepted)}")
+    return accepted[kind]

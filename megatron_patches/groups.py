@@ -1,0 +1,134 @@
+"""Megatron's process groups and random states, and the ``mpu`` object by which DeepSpeed finds the groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core import tensor_parallel as megatron_tp
+from torch import nn
+
+from coat_dist.flow import TensorParallel
+
+from .compat import check_version, prepare_cpu
+
+__all__ = ["MPUAdapter", "initialize_model_parallel", "rng_state", "set_rng_state", "tensor_parallel"]
+
+
+def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -> None:
+    """Set up Megatron's process groups and random states over an initialized ``torch.distributed``, on GPU or CPU.
+
+    Args:
+        tp: tensor-parallel size.
+        seed: of parameter initialization (the same on all ranks) and of dropout (tensor-parallel regions differ by
+            rank).
+        kwargs: further arguments of ``parallel_state.initialize_model_parallel``.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialized, or the groups exist already.
+        ValueError: ``tp`` does not divide the world size.
+    """
+    check_version()
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed: not initialized, accepted: call init_process_group (or "
+            "deepspeed.init_distributed) first"
+        )
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("model parallel groups exist already; call parallel_state.destroy_model_parallel() first")
+    world = dist.get_world_size()
+    if tp < 1 or world % tp:
+        raise ValueError(f"tp: got {tp}, accepted: a divisor of the number of ranks, {world}")
+    prepare_cpu()
+    # Gloo twins of every group serve Megatron's own checkpoints only, and cost start-up time.
+    kwargs.setdefault("create_gloo_process_groups", False)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **kwargs)
+    torch.manual_seed(seed)
+    megatron_tp.model_parallel_cuda_manual_seed(seed)
+
+
+def tensor_parallel(module: nn.Module) -> TensorParallel:
+    """The :class:`TensorParallel` that ``module`` (a Megatron layer, linear or norm) takes part in."""
+    group = getattr(module, "tp_group", None)
+    if group is None:
+        group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    if group is None or group.size() == 1:
+        return TensorParallel()
+    of_model = getattr(getattr(module, "config", None), "sequence_parallel", False)
+    return TensorParallel(group, bool(getattr(module, "sequence_parallel", of_model)))
+
+
+class MPUAdapter:
+    """Megatron's groups under the names that ``deepspeed.initialize(mpu=...)`` asks for.
+
+    ``megatron.core.parallel_state`` itself lacks some of them. DeepSpeed's own sequence parallelism is recognized by
+    the mere presence of ``initialize_sequence_parallel`` or ``get_sequence_parallel_*``: they must never be added here.
+
+    Raises:
+        RuntimeError: Megatron's groups do not exist yet.
+        ValueError: Megatron pipeline parallelism, which needs Megatron's own schedule.
+    """
+
+    def __init__(self) -> None:
+        if not parallel_state.model_parallel_is_initialized():
+            raise RuntimeError("mpu: Megatron's groups do not exist yet; call initialize_model_parallel first")
+        pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+        if pipeline != 1:
+            raise ValueError(f"pipeline_model_parallel_size: got {pipeline}, accepted: 1 under DeepSpeed")
+
+    # With one pipeline stage, "model parallel" is tensor parallel.
+    def get_model_parallel_rank(self) -> int:
+        return parallel_state.get_tensor_model_parallel_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return parallel_state.get_tensor_model_parallel_world_size()
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_tensor_model_parallel_group()
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        return parallel_state.get_tensor_model_parallel_src_rank()
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return parallel_state.get_pipeline_model_parallel_rank()
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return parallel_state.get_pipeline_model_parallel_world_size()
+
+    def get_context_parallel_world_size(self) -> int:
+        return parallel_state.get_context_parallel_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        return parallel_state.get_data_parallel_rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        return parallel_state.get_data_parallel_world_size()
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_data_parallel_group()
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+
+
+def rng_state() -> dict[str, Any]:
+    """Every random state that Megatron layers draw from: CPU, GPU and the tracker of tensor-parallel regions."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    state["tracker"] = {k: v.clone() for k, v in megatron_tp.get_cuda_rng_tracker().get_states().items()}
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what :func:`rng_state` returned (tensors may have been saved and loaded in between)."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    megatron_tp.get_cuda_rng_tracker().set_states({k: v.cpu().clone() for k, v in state["tracker"].items()})

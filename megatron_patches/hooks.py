@@ -1,0 +1,36 @@
+"""Hooks that a program has registered on modules whose calls a patch changes.
+
+A hook that would not run, or would see other values, keeps its block in BF16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["CALL", "INPUT", "INPUT_OR_ITS_GRADIENT", "OUTPUT", "why_bf16_hooks"]
+
+# The tables of torch.nn.Module that hold hooks, by what their hooks see.
+INPUT = ("_forward_pre_hooks",)
+OUTPUT = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+CALL = INPUT + OUTPUT
+INPUT_OR_ITS_GRADIENT = ("_forward_pre_hooks", "_backward_hooks")
+
+_HANDLED = ("megatron.core.distributed.", "deepspeed.")
+"""Packages whose hooks gather parameters; patched modules take care of these themselves (see ``NormMLP``)."""
+
+
+def why_bf16_hooks(layer: Any, changed: dict[str, tuple[str, ...]]) -> str | None:
+    """The first hook of a program that a patch would silence or mislead.
+
+    Args:
+        layer: a ``TransformerLayer``.
+        changed: by the path of a module in ``layer``, the tables of hooks that the patch concerns.
+    """
+    for path, tables in changed.items():
+        module = layer.get_submodule(path)
+        for table in tables:
+            for hook in getattr(module, table).values():
+                if not str(getattr(hook, "__module__", "")).startswith(_HANDLED):
+                    kind = table.strip("_").removesuffix("s").replace("_", " ")
+                    return f"{path} has a {kind}, which would not run or see other values"
+    return None

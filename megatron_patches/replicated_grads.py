@@ -1,0 +1,161 @@
+"""Gradients of parameters that every tensor-parallel (TP) rank holds, when DeepSpeed drives training.
+
+DeepSpeed reduces gradients over data-parallel ranks only. Megatron's own training loop also sums, over TP ranks, the
+gradients of parameters that every TP rank holds but that each rank sees only a part of the data for: norms under
+sequence parallelism (SP), norms on queries and keys, biases added after a reduce-scatter. Left out, the replicas drift
+apart without any error. :func:`install_replicated_grad_hooks` adds that sum; :func:`check_replicas` shows whether
+replicas are still equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core import tensor_parallel as megatron_tp
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch import nn
+
+from .norm import Norm
+
+__all__ = ["check_replicas", "install_replicated_grad_hooks"]
+
+
+def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
+    """Sum (or average, where Megatron does) gradients of TP-replicated parameters over TP ranks, inside backward.
+
+    Call it once, on the built model, **before** ``deepspeed.initialize``: ZeRO reads gradients in hooks of its own,
+    which must run after these. Our own :class:`~megatron_patches.norm.Norm` sums inside its backward, before rounding;
+    every other parameter gets a tensor hook that sums in fp32. Not for Megatron's own training loop, which does this
+    itself.
+
+    Returns:
+        Names of the parameters concerned; empty without tensor parallelism.
+
+    Raises:
+        RuntimeError: installed already, too late (DeepSpeed holds the parameters), or Megatron drives this model.
+        ValueError: parameters whose kind cannot be told, and multi-latent attention.
+    """
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return []
+    _check_installable(model)
+    operations: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        operation = _missing_reduction(name, parameter)
+        if operation is not None and parameter.requires_grad:
+            operations[id(parameter)] = operation
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Norm) and any(id(p) in operations for p in module.parameters(recurse=False)):
+            module.reduce_grad_over_tp, module.partial_by_heads = True, _is_head_norm(name)
+            inside.update(id(p) for p in module.parameters(recurse=False))
+    group = parallel_state.get_tensor_model_parallel_group()
+    config = _config(model)
+    names = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in operations:
+            parameter.coat_replicated_grad = True  # type: ignore[attr-defined]
+            if id(parameter) not in inside:
+                by_tokens = operations[id(parameter)] == dist.ReduceOp.SUM and not _is_head_norm(name)
+                parameter.register_hook(_reducer(group, operations[id(parameter)], config if by_tokens else None))
+            names.append(name)
+    return names
+
+
+def _check_installable(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise RuntimeError(
+                "model: wrapped in Megatron's DistributedDataParallel, whose training loop reduces these gradients "
+                "itself; hooks would count them twice"
+            )
+        if isinstance(module, MultiLatentAttention):
+            raise ValueError(
+                "multi_latent_attention: got true, accepted: false with tensor parallelism under DeepSpeed"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "coat_replicated_grad"):
+            raise RuntimeError(f"replicated-gradient hooks are installed already (seen on {name})")
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+            raise RuntimeError(f"DeepSpeed already holds {name}; install replicated-gradient hooks before initialize")
+    for name, parameter in _sharded_parameters(model):
+        if not getattr(parameter, "tensor_model_parallel", False):
+            raise ValueError(
+                f"{name}: not marked tensor_model_parallel (as with perform_initialization=False), accepted: marked "
+                "parameters; DeepSpeed's gradient norm would count it wrongly too"
+            )
+
+
+def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    kinds = (megatron_tp.ColumnParallelLinear, megatron_tp.RowParallelLinear, megatron_tp.VocabParallelEmbedding)
+    for name, module in model.named_modules():
+        if isinstance(module, kinds) and getattr(module, "weight", None) is not None:
+            yield f"{name}.weight", module.weight
+
+
+def _missing_reduction(name: str, parameter: nn.Parameter) -> Any:
+    """The reduction over TP that Megatron's training loop applies to this gradient and DeepSpeed does not; or None."""
+    if getattr(parameter, "tensor_model_parallel", False):
+        return None
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        return dist.ReduceOp.AVG
+    if _is_head_norm(name) or getattr(parameter, "sequence_parallel", False):
+        return dist.ReduceOp.SUM
+    return None
+
+
+def _is_head_norm(name: str) -> bool:
+    """Whether a parameter or module belongs to a norm on queries or keys, which sees the heads of one rank."""
+    return any(part in ("q_layernorm", "k_layernorm") for part in name.split("."))
+
+
+def _config(model: nn.Module) -> Any:
+    """The configuration in which Megatron switches sequence parallelism on and off, or None if no module has one."""
+    return next((m.config for m in model.modules() if isinstance(m, MegatronModule)), None)
+
+
+def _reducer(group: dist.ProcessGroup, operation: Any, config: Any = None) -> Any:
+    """A tensor hook that sums or averages a gradient over ``group``, in fp32.
+
+    With ``config`` it does so only while ``config.sequence_parallel`` is true: without, each rank's gradient is whole.
+    """
+
+    def reduce(grad: torch.Tensor) -> torch.Tensor:
+        if config is not None and not config.sequence_parallel:
+            return grad
+        total = grad.to(torch.float32, copy=True).contiguous()
+        dist.all_reduce(total, group=group)
+        if operation == dist.ReduceOp.AVG:  # not an operation of gloo
+            total /= group.size()
+        return total.to(grad.dtype)
+
+    return reduce
+
+
+@torch.no_grad()
+def check_replicas(model: nn.Module) -> dict[str, float]:
+    """How far each TP-replicated parameter differs between TP ranks; collective over the TP group.
+
+    Returns:
+        name → max |difference| over the group, 0.0 where replicas agree.
+
+    Raises:
+        ValueError: parameters are partitioned by ZeRO-3 (gather them first).
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    differences = {}
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            continue
+        if getattr(parameter, "ds_status", None) is not None and parameter.numel() != parameter.ds_numel:  # type: ignore[attr-defined]
+            raise ValueError(f"{name}: partitioned by ZeRO-3, accepted: gathered parameters")
+        bounds = torch.stack([parameter.double(), -parameter.double()])
+        if group.size() > 1:
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        differences[name] = float((bounds[0] + bounds[1]).max())
+    return differences

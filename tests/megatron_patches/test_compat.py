@@ -1,0 +1,46 @@
+"""Supported versions of megatron-core, and the CPU in the place of the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_patches import check_version, compat, prepare_cpu
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.14.0rc5", "0.15.3", "0.16.1", "0.16.99+cu12"])
+def test_supported_versions(version, monkeypatch):
+    monkeypatch.setattr(compat.metadata, "version", lambda package: version)
+    assert check_version() == version
+
+
+@pytest.mark.parametrize("version", ["0.13.1", "0.9.0", "0.17.0", "0.17.0rc0", "1.0"])
+def test_unsupported_versions(version, monkeypatch):
+    monkeypatch.setattr(compat.metadata, "version", lambda package: version)
+    with pytest.raises(ImportError, match=rf"megatron-core: got {version}, accepted: >=0.14,<0.17"):
+        check_version()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced on a machine with a GPU")
+def test_cpu_stands_in_for_the_gpu():
+    assert prepare_cpu() and prepare_cpu()
+    replaced = torch.cuda.current_device
+    prepare_cpu()
+    assert torch.cuda.current_device is replaced
+    assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
+    torch.cuda.manual_seed(7)
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3), drawn)
+    state = torch.cuda.get_rng_state()
+    drawn = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has a generator of its own")
+def test_drawing_in_a_tensor_parallel_region_is_no_news_on_the_cpu(caplog):
+    with get_cuda_rng_tracker().fork():
+        torch.rand(3)
+    assert not caplog.records

@@ -1,0 +1,73 @@
+"""Sequence parallelism of a built model, switched off and on by Megatron's own function, on two ranks (gloo)."""
+
+from __future__ import annotations
+
+import torch
+
+from coat_dist.config import ActivationConfig
+from tests.support import run_ranks
+
+
+def _evaluate(model, labels=True):
+    from tests.megatron_patches.tiny import tiny_batch
+
+    tokens, targets, positions = tiny_batch(3)
+    with torch.no_grad():
+        return model.eval()(tokens, positions, None, labels=targets if labels else None)
+
+
+def _switched(rank, world, cases):
+    """Outputs and gradients by case: sequence parallelism on, switched off, on again, and a model built without."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.utils import set_model_to_sequence_parallel
+
+    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
+    from tests.megatron_patches.tiny import gradients, tiny_batch, tiny_gpt
+
+    def results(model):
+        outputs = [_evaluate(model, labels) for labels in (True, False)]
+        if model.config.num_moe_experts:  # which Megatron refuses to train without sequence parallelism
+            return outputs, (0.0, {})
+        return outputs, gradients(model.train(), tiny_batch(4))
+
+    found, alive = {}, []
+    for case, (coat, changes) in cases.items():
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        initialize_model_parallel(2)
+        models = {}
+        for sp in (True, False):
+            models[sp] = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=sp, **changes)
+            if coat is not None:
+                patch_model(models[sp], ActivationConfig(**coat))
+            install_replicated_grad_hooks(models[sp])
+        alive.append(models)  # Megatron keeps what to switch by id(model), which another model must not get
+        first = results(models[True])
+        set_model_to_sequence_parallel(models[True], False)
+        off = results(models[True])
+        set_model_to_sequence_parallel(models[True], True)
+        found[case] = {"on": first, "off": off, "on again": results(models[True]), "never": results(models[False])}
+    return found
+
+
+_SWITCHED = {
+    "llama": ({}, {}),
+    "qk_norm_bias": ({}, {"qk_layernorm": True, "add_bias_linear": True, "normalization": "LayerNorm"}),
+    "bf16_layer": ({"bf16_layers": (0,)}, {"num_query_groups": 2}),
+    "fp8_attention": ({"attention": "fp8"}, {}),
+    "tp_invariant": ({"tp_invariant": True}, {"qk_layernorm": True}),
+    "experts": ({}, {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 64}),
+    "unpatched": (None, {"qk_layernorm": True}),
+}
+
+
+def test_sequence_parallelism_is_switched_by_megatrons_own_function():
+    """Switched off, a model gives what one built without gives, to the bit; switched on again, what it gave before."""
+    for rank in run_ranks(2, _switched, _SWITCHED):
+        for case, found in rank.items():
+            for one, other in (("off", "never"), ("on again", "on")):
+                (outputs, (loss, gradients)), (others, (other_loss, other_gradients)) = found[one], found[other]
+                assert all(torch.equal(a, b) for a, b in zip(outputs, others, strict=True)), (case, one)
+                assert loss == other_loss, (case, one)
+                for name in gradients:
+                    assert torch.equal(gradients[name], other_gradients[name]), (case, one, name)
