@@ -11,12 +11,17 @@ Exit status: 0 done, 2 a checkpoint that cannot be converted.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from coat_dist.checkpoint.durable import make_folder
