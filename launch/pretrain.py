@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
+from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
 from launch.model.gpt import flops_per_token
@@ -39,7 +40,7 @@ from launch.training.plan import Plan, plan
 
 __all__ = ["main", "train"]
 
-USER_ERRORS = (CoatConfigError, checkpoint.CheckpointError, data.DataError)
+USER_ERRORS = (CoatConfigError, CheckpointError, data.DataError)
 
 
 def train(

@@ -24,8 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from coat_dist.checkpoint.durable import make_folder
-from coat_dist.checkpoint.lock import LOCK, NO_LOCKS, locked
+from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, sync_files, verify
 from coat_dist.checkpoint.publish import find, finished, name_of, publish, retire, unfinished
 
@@ -61,7 +60,7 @@ def convert(source: Path, folder: Path) -> Path:
     verify(source, manifest["files"])
     temporary = unfinished(final)
     with ExitStack() as held:
-        _lock(folder, held)
+        held.enter_context(locked_folder(folder, "--output", CheckpointError))
         _check_output(source, folder, final, manifest)  # again: another may have written until the lock was ours
         try:
             if temporary.exists():
@@ -75,20 +74,6 @@ def convert(source: Path, folder: Path) -> Path:
         for left in retire(folder, final):
             print(f"warning: cannot remove an old checkpoint: {left}", file=sys.stderr)
     return final
-
-
-def _lock(folder: Path, held: ExitStack) -> None:
-    """Keep other conversions, and runs that save there, out of ``folder`` until ``held`` is closed."""
-    try:
-        make_folder(folder)
-        held.enter_context(locked(folder / LOCK))
-    except BlockingIOError:
-        raise CheckpointError(
-            f"--output: got {folder}, which another program is writing to, accepted: another folder, or to wait"
-        ) from None
-    except OSError as problem:
-        if problem.errno not in NO_LOCKS:
-            raise CheckpointError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from problem
 
 
 def _check_output(source: Path, folder: Path, final: Path, manifest: Mapping[str, Any]) -> None:

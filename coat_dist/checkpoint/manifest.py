@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coat_dist.ranks import gather, on_rank_0, rank_and_world
+from ..ranks import gather, on_rank_0, rank_and_world
+from .durable import walk
 
 __all__ = ["FORMAT", "MANIFEST", "CheckpointError", "differences", "read_manifest", "sync_files", "verify"]
 
@@ -80,8 +81,12 @@ def sync_files(folder: Path) -> dict[str, list[int]]:
     Raises:
         CheckpointError: on every rank; lists the files that a rank could not read or bring to disk, and empty ones.
     """
+
+    def listed() -> list[str]:
+        return sorted((inner / name).relative_to(folder).as_posix() for inner, files in walk(folder) for name in files)
+
     try:
-        names = on_rank_0(lambda: sorted(p.relative_to(folder).as_posix() for p in _files(folder)))
+        names = on_rank_0(listed)
     except OSError as problem:
         raise CheckpointError(f"{folder}: cannot be listed ({problem})") from problem
     found = _read_all(folder, names, sync=True)
@@ -90,17 +95,6 @@ def sync_files(folder: Path) -> dict[str, list[int]]:
     if wrong or not names:
         raise CheckpointError("cannot finish a checkpoint:\n" + "\n".join(wrong or [f"{folder}: holds no files"]))
     return found  # type: ignore[return-value]  # no text is left in it
-
-
-def _files(folder: Path) -> list[Path]:
-    found = []
-    for inner, _, files in os.walk(folder, onerror=_raise):
-        found += [Path(inner, name) for name in files]
-    return found
-
-
-def _raise(problem: OSError) -> None:
-    raise problem
 
 
 def _read_all(folder: Path, names: list[str], sync: bool) -> dict[str, list[int] | str]:

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from coat_dist.checkpoint.durable import named, sync_folder, sync_tree, write_text
-from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError
+from .durable import named, sync_folder, sync_tree, write_text
+from .manifest import MANIFEST, CheckpointError
 
 __all__ = ["LATEST", "find", "finished", "name_of", "publish", "retire", "unfinished"]
 
