@@ -63,7 +63,7 @@ def train(
     from megatron_patches.parallel import initialize_model_parallel
 
     check_ranks_agree(p)
-    runtime.seed_hosts_generators(p.args.seed)
+    runtime.seed_python_and_numpy(p.args.seed)
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed)
     with ExitStack() as locks:
         folders = on_rank_0(lambda: open_folders(p.args, locks))

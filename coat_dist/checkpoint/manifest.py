@@ -1,4 +1,4 @@
-"""What a finished checkpoint's folder says of itself: ``manifest.json``, and whether the files are those it lists."""
+"""``manifest.json`` of a finished checkpoint: what it lists, and whether the files are still those."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a finished checkpoint.
 
     Raises:
-        CheckpointError: missing, unreadable, of another format, or without what each finished checkpoint says.
+        CheckpointError: missing, unreadable, of another format, or without what every finished checkpoint has in it.
     """
     path = checkpoint / MANIFEST
     try:
@@ -48,7 +48,7 @@ def _is_progress(value: Any) -> bool:
 
 def _is_files(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(entry, list) and [type(number) for number in entry] == [int, int] for entry in value.values()
+        isinstance(numbers, list) and [type(n) for n in numbers] == [int, int] for numbers in value.values()
     )
 
 
@@ -64,11 +64,11 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]]) -> None:
     found = _read_all(checkpoint, sorted(files), sync=False)
     wrong = []
     for name, (size, checksum) in files.items():
-        entry = found[name]
-        if isinstance(entry, str):
-            wrong.append(f"{name}: {entry}")
-        elif entry != [size, checksum]:
-            wrong.append(f"{name}: damaged (is {entry[0]} bytes, was {size})")
+        now = found[name]
+        if isinstance(now, str):
+            wrong.append(f"{name}: {now}")
+        elif now != [size, checksum]:
+            wrong.append(f"{name}: damaged (is {now[0]} bytes, was {size})")
     if wrong:
         raise CheckpointError(f"{checkpoint} is damaged, load another one by its folder:\n" + "\n".join(wrong))
 
@@ -90,8 +90,8 @@ def sync_files(folder: Path) -> dict[str, list[int]]:
     except OSError as problem:
         raise CheckpointError(f"{folder}: cannot be listed ({problem})") from problem
     found = _read_all(folder, names, sync=True)
-    wrong = [f"{folder / name}: {entry}" for name, entry in found.items() if isinstance(entry, str)]
-    wrong += [f"{folder / name}: is empty" for name, entry in found.items() if entry[0] == 0]
+    wrong = [f"{folder / name}: {problem}" for name, problem in found.items() if isinstance(problem, str)]
+    wrong += [f"{folder / name}: is empty" for name, numbers in found.items() if numbers[0] == 0]
     if wrong or not names:
         raise CheckpointError("cannot finish a checkpoint:\n" + "\n".join(wrong or [f"{folder}: holds no files"]))
     return found  # type: ignore[return-value]  # no text is left in it
@@ -101,7 +101,7 @@ def _read_all(folder: Path, names: list[str], sync: bool) -> dict[str, list[int]
     """[bytes, CRC-32] of each file, or what is wrong with it; files are dealt out to the ranks."""
     rank, world = rank_and_world()
     mine = {name: _read(folder / name, sync) for name in names[rank::world]}
-    return {name: entry for part in gather(mine) for name, entry in part.items()}
+    return {name: result for part in gather(mine) for name, result in part.items()}
 
 
 def _read(path: Path, sync: bool) -> list[int] | str:

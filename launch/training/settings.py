@@ -49,7 +49,7 @@ def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | 
     require(
         "zero_optimization.compute_grad_norm",
         _get(settings, "zero_optimization.compute_grad_norm") is not False,
-        "true (its default): the gradient norm is reported and checked",
+        "true (its default): the gradient norm is printed and checked",
     )
     require(
         "managed_gradient_accumulation",

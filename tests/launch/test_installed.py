@@ -113,6 +113,13 @@ atexit.register(look)
 """
 
 
+def test_workers_of_prepare_data_import_no_torch():
+    """They import the program again, each of them: seconds of work for nothing."""
+    look = "import launch.prepare_data, sys; print([m for m in ('torch', 'megatron', 'deepspeed') if m in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout == "[]\n", ended.stderr
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_started_by_its_path_finds_the_project_and_offers_none_of_its_folders(name, tmp_path, monkeypatch):
     """From a clone, whether it is installed or not."""
