@@ -34,7 +34,7 @@ from launch.prep.arguments import parser
 from launch.prep.documents import ReadOptions, texts
 from launch.prep.output import finished, locked, open_parts
 from launch.prep.shards import Job, merge, read_json, replacing, tokenize, write_json
-from launch.prep.sources import Piece, find, plan
+from launch.prep.sources import Piece, cut_into_shards, find
 
 __all__ = ["main", "prepare"]
 
@@ -139,7 +139,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
         else:
             open_parts(prefix, parts, settings, args.overwrite)
             summary = {"input_bytes": sum(f.size for f in files), "files": len(files), "settings": settings}
-            shards = plan(files, args.shard_bytes, None if args.dtype is None else np.dtype(args.dtype))
+            shards = cut_into_shards(files, args.shard_bytes, None if args.dtype is None else np.dtype(args.dtype))
             summary |= _write(args, tokenizer, shards, parts, skipped)
             write_json(f"{prefix}.json", summary)  # last: it vouches for the others
         shutil.rmtree(parts, ignore_errors=True)

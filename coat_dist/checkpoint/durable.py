@@ -15,7 +15,7 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one go, after its content has reached the disk. Its name has too when this returns.
+    """Replace a file at once. When this returns, its content and its name are on disk.
 
     Raises:
         OSError: the file is what it was before, or, if only the folder could not be synced, the new one.

@@ -66,7 +66,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if _is(path, descriptor):  # else somebody removed the folder, and this may be another's
+            if _is_at(path, descriptor):  # else somebody removed the folder, and this may be another's
                 path.unlink()
         os.close(descriptor)
 
@@ -76,7 +76,7 @@ def _take(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is(path, descriptor):
+            if _is_at(path, descriptor):
                 return descriptor
         except OSError as problem:
             os.close(descriptor)
@@ -86,7 +86,8 @@ def _take(path: Path) -> int:
         os.close(descriptor)  # its holder removed it in the meantime: what is locked has no name
 
 
-def _is(path: Path, descriptor: int) -> bool:
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is still the one of this name."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

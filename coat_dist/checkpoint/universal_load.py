@@ -2,8 +2,8 @@
 
 DeepSpeed's own loader leaves fp32 moments in the optimizer's state and links parameters to them, so that 8 bytes a
 parameter stay alive; it fails where a rank has no part of a group, restores neither frozen parameters nor buffers, and
-at stage 3 does not divide by tensor-parallel ranks. :func:`enable_universal_load` therefore puts :func:`load_universal`
-in the place of the one method of the ZeRO optimizer that does this; everything around it stays DeepSpeed's.
+at stage 3 does not divide by tensor-parallel ranks. :func:`enable_universal_load` therefore replaces the one
+method of the ZeRO optimizer that does this; everything around it stays DeepSpeed's.
 
 What a checkpoint does not fit is found first (``universal_check.py``), on all ranks; then everything is loaded.
 """
@@ -35,7 +35,7 @@ _CHUNK = 1 << 24
 
 
 def enable_universal_load(engine: Any) -> None:
-    """Let ``engine.load_checkpoint`` with ``"checkpoint": {"load_universal": true}`` fill a CoatAdamW.
+    """Let ``engine.load_checkpoint`` fill a CoatAdamW where ``"checkpoint": {"load_universal": true}`` is set.
 
     Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left alone. A checkpoint
     that does not fit is refused with a ``ValueError``, on every rank, before anything has been changed.
@@ -110,7 +110,7 @@ def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
     for part, params in zip(parts, members(zero), strict=True):
         weights = _read_partition(part, source, names, "fp32")
         if moments:
-            # A rank that holds nothing of a group still steps it: its count has to agree for bias correction to be one.
+            # A rank that holds nothing of a group still steps it: bias correction needs the same count on all ranks.
             step = next((source.step(names[p]) for p in [f.param for f in part.fragments] or params), 0)
             _fill_state(zero.optimizer, part, source, names, step)
         _fill_weights(zero.optimizer, part, weights)

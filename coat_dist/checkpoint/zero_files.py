@@ -21,9 +21,9 @@ EXTRA_STATE = "extra_state.pt"
 """Modules' extra states in a universal checkpoint."""
 OPTIMIZER = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 MODEL = r"(mp)_rank_(\d+)_model_states\.pt"
-"""Of stages 1 and 2."""
+"""Model files of stages 1 and 2: "mp", and the tensor-parallel rank."""
 MODEL3 = r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt"
-"""Of stage 3."""
+"""Model files of stage 3: data- and tensor-parallel rank."""
 
 
 class Place(NamedTuple):
