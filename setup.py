@@ -48,7 +48,13 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["coat_dist*", "megatron_patches*", "launch*"]),
+    # `configs` stays at the top of the project, and is installed inside `launch`, which looks for it in both places.
+    packages=[
+        *find_packages(include=["coat_dist*", "megatron_patches*", "launch*"]),
+        *("launch.configs.models", "launch.configs.deepspeed"),
+    ],
+    package_dir={"launch.configs": "configs"},
+    package_data={"launch.configs.models": ["*.json"], "launch.configs.deepspeed": ["*.json"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
 )

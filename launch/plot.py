@@ -5,10 +5,15 @@ python launch/plot.py runs/a runs/b --output loss.png
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+
+# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from launch.training.metrics import read_metrics

@@ -9,16 +9,21 @@ and restarts. docs/data.md describes inputs, tokenizers and options.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import hashlib
 import json
 import os
 import random
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +34,7 @@ from launch.prep.arguments import parser
 from launch.prep.documents import ReadOptions, texts
 from launch.prep.output import finished, locked, open_parts
 from launch.prep.shards import Job, merge, read_json, replacing, tokenize, write_json
-from launch.prep.sources import Piece, find, plan
+from launch.prep.sources import Piece, cut_into_shards, find
 
 __all__ = ["main", "prepare"]
 
@@ -134,7 +139,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
         else:
             open_parts(prefix, parts, settings, args.overwrite)
             summary = {"input_bytes": sum(f.size for f in files), "files": len(files), "settings": settings}
-            shards = plan(files, args.shard_bytes, None if args.dtype is None else np.dtype(args.dtype))
+            shards = cut_into_shards(files, args.shard_bytes, None if args.dtype is None else np.dtype(args.dtype))
             summary |= _write(args, tokenizer, shards, parts, skipped)
             write_json(f"{prefix}.json", summary)  # last: it vouches for the others
         shutil.rmtree(parts, ignore_errors=True)

@@ -9,19 +9,25 @@ steps in a row with a non-finite loss or gradient norm.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from coat_dist import CoatConfigError
+from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
 from launch.model.gpt import flops_per_token
@@ -34,7 +40,7 @@ from launch.training.plan import Plan, plan
 
 __all__ = ["main", "train"]
 
-USER_ERRORS = (CoatConfigError, checkpoint.CheckpointError, data.DataError)
+USER_ERRORS = (CoatConfigError, CheckpointError, data.DataError)
 
 
 def train(
@@ -57,7 +63,7 @@ def train(
     from megatron_patches import initialize_model_parallel
 
     check_ranks_agree(p)
-    runtime.seed_hosts_generators(p.args.seed)
+    runtime.seed_python_and_numpy(p.args.seed)
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed)
     with ExitStack() as locks:
         folders = on_rank_0(lambda: open_folders(p.args, locks))

@@ -11,16 +11,20 @@ Exit status: 0 done, 2 a checkpoint that cannot be converted.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from coat_dist.checkpoint.durable import make_folder
-from coat_dist.checkpoint.lock import LOCK, NO_LOCKS, locked
+from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, sync_files, verify
 from coat_dist.checkpoint.publish import find, finished, name_of, publish, retire, unfinished
 
@@ -56,7 +60,7 @@ def convert(source: Path, folder: Path) -> Path:
     verify(source, manifest["files"])
     temporary = unfinished(final)
     with ExitStack() as held:
-        _lock(folder, held)
+        held.enter_context(locked_folder(folder, "--output", CheckpointError))
         _check_output(source, folder, final, manifest)  # again: another may have written until the lock was ours
         try:
             if temporary.exists():
@@ -70,20 +74,6 @@ def convert(source: Path, folder: Path) -> Path:
         for left in retire(folder, final):
             print(f"warning: cannot remove an old checkpoint: {left}", file=sys.stderr)
     return final
-
-
-def _lock(folder: Path, held: ExitStack) -> None:
-    """Keep other conversions, and runs that save there, out of ``folder`` until ``held`` is closed."""
-    try:
-        make_folder(folder)
-        held.enter_context(locked(folder / LOCK))
-    except BlockingIOError:
-        raise CheckpointError(
-            f"--output: got {folder}, which another program is writing to, accepted: another folder, or to wait"
-        ) from None
-    except OSError as problem:
-        if problem.errno not in NO_LOCKS:
-            raise CheckpointError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from problem
 
 
 def _check_output(source: Path, folder: Path, final: Path, manifest: Mapping[str, Any]) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["make_folder", "named", "sync_folder", "sync_tree", "write_text"]
+__all__ = ["make_folder", "named", "sync_folder", "sync_tree", "walk", "write_text"]
 
 # What file systems answer that cannot sync a folder; there is nothing more to be done on these.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one go, after its content has reached the disk. Its name has too when this returns.
+    """Replace a file at once. When this returns, its content and its name are on disk.
 
     Raises:
         OSError: the file is what it was before, or, if only the folder could not be synced, the new one.
@@ -47,8 +48,22 @@ def sync_folder(folder: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """:func:`sync_folder` for a folder and all folders in it."""
-    for inner, _, _ in os.walk(folder, topdown=False, onerror=_raise):
-        sync_folder(Path(inner))
+    for inner, _ in walk(folder, topdown=False):
+        sync_folder(inner)
+
+
+def walk(folder: Path, topdown: bool = True) -> Iterator[tuple[Path, list[str]]]:
+    """A folder and all folders in it, each with the names of its files. ``os.walk`` leaves out what it cannot read.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
+
+    def fail(problem: OSError) -> None:
+        raise problem
+
+    for inner, _, files in os.walk(folder, topdown, onerror=fail):
+        yield Path(inner), files
 
 
 def make_folder(folder: Path) -> None:
@@ -64,7 +79,3 @@ def named(problem: OSError, path: Path) -> OSError:
     if problem.filename is not None:
         return problem
     return OSError(problem.errno or errno.EIO, problem.strerror or str(problem), str(path))
-
-
-def _raise(problem: OSError) -> None:
-    raise problem

@@ -35,7 +35,7 @@ def check_before_load(engine: Any, name: str, check: Callable[[Request], list[st
         engine: DeepSpeed's.
         name: of the check; a later one of the same name takes its place.
         check: returns one line for each problem, or raises a ``ValueError``. Must not use collectives.
-        accepted: last line of the error.
+        accepted: last line of the error; says what would be accepted.
     """
     checks = getattr(engine.load_checkpoint, "coat_checks", None)
     if checks is not None:
@@ -66,8 +66,8 @@ def check_before_load(engine: Any, name: str, check: Callable[[Request], list[st
         for check, accepted in checks.values():
             raise_everywhere(functools.partial(problems, check), accepted)
         if "universal" in checks and engine.load_universal_checkpoint():
-            # Whether moments are loaded is up to the loader, which the check has told. At stage 3, DeepSpeed would
-            # look for a checkpoint of its own kind where none are wanted.
+            # The universal loader has learnt from its check whether moments are wanted. DeepSpeed is told yes in any
+            # case: at stage 3 it would otherwise look for a checkpoint of its own kind.
             load_optimizer_states = True
         return original(
             load_dir,

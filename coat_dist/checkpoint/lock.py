@@ -6,15 +6,48 @@ import contextlib
 import errno
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["LOCK", "NO_LOCKS", "locked"]
+from .durable import make_folder
+
+__all__ = ["LOCK", "locked", "locked_folder"]
 
 LOCK = ".lock"
 """Name of the file in a folder of checkpoints or metrics; several programs look for it."""
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error numbers of a file system that has no locks."""
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, option: str, error: type[Exception]) -> Iterator[None]:
+    """Make a folder where it is not there, and keep other programs that ask for the same lock out of it.
+
+    On a file system without locks there is a warning on stderr instead.
+
+    Args:
+        folder: to be written to; the lock is the file ``LOCK`` in it.
+        option: of the command line that named the folder, for the error.
+        error: raised with one line where another program holds the lock, or the folder cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            make_folder(folder)
+            held.enter_context(locked(folder / LOCK))
+        except BlockingIOError:
+            raise error(
+                f"{option}: got {folder}, which another program is writing to, accepted: another folder, or to wait"
+            ) from None
+        except OSError as problem:
+            if problem.errno not in _NO_LOCKS:
+                raise error(f"{option}: got {folder}, accepted: a folder to write to ({problem})") from problem
+            print(
+                f"warning: {folder} is on a file system without locks: do not let a second program write into it",
+                file=sys.stderr,
+                flush=True,
+            )
+        yield
 
 
 @contextlib.contextmanager
@@ -26,14 +59,14 @@ def locked(path: Path) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process holds it.
-        OSError: the file cannot be made, or its file system has no locks (``NO_LOCKS``).
+        OSError: the file cannot be made, or its file system has no locks.
     """
     descriptor = _take(path)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if _is(path, descriptor):  # else somebody removed the folder, and this may be another's
+            if _is_at(path, descriptor):  # else somebody removed the folder, and this may be another's
                 path.unlink()
         os.close(descriptor)
 
@@ -43,7 +76,7 @@ def _take(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is(path, descriptor):
+            if _is_at(path, descriptor):
                 return descriptor
         except OSError as problem:
             os.close(descriptor)
@@ -53,7 +86,8 @@ def _take(path: Path) -> int:
         os.close(descriptor)  # its holder removed it in the meantime: what is locked has no name
 
 
-def _is(path: Path, descriptor: int) -> bool:
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is still the one of this name."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

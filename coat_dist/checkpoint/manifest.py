@@ -1,4 +1,4 @@
-"""What a finished checkpoint's folder says of itself: ``manifest.json``, and whether the files are those it lists."""
+"""``manifest.json`` of a finished checkpoint: what it lists, and whether the files are still those."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coat_dist.ranks import gather, on_rank_0, rank_and_world
+from ..ranks import gather, on_rank_0, rank_and_world
+from .durable import walk
 
 __all__ = ["FORMAT", "MANIFEST", "CheckpointError", "differences", "read_manifest", "sync_files", "verify"]
 
@@ -25,7 +26,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a finished checkpoint.
 
     Raises:
-        CheckpointError: missing, unreadable, of another format, or without what each finished checkpoint says.
+        CheckpointError: missing, unreadable, of another format, or without what every finished checkpoint has in it.
     """
     path = checkpoint / MANIFEST
     try:
@@ -47,7 +48,7 @@ def _is_progress(value: Any) -> bool:
 
 def _is_files(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(entry, list) and [type(number) for number in entry] == [int, int] for entry in value.values()
+        isinstance(numbers, list) and [type(n) for n in numbers] == [int, int] for numbers in value.values()
     )
 
 
@@ -63,11 +64,11 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]]) -> None:
     found = _read_all(checkpoint, sorted(files), sync=False)
     wrong = []
     for name, (size, checksum) in files.items():
-        entry = found[name]
-        if isinstance(entry, str):
-            wrong.append(f"{name}: {entry}")
-        elif entry != [size, checksum]:
-            wrong.append(f"{name}: damaged (is {entry[0]} bytes, was {size})")
+        now = found[name]
+        if isinstance(now, str):
+            wrong.append(f"{name}: {now}")
+        elif now != [size, checksum]:
+            wrong.append(f"{name}: damaged (is {now[0]} bytes, was {size})")
     if wrong:
         raise CheckpointError(f"{checkpoint} is damaged, load another one by its folder:\n" + "\n".join(wrong))
 
@@ -80,34 +81,27 @@ def sync_files(folder: Path) -> dict[str, list[int]]:
     Raises:
         CheckpointError: on every rank; lists the files that a rank could not read or bring to disk, and empty ones.
     """
+
+    def listed() -> list[str]:
+        return sorted((inner / name).relative_to(folder).as_posix() for inner, files in walk(folder) for name in files)
+
     try:
-        names = on_rank_0(lambda: sorted(p.relative_to(folder).as_posix() for p in _files(folder)))
+        names = on_rank_0(listed)
     except OSError as problem:
         raise CheckpointError(f"{folder}: cannot be listed ({problem})") from problem
     found = _read_all(folder, names, sync=True)
-    wrong = [f"{folder / name}: {entry}" for name, entry in found.items() if isinstance(entry, str)]
-    wrong += [f"{folder / name}: is empty" for name, entry in found.items() if entry[0] == 0]
+    wrong = [f"{folder / name}: {problem}" for name, problem in found.items() if isinstance(problem, str)]
+    wrong += [f"{folder / name}: is empty" for name, numbers in found.items() if numbers[0] == 0]
     if wrong or not names:
         raise CheckpointError("cannot finish a checkpoint:\n" + "\n".join(wrong or [f"{folder}: holds no files"]))
     return found  # type: ignore[return-value]  # no text is left in it
-
-
-def _files(folder: Path) -> list[Path]:
-    found = []
-    for inner, _, files in os.walk(folder, onerror=_raise):
-        found += [Path(inner, name) for name in files]
-    return found
-
-
-def _raise(problem: OSError) -> None:
-    raise problem
 
 
 def _read_all(folder: Path, names: list[str], sync: bool) -> dict[str, list[int] | str]:
     """[bytes, CRC-32] of each file, or what is wrong with it; files are dealt out to the ranks."""
     rank, world = rank_and_world()
     mine = {name: _read(folder / name, sync) for name in names[rank::world]}
-    return {name: entry for part in gather(mine) for name, entry in part.items()}
+    return {name: result for part in gather(mine) for name, result in part.items()}
 
 
 def _read(path: Path, sync: bool) -> list[int] | str:

@@ -1,4 +1,4 @@
-"""A folder of checkpoints on disk: which are finished, which is the newest, how one becomes that, which may go.
+"""A folder of checkpoints: which are finished, which is the newest, how a new one is added, which may be removed.
 
 Nothing here knows what a checkpoint holds besides its ``manifest.json``. At every moment, and after an error or a kill
 at any line, the folder holds a finished checkpoint that :func:`find` finds, once it held one.
@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from coat_dist.checkpoint.durable import named, sync_folder, sync_tree, write_text
-from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError
+from .durable import named, sync_folder, sync_tree, write_text
+from .manifest import MANIFEST, CheckpointError
 
 __all__ = ["LATEST", "find", "finished", "name_of", "publish", "retire", "unfinished"]
 

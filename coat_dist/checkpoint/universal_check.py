@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from .universal_codes import check_codes
-from .universal_source import Source
+from .universal_folder import UniversalFolder
 from .zero_files import KEYS
 from .zero_partitions import members, partitions
 
-__all__ = ["modules_with_extra_state", "problems", "untrained"]
+__all__ = ["modules_with_extra_state", "find_problems", "untrained_tensors"]
 
 _ACCEPTED = "accepted: a universal checkpoint of this model, as launch/to_universal.py writes it"
 _LENIENT = "or load_module_strict=False, which passes over them"
 
 
-def problems(engine: Any, source: Source, moments: bool, strict: bool = True) -> list[str]:
+def find_problems(engine: Any, source: UniversalFolder, moments: bool, strict: bool = True) -> list[str]:
     """One line for each kind of problem. Reads the files' headers and the small ones among them, changes nothing.
 
     Args:
@@ -30,13 +30,13 @@ def problems(engine: Any, source: Source, moments: bool, strict: bool = True) ->
         ValueError: the first file that cannot be read or holds another shape.
     """
     return [
-        *_trained(engine, source, moments),
-        *_untrained(engine, source, strict),
-        *_extra(engine, source, strict),
+        *_check_trained(engine, source, moments),
+        *_check_untrained(engine, source, strict),
+        *_check_extra_states(engine, source, strict),
     ]
 
 
-def untrained(engine: Any) -> dict[str, torch.Tensor]:
+def untrained_tensors(engine: Any) -> dict[str, torch.Tensor]:
     """Parameters of the model that no optimizer steps, and buffers, by name."""
     stepped = {id(p) for params in members(engine.optimizer) for p in params}
     found: dict[str, torch.Tensor] = {n: p for n, p in engine.module.named_parameters() if id(p) not in stepped}
@@ -50,7 +50,7 @@ def modules_with_extra_state(engine: Any) -> dict[str, torch.nn.Module]:
     return {n: m for n, m in found.items() if getattr(type(m), "set_extra_state", plain) is not plain}
 
 
-def _trained(engine: Any, source: Source, moments: bool) -> list[str]:
+def _check_trained(engine: Any, source: UniversalFolder, moments: bool) -> list[str]:
     names = engine.param_names
     parts = list(partitions(engine.optimizer))
     mine = [(names[f.param], f.shape) for part in parts for f in part.fragments]
@@ -88,9 +88,9 @@ def _trained(engine: Any, source: Source, moments: bool) -> list[str]:
     return found
 
 
-def _untrained(engine: Any, source: Source, strict: bool) -> list[str]:
+def _check_untrained(engine: Any, source: UniversalFolder, strict: bool) -> list[str]:
     """Frozen parameters and buffers."""
-    mine = untrained(engine)
+    mine = untrained_tensors(engine)
     for name, target in mine.items():
         if source.has(name):
             source.weights(name, getattr(target, "ds_shape", target.shape))
@@ -108,7 +108,7 @@ def _untrained(engine: Any, source: Source, strict: bool) -> list[str]:
     return found
 
 
-def _extra(engine: Any, source: Source, strict: bool) -> list[str]:
+def _check_extra_states(engine: Any, source: UniversalFolder, strict: bool) -> list[str]:
     mine = modules_with_extra_state(engine)
     unknown = sorted(source.extra.keys() - mine.keys())
     for name in source.extra.keys() & mine.keys():

@@ -23,9 +23,9 @@ import torch
 
 from ..optim.state import LAYOUT_KEYS
 
-__all__ = ["FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
+__all__ = ["CODES_FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
 
-FILE = "codes.coat"
+CODES_FILE = "codes.coat"
 _TENSORS = tuple(f"coat_{which}_{part}" for which in "mv" for part in "qak")
 
 
@@ -85,7 +85,7 @@ def read_codes(
     Raises:
         ValueError: the file cannot be read.
     """
-    saved = _read(path)
+    saved = _read_file(path)
     if saved is None or len(saved["ranks"]) != tp[1] or saved["layout"] != {key: group[key] for key in LAYOUT_KEYS}:
         return 0
     codes = saved["ranks"][tp[0]]
@@ -102,10 +102,10 @@ def read_codes(
 
 def check_codes(path: Path) -> None:
     """Raise a ``ValueError`` where there is such a file and :func:`read_codes` could not take codes from it."""
-    _read(path)
+    _read_file(path)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_file(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:

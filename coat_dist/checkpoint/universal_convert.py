@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from .universal_codes import FILE, write_codes
-from .zero_files import EXTRA_STATE, KEYS, MODEL, MODEL3, OPTIMIZER, Shard, grid, read
+from .universal_codes import CODES_FILE, write_codes
+from .zero_files import EXTRA_STATE, KEYS, MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
 __all__ = ["convert_to_universal"]
 
@@ -50,10 +50,10 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
     used = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if used or target.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"target: got {target}, accepted: an empty or a new folder outside of {source}")
-    optimizer_files = grid(source, OPTIMIZER)
-    model_files = grid(source, MODEL3, required=False)
+    optimizer_files = files_by_rank(source, OPTIMIZER)
+    model_files = files_by_rank(source, MODEL3, required=False)
     if not model_files:  # ZeRO-1 and 2: one file a tensor-parallel rank
-        model_files = [[path] for row in grid(source, MODEL) for path in row]
+        model_files = [[path] for row in files_by_rank(source, MODEL) for path in row]
     if len(model_files) != len(optimizer_files):
         raise ValueError(
             f"{source}: got model files of {len(model_files)} tensor-parallel ranks and optimizer files of "
@@ -85,7 +85,7 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
             _check_places(row, model[0])
     for name in shapes[0]:
         _write_parameter(target / "zero" / name, name, shards, [s[name] for s in shapes], rules or {})
-    torch.save(_rest(models, shapes[0], rules or {}, source), _file(target / "zero" / "rest.pt"))
+    torch.save(_untrained_tensors(models, shapes[0], rules or {}, source), _in_new_folder(target / "zero" / "rest.pt"))
     if extra := _extra_states(models):
         torch.save(extra, target / "zero" / EXTRA_STATE)
     _write_globals(target, shards[0][0], first)
@@ -123,11 +123,11 @@ def _write_parameter(
                     f"{shape.numel()}"
                 )
             pieces.append(flat.view(shape))
-        whole, layout = _merge(name, pieces, rules)
-        torch.save({"param": whole, **layout}, _file(folder / f"{key}.pt"))
-    _write_codes(folder / FILE, name, shards)
+        whole, layout = _join_ranks(name, pieces, rules)
+        torch.save({"param": whole, **layout}, _in_new_folder(folder / f"{key}.pt"))
+    _write_codes(folder / CODES_FILE, name, shards)
     # torch's optimizers want a tensor; ours takes either.
-    torch.save(torch.tensor(float(steps.pop())), _file(folder / "step.pt"))
+    torch.save(torch.tensor(float(steps.pop())), _in_new_folder(folder / "step.pt"))
 
 
 def _write_codes(path: Path, name: str, shards: list[list[Shard]]) -> None:
@@ -145,7 +145,7 @@ def _write_codes(path: Path, name: str, shards: list[list[Shard]]) -> None:
     write_codes(path, layout, ranks)
 
 
-def _merge(name: str, pieces: list[torch.Tensor], rules: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+def _join_ranks(name: str, pieces: list[torch.Tensor], rules: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
     """The tensor of all tensor-parallel ranks, and how to divide it again, in DeepSpeed's keys."""
 
     def listed(key: str) -> bool:
@@ -161,19 +161,19 @@ def _merge(name: str, pieces: list[torch.Tensor], rules: Mapping[str, Any]) -> t
     return torch.cat(pieces, dim), {"cat_dim": dim}
 
 
-def _rest(
+def _untrained_tensors(
     models: list[list[dict[str, Any]]], trained: Mapping[str, Any], rules: Mapping[str, Any], source: Path
 ) -> dict[str, dict[str, Any]]:
     """Frozen parameters and buffers, in their own dtype: ``{name: {"param": tensor, ...}}``."""
     found: dict[str, dict[str, Any]] = {}
     aliases = set(models[0][0].get("shared_params") or {})
-    per_rank = [_untrained(row) for row in models]
+    per_rank = [_outside_optimizer(row) for row in models]
     for name in per_rank[0]:
         if name in trained or name in aliases:
             continue
         pieces = [one[name] for one in per_rank]
         if name not in models[0][0]["buffer_names"] or not rules:  # frozen_param_shapes are not saved at stage 1
-            whole, layout = _merge(name, pieces, rules)
+            whole, layout = _join_ranks(name, pieces, rules)
         elif all(torch.equal(piece, pieces[0]) for piece in pieces):
             whole, layout = pieces[0].clone(), {}
         else:
@@ -195,7 +195,7 @@ def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def _untrained(row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def _outside_optimizer(row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Tensors of one tensor-parallel rank's model files that may lie outside the optimizer."""
     first = row[0]
     if len(row) == 1:
@@ -222,12 +222,12 @@ def _write_globals(target: Path, shard: Shard, model: Mapping[str, Any]) -> None
             "param_groups": shard.groups,
         },
     }
-    torch.save(kept, _file(target / "zero" / "optimizer_state.pt"))
+    torch.save(kept, _in_new_folder(target / "zero" / "optimizer_state.pt"))
     counters = {k: v for k, v in model.items() if k not in _OF_MODEL} | {"module": {}, "mp_world_size": 1}
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # ZeRO-1, 2 and ZeRO-3
         torch.save(counters, target / name)
 
 
-def _file(path: Path) -> Path:
+def _in_new_folder(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

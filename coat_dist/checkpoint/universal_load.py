@@ -2,8 +2,8 @@
 
 DeepSpeed's own loader leaves fp32 moments in the optimizer's state and links parameters to them, so that 8 bytes a
 parameter stay alive; it fails where a rank has no part of a group, restores neither frozen parameters nor buffers, and
-at stage 3 does not divide by tensor-parallel ranks. :func:`enable_universal_load` therefore puts :func:`load_universal`
-in the place of the one method of the ZeRO optimizer that does this; everything around it stays DeepSpeed's.
+at stage 3 does not divide by tensor-parallel ranks. :func:`enable_universal_load` therefore replaces the one
+method of the ZeRO optimizer that does this; everything around it stays DeepSpeed's.
 
 What a checkpoint does not fit is found first (``universal_check.py``), on all ranks; then everything is loaded.
 """
@@ -22,9 +22,9 @@ from ..optim.master import write_master
 from ..optim.state import codecs, has_remainder, moment, new_state
 from ..ranks import raise_everywhere
 from .load_checks import Request, check_before_load
-from .universal_check import modules_with_extra_state, problems, untrained
+from .universal_check import find_problems, modules_with_extra_state, untrained_tensors
 from .universal_codes import read_codes
-from .universal_source import Source
+from .universal_folder import UniversalFolder
 from .zero_files import KEYS
 from .zero_partitions import Partition, members, partitions
 
@@ -35,7 +35,7 @@ _CHUNK = 1 << 24
 
 
 def enable_universal_load(engine: Any) -> None:
-    """Let ``engine.load_checkpoint`` with ``"checkpoint": {"load_universal": true}`` fill a CoatAdamW.
+    """Let ``engine.load_checkpoint`` fill a CoatAdamW where ``"checkpoint": {"load_universal": true}`` is set.
 
     Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left alone. A checkpoint
     that does not fit is refused with a ``ValueError``, on every rank, before anything has been changed.
@@ -57,7 +57,7 @@ def enable_universal_load(engine: Any) -> None:
     def check(request: Request) -> list[str]:
         if not engine.load_universal_checkpoint():
             return []
-        found = problems(engine, _source(engine, request.folder), request.states, request.strict)
+        found = find_problems(engine, _open_folder(engine, request.folder), request.states, request.strict)
         checked.clear()
         if not found:
             checked[request.folder] = request
@@ -68,7 +68,7 @@ def enable_universal_load(engine: Any) -> None:
         if request is None:  # not by way of engine.load_checkpoint
             load_universal(engine, checkpoint_folder, moments=load_optimizer_states)
         else:
-            _apply(engine, _source(engine, request.folder), request.states)
+            _fill_engine(engine, _open_folder(engine, request.folder), request.states)
 
     zero._load_universal_checkpoint = load
     check_before_load(engine, "universal", check)
@@ -92,25 +92,25 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True, strict
     Raises:
         ValueError: files are missing or of another model; names them. On every rank, and nothing has been changed then.
     """
-    raise_everywhere(lambda: problems(engine, _source(engine, folder), moments, strict))
-    _apply(engine, _source(engine, folder), moments)
+    raise_everywhere(lambda: find_problems(engine, _open_folder(engine, folder), moments, strict))
+    _fill_engine(engine, _open_folder(engine, folder), moments)
 
 
-def _source(engine: Any, folder: str | Path) -> Source:
-    return Source(Path(folder), _tensor_parallel(engine))
+def _open_folder(engine: Any, folder: str | Path) -> UniversalFolder:
+    return UniversalFolder(Path(folder), _tensor_parallel(engine))
 
 
 @torch.no_grad()
-def _apply(engine: Any, source: Source, moments: bool) -> None:
+def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
     zero, names = engine.optimizer, engine.param_names
     parts = list(partitions(zero))
     modules = modules_with_extra_state(engine)
     for name in source.extra.keys() & modules.keys():  # first: this is the model's own code, which may refuse
         modules[name].set_extra_state(source.extra_state(name))
     for part, params in zip(parts, members(zero), strict=True):
-        weights = _gather(part, source, names, "fp32")
+        weights = _read_partition(part, source, names, "fp32")
         if moments:
-            # A rank that holds nothing of a group still steps it: its count has to agree for bias correction to be one.
+            # A rank that holds nothing of a group still steps it: bias correction needs the same count on all ranks.
             step = next((source.step(names[p]) for p in [f.param for f in part.fragments] or params), 0)
             _fill_state(zero.optimizer, part, source, names, step)
         _fill_weights(zero.optimizer, part, weights)
@@ -118,15 +118,15 @@ def _apply(engine: Any, source: Source, moments: bool) -> None:
         _relink(parts, zero.optimizer)
     _load_loss_scale(zero, source.globals)
     _renew_stage3(zero)
-    for name, target in untrained(engine).items():
+    for name, target in untrained_tensors(engine).items():
         if source.has(name):
             _fill_untrained(target, source.weights(name, getattr(target, "ds_shape", target.shape)))
 
 
-def _fill_state(base: Any, part: Partition, source: Source, names: Mapping, step: int) -> None:
+def _fill_state(base: Any, part: Partition, source: UniversalFolder, names: Mapping, step: int) -> None:
     """Replace the state of one partition."""
     if not isinstance(base, CoatAdamW):
-        moments = {key: _gather(part, source, names, key).to(part.flat.device) for key in KEYS[1:]}
+        moments = {key: _read_partition(part, source, names, key).to(part.flat.device) for key in KEYS[1:]}
         on_device = part.group.get("fused") or part.group.get("capturable")
         count = torch.tensor(float(step), device=part.flat.device if on_device else "cpu")
         base.state[part.flat] = {"step": count, **moments}
@@ -134,7 +134,7 @@ def _fill_state(base: Any, part: Partition, source: Source, names: Mapping, step
     state = new_state(part.flat, part.group)
     state["step"] = step
     for key, which, codec in zip(KEYS[1:], "mv", codecs(part.group), strict=True):
-        values = _gather(part, source, names, key)
+        values = _read_partition(part, source, names, key)
         if part.group["moments"] == "fp32":
             state[key].copy_(values)
             continue
@@ -159,7 +159,7 @@ def _fill_weights(base: Any, part: Partition, weights: torch.Tensor) -> None:
     write_master(part.flat, state, 0, weights)
 
 
-def _gather(part: Partition, source: Source, names: Mapping, key: str) -> torch.Tensor:
+def _read_partition(part: Partition, source: UniversalFolder, names: Mapping, key: str) -> torch.Tensor:
     """This rank's partition of the weights or a moment, flat, fp32, on the CPU; padding is zero."""
     flat = torch.zeros(part.flat.numel())
     for f in part.fragments:

@@ -13,7 +13,7 @@ from ..optim.master import read_master
 from ..optim.moments import read_moment
 from .universal_codes import groups_within, select_codes
 
-__all__ = ["EXTRA_STATE", "KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "grid", "read"]
+__all__ = ["EXTRA_STATE", "KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "files_by_rank", "read"]
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 """Tensors a parameter has in a universal checkpoint."""
@@ -21,9 +21,9 @@ EXTRA_STATE = "extra_state.pt"
 """Modules' extra states in a universal checkpoint."""
 OPTIMIZER = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 MODEL = r"(mp)_rank_(\d+)_model_states\.pt"
-"""Of stages 1 and 2."""
+"""Model files of stages 1 and 2: "mp", and the tensor-parallel rank."""
 MODEL3 = r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt"
-"""Of stage 3."""
+"""Model files of stage 3: data- and tensor-parallel rank."""
 
 
 class Place(NamedTuple):
@@ -110,7 +110,7 @@ class Shard:
         return state
 
 
-def grid(folder: Path, pattern: str, required: bool = True) -> list[list[Path]]:
+def files_by_rank(folder: Path, pattern: str, required: bool = True) -> list[list[Path]]:
     """Files by [tensor-parallel rank][data-parallel rank]."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():

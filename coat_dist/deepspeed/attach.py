@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoint.native_load import check_native_loads
+from ..checkpoint.native_check import check_native_loads
 from ..checkpoint.universal_load import enable_universal_load
 from ..checkpoint.zero_partitions import is_zero
 from ..optim.adamw import CoatAdamW

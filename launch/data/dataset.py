@@ -32,7 +32,6 @@ __all__ = [
     "PretrainSampler",
     "batches",
     "build_datasets",
-    "padded_vocab_size",
     "parse_blend",
     "parse_split",
     "read_info",
@@ -81,25 +80,13 @@ def read_info(prefix: str) -> DataInfo:
     return info
 
 
-def padded_vocab_size(vocab: int, divisor: int = 128, tp: int = 1) -> int:
-    """Rows of the embedding: the next multiple of ``divisor · tp``, so that every TP rank holds as many.
-
-    Raises:
-        DataError: an argument below 1.
-    """
-    for name, value in (("vocab", vocab), ("divisor", divisor), ("tp", tp)):
-        if value < 1:
-            raise DataError(f"{name}: got {value}, accepted: 1 or more")
-    return -(-vocab // (divisor * tp)) * divisor * tp
-
-
 def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights of ``["a", "b"]``, ``["0.3 a", "0.7 b"]`` or Megatron's ``["0.3", "a", "0.7", "b"]``.
 
     Raises:
         DataError: nothing given, weights on some only, or a weight that is not a positive number.
     """
-    entries: list[tuple[str, float | None]] = []
+    given: list[tuple[str, float | None]] = []
     pending: float | None = None
     for path in paths:
         head, _, rest = path.strip().partition(" ")
@@ -107,18 +94,18 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
         if weight is not None and not rest.strip() and pending is None:
             pending = weight
         elif weight is not None and rest.strip() and pending is None:
-            entries.append((rest.strip(), weight))
+            given.append((rest.strip(), weight))
         else:
-            entries.append((path, pending))
+            given.append((path, pending))
             pending = None
-    if pending is not None or not entries:
+    if pending is not None or not given:
         raise DataError(f"data: got {list(paths)}, accepted: PREFIX ... or 'WEIGHT PREFIX' ...")
-    weights = [w for _, w in entries if w is not None]
-    if weights and len(weights) < len(entries):
+    weights = [w for _, w in given if w is not None]
+    if weights and len(weights) < len(given):
         raise DataError(f"data: got {list(paths)}, accepted: a weight for every prefix or for none")
     if any(not (w > 0 and math.isfinite(w)) for w in weights):
         raise DataError(f"data: got the weights {weights}, accepted: positive numbers")
-    prefixes = [p for p, _ in entries]
+    prefixes = [p for p, _ in given]
     if len(set(prefixes)) < len(prefixes):
         raise DataError(f"data: got {list(paths)}, accepted: every prefix once")
     return prefixes, weights or None

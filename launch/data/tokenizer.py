@@ -191,14 +191,13 @@ def bpe_size(spec: str) -> int | None:
     return int(size)
 
 
-def train_bpe(documents: Iterable[str], vocab_size: int, file: Path, progress: bool = False) -> None:
+def train_bpe(documents: Iterable[str], vocab_size: int, file: Path) -> None:
     """Train a byte-level BPE and save it as a Hugging Face ``tokenizer.json``. The same documents give the same bytes.
 
     Args:
         documents: text to learn from.
         vocab_size: ids wanted, :data:`SMALLEST_BPE` or more; a small text gives fewer.
         file: where to save.
-        progress: let the library draw its progress bar.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -209,7 +208,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, file: Path, progress: b
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        show_progress=progress,
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte, so that no text is out of vocabulary
     )
     library.train_from_iterator(iter(documents), trainer)

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from coat_dist import CoatConfigError
 from coat_dist.config import load_json
 from coat_dist.reference.activation import ACTIVATIONS
+from launch.find_config import find_config
 from launch.model.experts import ExpertsConfig
 
 __all__ = [
@@ -139,13 +140,17 @@ class ModelConfig(ExpertsConfig):
             raise CoatConfigError("\n".join(wrong))
 
 
-def load_model_config(path: str | Path, overrides: Sequence[str] = ()) -> ModelConfig:
-    """Read a model description and apply ``key=value`` overrides (values are JSON; a bare word is a string).
+def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> ModelConfig:
+    """Read a model description and apply overrides.
+
+    Args:
+        given: value of ``--model``: a path, or a name in ``configs/models``.
+        overrides: ``key=value``; values are JSON, a bare word is a string.
 
     Raises:
-        CoatConfigError: unreadable file, unknown key, wrong type or contradictory sizes; names the key.
+        CoatConfigError: no such file, unknown key, wrong type or contradictory sizes; names the key.
     """
-    values = load_json(path)
+    values = load_json(find_config("--model", given, "models"))
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from coat_dist.checkpoint import lock
 from launch.prep import DataError
 from launch.prep.shards import read_json, write_json
 
@@ -40,6 +39,9 @@ def locked(prefix: str, parts: Path) -> Iterator[None]:
         raise DataError(
             f"--output: got {prefix!r}, which is a folder, accepted: a folder and the beginning of a file name"
         )
+    # Imported late: it brings torch, which takes seconds, and workers, which import this file, do not need it.
+    from coat_dist.checkpoint import lock
+
     with contextlib.ExitStack() as held:
         try:
             parts.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ import numpy as np
 
 from launch.prep import DataError
 
-__all__ = ["Piece", "Source", "find", "open_parquet", "open_tokens", "plan"]
+__all__ = ["Piece", "Source", "cut_into_shards", "find", "open_parquet", "open_tokens"]
 
 _TEXT = """txt text md rst tex py pyi pyx ipynb c h cc cpp cxx hpp cu cuh m java kt scala js jsx ts tsx go rs rb
 php pl lua r jl swift cs hs ml sh bash sql html css xml yaml yml toml ini cfg cmake"""
@@ -127,7 +127,7 @@ def find(
     for given in inputs:
         path = Path(given)
         if given == "stdlib" and not path.exists() and not tokens:
-            # Everything that is no Python file there is no loss worth a line in the summary.
+            # Only its Python files are meant: the summary does not count the others as left out.
             found += _walk(Path(sysconfig.get_paths()["stdlib"]), glob or "*.py", tokens, own, Counter())
         elif path.is_dir():
             here = _walk(path, glob, tokens, own, skipped)
@@ -173,7 +173,7 @@ def _distinct(found: list[Source], skipped: Counter) -> list[Source]:
     return list(kept.values())
 
 
-def plan(files: Sequence[Source], shard_bytes: int, dtype: np.dtype | None = None) -> list[list[Piece]]:
+def cut_into_shards(files: Sequence[Source], shard_bytes: int, dtype: np.dtype | None = None) -> list[list[Piece]]:
     """Cut files into shards of about ``shard_bytes`` bytes of input.
 
     Args:

@@ -1,17 +1,13 @@
-"""Command line of ``pretrain.py``, and what it asks of the DeepSpeed configuration. Builds nothing."""
+"""Command line of ``pretrain.py``."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.config import load_json
-from coat_dist.deepspeed.refusals import check_deepspeed
+from coat_dist import CoatConfigError
 
-__all__ = ["BatchSizes", "batch_sizes", "check_arguments", "load_settings", "parse", "parser", "peak_lr"]
+__all__ = ["check_arguments", "parse", "parser"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         "--deepspeed-config",
         required=True,
         metavar="FILE",
-        help='DeepSpeed JSON, with or without a "coat" block',
+        help='DeepSpeed JSON, with or without a "coat" block: a path, or a name in configs/deepspeed such as zero2',
     )
     g.add_argument("--deepspeed", action="store_true", help="accepted for habit; DeepSpeed always runs")
     g.add_argument(
@@ -37,7 +33,12 @@ def parser() -> argparse.ArgumentParser:
     )
 
     g = p.add_argument_group("model")
-    g.add_argument("--model", required=True, metavar="FILE", help="description in configs/models")
+    g.add_argument(
+        "--model",
+        required=True,
+        metavar="FILE",
+        help="description: a path, or a name in configs/models such as llama2-7b",
+    )
     g.add_argument(
         "--model-override", nargs="+", default=[], metavar="KEY=VALUE", help="replace values of the description"
     )
@@ -150,109 +151,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     )
     if problems:
         raise CoatConfigError("\n".join(problems))
-
-
-def load_settings(path: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | None]:
-    """The DeepSpeed configuration and its "coat" block, both checked for what this program can run.
-
-    Raises:
-        CoatConfigError: names each key, its value and what is accepted.
-    """
-    settings = load_json(path)
-    coat = CoatConfig.from_deepspeed(settings)
-    check_deepspeed(settings, tp=tp, mpu=True)
-    problems = []
-
-    def require(key: str, good: bool, accepted: str) -> None:
-        if not good:
-            problems.append(f"{key}: got {_get(settings, key)!r}, accepted: {accepted}")
-
-    require(
-        "optimizer.type",
-        _get(settings, "optimizer.type") in ("AdamW", "CoatAdamW"),
-        '"CoatAdamW" (FP8 moments), or "AdamW" (torch\'s, fp32 moments)',
-    )
-    require("bf16.enabled", _get(settings, "bf16.enabled") is True, "true: this program trains in bf16")
-    require(
-        "bf16.check_grad_overflow",
-        _get(settings, "bf16.check_grad_overflow") is not False,
-        "true (its default): without it a NaN gradient would be applied",
-    )
-    require("zero_optimization.stage", _get(settings, "zero_optimization.stage") in (1, 2, 3), "1, 2 or 3")
-    require(
-        "zero_optimization.compute_grad_norm",
-        _get(settings, "zero_optimization.compute_grad_norm") is not False,
-        "true (its default): the gradient norm is reported and checked",
-    )
-    require(
-        "managed_gradient_accumulation",
-        _get(settings, "managed_gradient_accumulation") is not False,
-        "true (its default)",
-    )
-    require("scheduler", "scheduler" not in settings, "absent: the schedule is set by --lr-schedule and its companions")
-    if _get(settings, "optimizer.type") == "AdamW":
-        known = ("lr", "betas", "eps", "weight_decay")
-        for key in _get(settings, "optimizer.params") or {}:
-            require(f"optimizer.params.{key}", key in known, f"no such key; AdamW here takes {', '.join(known)}")
-    if problems:
-        raise CoatConfigError("\n".join(problems))
-    return settings, coat
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """Samples of one forward pass on one rank, forward passes of one step, and samples of one step on all ranks."""
-
-    micro: int
-    accumulation: int
-    total: int
-
-
-def batch_sizes(settings: Mapping[str, Any], dp: int) -> BatchSizes:
-    """The three batch sizes for ``dp`` data-parallel ranks; DeepSpeed's rule: total = micro x accumulation x dp.
-
-    Raises:
-        CoatConfigError: too few given to know the rest, not positive integers, or contradictory.
-    """
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    micro, accumulation, total = (settings.get(k) for k in keys)
-    for key, value in zip(keys, (micro, accumulation, total), strict=True):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise CoatConfigError(f"{key}: got {value!r}, accepted: an integer >= 1")
-    if micro is None and total is None:
-        raise CoatConfigError(f"{keys[0]}: missing, accepted: an integer >= 1 (or {keys[2]})")
-    if micro is None:
-        assert total is not None
-        micro = max(1, total // (dp * (accumulation or 1)))
-    if accumulation is None:
-        accumulation = max(1, (total or 0) // (micro * dp))
-    expected = micro * accumulation * dp
-    if expected != (total or expected):
-        raise CoatConfigError(
-            f"train_batch_size: got {total}, accepted: {keys[0]} ({micro}) x {keys[1]} ({accumulation}) x "
-            f"data-parallel ranks ({dp}) = {expected}"
-        )
-    return BatchSizes(micro, accumulation, expected)
-
-
-def peak_lr(args: argparse.Namespace, settings: Mapping[str, Any]) -> float:
-    """``--lr``, else ``optimizer.params.lr``.
-
-    Raises:
-        CoatConfigError: neither is given.
-    """
-    lr = args.lr if args.lr is not None else _get(settings, "optimizer.params.lr")
-    if not isinstance(lr, int | float) or isinstance(lr, bool):
-        raise CoatConfigError(f"optimizer.params.lr: got {lr!r}, accepted: a number (or --lr)")
-    return float(lr)
-
-
-def _get(config: Any, path: str) -> Any:
-    for key in path.split("."):
-        if not isinstance(config, Mapping):
-            return None
-        config = config.get(key)
-    return config
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
-from coat_dist.deepspeed.refusals import check_deepspeed
 from launch.data import dataset as data
 from launch.model.experts import scale_aux_loss
 from launch.model.gpt import build_model
@@ -39,7 +38,6 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) 
     install_replicated_grad_hooks(model)
     model.universal_checkpoint_info = universal_checkpoint_info(model)  # type: ignore[assignment]
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
-    check_deepspeed(settings, tp=p.args.tensor_parallel, mpu=True)
     optimizer = torch_adamw(model, p.settings) if p.settings["optimizer"]["type"] == "AdamW" else None
     note(
         f"optimizer: {'torch AdamW, fp32 moments' if optimizer else 'CoatAdamW, FP8 moments'}; "

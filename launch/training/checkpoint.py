@@ -1,17 +1,12 @@
-"""Checkpoints that survive a kill or an error at any moment, and are checked before they are believed.
+"""Checkpoints of a training run: what it adds to DeepSpeed's files, and which of them it can continue from.
 
-DeepSpeed writes its files into a folder with a temporary name; each rank adds its random states. Every file is brought
-to disk, size and checksum of each are listed in ``manifest.json``, then rank 0 renames the folder and replaces
-``latest`` (``publish.py``). Only after that older ones go. Loading verifies the list and compares what the checkpoint
-was made by with what is about to load it.
+``coat_dist/checkpoint`` keeps the folders whole, whatever happens. A run adds the states of its random generators, its
+progress and its settings. Before one is loaded, its files are verified and its settings compared with the run's.
 """
 
 from __future__ import annotations
 
-import shutil
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,29 +15,14 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import make_folder
-from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, differences, read_manifest, sync_files, verify
-from coat_dist.checkpoint.publish import find, name_of, publish, retire, unfinished
-from coat_dist.ranks import gather
+from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
+from coat_dist.checkpoint.publish import find
+from coat_dist.checkpoint.save import save_engine
 from launch.training.runtime import get_random_state, reseed, set_random_state
 
-__all__ = [
-    "CheckpointError",
-    "Examined",
-    "differences",
-    "examine",
-    "find",
-    "load",
-    "publish",
-    "read_manifest",
-    "require_loadable",
-    "restore",
-    "save",
-    "sync_files",
-    "verify",
-]
+__all__ = ["Examined", "examine", "require_loadable", "restore", "save"]
 
-# A checkpoint cannot be loaded where one of these differs. Other differences are reported and taken as wanted.
+# A checkpoint cannot be loaded where one of these differs. Other differences are printed and taken as wanted.
 _STRUCTURE = (
     "model.",
     "parallel.",
@@ -80,98 +60,22 @@ def save(
     Args:
         engine: DeepSpeed engine.
         folder: holds one folder a checkpoint and the file ``latest``.
-        run: nested plain values that say what this run is; compared by :func:`load`.
-        progress: plain values to get back from :func:`load`; ``progress["step"]`` names the checkpoint.
-        keep_last: remove all but this many newest checkpoints afterwards; 0 = keep all.
-        supersedes: checkpoints of an earlier run in ``folder``, to be removed afterwards.
+        run: nested plain values that say what this run is; compared by :func:`examine`.
+        progress: plain values to get back from :func:`restore`; ``progress["step"]`` names the checkpoint.
+        keep_last, supersedes: see :func:`coat_dist.checkpoint.save.save_engine`.
 
     Returns:
-        The folder of this checkpoint. What could not be removed is printed.
+        The folder of this checkpoint.
 
     Raises:
-        CheckpointError: on every rank; names the file and the error. What was there before is untouched, and a later
-            call may succeed.
+        CheckpointError: on every rank; what was there before is untouched.
     """
-    folder = Path(folder)
-    final = folder / name_of(progress["step"])
-    temporary = unfinished(final)
-    rank = dist.get_rank()
 
-    def begin() -> None:
-        make_folder(folder)
-        if temporary.exists():
-            shutil.rmtree(temporary)
+    def add_files(temporary: Path) -> None:
+        torch.save(get_random_state(), temporary / _random_file(dist.get_rank()))
 
-    _together(begin if rank == 0 else None, f"cannot write {folder}")
-    try:
-        with _write_errors_kept(engine) as errors:
-            engine.save_checkpoint(str(folder), tag=temporary.name, save_latest=False)
-    except (OSError, RuntimeError) as error:  # none of writing: end this process, for other ranks may wait inside
-        raise CheckpointError(f"cannot write {temporary}: {error}") from error
-
-    def own_states() -> None:
-        if errors:
-            raise errors[0]
-        torch.save(get_random_state(), temporary / _random_file(rank))
-
-    _together(own_states, f"cannot write {temporary}")
-    manifest = {"format": FORMAT, "progress": dict(progress), "run": run, "files": sync_files(temporary)}
-    _together((lambda: publish(temporary, final, manifest)) if rank == 0 else None, f"cannot finish {final}")
-    if rank == 0:
-        for problem in retire(folder, final, keep_last, supersedes):
-            print(f"warning: cannot remove an old checkpoint: {problem}", file=sys.stderr, flush=True)
-    return final
-
-
-def _together(work: Callable[[], None] | None, what: str) -> None:
-    """Do this rank's part, and raise on every rank when one of them fails, so that none waits for another.
-
-    Raises:
-        CheckpointError: names ranks and errors.
-    """
-    problem = None
-    if work is not None:
-        try:
-            work()
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            problem = f"{type(error).__name__}: {error}"
-    failed = [f"rank {r}: {text}" for r, text in enumerate(gather(problem)) if text is not None]
-    if failed:
-        raise CheckpointError(f"{what}: " + "; ".join(failed))
-
-
-@contextmanager
-def _write_errors_kept(engine: Any) -> Iterator[list[Exception]]:
-    """Errors of DeepSpeed's writing to disk, kept instead of raised.
-
-    ``engine.save_checkpoint`` meets the other ranks after writing: a rank that left it would let them wait.
-    """
-    errors: list[Exception] = []
-
-    def keeping(write: Callable[..., Any]) -> Callable[..., Any]:
-        def attempt(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return write(*args, **kwargs)
-            except (OSError, RuntimeError) as error:
-                path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
-                errors.append(OSError(f"{path}: {error}"))
-                return None
-
-        return attempt
-
-    places = [
-        (engine.checkpoint_engine, "save"),
-        (engine.checkpoint_engine, "makedirs"),
-        (engine, "_copy_recovery_script"),
-    ]
-    before = [vars(owner).get(name) for owner, name in places]
-    for owner, name in places:
-        setattr(owner, name, keeping(getattr(owner, name)))
-    try:
-        yield errors
-    finally:
-        for (owner, name), own in zip(places, before, strict=True):
-            delattr(owner, name) if own is None else setattr(owner, name, own)  # without one, its class's is found
+    content = {"progress": dict(progress), "run": run}
+    return save_engine(engine, Path(folder), progress["step"], content, add_files, keep_last, supersedes)
 
 
 @dataclass(frozen=True)
@@ -232,12 +136,6 @@ def restore(engine: Any, examined: Examined) -> dict[str, Any]:
     else:
         set_random_state(torch.load(checkpoint / _random_file(dist.get_rank()), weights_only=True))
     return progress
-
-
-def load(engine: Any, checkpoint: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """:func:`examine` and :func:`restore`: the saved ``progress``, and a line for every setting that differs."""
-    examined = examine(checkpoint, run)
-    return restore(engine, examined), examined.changed
 
 
 def _among(key: str, structure: tuple[str, ...]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from pathlib import Path
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import make_folder
-from coat_dist.checkpoint.lock import LOCK, NO_LOCKS, locked
-from coat_dist.checkpoint.manifest import MANIFEST
+from coat_dist.checkpoint.lock import locked_folder
+from coat_dist.checkpoint.manifest import MANIFEST, read_manifest
 from coat_dist.checkpoint.publish import LATEST, finished
-from launch.training.checkpoint import read_manifest, require_loadable
+from launch.training.checkpoint import require_loadable
 from launch.training.metrics import read_metrics
 
 __all__ = ["Folders", "open_folders"]
@@ -73,23 +72,9 @@ def _lock(args: argparse.Namespace, locks: ExitStack) -> None:
     mine = set()
     for name in ("save", "output"):
         folder = getattr(args, name)
-        if folder is None or (path := Path(folder).resolve() / LOCK) in mine:
-            continue
-        mine.add(path)
-        try:
-            locks.enter_context(locked(path))
-        except BlockingIOError:
-            raise CoatConfigError(
-                f"--{name}: got {folder}, which another run is writing to, accepted: another folder, or to wait"
-            ) from None
-        except OSError as problem:
-            if problem.errno not in NO_LOCKS:
-                raise CoatConfigError(f"--{name}: got {folder}, which cannot be locked ({problem})") from problem
-            print(
-                f"warning: {folder} is on a file system without locks: do not start a second run into it",
-                file=sys.stderr,
-                flush=True,
-            )
+        if folder is not None and (real := Path(folder).resolve()) not in mine:  # a second time would drop the first
+            mine.add(real)
+            locks.enter_context(locked_folder(Path(folder), f"--{name}", CoatConfigError))
 
 
 def _check_save(args: argparse.Namespace, source: Path | None) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What a run reports: a line a step, ``metrics.jsonl``, TensorBoard. Everything happens on rank 0."""
+"""What a run says of its steps: a printed line each, ``metrics.jsonl``, TensorBoard. Everything happens on rank 0."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class MetricsLog:
         tensorboard: folder of TensorBoard events; None = none.
         start_step: records beyond this step are dropped from an existing file (they are about to be repeated).
         total_steps: last step of the run, for the ETA.
-        active: whether this rank reports.
+        active: whether this rank writes: rank 0.
         continues: whether an existing file is this run's; another's is renamed.
 
     Raises:
@@ -166,7 +166,7 @@ class MetricsLog:
                 self._board = SummaryWriter(tensorboard, purge_step=start_step + 1)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Report one step. Numbers that are not finite are written as null: NaN is not JSON."""
+        """Print and write one step. Numbers that are not finite are written as null: NaN is not JSON."""
         if not self._active:
             return
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -197,6 +197,6 @@ class MetricsLog:
     def close(self) -> None:
         for sink in (self._file, self._board):
             if sink is not None:
-                with suppress(OSError):  # of what could not be written before; that was reported
+                with suppress(OSError):  # what could not be written before has been raised
                     sink.close()
         self._file = self._board = None

@@ -10,8 +10,8 @@ from typing import Any
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, load_model_config, parameter_count
-from launch.training import arguments
 from launch.training.schedule import Schedule
+from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
 
 __all__ = ["Plan", "plan"]
 
@@ -26,7 +26,7 @@ class Plan:
     coat: CoatConfig | None
     model: ModelConfig
     schedule: Schedule
-    batch: arguments.BatchSizes
+    batch: BatchSizes
     dp: int
     """Data-parallel ranks."""
 
@@ -65,7 +65,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         CoatConfigError, DataError: names what cannot be used.
     """
     tp = args.tensor_parallel
-    settings, coat = arguments.load_settings(args.deepspeed_config, tp=tp)
+    settings, coat = load_settings(args.deepspeed_config, tp=tp)
     model = load_model_config(args.model, args.model_override)
     prefixes, _ = data.parse_blend(args.data)
     model = model.with_vocab(max(data.read_info(p).vocab_size for p in prefixes))
@@ -73,7 +73,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
     model.check_parallel(tp, args.sequence_parallel)
     schedule = Schedule(
-        lr=arguments.peak_lr(args, settings),
+        lr=peak_lr(args, settings),
         min_lr=args.min_lr,
         warmup_steps=args.warmup_steps,
         decay_steps=args.lr_decay_steps or args.train_steps,
@@ -87,5 +87,5 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         model=model,
         schedule=schedule,
         dp=world // tp,
-        batch=arguments.batch_sizes(settings, world // tp),
+        batch=batch_sizes(settings, world // tp),
     )

@@ -23,7 +23,7 @@ __all__ = [
     "get_random_state",
     "mean_over_ranks",
     "quiet",
-    "seed_hosts_generators",
+    "seed_python_and_numpy",
     "set_random_state",
     "start",
 ]
@@ -71,8 +71,8 @@ def finish() -> None:
     dist.destroy_process_group()
 
 
-def seed_hosts_generators(seed: int) -> None:
-    """Seed Python's and NumPy's generators; torch's and Megatron's are seeded with Megatron's parallel groups."""
+def seed_python_and_numpy(seed: int) -> None:
+    """Seed Python's and NumPy's generators. ``initialize_model_parallel`` seeds torch's and Megatron's."""
     random.seed(seed)
     np.random.seed(seed)
 
@@ -81,13 +81,13 @@ def reseed(seed: int) -> None:
     """Seed every generator that training draws from; Megatron's groups exist."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    seed_hosts_generators(seed)
+    seed_python_and_numpy(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 
 
 def quiet() -> None:
-    """Let libraries speak from warnings upwards, and drop those that no reader of the log can act on."""
+    """Let libraries log warnings and errors only, without the warnings that no reader of the log can act on."""
     for name in ("DeepSpeed", "megatron", "torch.distributed", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for handler in logging.getLogger("DeepSpeed").handlers:
@@ -131,7 +131,7 @@ class StopSignal:
             signal.signal(number, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Give the signals back to who had them."""
+        """Put back the handlers that were there before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -1,46 +1,11 @@
-"""Command line and what pretraining asks of the DeepSpeed configuration."""
-
-import copy
-import json
-from pathlib import Path
+"""The command line of ``pretrain.py``."""
 
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.training.arguments import batch_sizes, load_settings, parse, peak_lr
+from launch.training.arguments import parse
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "deepspeed"
 REQUIRED = ["--deepspeed_config", "x.json", "--model", "m.json", "--data", "d", "--train-steps", "100"]
-GOOD = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-    "coat": {},
-}
-
-
-def settings_of(tmp_path, change):
-    config = copy.deepcopy(GOOD)
-    change(config)
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config))
-    return load_settings(str(path), tp=1)
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
-def test_shipped_configurations_load(path):
-    settings, coat = load_settings(str(path), tp=1)
-    assert (coat is None) == path.stem.endswith("-bf16")
-    assert settings["optimizer"]["type"] == ("AdamW" if coat is None else "CoatAdamW")
-
-
-@pytest.mark.parametrize("stem", ["zero1", "zero2", "zero3"])
-def test_baseline_is_one_configuration_apart(stem):
-    coat, plain = (json.loads((CONFIGS / f"{stem}{end}.json").read_text()) for end in ("", "-bf16"))
-    del coat["coat"]
-    coat["optimizer"]["type"] = "AdamW"
-    assert coat == plain
 
 
 def test_launchers_arguments_are_taken():
@@ -70,70 +35,3 @@ def test_abbreviations_and_unknown_arguments_are_refused(capsys):
         with pytest.raises(SystemExit) as leaving:
             parse([*REQUIRED, wrong, "1"])
         assert leaving.value.code == 2 and wrong in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda c: c["bf16"].update(enabled=False), "bf16.enabled: got False, accepted: true"),
-        (lambda c: c.pop("bf16"), "bf16.enabled: got None, accepted: true"),
-        (lambda c: c["bf16"].update(check_grad_overflow=False), "bf16.check_grad_overflow: got False"),
-        (
-            lambda c: c["zero_optimization"].update(compute_grad_norm=False),
-            "zero_optimization.compute_grad_norm: got False",
-        ),
-        (lambda c: c.update(scheduler={"type": "WarmupLR"}), "scheduler: got .*accepted: absent"),
-        (
-            lambda c: (c.pop("coat"), c["optimizer"].update(type="SGD")),
-            "optimizer.type: got 'SGD', accepted: \"CoatAdamW\"",
-        ),
-        (lambda c: (c.pop("coat"), c.pop("optimizer")), "optimizer.type: got None"),
-        (
-            lambda c: (
-                c.pop("coat"),
-                c["optimizer"].update(type="AdamW"),
-                c["optimizer"]["params"].update(bias_correction=True),
-            ),
-            "optimizer.params.bias_correction: got True",
-        ),
-        (
-            lambda c: (c.pop("coat"), c["optimizer"].update(type="AdamW"), c["zero_optimization"].update(stage=0)),
-            "zero_optimization.stage: got 0, accepted: 1, 2 or 3",
-        ),
-        (lambda c: c["coat"].update(optimiser={}), "coat.optimiser: unknown key"),
-    ],
-)
-def test_configurations_that_cannot_run(tmp_path, change, message):
-    with pytest.raises(CoatConfigError, match=message):
-        settings_of(tmp_path, change)
-
-
-def test_batch_sizes_follow_deepspeed():
-    for given, expected in [
-        ({"train_micro_batch_size_per_gpu": 2}, (2, 1, 8)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (2, 3, 24)),
-        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (2, 3, 24)),
-        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, (2, 3, 24)),
-        ({"train_batch_size": 8}, (2, 1, 8)),
-    ]:
-        sizes = batch_sizes(given, 4)
-        assert (sizes.micro, sizes.accumulation, sizes.total) == expected
-    for wrong in (
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"train_batch_size": 9},
-        {"train_batch_size": 2},
-        {"train_micro_batch_size_per_gpu": 0},
-        {"train_micro_batch_size_per_gpu": "auto"},
-        {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 8},
-    ):
-        with pytest.raises(CoatConfigError, match="accepted: "):
-            batch_sizes(wrong, 4)
-
-
-def test_peak_lr():
-    args = parse(REQUIRED)
-    assert peak_lr(args, GOOD) == 1e-3
-    assert peak_lr(parse([*REQUIRED, "--lr", "0.5"]), GOOD) == 0.5
-    with pytest.raises(CoatConfigError, match="optimizer.params.lr: got None"):
-        peak_lr(args, {"optimizer": {"type": "AdamW"}})

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from coat_dist.checkpoint import publish
+from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
+from coat_dist.checkpoint.publish import find
 from launch.training import checkpoint
 from tests.support import run_ranks
 
@@ -75,10 +77,10 @@ def killed_while(rank, world, folder, function):
         pass
     finally:
         setattr(os, function, original)
-    found = checkpoint.find(folder)
-    checkpoint.verify(found, checkpoint.read_manifest(found)["files"])
+    found = find(folder)
+    verify(found, read_manifest(found)["files"])
     final = str(checkpoint.save(Engine(), folder, {}, progress(2)))
-    return str(found), final, str(checkpoint.find(folder)), sorted(os.listdir(folder))
+    return str(found), final, str(find(folder)), sorted(os.listdir(folder))
 
 
 def killed_while_replacing(rank, world, folder):
@@ -100,14 +102,14 @@ def killed_while_replacing(rank, world, folder):
         pass
     finally:
         os.rename = original
-    found = checkpoint.find(folder)
-    manifest = checkpoint.read_manifest(found)
-    checkpoint.verify(found, manifest["files"])
+    found = find(folder)
+    manifest = read_manifest(found)
+    verify(found, manifest["files"])
     for _ in range(2):  # the second time, with a leftover of the name that the old one is moved to
         checkpoint.save(Engine(), folder, {}, {**progress(1), "which": "third"})
         left = sorted(os.listdir(folder))
         os.makedirs(f"{folder}/.unfinished-replaced-step00000001/x")
-    return manifest["progress"]["which"], checkpoint.read_manifest(checkpoint.find(folder))["progress"]["which"], left
+    return manifest["progress"]["which"], read_manifest(find(folder))["progress"]["which"], left
 
 
 def full_disk(rank, world, folder):
@@ -119,9 +121,9 @@ def full_disk(rank, world, folder):
         raise OSError(28, "No space left on device")
 
     engine.save_checkpoint = save_checkpoint
-    with pytest.raises(checkpoint.CheckpointError, match="cannot write .*step00000002: .*No space left"):
+    with pytest.raises(CheckpointError, match="cannot write .*step00000002: .*No space left"):
         checkpoint.save(engine, folder, {}, progress(2))
-    return str(checkpoint.find(folder))
+    return str(find(folder))
 
 
 def test_keep_last_counts_by_time_of_writing(tmp_path):
@@ -150,24 +152,22 @@ def test_a_rank_that_cannot_write_leaves_the_previous_checkpoint(tmp_path):
 
 
 def test_find(tmp_path):
-    assert checkpoint.find(tmp_path) is None
+    assert find(tmp_path) is None
     assert checkpoint.require_loadable("auto", str(tmp_path)) is None
     assert checkpoint.require_loadable(None, str(tmp_path)) is None
     with pytest.raises(ValueError, match="--load: got .*accepted: a folder with a file `latest`"):
         checkpoint.require_loadable(str(tmp_path), None)
     (tmp_path / "step00000003").mkdir()
     (tmp_path / "latest").write_text("step00000003\n")
-    with pytest.raises(
-        checkpoint.CheckpointError, match="names 'step00000003', which is no checkpoint; there are: none"
-    ):
-        checkpoint.find(tmp_path)
+    with pytest.raises(CheckpointError, match="names 'step00000003', which is no checkpoint; there are: none"):
+        find(tmp_path)
     manifest = tmp_path / "step00000003" / "manifest.json"
     manifest.write_text('{"format": 1}')
-    assert checkpoint.find(tmp_path) == checkpoint.find(tmp_path / "step00000003") == tmp_path / "step00000003"
+    assert find(tmp_path) == find(tmp_path / "step00000003") == tmp_path / "step00000003"
     for content in ('{"format": 2}', "[]", "{"):
         manifest.write_text(content)
-        with pytest.raises(checkpoint.CheckpointError, match=r"manifest.json: (format|cannot be read)"):
-            checkpoint.read_manifest(tmp_path / "step00000003")
+        with pytest.raises(CheckpointError, match=r"manifest.json: (format|cannot be read)"):
+            read_manifest(tmp_path / "step00000003")
 
 
 def test_a_damaged_manifest_is_one_line(tmp_path):
@@ -180,17 +180,17 @@ def test_a_damaged_manifest_is_one_line(tmp_path):
         rest = {k: v for k, v in good.items() if k != key}
         for damaged in (rest, *({**rest, key: value} for value in values)):
             (tmp_path / "manifest.json").write_text(json.dumps(damaged))
-            with pytest.raises(checkpoint.CheckpointError, match=rf"^\S+manifest.json: is damaged, {key} missing"):
-                checkpoint.read_manifest(tmp_path)
+            with pytest.raises(CheckpointError, match=rf"^\S+manifest.json: is damaged, {key} missing"):
+                read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps(good))
-    assert checkpoint.read_manifest(tmp_path) == good
+    assert read_manifest(tmp_path) == good
 
 
 def test_differences_name_the_key():
     old = {"model": {"layers": 2, "eps": 1e-5}, "deepspeed": {"coat": {"activation": {"bf16_layers": (1,)}}}}
     new = {"model": {"layers": 4, "eps": 1e-5}, "deepspeed": {"coat": {"activation": {"bf16_layers": [1]}}}, "seed": 3}
-    assert list(checkpoint.differences(old, new)) == ["model.layers", "seed"]
-    assert checkpoint.differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
+    assert list(differences(old, new)) == ["model.layers", "seed"]
+    assert differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
 
 
 def remove_the_right_ones(rank, world, folder):
@@ -237,11 +237,11 @@ def test_a_checkpoint_whose_replacement_did_not_come_is_put_back(tmp_path):
 def test_without_latest_the_highest_step_is_found(tmp_path):
     """As a kill in the very first save leaves it, after the folder has its name."""
     (tmp_path / "step00000003").mkdir()
-    assert checkpoint.find(tmp_path) is None
+    assert find(tmp_path) is None
     for step in (3, 10):
         (tmp_path / f"step{step:08d}").mkdir(exist_ok=True)
         (tmp_path / f"step{step:08d}" / "manifest.json").write_text('{"format": 1}')
-    assert checkpoint.find(tmp_path) == tmp_path / "step00000010"
+    assert find(tmp_path) == tmp_path / "step00000010"
 
 
 def test_find_names_the_folder_itself(tmp_path, monkeypatch):
@@ -252,4 +252,4 @@ def test_find_names_the_folder_itself(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(step)
     monkeypatch.chdir(step)
     for way in (".", "./", "..", "zero/..", f"{step}/", tmp_path / "link", tmp_path / "save" / ".", "../../save"):
-        assert checkpoint.find(way) == step, way
+        assert find(way) == step, way

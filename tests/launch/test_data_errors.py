@@ -11,7 +11,6 @@ import pytest
 from launch.data.dataset import (
     PretrainSampler,
     build_datasets,
-    padded_vocab_size,
     parse_blend,
     parse_split,
     read_info,
@@ -114,11 +113,3 @@ def test_bad_arguments(tmp_path, monkeypatch):
     ):
         with pytest.raises(DataError, match="accepted"):
             PretrainSampler(*arguments)
-
-
-def test_padded_vocab_size():
-    assert padded_vocab_size(257) == 384 and padded_vocab_size(32000) == 32000
-    assert padded_vocab_size(257, 64, 4) == 512 and padded_vocab_size(1, 1, 1) == 1
-    for arguments in ((0,), (5, 0), (5, 1, 0)):
-        with pytest.raises(DataError, match="accepted: 1 or more"):
-            padded_vocab_size(*arguments)

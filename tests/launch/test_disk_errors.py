@@ -10,6 +10,8 @@ import shutil
 import pytest
 import torch
 
+from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, verify
+from coat_dist.checkpoint.publish import find
 from launch.training import checkpoint
 from tests.launch.test_checkpoint import Engine, progress, start
 from tests.support import run_ranks
@@ -57,9 +59,9 @@ class Failing:
 
 def which(folder):
     """What the checkpoint that ``find`` finds says of itself, after it was read as a load would."""
-    found = checkpoint.find(folder)
-    manifest = checkpoint.read_manifest(found)
-    checkpoint.verify(found, manifest["files"])
+    found = find(folder)
+    manifest = read_manifest(found)
+    verify(found, manifest["files"])
     return manifest["progress"]["which"]
 
 
@@ -67,7 +69,7 @@ def attempt(folder, step, name):
     """Save; the error's text or None."""
     try:
         checkpoint.save(Engine(), folder, {}, {**progress(step), "which": name}, keep_last=1)
-    except checkpoint.CheckpointError as problem:
+    except CheckpointError as problem:
         return str(problem)
     return None
 
@@ -142,7 +144,7 @@ def real_engine(rank, world, folder):
     def save(step):
         try:
             return str(checkpoint.save(engine, folder, {}, progress(step), keep_last=1))
-        except checkpoint.CheckpointError as problem:
+        except CheckpointError as problem:
             return str(problem)
 
     results = [save(1)]
@@ -155,8 +157,8 @@ def real_engine(rank, world, folder):
     original, module.copyfile = module.copyfile, Failing("copyfile", 1, True)
     results.append(save(2))
     module.copyfile = original
-    found = checkpoint.find(folder)
-    checkpoint.verify(found, checkpoint.read_manifest(found)["files"])
+    found = find(folder)
+    verify(found, read_manifest(found)["files"])
     torch.distributed.barrier()
     return [*results, str(found), save(2)]
 
@@ -212,8 +214,8 @@ def bad_files(rank, world, folder):
     """A file that cannot be read is told from a missing and a damaged one; an empty new one is an error."""
     start()
     assert attempt(folder, 1, "old") is None
-    found = checkpoint.find(folder)
-    files = checkpoint.read_manifest(found)["files"]
+    found = find(folder)
+    files = read_manifest(found)["files"]
     (found / "rank0.pt").unlink()
     (found / "script.py").write_text("changed")
     original = io.open
@@ -225,8 +227,8 @@ def bad_files(rank, world, folder):
 
     io.open = cannot
     try:
-        checkpoint.verify(found, files)
-    except checkpoint.CheckpointError as problem:
+        verify(found, files)
+    except CheckpointError as problem:
         said = str(problem)
     finally:
         io.open = original
@@ -234,7 +236,7 @@ def bad_files(rank, world, folder):
     engine._copy_recovery_script = lambda path: open(f"{path}/script.py", "w").close()
     try:
         checkpoint.save(engine, folder, {}, progress(2), keep_last=1)
-    except checkpoint.CheckpointError as problem:
+    except CheckpointError as problem:
         return said, str(problem), sorted(n for n in os.listdir(folder) if not n.startswith("."))
     return None
 

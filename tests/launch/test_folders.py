@@ -8,9 +8,9 @@ from contextlib import ExitStack, nullcontext
 import pytest
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint import publish
+from coat_dist.checkpoint import lock, publish
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.training import arguments, folders
+from launch.training import arguments
 from launch.training.folders import open_folders
 from launch.training.metrics import read_metrics
 from tests.launch.test_pretrain import command, configuration, rank_main, work  # noqa: F401
@@ -136,11 +136,11 @@ def test_a_folder_that_another_run_writes_to(tmp_path):
     for name, folder in (("save", save), ("output", output)):
         with held_elsewhere(folder / ".lock"):
             text = refused(tmp_path, *argv)
-        assert text.startswith(f"--{name}: got {folder}, which another run is writing to, accepted: ")
+        assert text.startswith(f"--{name}: got {folder}, which another program is writing to, accepted: ")
     (tmp_path / "link").symlink_to(save)
     with held_elsewhere(save / ".lock"):
-        assert "another run" in refused(tmp_path, "--save", tmp_path / "link", "--load", "auto")
-        assert "another run" in refused(tmp_path, "--save", save, "--overwrite")
+        assert "another program" in refused(tmp_path, "--save", tmp_path / "link", "--load", "auto")
+        assert "another program" in refused(tmp_path, "--save", save, "--overwrite")
     assert opened(*argv).source == save / "step00000003"
     same = tmp_path / "same"
     assert opened("--save", same, "--output", same).source is None and not listing(same)
@@ -153,7 +153,7 @@ def test_what_a_run_saved_until_the_folder_was_free_is_seen(tmp_path, monkeypatc
         arrange(tmp_path / "save", 7)
         return nullcontext()
 
-    monkeypatch.setattr(folders, "locked", locked)
+    monkeypatch.setattr(lock, "locked", locked)
     assert opened("--save", tmp_path / "save", "--load", "auto").source == tmp_path / "save" / "step00000007"
 
 
@@ -161,7 +161,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys)
     def locked(path):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folders, "locked", locked)
+    monkeypatch.setattr(lock, "locked", locked)
     assert opened("--save", tmp_path / "save").source is None
     assert "warning: " in capsys.readouterr().err
 

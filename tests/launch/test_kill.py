@@ -5,6 +5,8 @@ import random
 import time
 from pathlib import Path
 
+from coat_dist.checkpoint.manifest import read_manifest
+from coat_dist.checkpoint.publish import find
 from launch.training import checkpoint
 from tests.support import start_ranks
 
@@ -30,9 +32,9 @@ def save_for_ever(rank, world, folder):
         "coat": {"activation": {"enabled": False}},
     }
     engine, *_ = coat_dist.initialize(model=torch.nn.Linear(256, 256), config=config)
-    step, found = 0, checkpoint.find(folder)
+    step, found = 0, find(folder)
     if found is not None:
-        progress = checkpoint.load(engine, found, {})[0]  # verifies every file
+        progress = checkpoint.restore(engine, checkpoint.examine(found, {}))  # verifies every file
         step = progress["step"]
         if digest(engine) != progress["digest"]:  # to the byte what was saved, on this rank too
             raise RuntimeError(f"rank {rank}: {found} does not hold what was saved")
@@ -101,8 +103,8 @@ def test_kills_lose_no_finished_checkpoint(tmp_path):
             process.join()
         done = max(number(tmp_path / f"done{r}") for r in range(2))
         interrupted |= {(p.name, p.stat().st_ctime_ns) for p in tmp_path.glob(".unfinished-*")}
-        found = checkpoint.find(tmp_path)
-        assert found is not None and checkpoint.read_manifest(found)["progress"]["step"] >= done
+        found = find(tmp_path)
+        assert found is not None and read_manifest(found)["progress"]["step"] >= done
     assert done >= KILLS
     assert len(interrupted) >= 2, "too few kills in the middle of a save to mean anything"
     print(f"{done} checkpoints, {len(interrupted)} of {KILLS} kills in the middle of writing one")

@@ -86,6 +86,16 @@ def test_padding_does_not_depend_on_the_parallel_size():
     model = load_model_config(CONFIGS / "tiny.json").with_vocab(1001)
     assert model.padded_vocab == 1024
     assert model.with_vocab(500).vocab_size == 1001
+    for override, rows in (
+        (["vocab_size=257"], 384),
+        (["vocab_size=32000"], 32000),
+        (["vocab_size=257", "vocab_multiple=256"], 512),
+        (["vocab_size=2", "vocab_multiple=1"], 2),
+    ):
+        assert load_model_config(CONFIGS / "tiny.json", override).padded_vocab == rows
+    for override in ("vocab_size=0", "vocab_multiple=0"):
+        with pytest.raises(CoatConfigError, match=r"accepted: greater than"):
+            load_model_config(CONFIGS / "tiny.json", [override])
 
 
 @pytest.mark.parametrize(

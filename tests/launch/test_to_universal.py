@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from coat_dist.checkpoint.manifest import read_manifest
 from launch import to_universal
-from launch.training import checkpoint
 from launch.training.metrics import read_metrics
 from tests.launch.test_pretrain import FP32_GRADIENTS, command, configuration, losses, rank_main, work  # noqa: F401
 from tests.support import run_ranks
@@ -70,8 +70,8 @@ def test_what_cannot_be_converted_is_named(work, tmp_path, capsys):  # noqa: F81
     assert "is universal already" in refused(tmp_path / "universal")
 
     step = tmp_path / "universal" / "step00000002"
-    assert checkpoint.read_manifest(step)["universal"]
-    assert "universal" not in checkpoint.read_manifest(save / "step00000002")
+    assert read_manifest(step)["universal"]
+    assert "universal" not in read_manifest(save / "step00000002")
     go_on = ["--load", tmp_path / "universal"]
     bigger = [*go_on, "--model-override", "ffn_hidden_size=384", "hidden_size=256"]
     assert "model.ffn_hidden_size: checkpoint has 256" in train(work, tmp_path, "run", 1, config, *bigger, steps=4)

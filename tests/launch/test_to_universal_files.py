@@ -1,5 +1,6 @@
 """What ``launch/to_universal.py`` does with folders: paths of every form, repetitions, errors of the disk."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import coat_dist
-from coat_dist.checkpoint import publish
+from coat_dist.checkpoint import lock, publish
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, sync_files, verify
 from launch import to_universal
 from tests.launch.test_disk_errors import PLACES, Failing
@@ -156,3 +157,13 @@ def test_two_conversions_at_once(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(tmp_path / "save", tmp_path / "file") == 2
     assert "accepted: a folder to write to" in capsys.readouterr().err
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
+    def locked(path):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock, "locked", locked)
+    make(tmp_path / "save", 4)
+    assert main(tmp_path / "save", tmp_path / "out") == 0
+    assert "warning: " in capsys.readouterr().err and whole(tmp_path / "out") == ("step00000004", "4 0")

@@ -206,7 +206,7 @@ def test_every_refusal_comes_before_any_change(case, tmp_path):
 
 def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
     """Gate and up of a frozen gated MLP, joined by [gate; gate; up; up] of two ranks; extra states of each rank."""
-    from coat_dist.checkpoint.universal_source import Source
+    from coat_dist.checkpoint.universal_folder import UniversalFolder
 
     zero = tmp_path / "zero"
     zero.mkdir()
@@ -215,10 +215,10 @@ def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
     torch.save({"fc1.weight": entry}, zero / "rest.pt")
     torch.save({"a._extra_state": [{"x": 1}, {"x": 2}], "b._extra_state": [3, 3]}, zero / "extra_state.pt")
     for rank, rows in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
-        source = Source(tmp_path, (rank, 2))
+        source = UniversalFolder(tmp_path, (rank, 2))
         assert source.weights("fc1.weight", torch.Size([4, 1])).flatten().tolist() == rows
         assert source.extra_state("a._extra_state") == {"x": rank + 1}
-    one = Source(tmp_path, (0, 1))
+    one = UniversalFolder(tmp_path, (0, 1))
     assert one.weights("fc1.weight", torch.Size([8, 1])).flatten().tolist() == list(range(8))
     assert one.extra_state("b._extra_state") == 3
     with pytest.raises(ValueError, match="a._extra_state: got one for each of 2 tensor-parallel ranks, accepted"):

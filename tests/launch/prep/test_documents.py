@@ -13,7 +13,7 @@ import pytest
 
 from launch.prep import DataError
 from launch.prep.documents import ReadOptions, texts, token_documents
-from launch.prep.sources import Piece, find, plan
+from launch.prep.sources import Piece, cut_into_shards, find
 from tests.launch.prep.support import decoded, documents, run, some_texts, write_jsonl
 
 
@@ -87,7 +87,7 @@ def test_pieces_of_json_lines_neither_lose_nor_repeat(tmp_path, step, newline_at
     lines = "\n\n".join(json.dumps({"text": t}, ensure_ascii=False) for t in expected) + "\n" * newline_at_end
     path = tmp_path / "x.jsonl"
     path.write_bytes(lines.encode())
-    shards = plan(find([str(path)])[0], step)
+    shards = cut_into_shards(find([str(path)])[0], step)
     counts: Counter = Counter()
     found = [t for shard in shards for piece in shard for t in texts(piece, ReadOptions(), counts)]
     assert found == [t for t in expected if t] and counts == {"empty": 2}

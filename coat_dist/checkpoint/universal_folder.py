@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from .universal_codes import FILE
+from .universal_codes import CODES_FILE
 from .zero_files import EXTRA_STATE
 
-__all__ = ["Source"]
+__all__ = ["UniversalFolder"]
 
 
-class Source:
+class UniversalFolder:
     """The folder of a universal checkpoint. Tensors are memory-mapped: asking for one reads little more than its shape.
 
     Args:
@@ -72,7 +72,7 @@ class Source:
 
     def codes(self, name: str) -> Path:
         """Where the parameter's FP8 codes are, if there are any."""
-        return self.folder / name / FILE
+        return self.folder / name / CODES_FILE
 
     def extra_state(self, name: str) -> Any:
         """What a module on this rank is to get.
@@ -106,11 +106,11 @@ def _load(path: Path, weights_only: bool, mmap: bool = False) -> Any:
         raise ValueError(f"{path}: cannot be read ({problem})") from problem
 
 
-def divide(entry: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], where: str) -> torch.Tensor:
+def divide(saved: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], where: str) -> torch.Tensor:
     """The part of one tensor-parallel rank; a view where it is contiguous in the whole.
 
     Args:
-        entry: ``param``, the whole tensor, and how to divide it, in DeepSpeed's keys.
+        saved: ``param``, the whole tensor, and how to divide it, in DeepSpeed's keys; what a file holds.
         shape: of the part.
         tp: rank and size.
         where: the tensor's place, for errors.
@@ -119,19 +119,19 @@ def divide(entry: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], whe
         ValueError: the part has another shape.
     """
     rank, size = tp
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("param"), torch.Tensor):
-        raise ValueError(f"{where}: got {type(entry).__name__}, accepted: a dict with a tensor `param`")
-    whole = entry["param"]
-    if "sub_param_shape" in entry:
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("param"), torch.Tensor):
+        raise ValueError(f"{where}: got {type(saved).__name__}, accepted: a dict with a tensor `param`")
+    whole = saved["param"]
+    if "sub_param_shape" in saved:
         raise ValueError(f"{where}: holds sub_param_shape, accepted: param, cat_dim, param_n_sub_params, vocab_tensor")
-    if "cat_dim" not in entry or size == 1:
+    if "cat_dim" not in saved or size == 1:
         # Flat is how DeepSpeed's converter writes what ZeRO-3 had.
         local = whole.view(shape) if whole.ndim == 1 and whole.numel() == shape.numel() else whole
     else:
-        dim = entry["cat_dim"]
-        if entry.get("vocab_tensor") and whole.shape[0] < shape[0] * size:  # padded as this run pads
+        dim = saved["cat_dim"]
+        if saved.get("vocab_tensor") and whole.shape[0] < shape[0] * size:  # padded as this run pads
             whole = torch.cat([whole, whole.new_zeros(shape[0] * size - whole.shape[0], *whole.shape[1:])])
-        pieces = whole.chunk(entry.get("param_n_sub_params", 1), dim)
+        pieces = whole.chunk(saved.get("param_n_sub_params", 1), dim)
         divided = [piece.chunk(size, dim) for piece in pieces]
         even = all(len(d) == size for d in divided)
         local = torch.cat([d[rank] for d in divided], dim) if even and len(divided) > 1 else whole
@@ -140,7 +140,7 @@ def divide(entry: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], whe
         raise ValueError(
             f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel rank "
             f"{rank} of {size}"
-            + ("" if "cat_dim" in entry else "; how to divide it was not recorded when it was converted")
+            + ("" if "cat_dim" in saved else "; how to divide it was not recorded when it was converted")
         )
     return local
 

@@ -1,0 +1,36 @@
+"""Files of ``configs/`` by their name, in a clone and in an installed package."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from coat_dist import CoatConfigError
+
+__all__ = ["find_config"]
+
+# setup.py puts the project's `configs` into this package; in a clone, installed as editable or not, it is beside it.
+_FOLDER = next(f for f in (Path(__file__).with_name("configs"), Path(__file__).parents[1] / "configs") if f.is_dir())
+
+
+def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> Path:
+    """The file that a command line means.
+
+    Args:
+        option: of the command line, for the error.
+        given: the path of a file that exists, or a file of ``configs/<kind>`` by its name (``llama2-7b``) or by its
+            path in the project (``configs/models/llama2-7b.json``), whatever the current folder is.
+        kind: the folder in ``configs``.
+
+    Raises:
+        CoatConfigError: neither; names the option and lists the names.
+    """
+    path = Path(given)
+    if os.path.exists(path) and not path.is_dir():
+        return path
+    names = sorted(file.stem for file in (_FOLDER / kind).glob("*.json"))
+    name = path.name.removesuffix(".json")
+    if name in names and path.parent in (Path(), Path(kind), Path("configs", kind)):
+        return _FOLDER / kind / f"{name}.json"
+    raise CoatConfigError(f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}")
