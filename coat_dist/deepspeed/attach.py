@@ -8,9 +8,9 @@ from ..checkpoint.native_load import check_native_loads
 from ..checkpoint.universal_load import enable_universal_load
 from ..checkpoint.zero_partitions import is_zero
 from ..optim.adamw import CoatAdamW
-from .accessors import register
+from .coat_accessors import register
+from .deepspeed_accessors import answer_deepspeeds_accessors
 from .master_weights import check_master_weights, enable_remainders
-from .native_accessors import answer_deepspeeds_accessors
 from .round_robin import relink
 
 __all__ = ["attach"]

@@ -13,7 +13,7 @@ __all__ = ["after_linking"]
 
 _ORDER = ("places", "masters", "moments")
 """Where parameters lie (``round_robin.py``), then accessors of master weights (``master_weights.py``), and around those
-the accessors of moments (``native_accessors.py``)."""
+the accessors of moments (``deepspeed_accessors.py``)."""
 
 
 def after_linking(zero: Any, name: str, action: Callable[[Any], None]) -> None:

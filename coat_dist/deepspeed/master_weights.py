@@ -17,7 +17,7 @@ import torch
 from ..checkpoint.zero_partitions import base_optimizer, is_zero, members, partitions
 from ..optim.master import read_master, write_master
 from ..optim.state import ensure_state, has_remainder
-from .accessors import get_full_master, set_full_master
+from .coat_accessors import get_full_master, set_full_master
 from .links import after_linking
 from .reviewed import was_read
 
@@ -80,7 +80,7 @@ def _answer(zero: Any) -> None:
         param.set_full_hp_param = types.MethodType(set_full_master, param)
 
 
-# Only for the master weight: ``native_accessors.py`` answers for the moments before it asks these.
+# Only for the master weight: ``deepspeed_accessors.py`` answers for the moments before it asks these.
 
 
 def _zero3_get_full_hp_param(zero: Any, param: Any) -> torch.Tensor | None:

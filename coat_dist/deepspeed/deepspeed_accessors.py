@@ -19,7 +19,7 @@ import torch
 from ..checkpoint.zero_partitions import Fragment, Partition, members
 from ..optim.moments import read_moment, write_moment
 from ..optim.state import ensure_state
-from .accessors import fragment_of, moment_index, safe_get_full_moment, safe_set_full_moment
+from .coat_accessors import fragment_of, moment_index, safe_get_full_moment, safe_set_full_moment
 from .links import after_linking
 
 __all__ = ["answer_deepspeeds_accessors"]
