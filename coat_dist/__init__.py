@@ -7,7 +7,7 @@ from typing import Any
 
 from .checkpoint.universal_convert import convert_to_universal
 from .config import CoatConfig, CoatConfigError
-from .deepspeed.accessors import safe_get_full_moment, safe_set_full_moment
+from .deepspeed.coat_accessors import safe_get_full_moment, safe_set_full_moment
 from .deepspeed.registration import register_optimizer
 from .optim import CoatAdamW, param_groups
 

@@ -1,8 +1,8 @@
 """The ``"coat"`` block of a DeepSpeed configuration.
 
 Every problem is reported as one :class:`CoatConfigError` that names the key, what was given and what is accepted,
-before anything is built. Keys and defaults are the fields below; README has them as a table. ``refusals.py`` says what
-DeepSpeed settings the block can live with.
+before anything is built. Keys and defaults are the fields below; README has them as a table. Which of DeepSpeed's own
+settings are refused beside the block is in ``deepspeed/refusals.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import copy
 import difflib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "load_json"]
+__all__ = [
+    "ActivationConfig",
+    "CoatConfig",
+    "CoatConfigError",
+    "OptimizerConfig",
+    "explain",
+    "load_json",
+    "look_up",
+]
 
 
 class CoatConfigError(ValueError):
@@ -98,10 +107,17 @@ class ActivationConfig(_Block):
     loss: Literal["chunked", "plain"] = "chunked"
     """Where a model computes its own loss: "chunked" never holds all logits and makes them again in backward; "plain"
     leaves the model's output layer and loss as they are."""
-    z_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    z_loss: float = 0.0
     """In training, adds ``z_loss * log(sum(exp(logits)))**2`` to a token's chunked loss (PaLM used 1e-4)."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
+
+    @field_validator("z_loss", mode="before")
+    @classmethod
+    def _finite(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+            return value
+        raise PydanticCustomError("literal_error", "not accepted", {"expected": "a finite number from 0"})
 
     @model_validator(mode="after")
     def _consistent(self) -> ActivationConfig:
@@ -125,27 +141,29 @@ class CoatConfig(_Block):
 
     @classmethod
     def from_deepspeed(cls, config: str | os.PathLike | Mapping[str, Any]) -> CoatConfig | None:
-        """The block of a DeepSpeed configuration (path, dict or base64 JSON); None where it has none.
+        """The block of a DeepSpeed configuration (path, dict or base64 of JSON); None where it has none.
 
         Raises:
             CoatConfigError: the configuration cannot be read, or the block is wrong.
         """
-        block = load_json(config).get("coat")
+        block = (config if isinstance(config, Mapping) else load_json(config)).get("coat")
         return None if block is None else cls.parse(block)
 
     @classmethod
     def parse(cls, block: Any) -> CoatConfig:
-        """Validate the content of a ``"coat"`` block.
+        """Validate the content of a ``"coat"`` block; one that has been validated is returned as it is.
 
         Raises:
             CoatConfigError: lists every wrong key with its value and what is accepted.
         """
+        if isinstance(block, CoatConfig):
+            return block
         if not isinstance(block, Mapping):
             raise CoatConfigError(f"coat: got {block!r}, accepted: an object with keys {_keys(cls)}")
         try:
             return cls.model_validate(dict(block))
         except ValidationError as error:
-            raise CoatConfigError("\n".join(_explain(cls, e) for e in error.errors())) from None
+            raise CoatConfigError("\n".join(explain("coat", cls, e) for e in error.errors())) from None
 
 
 def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
@@ -192,13 +210,21 @@ def _keys(model: type[BaseModel]) -> str:
     return ", ".join(model.model_fields)
 
 
-def _explain(model: type[BaseModel], error: Any) -> str:
-    """One line for one pydantic error: key, given, accepted."""
+def explain(name: str, model: type[BaseModel], error: Any) -> str:
+    """One line for one of pydantic's errors: the key, what was given and what is accepted.
+
+    Args:
+        name: what stands before the key, "coat" for this block.
+        model: what was validated.
+        error: one of ``ValidationError.errors()``.
+    """
     location = [str(part) for part in error["loc"]]
-    key = ".".join(["coat", *location])
+    key = ".".join([name, *location])
     kind, given = error["type"], error.get("input")
     if kind == "value_error":  # our own validators word the whole line
         return f"{key}.{error['ctx']['error']}"
+    if kind == "missing":
+        return f"{key}: missing, accepted: a value (no default)"
     if kind == "extra_forbidden":
         owner = model
         for part in location[:-1]:
@@ -206,14 +232,28 @@ def _explain(model: type[BaseModel], error: Any) -> str:
         close = difflib.get_close_matches(location[-1], owner.model_fields, 1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         return f"{key}: unknown key{hint}, accepted: {_keys(owner)}"
-    accepted = {
-        "literal_error": lambda: error["ctx"]["expected"],
-        "bool_type": lambda: "true or false",
-        "tuple_type": lambda: "a list of integers",
-        "int_type": lambda: "an integer",
-        "int_parsing": lambda: "an integer",
-        **dict.fromkeys(("float_type", "greater_than_equal", "finite_number"), lambda: "a finite number from 0"),
-    }.get(kind, lambda: error["msg"])()
-    if kind == "model_type":
+    if kind == "literal_error":
+        accepted = error["ctx"]["expected"]
+    elif kind == "model_type":
         accepted = f"an object with keys {_keys(model.model_fields[location[0]].annotation)}"  # type: ignore[arg-type]
+    else:
+        accepted = _ACCEPTED.get(kind) or error["msg"].removeprefix("Input should be ")
     return f"{key}: got {json.dumps(given, default=str)}, accepted: {accepted}"
+
+
+_ACCEPTED = {
+    "bool_type": "true or false",
+    "tuple_type": "a list of integers",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+}
+"""By pydantic's kind of error, where its own words are about Python rather than JSON."""
+
+
+def look_up(config: Any, key: str) -> Any:
+    """The value at a dotted key such as ``"zero_optimization.stage"``; None where a part of the way is missing."""
+    for part in key.split("."):
+        if not isinstance(config, Mapping):
+            return None
+        config = config.get(part)
+    return config

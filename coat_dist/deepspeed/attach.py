@@ -1,38 +1,180 @@
-"""What ``coat_dist.initialize`` changes on a DeepSpeed engine, but for the step; a second time it changes nothing."""
+"""The one list of what ``coat_dist.initialize`` replaces on the objects that DeepSpeed returns, and in which order.
+
+Always on instances: DeepSpeed's modules and classes stay as they are. Nothing else in this project replaces a method of
+DeepSpeed; a test compares real engines with this list. ``engine.coat_attached`` holds the names of what was attached.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
 
 from ..checkpoint.native_check import check_native_loads
 from ..checkpoint.universal_load import enable_universal_load
-from ..checkpoint.zero_partitions import is_zero
-from ..optim.adamw import CoatAdamW
-from .accessors import register
-from .master_weights import check_master_weights, enable_remainders
-from .native_accessors import answer_deepspeeds_accessors
-from .round_robin import relink
+from ..checkpoint.zero_partitions import base_optimizer, is_zero
+from ..config import CoatConfig
+from . import cached_weights, coat_accessors, deepspeed_accessors, master_weights, round_robin, step
 
-__all__ = ["attach"]
+__all__ = ["ATTACHMENTS", "Attachment", "Built", "attach"]
 
 
-def attach(engine: Any) -> None:
-    """Correct and extend an engine, by what its optimizer is, wherever that came from (JSON, an object, a callable).
+class Built(NamedTuple):
+    """What ``deepspeed.initialize`` has built."""
 
-    Of any optimizer: links of parameters under ``round_robin_gradients``. Of torch's Adam and AdamW, where universal
-    loading is configured, and of CoatAdamW: loading of universal checkpoints. All else is for CoatAdamW only.
+    engine: Any
+    zero: Any
+    """``engine.optimizer``: one of DeepSpeed's ZeRO optimizers or something else, such as None."""
+    coat: CoatConfig | None
+
+    @property
+    def ours(self) -> bool:
+        """ZeRO drives a CoatAdamW, wherever that came from: JSON, an object, a callable."""
+        return is_zero(self.zero) and base_optimizer(self.zero) is not None
+
+    @property
+    def stage3(self) -> bool:
+        """ZeRO-3, whose accessors are methods of the optimizer; at other stages they are methods of each parameter."""
+        return hasattr(self.zero, "fp32_partitioned_groups_flat")
+
+    @property
+    def universal(self) -> bool:
+        """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW where asked for."""
+        if self.ours:
+            return True
+        torchs = is_zero(self.zero) and isinstance(self.zero.optimizer, torch.optim.Adam)  # AdamW is an Adam
+        return torchs and bool(self.engine.load_universal_checkpoint())
+
+
+class Attachment(NamedTuple):
+    """One line of the list."""
+
+    name: str
+    applies: Callable[[Built], bool]
+    attach: Callable[[Built], object]
+    replaces: tuple[str, ...]
+    """Methods: "engine.", "zero." (``engine.optimizer``) or "param." (every parameter it trains) and the name."""
+    why_here: str
+    """The reason of its place in the order."""
+
+
+ATTACHMENTS = (
+    Attachment(
+        "places under round_robin_gradients",
+        lambda b: round_robin.deals_out(b.zero),
+        lambda b: round_robin.relink(b.zero),
+        ("zero._link_all_hp_params",),
+        "first: everything below asks where parameters lie; right for any optimizer",
+    ),
+    Attachment(
+        "safe_get_full_moment and its companions",
+        lambda b: is_zero(b.zero),
+        lambda b: coat_accessors.register(b.zero),
+        (),
+        "before DeepSpeed's accessors, which are answered by ours; of another optimizer it forgets the parameters",
+    ),
+    Attachment(
+        "master_weights fit what ZeRO hands over",
+        lambda b: b.ours,
+        lambda b: master_weights.check_master_weights(b.zero),
+        (),
+        "before anything for CoatAdamW is replaced: it may refuse",
+    ),
+    Attachment(
+        "one memory for weights and master weights",
+        lambda b: b.ours and master_weights.keeps_remainders(b.zero),
+        lambda b: master_weights.share_memory(b.zero),
+        ("zero._restore_from_bit16_weights",),
+        "before the accessors: parameters are then linked anew, to the shared memory",
+    ),
+    Attachment(
+        "DeepSpeed's accessors, stages 1 and 2",
+        lambda b: b.ours and not b.stage3,
+        lambda b: deepspeed_accessors.answer_on_parameters(b.zero),
+        ("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
+        "after the places: whenever ZeRO links parameters, places are corrected first and accessors put on them next",
+    ),
+    Attachment(
+        "DeepSpeed's accessors, stage 3",
+        lambda b: b.ours and b.stage3,
+        lambda b: deepspeed_accessors.answer_on_optimizer(b.zero),
+        ("zero.get_full_hp_param", "zero.set_full_hp_param", "zero.get_local_fp32_param", "zero.set_local_hp_param"),
+        "as at stages 1 and 2; nothing is linked here",
+    ),
+    Attachment(
+        "checks of DeepSpeed's own checkpoints",
+        lambda b: b.ours,
+        lambda b: check_native_loads(b.engine),
+        ("engine.load_checkpoint",),
+        "after the places, which it compares; before the universal loader, whose check is asked second",
+    ),
+    Attachment(
+        "universal checkpoints",
+        lambda b: b.universal,
+        lambda b: enable_universal_load(b.engine),
+        ("engine.load_checkpoint", "zero._load_universal_checkpoint"),
+        "after the places, which say what part of a parameter this rank loads",
+    ),
+    Attachment(
+        "step: infinities are found by the gradient norm",
+        lambda b: step.norm_finds_all(b.zero),
+        lambda b: step.leave_all_to_the_norm(b.zero),
+        ("zero.check_overflow",),
+        "anywhere before the last: needs nothing from above",
+    ),
+    Attachment(
+        "step: infinities are looked for where the norm does not count",
+        lambda b: step.norm_leaves_out(b.zero),
+        lambda b: step.check_what_the_norm_leaves_out(b.zero),
+        ("zero.has_overflow_partitioned_grads_serial",),
+        "instead of the one before it, never with it",
+    ),
+    Attachment(
+        "step: CoatAdamW unscales and clips",
+        lambda b: step.may_leave_out_passes(b.zero),
+        lambda b: step.unscale_and_clip_in_the_step(b.zero),
+        ("zero.unscale_and_clip_grads",),
+        "anywhere before the last: needs nothing from above",
+    ),
+    Attachment(
+        "step: CoatAdamW writes the 16-bit weights",
+        lambda b: step.has_16_bit_copy(b.zero),
+        lambda b: step.write_16_bit_weights_in_the_step(b.zero),
+        ("zero._optimizer_step", "zero.step"),
+        "before the last, which wraps `step`: it would be lost here",
+    ),
+    Attachment(
+        "cached FP8 weights are dropped",
+        lambda b: b.coat is not None and b.coat.activation.enabled and b.coat.activation.weights == "cached",
+        lambda b: cached_weights.drop_when_weights_change(b.engine),
+        (
+            *("engine.load_checkpoint", "engine.load_module_state_dict"),
+            *("zero.step", "zero.load_state_dict", "zero.update_lp_params"),
+        ),
+        "last: it wraps methods as they stand, replaced or not",
+    ),
+)
+
+
+def attach(engine: Any, coat: CoatConfig | None = None) -> tuple[str, ...]:
+    """Attach to a new engine what applies to it; a second time nothing is changed.
+
+    Args:
+        engine: DeepSpeed's.
+        coat: the parsed block.
+
+    Returns:
+        The names of what is attached, which are also ``engine.coat_attached``.
 
     Raises:
         ValueError: the optimizer's options do not fit what ZeRO hands it.
     """
-    zero = engine.optimizer
-    relink(zero)
-    register(zero)
-    ours = isinstance(getattr(zero, "optimizer", None), CoatAdamW) and is_zero(zero)
-    if ours:
-        check_master_weights(zero)
-        enable_remainders(zero)
-        answer_deepspeeds_accessors(zero)
-        check_native_loads(engine)
-    if is_zero(zero) and (ours or engine.load_universal_checkpoint()):
-        enable_universal_load(engine)
+    if "coat_attached" not in vars(engine):
+        built, names = Built(engine, engine.optimizer, coat), []
+        for attachment in ATTACHMENTS:
+            if attachment.applies(built):
+                attachment.attach(built)
+                names.append(attachment.name)
+        engine.coat_attached = tuple(names)
+    return engine.coat_attached

@@ -1,35 +1,27 @@
 """``coat_dist.initialize``: ``deepspeed.initialize`` with the ``"coat"`` block applied.
 
-The block is validated, taken out of a copy of the configuration and turned into arguments of DeepSpeed's public call.
-On the engine that it returns, a few methods are then replaced (docs/architecture.md lists them); DeepSpeed's modules
-and classes stay as they are. Without a block and without ``"type": "CoatAdamW"`` the call is passed on as it is.
+The block is parsed once, checked against DeepSpeed's settings (``refusals.py``), taken out of a copy of the
+configuration and turned into arguments of DeepSpeed's public call. On the engine that it returns, some methods are then
+replaced: ``attach.py`` lists them. Without a block and without ``"type": "CoatAdamW"`` the call is passed on as it is.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import json
-import logging
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..config import CoatConfig, CoatConfigError, load_json
-from ..flow.weights import invalidate_after, invalidate_weights
-from ..optim import CoatAdamW, param_groups
-from ..ranks import check_same_on_all_ranks
+from ..config import CoatConfig, CoatConfigError, load_json, look_up
+from ..optim import CoatAdamW
 from .attach import attach
+from .compare_ranks import compare_ranks
+from .optimizer_from_json import build_coat_adamw
 from .refusals import check_deepspeed
-from .step import fuse_step
 
 __all__ = ["initialize"]
-
-logger = logging.getLogger("coat_dist")
 
 
 def initialize(
@@ -73,14 +65,15 @@ def initialize(
     pipeline = isinstance(model, deepspeed.PipelineModule)
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     cp = _size(mpu, "get_context_parallel_world_size")
-    check = functools.partial(check_deepspeed, dict(settings), tp=tp, cp=cp, pipeline=pipeline, mpu=mpu is not None)
+    check = functools.partial(
+        check_deepspeed, dict(settings), coat=coat, tp=tp, cp=cp, pipeline=pipeline, mpu=mpu is not None
+    )
     check(optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     if getattr(args, "deepspeed_config", None) is not None:
         args = copy.copy(args)  # the caller's stays as it is; DeepSpeed refuses a configuration given twice
         args.deepspeed_config = None
 
-    chosen = settings.get("optimizer")
-    compressed = isinstance(chosen, Mapping) and chosen.get("type") == "CoatAdamW"
+    compressed = look_up(settings, "optimizer.type") == "CoatAdamW"
     block = coat is not None and "optimizer" in coat.model_fields_set
     if coat is not None:
         del settings["coat"]
@@ -92,17 +85,11 @@ def initialize(
     elif callable(optimizer):
         optimizer = _checked(optimizer, block, check)
     if coat is not None or compressed:
-        if not dist.is_initialized() and kwargs.get("dist_init_required") is not False:
-            deepspeed.init_distributed(**{k: kwargs[k] for k in ("distributed_port",) if k in kwargs})
-        _take_device(args)
-        check_same_on_all_ranks(
-            {"config": _digest(settings), "coat": _digest(coat and coat.model_dump())}
-            | ({} if pipeline else {"model": _model_digest(model)})
-        )
+        compare_ranks(settings, coat, None if pipeline else model, args, kwargs)
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
-        optimizer, model_parameters = _coat_adamw(settings, coat or CoatConfig(), model, model_parameters)
+        optimizer, model_parameters = build_coat_adamw(settings, coat or CoatConfig(), model, model_parameters)
     engine, *others = deepspeed.initialize(
         args=args,
         model=model,
@@ -114,13 +101,7 @@ def initialize(
         config=settings,
         **kwargs,
     )
-    if coat is not None and coat.activation.enabled and coat.activation.weights == "cached":
-        invalidate_weights()  # the weights were broadcast, which leaves no trace in them
-        invalidate_after(engine, "load_checkpoint", "load_module_state_dict")
-        invalidate_after(engine.optimizer, "step", "load_state_dict", "update_lp_params")
-    attach(engine)
-    if isinstance(getattr(engine, "basic_optimizer", None), CoatAdamW):
-        fuse_step(engine.optimizer, engine.basic_optimizer)
+    attach(engine, coat)
     return engine, *others
 
 
@@ -145,46 +126,6 @@ def _checked(make: Callable, block: bool, check: Callable[..., None]) -> Callabl
     return make_and_check
 
 
-def _coat_adamw(settings: dict, coat: CoatConfig, model: torch.nn.Module, parameters: Iterable | None):
-    """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with."""
-    params = dict(settings["optimizer"].get("params") or {})
-    options = {**coat.optimizer.model_dump(), **params}
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
-
-    def make(groups: list[dict[str, Any]]) -> CoatAdamW:
-        return CoatAdamW(_experts_apart(groups), **options)
-
-    listed = list(parameters) if parameters is not None else None
-    if listed and isinstance(listed[0], dict):
-        return make, listed
-    chosen = None if listed is None else {id(p) for p in listed}
-    named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
-    if chosen is not None and len(named) != len(chosen):
-        raise ValueError(
-            f"model_parameters: {len(chosen) - len(named)} of {len(chosen)} are not parameters of the model"
-        )
-    groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
-    return make, groups
-
-
-def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters of DeepSpeed's experts (``deepspeed.moe``) in groups of their own: they are sharded over other ranks.
-
-    DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables like ours.
-    """
-    from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
-
-    def listed(params: Any) -> list[Any]:
-        return [params] if isinstance(params, torch.Tensor) else list(params)
-
-    groups = [{**group, "params": listed(group["params"])} for group in groups]
-    if not any(is_moe_param(p) for group in groups for p in group["params"]):
-        return groups
-    named = [{"name": f"group {i}", **group} for i, group in enumerate(groups)]
-    return [group for group in configure_moe_param_groups(named) if group["params"]]
-
-
 def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
     patched = any(getattr(type(m), "coat_patched", False) for m in model.modules())
     if coat.activation.enabled and not patched:
@@ -197,35 +138,6 @@ def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
         raise CoatConfigError(
             "coat.activation.enabled: got false, but the model is patched; accepted: true, or an unpatched model"
         )
-
-
-def _take_device(args: Any) -> None:
-    """Choose the device that DeepSpeed's engine is going to choose, in the same way, before a collective needs one.
-
-    NCCL would otherwise run it on the first GPU for every rank. Without a local rank nothing is chosen: DeepSpeed's
-    engine then refuses to start.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    local = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
-    rank = getattr(args, "device_rank", None if local is None else int(local))
-    if rank is not None and rank >= 0:
-        get_accelerator().set_device(rank)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _model_digest(model: torch.nn.Module) -> str:
-    """Names, full shapes (ZeRO-3 keeps them in ``ds_shape``), dtypes and trainability of all parameters."""
-    return _digest(
-        [
-            [n, list(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad, type(m).__name__]
-            for n, m in model.named_modules()
-            for p in m.parameters(recurse=False)
-        ]
-    )
 
 
 def _size(mpu: Any, *names: str) -> int:

@@ -1,7 +1,7 @@
 """What follows whenever ZeRO links parameters to their shards of the master weights.
 
-ZeRO-1, 2 and BF16_Optimizer call ``_link_all_hp_params`` when they are built and after loading. Several modules here
-correct or extend what it leaves: in a fixed order, whatever order they come in, and each once however often it comes.
+ZeRO-1, 2 and BF16_Optimizer call ``_link_all_hp_params`` when they are built and after loading. Here it is replaced
+once, by itself and what has to follow, in the order of the list in ``attach.py``.
 """
 
 from __future__ import annotations
@@ -11,30 +11,24 @@ from typing import Any
 
 __all__ = ["after_linking"]
 
-_ORDER = ("places", "masters", "moments")
-"""Where parameters lie (``round_robin.py``), then accessors of master weights (``master_weights.py``), and around those
-the accessors of moments (``native_accessors.py``)."""
 
-
-def after_linking(zero: Any, name: str, action: Callable[[Any], None]) -> None:
-    """Call ``action(zero)`` now and after each time that parameters are linked.
+def after_linking(zero: Any, action: Callable[[Any], None]) -> None:
+    """Call ``action(zero)`` now and after each time that parameters are linked, after the actions that came before.
 
     Args:
-        zero: a ZeRO-1, 2 or BF16_Optimizer; links its parameters anew.
-        name: one of the names in ``_ORDER``; a second action of the same name takes the place of the first.
-        action: may rely on the links being new, and on actions that stand earlier in the order.
+        zero: a ZeRO-1, 2 or BF16_Optimizer; its parameters are linked anew.
+        action: may rely on the links being new.
     """
-    actions: dict[str, Callable[[Any], None]] | None = getattr(zero, "coat_after_linking", None)
+    actions: list[Callable[[Any], None]] | None = getattr(zero, "coat_after_linking", None)
     if actions is None:
-        actions = zero.coat_after_linking = {}
+        actions = zero.coat_after_linking = []
         link = zero._link_all_hp_params
 
         def link_all() -> None:
             link()
-            for name in _ORDER:
-                if name in actions:
-                    actions[name](zero)
+            for action in actions:
+                action(zero)
 
         zero._link_all_hp_params = link_all
-    actions[name] = action
+    actions.append(action)
     zero._link_all_hp_params()

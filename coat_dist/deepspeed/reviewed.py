@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from pathlib import Path
 
 __all__ = ["READ", "digest", "was_read"]
+
+logger = logging.getLogger("coat_dist")
 
 _FILES = ("runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py", "runtime/utils.py")
 
@@ -36,5 +39,10 @@ def digest() -> str:
 
 @functools.cache
 def was_read() -> bool:
-    """Whether the installed DeepSpeed's ZeRO is one that was read."""
-    return digest() in READ.values()
+    """Whether the installed DeepSpeed's ZeRO is one that was read; logged once where it is not."""
+    read = digest() in READ.values()
+    if not read:
+        logger.info(
+            "DeepSpeed's ZeRO is not one that was read (%s): all its passes and copies are kept", ", ".join(READ)
+        )
+    return read

@@ -2,9 +2,9 @@
 
 The option deals the parameters of a group out to the ranks in turn before they are flattened. DeepSpeed's links from
 parameters to their fp32 shard, its accessors (``safe_get_full_fp32_param`` and the like) and the
-``param_slice_mappings`` that it saves nevertheless count in the order of the group, so all of them name elements of
-other parameters without a word. Training itself is right. :func:`relink` makes the links anew, in the order of the
-flat tensor.
+``param_slice_mappings`` that it saves nevertheless count in the order of the group, so all of them silently name
+elements of other parameters. Training itself is right. :func:`relink` makes the links anew, in the order of the flat
+tensor.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch.distributed as dist
 
 from .links import after_linking
 
-__all__ = ["relink"]
+__all__ = ["deals_out", "relink"]
 
 
-def relink(zero: Any) -> bool:
-    """Correct the links of one of DeepSpeed's ZeRO-1 and 2 optimizers, now and whenever it makes them again.
+def deals_out(zero: Any) -> bool:
+    """Whether one of DeepSpeed's ZeRO-1 and 2 optimizers deals parameters out in turn."""
+    return bool(getattr(zero, "round_robin_gradients", False)) and hasattr(zero, "round_robin_bit16_groups")
+
+
+def relink(zero: Any) -> None:
+    """Correct the links of an optimizer that :func:`deals_out`, now and whenever it makes them again.
 
     Args:
         zero: ``engine.optimizer``.
 
-    Returns:
-        Whether there was something to correct.
-
     Raises:
         ValueError: this DeepSpeed does not say where it put the parameters.
     """
-    if not getattr(zero, "round_robin_gradients", False) or not hasattr(zero, "round_robin_bit16_groups"):
-        return False
     needed = ("round_robin_bit16_offsets", "_link_all_hp_params", "_create_param_mapping", "_param_slice_mappings")
     if not all(hasattr(zero, name) for name in needed):
         import deepspeed
@@ -40,9 +40,8 @@ def relink(zero: Any) -> bool:
             f"zero_optimization.round_robin_gradients: got true, accepted: false with DeepSpeed {deepspeed.__version__}"
             ", whose links from parameters to their shards would name elements of other parameters"
         )
-    after_linking(zero, "places", _link_all)
+    after_linking(zero, _link_all)
     zero._param_slice_mappings = zero._create_param_mapping()
-    return True
 
 
 def _link_all(zero: Any) -> None:

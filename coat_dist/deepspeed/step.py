@@ -5,64 +5,71 @@ and a multiplication that unscales and clips. The norm is needed. The check is n
 which is non-finite if any gradient that it counts is; of those that it does not count (copies of a parameter on other
 ranks of a model-parallel group), the check stays. The multiplication is not needed, because the step reads every
 gradient anyway. After the optimizer, ZeRO reads its fp32 partition once more to write the 16-bit one; the step can
-write it, too. :func:`fuse_step` leaves all three out: it overrides methods on one ZeRO optimizer instance, and only of
-a DeepSpeed that was read (``reviewed.py``). Results are the same bits.
+write it, too. All three are left out by the entries of ``attach.py`` whose names begin with "step", and only with a
+DeepSpeed that was read (``reviewed.py``). Results are the same bits.
 """
 
 from __future__ import annotations
 
-import logging
 import types
 from typing import Any
 
 import torch
 
-from .reviewed import READ, was_read
+from ..checkpoint.zero_partitions import base_optimizer
+from .reviewed import was_read
 
-__all__ = ["fuse_step"]
+__all__ = [
+    "check_what_the_norm_leaves_out",
+    "has_16_bit_copy",
+    "leave_all_to_the_norm",
+    "may_leave_out_passes",
+    "norm_finds_all",
+    "norm_leaves_out",
+    "unscale_and_clip_in_the_step",
+    "write_16_bit_weights_in_the_step",
+]
 
-logger = logging.getLogger("coat_dist")
 
-
-def fuse_step(zero: Any, coat: Any) -> bool:
-    """Let the step of ``coat`` unscale, clip and write 16-bit weights, and let the gradient norm alone find non-finite
-    gradients.
-
-    Args:
-        zero: ``engine.optimizer``.
-        coat: the :class:`CoatAdamW` inside it.
-
-    Returns:
-        Whether anything was changed: not for ZeRO-3, BF16_Optimizer, a DeepSpeed that was not read, or settings under
-        which ZeRO does not look at the norm.
-    """
+def may_leave_out_passes(zero: Any) -> bool:
+    """Whether passes of ``engine.optimizer`` may be left out: not those of ZeRO-3, of BF16_Optimizer, of a DeepSpeed
+    that was not read, without a CoatAdamW, or under settings with which ZeRO does not look at the norm."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    if type(zero) is not DeepSpeedZeroOptimizer:
+    if type(zero) is not DeepSpeedZeroOptimizer or base_optimizer(zero) is None or not was_read():
         return False
-    if not was_read():
-        logger.info("DeepSpeed's ZeRO is not one that was read (%s): all its passes are kept", ", ".join(READ))
-        return False
-    if zero.optimizer is not coat or zero.cpu_offload or not (zero.compute_grad_norm and zero.check_grad_overflow):
-        return False
-    # Loss scaling (fp16) reacts to the check itself, ahead of the norm; without it, the norm does all the work.
-    if zero.dtype == torch.bfloat16 and _norm_may_leave_out(zero):
-        zero.has_overflow_partitioned_grads_serial = types.MethodType(_overflow_outside_the_norm, zero)
-    elif zero.dtype == torch.bfloat16:
-        zero.check_overflow = types.MethodType(_leave_to_the_norm, zero)
-    zero.unscale_and_clip_grads = types.MethodType(_leave_to_the_step, zero)
-    half = zero.dtype in (torch.bfloat16, torch.float16) and not zero.low_precision_master_weights_and_grads
-    if half:
-        zero._optimizer_step = types.MethodType(_step_with_copy, zero)
-        zero.step = types.MethodType(_step_and_restore, zero)
-    return True
+    return bool(not zero.cpu_offload and zero.compute_grad_norm and zero.check_grad_overflow)
 
 
-def _leave_to_the_norm(zero: Any, partition_gradients: bool = True) -> None:
+# The check for infinities. Loss scaling (fp16) reacts to the check itself, ahead of the norm; without it, the norm does
+# all the work.
+
+
+def norm_finds_all(zero: Any) -> bool:
+    """Whether a gradient that is not finite always makes the norm so: the check can be left out."""
+    return may_leave_out_passes(zero) and zero.dtype == torch.bfloat16 and not _some_are_not_counted(zero)
+
+
+def leave_all_to_the_norm(zero: Any) -> None:
+    """Replace the check by nothing; ZeRO then looks at the norm."""
+    zero.check_overflow = types.MethodType(_no_check, zero)
+
+
+def norm_leaves_out(zero: Any) -> bool:
+    """Whether the norm does not count some gradients, so that these have to be checked still."""
+    return may_leave_out_passes(zero) and zero.dtype == torch.bfloat16 and _some_are_not_counted(zero)
+
+
+def check_what_the_norm_leaves_out(zero: Any) -> None:
+    """Let the check look at no other gradients than those."""
+    zero.has_overflow_partitioned_grads_serial = types.MethodType(_overflow_outside_the_norm, zero)
+
+
+def _no_check(zero: Any, partition_gradients: bool = True) -> None:
     zero.overflow = False
 
 
-def _norm_may_leave_out(zero: Any) -> bool:
+def _some_are_not_counted(zero: Any) -> bool:
     """Whether some rank's norm does not count all of its gradients. The same on all ranks, which then meet in the
     collectives of ZeRO's check: the size of a group is, and all of them hold the same parameters."""
     from deepspeed.comm import pg_utils
@@ -92,6 +99,14 @@ def _overflow_outside_the_norm(zero: Any) -> torch.Tensor:
     return found.bool()
 
 
+# Unscaling and clipping.
+
+
+def unscale_and_clip_in_the_step(zero: Any) -> None:
+    """Hand the factor to CoatAdamW, which multiplies each gradient by it as it reads it."""
+    zero.unscale_and_clip_grads = types.MethodType(_leave_to_the_step, zero)
+
+
 def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
     """In place of ``unscale_and_clip_grads``: the same factor, computed the same way, handed to the optimizer."""
     if zero.clip_grad == 0.0 and zero.loss_scale == 1.0:
@@ -102,6 +117,21 @@ def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
         scale = torch.clamp((total_norm / zero.loss_scale + 1e-6) / zero.clip_grad, min=1.0) * zero.loss_scale
     factor = torch.as_tensor(1.0 / scale, dtype=torch.float32, device=zero.device)
     zero.optimizer.grad_factor = factor.reshape(())
+
+
+# The 16-bit weights.
+
+
+def has_16_bit_copy(zero: Any) -> bool:
+    """Whether ZeRO copies its fp32 partition to a 16-bit one after the step, so that CoatAdamW can write both."""
+    half = may_leave_out_passes(zero) and zero.dtype in (torch.bfloat16, torch.float16)
+    return bool(half and not zero.low_precision_master_weights_and_grads)
+
+
+def write_16_bit_weights_in_the_step(zero: Any) -> None:
+    """Let CoatAdamW write the 16-bit partition in the pass that writes the fp32 one."""
+    zero._optimizer_step = types.MethodType(_step_with_copy, zero)
+    zero.step = types.MethodType(_step_and_restore, zero)
 
 
 def _step_with_copy(zero: Any, group_no: int) -> None:

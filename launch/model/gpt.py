@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 
 from coat_dist import CoatConfigError
-from coat_dist.config import load_json
+from coat_dist.config import explain, load_json
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.find_config import find_config
 from launch.model.experts import ExpertsConfig
@@ -162,21 +161,7 @@ def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> Model
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        raise CoatConfigError("\n".join(_explain(e) for e in error.errors())) from None
-
-
-def _explain(error: Any) -> str:
-    key = ".".join(["model", *map(str, error["loc"])])
-    if error["type"] == "value_error":
-        return f"model.{error['ctx']['error']}"
-    if error["type"] == "missing":
-        return f"{key}: missing, accepted: a value (no default)"
-    if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(error["loc"][-1]), ModelConfig.model_fields, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        return f"{key}: unknown key{hint}, accepted: {', '.join(ModelConfig.model_fields)}"
-    given, accepted = json.dumps(error.get("input"), default=str), error["msg"].removeprefix("Input should be ")
-    return f"{key}: got {given}, accepted: {accepted}"
+        raise CoatConfigError("\n".join(explain("model", ModelConfig, e) for e in error.errors())) from None
 
 
 def transformer_config(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.config import load_json
+from coat_dist.config import load_json, look_up
 from coat_dist.deepspeed.refusals import check_deepspeed
 from launch.find_config import find_config
 
@@ -27,39 +27,39 @@ def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | 
     """
     settings = _read(given)
     coat = CoatConfig.from_deepspeed(settings)
-    check_deepspeed(settings, tp=tp, mpu=True)
+    check_deepspeed(settings, tp=tp, mpu=True, coat=coat)
     problems = []
 
     def require(key: str, good: bool, accepted: str) -> None:
         if not good:
-            problems.append(f"{key}: got {_get(settings, key)!r}, accepted: {accepted}")
+            problems.append(f"{key}: got {look_up(settings, key)!r}, accepted: {accepted}")
 
     require(
         "optimizer.type",
-        _get(settings, "optimizer.type") in ("AdamW", "CoatAdamW"),
+        look_up(settings, "optimizer.type") in ("AdamW", "CoatAdamW"),
         '"CoatAdamW" (FP8 moments), or "AdamW" (torch\'s, fp32 moments)',
     )
-    require("bf16.enabled", _get(settings, "bf16.enabled") is True, "true: this program trains in bf16")
+    require("bf16.enabled", look_up(settings, "bf16.enabled") is True, "true: this program trains in bf16")
     require(
         "bf16.check_grad_overflow",
-        _get(settings, "bf16.check_grad_overflow") is not False,
+        look_up(settings, "bf16.check_grad_overflow") is not False,
         "true (its default): without it a NaN gradient would be applied",
     )
-    require("zero_optimization.stage", _get(settings, "zero_optimization.stage") in (1, 2, 3), "1, 2 or 3")
+    require("zero_optimization.stage", look_up(settings, "zero_optimization.stage") in (1, 2, 3), "1, 2 or 3")
     require(
         "zero_optimization.compute_grad_norm",
-        _get(settings, "zero_optimization.compute_grad_norm") is not False,
+        look_up(settings, "zero_optimization.compute_grad_norm") is not False,
         "true (its default): the gradient norm is printed and checked",
     )
     require(
         "managed_gradient_accumulation",
-        _get(settings, "managed_gradient_accumulation") is not False,
+        look_up(settings, "managed_gradient_accumulation") is not False,
         "true (its default)",
     )
     require("scheduler", "scheduler" not in settings, "absent: the schedule is set by --lr-schedule and its companions")
-    if _get(settings, "optimizer.type") == "AdamW":
+    if look_up(settings, "optimizer.type") == "AdamW":
         known = ("lr", "betas", "eps", "weight_decay")
-        for key in _get(settings, "optimizer.params") or {}:
+        for key in look_up(settings, "optimizer.params") or {}:
             require(f"optimizer.params.{key}", key in known, f"no such key; AdamW here takes {', '.join(known)}")
     if problems:
         raise CoatConfigError("\n".join(problems))
@@ -118,15 +118,7 @@ def peak_lr(args: argparse.Namespace, settings: Mapping[str, Any]) -> float:
     Raises:
         CoatConfigError: neither is given.
     """
-    lr = args.lr if args.lr is not None else _get(settings, "optimizer.params.lr")
+    lr = args.lr if args.lr is not None else look_up(settings, "optimizer.params.lr")
     if not isinstance(lr, int | float) or isinstance(lr, bool):
         raise CoatConfigError(f"optimizer.params.lr: got {lr!r}, accepted: a number (or --lr)")
     return float(lr)
-
-
-def _get(config: Any, path: str) -> Any:
-    for key in path.split("."):
-        if not isinstance(config, Mapping):
-            return None
-        config = config.get(key)
-    return config

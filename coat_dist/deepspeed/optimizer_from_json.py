@@ -1,0 +1,94 @@
+"""The CoatAdamW that a DeepSpeed configuration asks for by ``"optimizer": {"type": "CoatAdamW"}``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..config import CoatConfig
+from ..optim import CoatAdamW, param_groups
+from ..optim.state import check_group
+
+__all__ = ["build_coat_adamw", "check_params"]
+
+
+def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str]:
+    """What is wrong with ``optimizer.params``: one line for each key."""
+    known = inspect.signature(CoatAdamW.__init__).parameters
+    defaults = {name: p.default for name, p in known.items() if name not in ("self", "params")}
+    own = coat.optimizer.model_dump() if coat is not None and "optimizer" in coat.model_fields_set else {}
+    problems = []
+    for name, value in params.items():
+        if name not in defaults:
+            problems.append(f"optimizer.params.{name}: unknown key, accepted: {', '.join(defaults)}")
+        elif name in own:
+            problems.append(f"optimizer.params.{name}: given beside coat.optimizer, accepted: one of the two")
+        elif isinstance(value, Mapping | list) and name != "betas":
+            problems.append(f"optimizer.params.{name}: got {json.dumps(value, default=str)}, accepted: a single value")
+        else:
+            problems += _group_problem({**defaults, name: value})
+    return problems or _group_problem({**defaults, **own, **params})
+
+
+def _group_problem(options: Mapping[str, Any]) -> list[str]:
+    try:
+        check_group({**options, "moments": "fp8", "params": []})
+    except ValueError as error:
+        return [str(error).replace("CoatAdamW ", "optimizer.params.", 1)]
+    return []
+
+
+def build_coat_adamw(
+    settings: Mapping[str, Any], coat: CoatConfig, model: torch.nn.Module, parameters: Iterable | None
+) -> tuple[Callable[[list[dict[str, Any]]], CoatAdamW], list[dict[str, Any]]]:
+    """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with.
+
+    Args:
+        settings: DeepSpeed's configuration, whose ``optimizer.params`` are options of CoatAdamW.
+        coat: the block; its ``optimizer`` holds the others.
+        model: its parameters are grouped by :func:`coat_dist.optim.param_groups`,
+        parameters: or only these of them; or a list of groups, which are taken as they are.
+
+    Raises:
+        ValueError: some of ``parameters`` are not the model's.
+    """
+    params = dict(settings["optimizer"].get("params") or {})
+    options = {**coat.optimizer.model_dump(), **params}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+
+    def make(groups: list[dict[str, Any]]) -> CoatAdamW:
+        return CoatAdamW(_experts_apart(groups), **options)
+
+    listed = list(parameters) if parameters is not None else None
+    if listed and isinstance(listed[0], dict):
+        return make, listed
+    chosen = None if listed is None else {id(p) for p in listed}
+    named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
+    if chosen is not None and len(named) != len(chosen):
+        raise ValueError(
+            f"model_parameters: {len(chosen) - len(named)} of {len(chosen)} are not parameters of the model"
+        )
+    groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
+    return make, groups
+
+
+def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameters of DeepSpeed's experts (``deepspeed.moe``) in groups of their own: they are sharded over other ranks.
+
+    DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables like ours.
+    """
+    from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
+
+    def listed(params: Any) -> list[Any]:
+        return [params] if isinstance(params, torch.Tensor) else list(params)
+
+    groups = [{**group, "params": listed(group["params"])} for group in groups]
+    if not any(is_moe_param(p) for group in groups for p in group["params"]):
+        return groups
+    named = [{"name": f"group {i}", **group} for i, group in enumerate(groups)]
+    return [group for group in configure_moe_param_groups(named) if group["params"]]

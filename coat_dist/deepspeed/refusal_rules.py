@@ -1,0 +1,231 @@
+"""The table of DeepSpeed settings that CoatAdamW or the flow cannot honour, each with its reason.
+
+``refusals.py`` walks it. A reason that helps the user is part of the message; others stand beside the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config import CoatConfig, look_up
+from ..optim import CoatAdamW
+
+__all__ = ["RULES", "Facts", "Rule"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules look at."""
+
+    config: Mapping[str, Any]
+    """DeepSpeed's configuration, without what DeepSpeed reads as not given."""
+    coat: CoatConfig | None
+    optimizer: torch.optim.Optimizer | None
+    """An object that is given beside the configuration."""
+    tp: int
+    cp: int
+    pipeline: bool
+    mpu: bool
+
+    @property
+    def ours(self) -> CoatAdamW | None:
+        """The CoatAdamW that is given."""
+        return self.optimizer if isinstance(self.optimizer, CoatAdamW) else None
+
+    @property
+    def compressed(self) -> bool:
+        """The optimizer is a CoatAdamW, given or named in the configuration."""
+        return self.ours is not None or self["optimizer.type"] == "CoatAdamW"
+
+    @property
+    def flow(self) -> bool:
+        """Layers run the FP8 flow."""
+        return self.coat is not None and self.coat.activation.enabled
+
+    @property
+    def stage(self) -> int:
+        return self["zero_optimization.stage"] or 0
+
+    @property
+    def bf16(self) -> str:
+        """The name of the block that DeepSpeed reads; it passes over the older one beside the newer one."""
+        return "bfloat16" if "bfloat16" in self.config and "bf16" not in self.config else "bf16"
+
+    @property
+    def half(self) -> str | None:
+        """The block that turns 16-bit training on."""
+        return next((block for block in (self.bf16, "fp16") if self[block + ".enabled"]), None)
+
+    @property
+    def why_not_stage_0(self) -> str:
+        if self.half == "fp16":
+            return "DeepSpeed's optimizer of stage 0 hands out states and weights that nothing here was written for"
+        return "stage 0 steps on zero gradients while the engine is built"
+
+    @property
+    def remainder(self) -> bool:
+        """Master weights are going to be bfloat16 weights and remainders."""
+        if not self.compressed:
+            return False
+        if self.ours is not None:
+            kept = self.ours.param_groups[0]["master_weights"]  # all groups: deepspeed/master_weights.py
+        else:  # if named in both places, it is refused elsewhere
+            kept = self["optimizer.params.master_weights"] or (self.coat and self.coat.optimizer.master_weights)
+        return kept == "bf16_remainder"
+
+    @property
+    def option(self) -> str:
+        """What the user calls it."""
+        return f'{"CoatAdamW " if self.ours is not None else "coat.optimizer."}master_weights "bf16_remainder"'
+
+    def __getitem__(self, key: str) -> Any:
+        """The configuration's value at a rule's key."""
+        return look_up(self.config, key.replace("{bf16}", self.bf16))
+
+    def fill(self, text: str) -> str:
+        """A rule's text with these facts for what it has in braces."""
+        return text.format(
+            bf16=self.bf16, half=self.half, option=self.option, tp=self.tp, why_not_stage_0=self.why_not_stage_0
+        )
+
+
+class Rule(NamedTuple):
+    """One setting that is refused."""
+
+    key: str
+    """Dotted; ``{bf16}`` is the name of DeepSpeed's block."""
+    accepted: str
+    """What to write instead, and why where that is not plain; facts in braces."""
+    refused: Callable[[Facts], object]
+
+
+def _on(key: str) -> Callable[[Facts], object]:
+    return lambda f: f.compressed and f[key]
+
+
+def _elsewhere(key: str) -> Callable[[Facts], bool]:
+    return lambda f: f[key] not in (None, "none")
+
+
+_ANY = (
+    Rule(
+        "optimizer.type",
+        '"CoatAdamW" when the block has "coat.optimizer" (remove one of the two)',
+        lambda f: (
+            f.coat is not None
+            and "optimizer" in f.coat.model_fields_set
+            and f["optimizer.type"] not in (None, "CoatAdamW")
+            and f.ours is None
+        ),
+    ),
+    # Both would split the same weights.
+    Rule(
+        "tensor_parallel.autotp_size",
+        "0 or 1 with Megatron tensor parallelism {tp}",
+        lambda f: (f["tensor_parallel.autotp_size"] or 0) > 1 and f.tp > 1,
+    ),
+    # CoatAdamW has a loader of its own.
+    Rule(
+        "checkpoint.load_universal",
+        "false with zero_optimization.stage 3 and tensor parallelism {tp}: DeepSpeed does not slice universal "
+        "checkpoints over TP there; use stage 1 or 2, or CoatAdamW",
+        lambda f: f["checkpoint.load_universal"] and f.stage == 3 and f.tp > 1 and not f.compressed,
+    ),
+)
+
+_COAT_ADAMW = (
+    Rule(
+        "zero_optimization.elastic_checkpoint",
+        "false with CoatAdamW: it merges raw optimizer state across ranks",
+        _on("zero_optimization.elastic_checkpoint"),
+    ),
+    Rule(
+        "zero_optimization.offload_optimizer.device",
+        '"none" with CoatAdamW: compressed moments are small enough to stay on the GPU',
+        lambda f: f.compressed and _elsewhere("zero_optimization.offload_optimizer.device")(f),
+    ),
+    # These three keep the optimizer's states on the CPU.
+    Rule(
+        "zero_optimization.offload_optimizer.super_offload",
+        "false with CoatAdamW",
+        _on("zero_optimization.offload_optimizer.super_offload"),
+    ),
+    Rule("zero_optimization.cpu_offload", "false with CoatAdamW", _on("zero_optimization.cpu_offload")),
+    Rule(
+        "zero_optimization.zenflow",
+        "absent with CoatAdamW",
+        lambda f: f.compressed and f["zero_optimization.zenflow"] is not None,
+    ),
+    Rule(
+        "zero_optimization.stage",
+        "1, 2 or 3 with {half}.enabled: {why_not_stage_0}",
+        lambda f: f.compressed and f.stage == 0 and f.half is not None,
+    ),
+)
+
+# ``master_weights`` and DeepSpeed's keys have to say the same: each alone would lose the lower 16 bits.
+_MASTER_WEIGHTS = (
+    Rule(
+        "{bf16}.bf16_master_weights_and_grads",
+        "false with CoatAdamW, or true with {option}: bfloat16 alone loses small updates",
+        lambda f: _on("{bf16}.bf16_master_weights_and_grads")(f) and not f.remainder,
+    ),
+    Rule(
+        "{bf16}.enabled",
+        "true with {option}",
+        lambda f: f.remainder and not _on("{bf16}.enabled")(f),
+    ),
+    Rule(
+        "{bf16}.bf16_master_weights_and_grads",
+        "true with {option}",
+        lambda f: f.remainder and not _on("{bf16}.bf16_master_weights_and_grads")(f),
+    ),
+    Rule(
+        "{bf16}.bf16_optimizer_states",
+        "true with {option} (moments stay FP8; without it DeepSpeed wants CPU offload)",
+        lambda f: f.remainder and not _on("{bf16}.bf16_optimizer_states")(f),
+    ),
+    Rule(
+        "data_types.grad_accum_dtype",
+        '"bf16" with {option} at zero_optimization.stage 1, where fp32 sums mean fp32 weights (BF16_Optimizer); or '
+        "stage 2 or 3",
+        lambda f: (
+            f.remainder
+            and f.stage == 1
+            and f["data_types.grad_accum_dtype"] in ("fp32", "float32", "float", "torch.float32")
+        ),
+    ),
+    Rule(
+        "zero_optimization.offload_param.device",
+        '"none" with {option}: weights and remainders are one master weight, on one device',
+        lambda f: f.remainder and _elsewhere("zero_optimization.offload_param.device")(f),
+    ),
+    *(
+        Rule(key, "false with {option}", lambda f, key=key: f.remainder and f[key])  # type: ignore[misc]
+        for key in ("zero_optimization.cpu_offload_param", "zero_optimization.cpu_offload_params")
+    ),
+)
+
+_FLOW = (
+    Rule(
+        "fp16.enabled",
+        "false with coat.activation.enabled: the flow runs in bf16",
+        lambda f: f.flow and f["fp16.enabled"],
+    ),
+    Rule(
+        "coat.activation.weights",
+        '"on_use" with zero_optimization.stage 3: a cache would hold whole weights on every rank',
+        lambda f: f.flow and f.coat.activation.weights == "cached" and f.stage == 3,  # type: ignore[union-attr]
+    ),
+    Rule(
+        "coat.activation.wgrad",
+        '"grad" under DeepSpeed, whose parameters have no main_grad',
+        lambda f: f.flow and f.coat.activation.wgrad == "main_grad",  # type: ignore[union-attr]
+    ),
+)
+
+RULES = (*_ANY, *_COAT_ADAMW, *_MASTER_WEIGHTS, *_FLOW)

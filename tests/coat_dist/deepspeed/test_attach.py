@@ -1,0 +1,95 @@
+"""What is replaced on DeepSpeed's objects is what the list in ``attach.py`` says, no more and no less."""
+
+import functools
+import inspect
+import logging
+from pathlib import Path
+
+import torch
+
+import coat_dist
+from coat_dist.deepspeed.attach import ATTACHMENTS, attach
+from tests.support import run_ranks
+
+REMAINDERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+ROUND_ROBIN = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+CASES = {
+    "zero-1": {"zero_optimization": {"stage": 1}},
+    "BF16_Optimizer": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero-2": {"zero_optimization": {"stage": 2}},
+    "zero-2, some gradients are not counted": {"zero_optimization": {"stage": 2}},
+    "zero-2, round robin, remainders": {**ROUND_ROBIN, **REMAINDERS},
+    "zero-2, cached weights": {"zero_optimization": {"stage": 2}, "coat": {"activation": {"weights": "cached"}}},
+    "zero-3": {"zero_optimization": {"stage": 3}},
+    "zero-3, remainders": {"zero_optimization": {"stage": 3}, **REMAINDERS},
+    "torch's AdamW": {"zero_optimization": {"stage": 2}},
+    "torch's AdamW, round robin, universal": {**ROUND_ROBIN, "checkpoint": {"load_universal": True}},
+    "torch's SGD, stage 0": {"bf16": {"enabled": False}},
+}
+
+
+class Patched(torch.nn.Linear):
+    coat_patched = True
+
+
+def build(case):
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    changes = CASES[case]
+    net = (Patched if "coat" in changes else torch.nn.Linear)(64, 96)
+    net.bias.ds_pipe_replicated = "not counted" in case
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **changes}
+    given = None
+    if "torch's" in case:
+        given = (torch.optim.AdamW if "AdamW" in case else torch.optim.SGD)(net.parameters(), lr=1e-3)
+    else:
+        kept = {"master_weights": "bf16_remainder"} if "remainders" in case else {}
+        config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 1e-3, **kept}}
+    return coat_dist.initialize(model=net, config=config, optimizer=given)[0]
+
+
+def is_ours(value):
+    while isinstance(value, functools.partial) or inspect.ismethod(value):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    folder = Path(coat_dist.__file__).parent
+    return inspect.isfunction(value) and folder in Path(value.__code__.co_filename).parents
+
+
+def replaced(engine):
+    """Methods of the instances that hide one of their class; of parameters, which get theirs from DeepSpeed, ours."""
+    objects = {"engine": engine, "zero": engine.optimizer}
+    hidden = {
+        f"{kind}.{name}"
+        for kind, one in objects.items()
+        for name, value in vars(one).items()
+        if callable(value) and callable(getattr(type(one), name, None))
+    }
+    params = (vars(param).items() for param in engine.module.parameters())
+    return hidden | {f"param.{name}" for items in params for name, value in items if is_ours(value)}
+
+
+def engines(rank, world):
+    found = {}
+    for case in CASES:
+        engine = build(case)
+        before = replaced(engine), {name: id(value) for name, value in vars(engine.optimizer).items()}
+        again = attach(engine)
+        same = before == (replaced(engine), {name: id(value) for name, value in vars(engine.optimizer).items()})
+        wraps = getattr(vars(engine.optimizer).get("step"), "__wrapped__", None)
+        found[case] = (again, before[0], same, wraps is not None and is_ours(wraps))
+        engine.destroy()
+    return found
+
+
+def test_what_is_replaced_is_what_the_list_says():
+    (found,) = run_ranks(1, engines)
+    declared = {attachment.name: set(attachment.replaces) for attachment in ATTACHMENTS}
+    for case, (attached, overridden, same, _) in found.items():
+        assert overridden == set().union(*(declared[name] for name in attached)), case
+        assert list(attached) == [name for name in declared if name in attached], "in the order of the list"
+        assert same, "a second time nothing changes"
+    assert {name for attached, *_ in found.values() for name in attached} == declared.keys(), "each is seen once"
+    assert not found["torch's SGD, stage 0"][0] and not found["torch's AdamW"][1]
+    assert found["zero-2, cached weights"][3], "what drops the cache is around the step that was replaced"
