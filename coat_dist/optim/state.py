@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from ..formats import ALWAYS_EXPANDED
 from ..ops.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
 from .sharded import local, refusal
 
@@ -212,14 +213,12 @@ def check_group(group: Mapping[str, Any]) -> None:
     require("stochastic_rounding", "True, False or 'auto'", isinstance(rounding, bool) or rounding == "auto")
     for key, formats in (("first_moment", FIRST_MOMENT_FORMATS), ("second_moment", SECOND_MOMENT_FORMATS)):
         require(key, ", ".join(map(repr, formats)), group[key] in formats)
-    require(
-        "expand",
-        "True with second_moment='log8', whose codes always span a group's range",
-        group["expand"] or group["second_moment"] != "log8",
-    )
+    for key in ("first_moment", "second_moment"):
+        accepted = f"True with {key}={group[key]!r}, whose codes always span a group's range"
+        require("expand", accepted, group["expand"] or group[key] not in ALWAYS_EXPANDED)
     require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
-    accepted = ("parameter", "bf16_remainder")
-    require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in accepted)
+    masters = ("parameter", "bf16_remainder")
+    require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in masters)
     require("group_size", ", ".join(map(str, GROUP_SIZES)), group["group_size"] in GROUP_SIZES)
     for key in _UNSUPPORTED:
         if group.get(key):
