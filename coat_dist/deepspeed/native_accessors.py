@@ -18,13 +18,11 @@ import torch
 
 from ..checkpoint.zero_partitions import Fragment, Partition, members
 from ..optim.moments import read_moment, write_moment
-from ..optim.state import ensure_state
-from .accessors import fragment_of, moment_index, safe_get_full_moment, safe_set_full_moment
+from ..optim.state import MOMENT_OF, WhichMoment, ensure_state
+from .accessors import fragment_of, safe_get_full_moment, safe_set_full_moment
 from .links import after_linking
 
 __all__ = ["answer_deepspeeds_accessors"]
-
-_KEYS = {"exp_avg": "first", "exp_avg_sq": "second"}
 
 
 def answer_deepspeeds_accessors(zero: Any) -> None:
@@ -42,10 +40,10 @@ def _answer(zero: Any) -> None:
         param.set_full_hp_param = types.MethodType(functools.partial(_set_full, master[1]), param)
 
 
-def _which(key: str) -> str:
-    if key not in _KEYS:
-        raise ValueError(f"optim_state_key: got {key!r}, accepted with CoatAdamW: {', '.join(_KEYS)}")
-    return _KEYS[key]
+def _which(key: str) -> WhichMoment:
+    if key not in MOMENT_OF:
+        raise ValueError(f"optim_state_key: got {key!r}, accepted with CoatAdamW: {', '.join(MOMENT_OF)}")
+    return MOMENT_OF[key]
 
 
 def _get_full(master: Callable[[], torch.Tensor], param: Any, optim_state_key: str | None = None) -> torch.Tensor:
@@ -87,19 +85,19 @@ def _answer_stage3(zero: Any) -> None:
     def get_local_fp32_param(param: Any, optim_state_key: str | None = None) -> torch.Tensor:
         if optim_state_key is None:
             return get_local(param)
-        index = moment_index(_which(optim_state_key))
+        which = _which(optim_state_key)
         part, f = _local(zero, param)
         state = zero.optimizer.state.get(part.flat) or {}
         local = torch.zeros(param.ds_tensor.ds_numel, device=part.flat.device)  # padded, as DeepSpeed gives it
         if "step" in state and f.numel:
-            local[: f.numel] = read_moment(state, part.group, index, f.start, f.numel)
+            local[: f.numel] = read_moment(state, part.group, which, f.start, f.numel)
         return local
 
     def set_local_hp_param(value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if optim_state_key is None:
             set_local(value, param)
             return
-        index = moment_index(_which(optim_state_key))
+        which = _which(optim_state_key)
         part, f = _local(zero, param)
         if value.numel() != param.ds_tensor.ds_numel or not value.is_floating_point():
             raise ValueError(
@@ -109,7 +107,7 @@ def _answer_stage3(zero: Any) -> None:
         state = ensure_state(zero.optimizer.state, part.flat, part.group)
         if f.numel:
             mine = value.detach().reshape(-1)[: f.numel].to(part.flat.device, torch.float32)
-            write_moment(state, part.group, index, f.start, mine)
+            write_moment(state, part.group, which, f.start, mine)
 
     zero.get_full_hp_param, zero.set_full_hp_param = get_full_hp_param, set_full_hp_param
     zero.get_local_fp32_param, zero.set_local_hp_param = get_local_fp32_param, set_local_hp_param
