@@ -20,6 +20,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
+
 __all__ = [
     "ActivationConfig",
     "CoatConfig",
@@ -42,9 +44,9 @@ class _Block(BaseModel):
 class OptimizerConfig(_Block):
     """How CoatAdamW stores its moments."""
 
-    first_moment: Literal["e4m3", "e5m2", "int8"] = "e4m3"
+    first_moment: FirstMomentFormat = "e4m3"
     """Format of the first moment m."""
-    second_moment: Literal["e4m3", "e5m2", "log8"] = "e4m3"
+    second_moment: SecondMomentFormat = "e4m3"
     """Format of the second moment v; "log8" is an 8-bit logarithm."""
     expand: bool = True
     """Dynamic range expansion: store (x / amax)^k, so that a group fills the format's range (COAT section 4)."""
@@ -66,10 +68,11 @@ class OptimizerConfig(_Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:
-        if self.second_moment == "log8" and not self.expand:
-            raise ValueError(
-                'expand: got false with second_moment "log8", accepted: true (its codes always span a group\'s range)'
-            )
+        for key in ("first_moment", "second_moment"):
+            if (name := getattr(self, key)) in ALWAYS_EXPANDED and not self.expand:
+                raise ValueError(
+                    f'expand: got false with {key} "{name}", accepted: true (its codes always span a group\'s range)'
+                )
         return self
 
 

@@ -10,16 +10,33 @@ layout      one scale per                                          used for
 "group"     ``group_size`` consecutive elements of the last dim    tensors saved for backward
 ==========  =====================================================  ==============================
 
-Optimizer moments are not of this type: their decoding is not linear (see ``reference/moments.py``).
+Optimizer moments are not of this type: their decoding is not linear (see ``reference/moments.py``). Here are only the
+names of their formats, from which the configuration, the optimizer and their error messages take what they accept; what
+a name means is a class in ``reference/moment_formats.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-__all__ = ["E4M3", "E5M2", "FP8Format", "QuantizedTensor", "fp8_format"]
+__all__ = [
+    "ALWAYS_EXPANDED",
+    "E4M3",
+    "E5M2",
+    "FP8Format",
+    "FirstMomentFormat",
+    "QuantizedTensor",
+    "SecondMomentFormat",
+    "fp8_format",
+]
+
+FirstMomentFormat = Literal["e4m3", "e5m2", "int8"]
+SecondMomentFormat = Literal["e4m3", "e5m2", "log8"]
+ALWAYS_EXPANDED = ("log8",)
+"""Moment formats whose codes always span a group's range: ``expand=False`` means nothing for them and is refused."""
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from ..optim.state import LAYOUT_KEYS
+from ..optim.state import CODE_KEYS, LAYOUT_KEYS
 
 __all__ = ["CODES_FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
 
 CODES_FILE = "codes.coat"
-_TENSORS = tuple(f"coat_{which}_{part}" for which in "mv" for part in "qak")
 
 
 def groups_within(first: int, start: int, numel: int, size: int) -> tuple[slice, torch.Tensor]:
@@ -48,7 +47,7 @@ def groups_within(first: int, start: int, numel: int, size: int) -> tuple[slice,
 
 def select_codes(state: Mapping[str, Any], groups: slice) -> dict[str, torch.Tensor]:
     """Copies of these groups' codes, amax and exponents."""
-    return {key: state[key][groups].clone() for key in _TENSORS}
+    return {key: state[key][groups].clone() for key in CODE_KEYS}
 
 
 def write_codes(path: Path, layout: Mapping[str, Any], ranks: list[list[tuple[torch.Tensor, dict]]]) -> None:
@@ -62,7 +61,7 @@ def write_codes(path: Path, layout: Mapping[str, Any], ranks: list[list[tuple[to
     joined = []
     for pieces in ranks:
         starts = torch.cat([starts for starts, _ in pieces])
-        joined.append({"starts": starts} | {key: torch.cat([codes[key] for _, codes in pieces]) for key in _TENSORS})
+        joined.append({"starts": starts} | {key: torch.cat([codes[key] for _, codes in pieces]) for key in CODE_KEYS})
     torch.save({"layout": {key: layout[key] for key in LAYOUT_KEYS}, "ranks": joined}, path)
 
 
@@ -95,7 +94,7 @@ def read_codes(
     at = torch.searchsorted(codes["starts"], starts).clamp(max=len(codes["starts"]) - 1)  # they ascend
     found = codes["starts"][at] == starts
     rows = (torch.arange(groups.start, groups.stop))[found]
-    for key in _TENSORS:
+    for key in CODE_KEYS:
         state[key][rows.to(state[key].device)] = codes[key][at[found]].to(state[key].device)
     return len(rows)
 
@@ -110,7 +109,7 @@ def _read_file(path: Path) -> dict[str, Any] | None:
         return None
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        assert {"layout", "ranks"} <= saved.keys() and all({"starts", *_TENSORS} <= r.keys() for r in saved["ranks"])
+        assert {"layout", "ranks"} <= saved.keys() and all({"starts", *CODE_KEYS} <= r.keys() for r in saved["ranks"])
     except Exception as problem:  # of damaged bytes, unpickling may raise anything
         raise ValueError(f"{path}: cannot be read ({type(problem).__name__}: {problem})") from problem
     return saved

@@ -19,7 +19,7 @@ import torch
 from ..ops.moments import encode
 from ..optim.adamw import CoatAdamW
 from ..optim.master import write_master
-from ..optim.state import codecs, has_remainder, moment, new_state
+from ..optim.state import MOMENTS, codecs, has_remainder, moment, new_state
 from ..ranks import raise_everywhere
 from .load_checks import Request, check_before_load
 from .universal_check import find_problems, modules_with_extra_state, untrained_tensors
@@ -133,7 +133,7 @@ def _fill_state(base: Any, part: Partition, source: UniversalFolder, names: Mapp
         return
     state = new_state(part.flat, part.group)
     state["step"] = step
-    for key, which, codec in zip(KEYS[1:], "mv", codecs(part.group), strict=True):
+    for key, which, codec in zip(KEYS[1:], MOMENTS, codecs(part.group), strict=True):
         values = _read_partition(part, source, names, key)
         if part.group["moments"] == "fp32":
             state[key].copy_(values)

@@ -11,6 +11,7 @@ import torch
 
 from ..optim.master import read_master
 from ..optim.moments import read_moment
+from ..optim.state import MOMENT_OF
 from .universal_codes import groups_within, select_codes
 
 __all__ = ["EXTRA_STATE", "KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "files_by_rank", "read"]
@@ -71,10 +72,10 @@ class Shard:
             return torch.empty(0)
         if key == "fp32":
             return read_master(self.fp32[i].detach().reshape(-1), self.state.get(i) or {}, start, numel)
-        state, which = self._state(name), KEYS.index(key) - 1
+        state = self._state(name)
         if key in state:
             return state[key].reshape(-1).narrow(0, start, numel).float()
-        return read_moment(state, self.group_of[i], which, start, numel)
+        return read_moment(state, self.group_of[i], MOMENT_OF[key], start, numel)
 
     def weights(self, name: str) -> torch.Tensor:
         """This rank's part of a parameter as the file holds it, flat: fp32, or bfloat16 beside remainders."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,18 @@ from ..checkpoint.zero_partitions import Fragment, Partition, base_optimizer, is
 from ..ops.master import split
 from ..optim.master import read_master, write_master
 from ..optim.moments import read_moment, write_moment
-from ..optim.state import ensure_state
+from ..optim.state import MOMENTS, WhichMoment, ensure_state
 
 __all__ = [
     "fragment_of",
     "get_full_master",
-    "moment_index",
+    "check_which",
     "register",
     "safe_get_full_moment",
     "safe_set_full_moment",
     "set_full_master",
 ]
 
-_WHICH = ("first", "second")
 # Not an attribute of parameters, as DeepSpeed would do it: those are copied and pickled along with them.
 _trained_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Weak reference to the ZeRO optimizer of the latest engine, by parameter; to none where that is not a CoatAdamW's. An
@@ -63,10 +62,10 @@ def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
     Raises:
         ValueError: names the argument, what was given and what is accepted.
     """
-    index = moment_index(which)
+    moment = check_which(which)
 
     def read(part: Partition, state: dict[str, Any], f: Fragment) -> torch.Tensor | None:
-        return read_moment(state, part.group, index, f.start, f.numel) if "step" in state else None
+        return read_moment(state, part.group, moment, f.start, f.numel) if "step" in state else None
 
     return _assemble(param, read)
 
@@ -84,7 +83,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
     Raises:
         ValueError: names the argument, what was given and what is accepted. Nothing has been changed then.
     """
-    index = moment_index(which)
+    moment = check_which(which)
     zero, _, shape = _find(param)
     if value.shape != shape or not value.is_floating_point():
         raise ValueError(
@@ -102,7 +101,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
     state = ensure_state(zero.optimizer.state, part.flat, part.group)
     values = value.detach().reshape(-1)[f.first : f.first + f.numel].to(part.flat.device, torch.float32)
     # In place: DeepSpeed's own accessors may point at fp32 moments.
-    write_moment(state, part.group, index, f.start, values)
+    write_moment(state, part.group, moment, f.start, values)
 
 
 def get_full_master(param: torch.nn.Parameter) -> torch.Tensor:
@@ -139,11 +138,11 @@ def set_full_master(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         param.data.copy_(split(whole)[0].view(shape))
 
 
-def moment_index(which: str) -> int:
-    """0 for "first", 1 for "second"."""
-    if which not in _WHICH:
+def check_which(which: str) -> WhichMoment:
+    """``which``, where it is "first" or "second"."""
+    if which not in MOMENTS:
         raise ValueError(f"which: got {which!r}, accepted: 'first' or 'second'")
-    return _WHICH.index(which)
+    return cast(WhichMoment, which)
 
 
 def _assemble(

@@ -22,11 +22,10 @@ import torch
 from ..checkpoint.zero_partitions import Fragment, Partition, members, partitions
 from ..optim.master import read_master, write_master
 from ..optim.moments import read_moment, write_moment
-from ..optim.state import ensure_state
+from ..optim.state import MOMENT_OF, WhichMoment, ensure_state
 from .coat_accessors import (
     fragment_of,
     get_full_master,
-    moment_index,
     safe_get_full_moment,
     safe_set_full_moment,
     set_full_master,
@@ -36,14 +35,12 @@ from .master_weights import keeps_remainders
 
 __all__ = ["answer_on_optimizer", "answer_on_parameters"]
 
-_MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second"}
-"""What DeepSpeed's keys are to our accessors."""
 
-
-def _moment(key: str) -> str:
-    if key not in _MOMENTS:
-        raise ValueError(f"optim_state_key: got {key!r}, accepted with CoatAdamW: {', '.join(_MOMENTS)}")
-    return _MOMENTS[key]
+def _moment(key: str) -> WhichMoment:
+    """Which moment one of DeepSpeed's keys means."""
+    if key not in MOMENT_OF:
+        raise ValueError(f"optim_state_key: got {key!r}, accepted with CoatAdamW: {', '.join(MOMENT_OF)}")
+    return MOMENT_OF[key]
 
 
 # Stages 1 and 2, and BF16_Optimizer: methods of every parameter, which DeepSpeed puts there whenever it links them.
@@ -116,17 +113,17 @@ def answer_on_optimizer(zero: Any) -> None:
     zero.get_local_fp32_param, zero.set_local_hp_param = get_local_fp32_param, set_local_hp_param
 
 
-def _get_local_moment(zero: Any, param: Any, which: str) -> torch.Tensor:
+def _get_local_moment(zero: Any, param: Any, which: WhichMoment) -> torch.Tensor:
     """This rank's part, fp32, padded as DeepSpeed gives it."""
     part, f = _local(zero, param)
     state = zero.optimizer.state.get(part.flat) or {}
     local = torch.zeros(param.ds_tensor.ds_numel, device=part.flat.device)
     if "step" in state and f.numel:
-        local[: f.numel] = read_moment(state, part.group, moment_index(which), f.start, f.numel)
+        local[: f.numel] = read_moment(state, part.group, which, f.start, f.numel)
     return local
 
 
-def _set_local_moment(zero: Any, value: torch.Tensor, param: Any, which: str) -> None:
+def _set_local_moment(zero: Any, value: torch.Tensor, param: Any, which: WhichMoment) -> None:
     part, f = _local(zero, param)
     if value.numel() != param.ds_tensor.ds_numel or not value.is_floating_point():
         raise ValueError(
@@ -136,7 +133,7 @@ def _set_local_moment(zero: Any, value: torch.Tensor, param: Any, which: str) ->
     state = ensure_state(zero.optimizer.state, part.flat, part.group)
     if f.numel:
         mine = value.detach().reshape(-1)[: f.numel].to(part.flat.device, torch.float32)
-        write_moment(state, part.group, moment_index(which), f.start, mine)
+        write_moment(state, part.group, which, f.start, mine)
 
 
 def _local(zero: Any, param: Any) -> tuple[Partition, Fragment]:

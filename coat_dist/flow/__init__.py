@@ -11,7 +11,7 @@ from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .mlp import mlp, norm_mlp, scale_rows
 from .norm import Norm, norm
 from .norm_linear import norm_linear, norm_qkv
-from .scaling import TensorParallel
+from .tensor_parallel import TensorParallel
 from .weights import invalidate_weights
 
 __all__ = [

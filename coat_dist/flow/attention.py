@@ -153,10 +153,10 @@ class _Node:
         self._saved = _Saved()
         with torch.enable_grad():
             anchor = torch.zeros((), requires_grad=True)
-            entries = [_Entry.apply(v, anchor) for v in values]
+            inputs = [_GradientEdge.apply(v, anchor) for v in values]
             with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
-                out = _sdpa(*entries, causal=causal, scale=scale)
-        self._entries, self._exit = [get_gradient_edge(e) for e in entries], get_gradient_edge(out)
+                out = _sdpa(*inputs, causal=causal, scale=scale)
+        self._input_edges, self._output_edge = [get_gradient_edge(i) for i in inputs], get_gradient_edge(out)
         self._out: torch.Tensor | None = out.detach()
         self._extras: list[torch.Tensor] | None = self._saved.release([*values, self._out])
 
@@ -171,7 +171,7 @@ class _Node:
     ) -> Sequence[torch.Tensor]:
         """Gradients of q, k, v. ``values``: q, k, v and the output, ``[b, heads, s, d]``."""
         with self._saved.given_back(values, extras):
-            return torch.autograd.grad([self._exit], self._entries, [dout], retain_graph=True)
+            return torch.autograd.grad([self._output_edge], self._input_edges, [dout], retain_graph=True)
 
 
 class _Saved:
@@ -217,7 +217,7 @@ class _Saved:
         return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
-class _Entry(torch.autograd.Function):
+class _GradientEdge(torch.autograd.Function):
     """Identity: the edge at which gradients are read. A leaf would do, were it not kept alive by the graph."""
 
     @staticmethod

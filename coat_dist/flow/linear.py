@@ -12,7 +12,9 @@ from ..formats import QuantizedTensor, fp8_format
 from ..ops.gemm import exact_mm
 from ..ops.quantize import dequantize, quantize_tensor
 from .function import shaped, without_autocast
-from .scaling import TensorParallel, check_input, gemm, quantize_gradient, quantize_input, summed_gemm
+from .products import check_input, gemm, summed_gemm
+from .scaling import quantize_gradient, quantize_input
+from .tensor_parallel import TensorParallel
 from .weights import Weight
 
 __all__ = ["invariant_linear", "linear"]
@@ -113,7 +115,7 @@ class _InvariantLinear(torch.autograd.Function):
     def forward(ctx: Any, x, weight, tp: TensorParallel) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
-        out = exact_mm(_all_rows(x, tp), weight)
+        out = exact_mm(tp.all_rows(x), weight)
         leading = (x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1])
         return shaped(out.float().to(x.dtype), *leading, weight.shape[0])
 
@@ -130,10 +132,5 @@ class _InvariantLinear(torch.autograd.Function):
             total = tp.reduce_scatter_rows(partial) if tp.sharded else tp.sum(partial)
             dx = total.float().to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            dweight = exact_mm(dout.t(), _all_rows(x, tp).t()).float().to(weight.dtype)
+            dweight = exact_mm(dout.t(), tp.all_rows(x).t()).float().to(weight.dtype)
         return dx, dweight, None
-
-
-def _all_rows(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    return tp.gather_rows(rows) if tp.sharded else rows

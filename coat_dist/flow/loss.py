@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from ..ops.cross_entropy import LogitStats, logit_grad, logit_stats, merge, pow2
 from ..ops.gemm import exact_mm
 from .function import shaped, without_autocast
-from .scaling import TensorParallel, check_input
+from .products import check_input
+from .tensor_parallel import TensorParallel
 
 __all__ = ["IGNORE_INDEX", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
@@ -129,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x, weight, bias, labels, tp: TensorParallel, z_loss: float, width: int, exact: bool
     ) -> torch.Tensor:
-        rows, flat = _all_rows(x, tp), labels.reshape(-1).long()
+        rows, flat = tp.all_rows(x), labels.reshape(-1).long()
         first, size = tp.rank * weight.shape[0], weight.shape[0]
         chunks = range(0, size, width)
         exponents = torch.empty(len(chunks), len(rows), dtype=torch.float32, device=x.device)
@@ -153,7 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, weight, bias, labels, exponent, inverse = ctx.saved_tensors
         tp, z_loss, width, exact = ctx.args
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        rows, flat = _all_rows(x, tp), labels.reshape(-1).long()
+        rows, flat = tp.all_rows(x), labels.reshape(-1).long()
         first, size = tp.rank * weight.shape[0], weight.shape[0]
         factors = _factors(dloss, flat, size * tp.size, exponent, inverse, z_loss)
         dx = _Sum(rows.shape, rows.dtype, rows.device, exact, several=width < size) if wants_x else None
@@ -267,8 +268,3 @@ def _width(columns: int, rows: int) -> int:
     chunks = -(-columns // most)
     even = -(-columns // max(chunks, 1))
     return max(1, even if chunks <= 1 else -(-even // _ALIGN) * _ALIGN)
-
-
-def _all_rows(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    return tp.gather_rows(rows) if tp.sharded else rows

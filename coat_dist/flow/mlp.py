@@ -23,20 +23,12 @@ from ..ops.activation import (
     check_activation,
 )
 from ..ops.quantize import dequantize, quantize_groups
-from .entry import enter, restore_entry
 from .function import shaped, without_autocast
-from .norm import Norm, aliased, check_normed
-from .scaling import (
-    Operand,
-    TensorParallel,
-    check_input,
-    gemm,
-    quantize_gradient,
-    row_operand,
-    share_rows,
-    shared_scale,
-    summed_gemm,
-)
+from .inputs import check_normed, quantized_input, residual_alias, restore_input
+from .norm import Norm
+from .products import check_input, gemm, summed_gemm
+from .scaling import Operand, quantize_gradient, row_operand, share_rows, shared_scale
+from .tensor_parallel import TensorParallel
 from .weights import Weight
 
 __all__ = ["mlp", "norm_mlp", "scale_rows"]
@@ -99,7 +91,7 @@ def norm_mlp(
     """
     check_normed(x, norm, tp)
     _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
-    alias, weights = aliased(x, residual), (fc1_weight, fc1_bias, fc2_weight)
+    alias, weights = residual_alias(x, residual), (fc1_weight, fc1_bias, fc2_weight)
     out = _MLP.apply(x, norm.weight, norm.bias, *weights, norm, activation, tp, settings, alias)
     return out if alias or not residual else (out, x)
 
@@ -174,7 +166,7 @@ class _MLP(torch.autograd.Function):
         settings: ActivationConfig,
         alias: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        entry, y8 = enter(x.reshape(-1, x.shape[-1]), norm, tp, settings)
+        block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
         ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings, split=True)
         w1, w1_scale = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
@@ -184,7 +176,7 @@ class _MLP(torch.autograd.Function):
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True)
         ctx.save_for_backward(
-            *entry.save(),
+            *block_input.save(),
             pre8.codes,
             pre8.scales,
             a_scale,
@@ -194,7 +186,7 @@ class _MLP(torch.autograd.Function):
             fc2_weight,
             w2_scale,
         )
-        ctx.args = entry.bare(), activation, x.shape
+        ctx.args = block_input.options(), activation, x.shape
         ctx.set_materialize_grads(False)
         out = shaped(out, *x.shape[:-1], fc2_weight.shape[0])
         return (out, x.view_as(x)) if alias else out
@@ -206,9 +198,9 @@ class _MLP(torch.autograd.Function):
         if dout is None:  # the alias alone was used
             return residual, *[None] * 10
         *saved, codes, scales, a_scale, fc1_weight, w1_scale, fc1_bias, fc2_weight, w2_scale = ctx.saved_tensors
-        bare, activation, shape = ctx.args
-        entry = restore_entry(saved, *bare)
-        tp, settings, dtype = entry.tp, entry.settings, entry.dtype
+        options, activation, shape = ctx.args
+        block_input = restore_input(saved, *options)
+        tp, settings, dtype = block_input.tp, block_input.settings, block_input.dtype
         fmt, grad_fmt = fp8_format(settings.format), fp8_format(settings.grad_format)
         pre8 = QuantizedTensor(codes, scales, "group", settings.group_size)
         dx = dnorm_weight = dnorm_bias = dfc1 = dfc1_bias = dfc2 = None
@@ -231,11 +223,11 @@ class _MLP(torch.autograd.Function):
         if any(ctx.needs_input_grad[:3]):
             dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
             del d8
-            dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3], residual)
+            dx, (dnorm_weight, dnorm_bias) = block_input.backward(dy, ctx.needs_input_grad[:3], residual)
             del dy
             dx = None if dx is None else dx.view(shape)
         if ctx.needs_input_grad[3]:
-            dfc1 = ctx.fc1.gradient(d8_t, entry.y8(entry.x8, transpose=True))
+            dfc1 = ctx.fc1.gradient(d8_t, block_input.y8(block_input.x8, transpose=True))
         return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None, None
 
 

@@ -19,8 +19,11 @@ from torch.autograd.function import once_differentiable
 from ..config import ActivationConfig
 from ..ops.rope import Heads, RopeTable, split_rope, split_rope_backward
 from .function import shaped, without_autocast
-from .norm import Norm, NormedInput, aliased, check_normed
-from .scaling import TensorParallel, check_input, gemm, quantize_gradient, summed_gemm
+from .inputs import NormedInput, check_normed, residual_alias
+from .norm import Norm
+from .products import check_input, gemm, summed_gemm
+from .scaling import quantize_gradient
+from .tensor_parallel import TensorParallel
 from .weights import Weight
 
 __all__ = ["norm_linear", "norm_qkv"]
@@ -69,7 +72,7 @@ def norm_linear(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     _check(x, norm, weight, bias, tp)
-    alias = aliased(x, residual)
+    alias = residual_alias(x, residual)
     out = _NormLinear.apply(x, norm.weight, norm.bias, weight, bias, norm, tp, settings, None, None, alias)
     return out if alias or not residual else (out, x)
 
@@ -108,7 +111,7 @@ def norm_qkv(
         raise ValueError(f"x: got shape {list(x.shape)}, accepted: [s, b, h]")
     rows = x.shape[0] * (tp.size if tp.sharded else 1)
     heads.check((rows, x.shape[1], weight.shape[0]), table)
-    alias = aliased(x, residual)
+    alias = residual_alias(x, residual)
     out = _NormLinear.apply(x, norm.weight, norm.bias, weight, bias, norm, tp, settings, heads, table, alias)
     return out if alias or not residual else (*out, x)
 
@@ -127,15 +130,15 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any, x, norm_weight, norm_bias, weight, bias, norm: Norm, tp: TensorParallel, settings: ActivationConfig,
         heads: Heads | None, table: RopeTable | None, alias: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
-        entry, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
+        block_input, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
         ctx.weight = Weight(weight, tp, settings)
         w8, w_scale = ctx.weight.quantized()
         out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
         if bias is not None:
             out += bias
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
-        ctx.save_for_backward(*entry.save(), weight, w_scale, bias, cos, sin)
-        ctx.args = entry.bare(), x.shape, heads, table is not None and table.interleaved
+        ctx.save_for_backward(*block_input.save(), weight, w_scale, bias, cos, sin)
+        ctx.args = block_input.options(), x.shape, heads, table is not None and table.interleaved
         ctx.set_materialize_grads(False)
         leading = (x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1])
         out = shaped(out, *leading, weight.shape[0])
@@ -149,9 +152,9 @@ class _NormLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *grads: torch.Tensor | None):
         *saved, weight, w_scale, bias, cos, sin = ctx.saved_tensors
-        bare, shape, heads, interleaved = ctx.args
-        entry = NormedInput.restore(saved, *bare)
-        tp, settings = entry.tp, entry.settings
+        options, shape, heads, interleaved = ctx.args
+        block_input = NormedInput.restore(saved, *options)
+        tp, settings = block_input.tp, block_input.settings
         dx = dnorm_weight = dnorm_bias = dweight = dbias = None
         count = 1 if heads is None else 3
         douts, residual = grads[:count], grads[count] if len(grads) > count else None
@@ -169,13 +172,13 @@ class _NormLinear(torch.autograd.Function):
             dbias = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).to(bias.dtype)
         del dout
         if any(ctx.needs_input_grad[:3]):
-            dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), entry.dtype, tp, settings)
+            dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), block_input.dtype, tp, settings)
             del d8
-            dx, (dnorm_weight, dnorm_bias) = entry.backward(dy, ctx.needs_input_grad[:3], residual)
+            dx, (dnorm_weight, dnorm_bias) = block_input.backward(dy, ctx.needs_input_grad[:3], residual)
             del dy
             dx = None if dx is None else dx.view(shape)
         if ctx.needs_input_grad[3]:
-            dweight = ctx.weight.gradient(d8_t, entry.y8(entry.x8, transpose=True))
+            dweight = ctx.weight.gradient(d8_t, block_input.y8(block_input.x8, transpose=True))
         return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""What the flow shares: tensor parallelism, scales that several ranks agree on, and the two kinds of FP8 product.
+"""Scales: how the operands of FP8 products are quantized, and on which scales several ranks agree.
 
 **Scales of forward** are per tensor or per row (``forward_scales``). Backward's are per tensor: wgrad sums over rows,
 dgrad over rows of the weight, and a scale that changes along a sum cannot be applied to it. So every :class:`Operand`
@@ -19,16 +19,12 @@ each rank holds a part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ..config import ActivationConfig
 from ..formats import FP8Format, QuantizedTensor, fp8_format
-from ..ops.gemm import code_products, scale_and_round, scaled_mm
 from ..ops.quantize import (
     SMALLEST_SCALE,
     amax,
@@ -40,102 +36,9 @@ from ..ops.quantize import (
     tensor_scale,
     transpose,
 )
+from .tensor_parallel import TensorParallel
 
-__all__ = [
-    "Operand",
-    "TensorParallel",
-    "check_input",
-    "gemm",
-    "quantize_gradient",
-    "quantize_input",
-    "row_operand",
-    "share_rows",
-    "shared_scale",
-    "summed_gemm",
-]
-
-# torch 2.13 renamed both collectives and deprecated the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """The ranks that share a layer, and whether they split the sequence too. ``TensorParallel()`` means one rank."""
-
-    group: dist.ProcessGroup | None = None
-    """None means one rank, never the default group."""
-    sequence_parallel: bool = False
-
-    def __post_init__(self) -> None:
-        # Looked up here, for torch.compile: before Python 3.12 a cached property takes a lock, which it cannot trace.
-        _ = self.size, self.rank
-
-    @cached_property
-    def size(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
-    @cached_property
-    def rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    @property
-    def sharded(self) -> bool:
-        """Whether rows (dimension 0) really are split over ranks."""
-        return self.sequence_parallel and self.size > 1
-
-    def with_sequence_parallel(self, sequence_parallel: bool) -> TensorParallel:
-        """The same ranks, splitting the sequence or not. Makes no new object from the second switch on."""
-        return self if self.group is None or sequence_parallel == self.sequence_parallel else self._switched
-
-    @cached_property
-    def _switched(self) -> TensorParallel:
-        return TensorParallel(self.group, not self.sequence_parallel)
-
-    def max_(self, t: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""
-        if self.size > 1:
-            dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group)
-        return t
-
-    def sum(self, t: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks. Overwrites ``t``, which must be contiguous, and returns it."""
-        if self.size > 1:
-            dist.all_reduce(t, group=self.group)
-        return t
-
-    def gather_rows(self, t: torch.Tensor) -> torch.Tensor:
-        """All ranks' ``t`` one after the other along dimension 0. FP8 travels as bytes: not every backend knows it."""
-        if self.size == 1:
-            return t
-        payload = t.contiguous()
-        if payload.dtype.itemsize == 1:
-            payload = payload.view(torch.uint8)
-        out = payload.new_empty(self.size * t.shape[0], *t.shape[1:])
-        _all_gather(out, payload, group=self.group)
-        return out.view(t.dtype)
-
-    def gather_quantized(self, q: QuantizedTensor) -> QuantizedTensor:
-        """All ranks' rows of a tensor quantized by rows, codes and scales."""
-        return QuantizedTensor(self.gather_rows(q.codes), self.gather_rows(q.scales), q.layout)
-
-    def own_rows(self, t: torch.Tensor) -> torch.Tensor:
-        """This rank's share along dimension 0 where rows are split over ranks, all of them otherwise."""
-        return t.chunk(self.size)[self.rank] if self.sharded else t
-
-    def reduce_scatter_rows(self, t: torch.Tensor) -> torch.Tensor:
-        """This rank's share along dimension 0 of the sum over ranks.
-
-        Raises:
-            ValueError: dimension 0 is no multiple of the number of ranks.
-        """
-        if self.size == 1:
-            return t
-        if t.shape[0] % self.size:
-            raise ValueError(f"sequence parallelism: got {t.shape[0]} rows, accepted: a multiple of {self.size} ranks")
-        out = t.new_empty(t.shape[0] // self.size, *t.shape[1:])
-        _reduce_scatter(out, t.contiguous(), group=self.group)
-        return out
+__all__ = ["Operand", "quantize_gradient", "quantize_input", "row_operand", "share_rows", "shared_scale"]
 
 
 class Operand(NamedTuple):
@@ -222,47 +125,3 @@ def quantize_gradient(
         d8 = QuantizedTensor(tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor")
         return d8, transpose(d8)
     return quantize_both(tp.gather_rows(dy) if gather else dy, fmt, scale)
-
-
-def gemm(
-    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, settings: ActivationConfig, fast_accum: bool = False
-) -> torch.Tensor:
-    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``."""
-    if settings.tp_invariant:  # fp32 sums of tensor cores depend on the shape, and so on the number of ranks
-        return scale_and_round(code_products(a, b), a.scales, b.scales, dtype)
-    return scaled_mm(a, b, dtype, fast_accum)
-
-
-def summed_gemm(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    dtype: torch.dtype,
-    tp: TensorParallel,
-    settings: ActivationConfig,
-    fast_accum: bool = False,
-) -> torch.Tensor:
-    """``a @ b.T`` where the summed dimension is split over ranks.
-
-    Returns:
-        The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.
-    """
-    reduce = tp.reduce_scatter_rows if tp.sharded else tp.sum
-    if settings.tp_invariant and tp.size > 1:  # codes first, scales last: then the sum over ranks is exact
-        a_scales = tp.own_rows(a.scales) if a.layout == "row" else a.scales
-        return scale_and_round(reduce(code_products(a, b)), a_scales, b.scales, dtype)
-    return reduce(gemm(a, b, dtype, settings, fast_accum))
-
-
-def check_input(x: torch.Tensor, weight: torch.Tensor, name: str = "weight") -> None:
-    """Refuse what the flow cannot multiply.
-
-    Raises:
-        ValueError: x is neither bfloat16 nor float32, or ``weight`` is not ``[out, x.shape[-1]]`` of such a type.
-    """
-    for what, t in (("x", x), (name, weight)):
-        if t.dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"{what}: got {t.dtype}, accepted: torch.bfloat16, torch.float32")
-    if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{name}: got shape {list(weight.shape)} for x of shape {list(x.shape)}, accepted: [out, x.shape[-1]]"
-        )

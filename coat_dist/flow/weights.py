@@ -37,7 +37,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops.quantize import quantize_tensor, transpose
-from .scaling import Operand, TensorParallel, gemm, quantize_input
+from .products import gemm
+from .scaling import Operand, quantize_input
+from .tensor_parallel import TensorParallel
 
 __all__ = ["Weight", "cached_weight_bytes", "invalidate_after", "invalidate_weights"]
 
@@ -137,13 +139,13 @@ def _into_main_grad(
     return torch.zeros_like(weight) if zero else torch.empty_like(weight)
 
 
-class _Entry(NamedTuple):
+class _CachedOperand(NamedTuple):
     stamp: tuple
     operand: Operand
 
 
 _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameter -> :class:`_Entry`. Weak and outside of the parameter, so that copies and pickles of a model have none."""
+"""Parameter -> :class:`_CachedOperand`. Weak and outside of the parameter: copies and pickles of a model have none."""
 
 
 def invalidate_weights() -> None:
@@ -164,7 +166,7 @@ def invalidate_after(owner: Any, *methods: str) -> None:
 
 def cached_weight_bytes() -> int:
     """Bytes of the codes and scales that are cached now."""
-    return sum(entry.operand.nbytes for entry in _cache.values())
+    return sum(cached.operand.nbytes for cached in _cache.values())
 
 
 def _then_invalidate(method: Any) -> Any:
@@ -198,9 +200,9 @@ def _from_cache(parameter: torch.Tensor, tp: TensorParallel, settings: Activatio
     shared_by = tp.group if settings.tp_invariant else None
     state = parameter.data_ptr(), parameter._version, parameter.dtype, parameter.shape, parameter.stride()
     stamp = (*state, settings.format, settings.forward_scales, shared_by, split)
-    entry = _cache.get(parameter)
-    if entry is None or entry.stamp != stamp:
+    found = _cache.get(parameter)
+    if found is None or found.stamp != stamp:
         # Tensors made in inference mode could not be saved for backward later. Leaving it switches gradients on.
         with torch.inference_mode(False), torch.no_grad():
-            entry = _cache[parameter] = _Entry(stamp, quantize_input(parameter, tp, settings, split))
-    return entry.operand
+            found = _cache[parameter] = _CachedOperand(stamp, quantize_input(parameter, tp, settings, split))
+    return found.operand

@@ -28,14 +28,14 @@ import triton.language as tl
 from torch.autograd.graph import increment_version
 
 from ..reference.adamw import AdamWStep, AdamWTensors
-from ..reference.moments import Moment, MomentCodec
+from ..reference.moments import MomentCodec
 from . import table
 from .approximations import reciprocal, square_root
 from .launch import fast_launch
 from .master import join, split
 from .moments import constants, decode, encode, mix
 
-__all__ = ["adamw_step", "adamw_steps"]
+__all__ = ["adamw_steps"]
 
 # H200, 2**29 parameters, ms by tile/warps: 1024/4 2.07, 1024/2 2.09, 1024/1 2.34, 512/1 2.07, 512/2 2.10, 512/4 2.41
 TILE_ELEMENTS = 1024
@@ -176,22 +176,6 @@ def _adamw_table_kernel(
 
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def adamw_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    m: Moment,
-    v: Moment,
-    codec_m: MomentCodec,
-    codec_v: MomentCodec,
-    numbers: AdamWStep,
-    seed: int | None = None,
-    low: torch.Tensor | None = None,
-    copy: torch.Tensor | None = None,
-) -> None:
-    """See :func:`coat_dist.reference.adamw.adamw_step`."""
-    adamw_steps([AdamWTensors(param, grad, m, v, seed, low, copy)], codec_m, codec_v, numbers)
 
 
 def adamw_steps(

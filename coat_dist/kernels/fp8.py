@@ -16,6 +16,9 @@ from ..formats import E4M3, E5M2, FP8Format, QuantizedTensor
 from .launch import cdiv, next_power_of_2
 
 __all__ = [
+    "INF_BITS",
+    "NAN_BITS",
+    "TINY",
     "Format",
     "amax_buffer",
     "atomic_amax",
@@ -34,11 +37,12 @@ __all__ = [
     "scale_of",
     "store_turned",
     "to_fp8",
+    "with_sign",
 ]
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
-TINY = tl.constexpr(2.0**-126)
+TINY = tl.constexpr(2.0**-126)  # smallest normal fp32, to the bit; a smaller literal would turn a kernel to fp64
 _ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: rounds to an integer, ties to even
 
 
@@ -68,6 +72,13 @@ def constants(fmt: FP8Format, tensor: torch.Tensor) -> Format:
 
 
 @triton.jit
+def with_sign(x, of):
+    """x >= 0 with the signs of ``of``, both fp32."""
+    bits = x.to(tl.int32, bitcast=True) | (of.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def to_fp8(y, C: tl.constexpr):
     """Nearest code, ties to even, saturating; NaN stays NaN."""
     if not C.fast:
@@ -77,9 +88,7 @@ def to_fp8(y, C: tl.constexpr):
         step = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         rounded = tl.where(y == y, ((tl.abs(y) * inverse + _ROUND) - _ROUND) * step, y)
-        y = (rounded.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & -0x80000000)).to(
-            tl.float32, bitcast=True
-        )
+        y = with_sign(rounded, y)
         return tl.where(y == y, y.to(C.fp8).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8).to(C.fp8, bitcast=True)
     return y.to(C.fp8)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["join", "split"]
+from .fp8 import NAN_BITS
 
-_NAN_BITS = tl.constexpr(0x7FC00000)
+__all__ = ["join", "split"]
 
 
 @triton.jit
@@ -22,6 +22,6 @@ def join(p, low):
 @triton.jit
 def split(x):
     """The bfloat16 tile and the int16 tile of an fp32 tile."""
-    bits = tl.where(x == x, x.to(tl.uint32, bitcast=True), _NAN_BITS)
+    bits = tl.where(x == x, x.to(tl.uint32, bitcast=True), NAN_BITS)
     upper = ((bits + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return upper, bits.to(tl.uint16).to(tl.int16, bitcast=True)

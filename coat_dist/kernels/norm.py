@@ -52,8 +52,9 @@ def _affine(y, weight, bias, column, inside, WEIGHT: tl.constexpr, BIAS: tl.cons
 
 
 @triton.jit
-def _centered(value, inside, columns, CENTER: tl.constexpr):
-    """A row less its mean, and the mean; without CENTER the row, and 0."""
+def _load_row(x, row, column, inside, columns, CENTER: tl.constexpr):
+    """A row, fp32, less its mean, and the mean; without CENTER the row, and 0."""
+    value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     center = tl.zeros((1,), tl.float32)
     if CENTER:
         center = tl.sum(value, 1) / columns
@@ -62,9 +63,14 @@ def _centered(value, inside, columns, CENTER: tl.constexpr):
 
 
 @triton.jit
-def _rstd(value, columns, eps):
+def _normalize(value, center, rstd, mean, row, columns, eps, CENTER: tl.constexpr):
+    """A centered row times its rstd; stores rstd and mean."""
     spread = tl.sum(value * value, 1) / columns
-    return tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(spread + eps))
+    reciprocal = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(spread + eps))
+    if CENTER:
+        tl.store(mean + row + tl.arange(0, 1), center)
+    tl.store(rstd + row + tl.arange(0, 1), reciprocal)
+    return value * reciprocal[:, None]
 
 
 @fast_launch
@@ -78,19 +84,15 @@ def _compress_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
-    value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    value, center = _centered(value, inside, columns, CENTER)
+    value, center = _load_row(x, row, column, inside, columns, CENTER)
     q, stored = group_encode(value, 1, BN, G, E8M0, C)
     tl.store(codes + row * columns + column, q, mask=inside)
     group = tl.arange(0, BN // G)[None, :]
     tl.store(scales + row * groups + group, stored, mask=group < groups)
     if not EXACT:
         value = group_decode(q, stored, 1, BN, G, E8M0)
-    reciprocal = _rstd(value, columns, eps)
-    if CENTER:
-        tl.store(mean + row + tl.arange(0, 1), center)
-    tl.store(rstd + row + tl.arange(0, 1), reciprocal)
-    y = _affine(value * reciprocal[:, None], weight, bias, column, inside, WEIGHT, BIAS)
+    value = _normalize(value, center, rstd, mean, row, columns, eps, CENTER)
+    y = _affine(value, weight, bias, column, inside, WEIGHT, BIAS)
     bits = magnitude_bits(tl.where(inside, y, 0.0))
     if ROWS:
         scale, factor = scale_of(tl.max(bits, 1), 0, C)
@@ -166,13 +168,9 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
-    value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    value, center = _centered(value, inside, columns, CENTER)
-    reciprocal = _rstd(value, columns, eps)
-    if CENTER:
-        tl.store(mean + row + tl.arange(0, 1), center)
-    tl.store(rstd + row + tl.arange(0, 1), reciprocal)
-    out = _affine(value * reciprocal[:, None], weight, bias, column, inside, WEIGHT, BIAS)
+    value, center = _load_row(x, row, column, inside, columns, CENTER)
+    value = _normalize(value, center, rstd, mean, row, columns, eps, CENTER)
+    out = _affine(value, weight, bias, column, inside, WEIGHT, BIAS)
     tl.store(y + row * columns + column, out.to(y.dtype.element_ty), mask=inside)
 
 

@@ -80,7 +80,7 @@ def build(many: list[Member], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         return _tables[key]
     table, tiles, first = [], [], 0
     for addresses, one in many:
-        groups = len(one.m.a)
+        groups = len(one.first_moment.a)
         table.append([*addresses[:8], one.param.numel(), groups, one.seed or 0, first, *addresses[8:]])
         tiles.append(-(-groups // rows))
         first += tiles[-1]

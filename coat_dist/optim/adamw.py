@@ -169,7 +169,7 @@ class CoatAdamW(torch.optim.Optimizer):
             seed = _seed(state["coat_seed"]) if noisy else None
             # In the order of the shape's elements, whatever their order in memory: so are codes in every checkpoint.
             dense, g = p.contiguous(), grad.contiguous()
-            one = AdamWTensors(dense, g, moment(state, "m"), moment(state, "v"), seed, low, copy)
+            one = AdamWTensors(dense, g, moment(state, "first"), moment(state, "second"), seed, low, copy)
             if dense is p and g is grad and copy is target:
                 compressed.setdefault(key, []).append(one)
                 continue

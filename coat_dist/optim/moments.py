@@ -11,11 +11,20 @@ from ..ops.master import split
 from ..ops.moments import decode, encode
 from ..reference.moments import Moment
 from .sharded import like, local
-from .state import check_state, codecs, has_remainder, moment, new_remainder, pack, remainder
+from .state import (
+    FP32_KEYS,
+    MOMENTS,
+    WhichMoment,
+    check_state,
+    codecs,
+    has_remainder,
+    moment,
+    new_remainder,
+    pack,
+    remainder,
+)
 
 __all__ = ["export_moments", "import_moments", "read_moment", "write_moment"]
-
-_KEYS = ("exp_avg", "exp_avg_sq")
 
 
 def export_moments(
@@ -37,11 +46,11 @@ def export_moments(
     check_state(state, param, group, "export_moments: state")
     if group["moments"] == "fp32":
         return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
-    m, v = (
+    first, second = (
         like(param, decode(moment(state, which), codec, local(param).numel()).view(local(param).shape))
-        for which, codec in zip("mv", codecs(group), strict=True)
+        for which, codec in zip(MOMENTS, codecs(group), strict=True)
     )
-    return m, v
+    return first, second
 
 
 def import_moments(
@@ -85,10 +94,10 @@ def import_moments(
         _, lower = split(local(master.detach()).reshape(-1).to(param.device, torch.float32))
         remainder(low, lower.numel()).copy_(lower)  # type: ignore[union-attr]
     if group["moments"] == "fp32":
-        m, v = (
+        first, second = (
             x.detach().to(param.device, torch.float32, copy=True).reshape(param.shape) for x in (exp_avg, exp_avg_sq)
         )
-        return {"step": step, "exp_avg": m, "exp_avg_sq": v, **low}
+        return {"step": step, "exp_avg": first, "exp_avg_sq": second, **low}
     encoded = [
         encode(local(x.detach()).to(param.device), codec)
         for x, codec in zip((exp_avg, exp_avg_sq), codecs(group), strict=True)
@@ -96,37 +105,41 @@ def import_moments(
     return {**pack(encoded[0], encoded[1], step), **low}
 
 
-def read_moment(state: Mapping[str, Any], group: Mapping[str, Any], which: int, start: int, numel: int) -> torch.Tensor:
-    """Elements ``start`` to ``start + numel`` of the first (``which`` 0) or second (1) moment: a new flat fp32 tensor.
+def read_moment(
+    state: Mapping[str, Any], group: Mapping[str, Any], which: WhichMoment, start: int, numel: int
+) -> torch.Tensor:
+    """Elements ``start`` to ``start + numel`` of a moment: a new flat fp32 tensor.
 
-    Decodes no more than the 128-element groups that hold them.
+    Decodes no more than the groups that hold them.
     """
     if group["moments"] == "fp32":
-        return state[_KEYS[which]].reshape(-1)[start : start + numel].clone()
-    codec = codecs(group)[which]
+        return state[FP32_KEYS[which]].reshape(-1)[start : start + numel].clone()
+    codec = getattr(codecs(group), which)
     rows, first = _rows(state, group, which, start, numel)
     return decode(rows, codec).narrow(0, start - first, numel)
 
 
 def write_moment(
-    state: Mapping[str, Any], group: Mapping[str, Any], which: int, start: int, values: torch.Tensor
+    state: Mapping[str, Any], group: Mapping[str, Any], which: WhichMoment, start: int, values: torch.Tensor
 ) -> None:
     """Replace elements from ``start`` on by ``values``, flat, rounded to nearest.
 
-    Elements that share a 128-element group with them are decoded and encoded again; no others change.
+    Elements that share a group with them are decoded and encoded again; no others change.
     """
     if group["moments"] == "fp32":
-        state[_KEYS[which]].view(-1)[start : start + values.numel()].copy_(values)
+        state[FP32_KEYS[which]].view(-1)[start : start + values.numel()].copy_(values)
         return
-    codec = codecs(group)[which]
+    codec = getattr(codecs(group), which)
     rows, first = _rows(state, group, which, start, values.numel())
     decoded = decode(rows, codec)
     decoded[start - first : start - first + values.numel()] = values
     rows.copy_(encode(decoded, codec))
 
 
-def _rows(state: Mapping[str, Any], group: Mapping[str, Any], which: int, start: int, numel: int) -> tuple[Moment, int]:
+def _rows(
+    state: Mapping[str, Any], group: Mapping[str, Any], which: WhichMoment, start: int, numel: int
+) -> tuple[Moment, int]:
     """Views of the groups that hold these elements, and the index of their first element."""
-    size = codecs(group)[which].group_size
+    size = group["group_size"]
     first, last = start // size, -(-(start + numel) // size)
-    return Moment(*(tensor[first:last] for tensor in moment(state, "mv"[which]))), first * size
+    return Moment(*(tensor[first:last] for tensor in moment(state, which))), first * size

@@ -5,7 +5,7 @@ With ``"moments": "fp8"`` (groups = ceil(n / group_size)):
 ==========================  ===================================  ========================================
 key                         type                                 content
 ==========================  ===================================  ========================================
-``coat_m_q``, ``coat_v_q``  uint8 [groups, group_size]           codes
+``coat_m_q``, ``coat_v_q``  uint8 [groups, group_size]           codes: of the first, the second moment
 ``coat_m_a``, ``coat_v_a``  bfloat16 [groups]                    amax, rounded up
 ``coat_m_k``, ``coat_v_k``  uint8 [groups]                       spacing of the codes
 ``step``                    int                                  steps taken
@@ -33,18 +33,24 @@ import itertools
 from collections.abc import Iterator, Mapping, MutableMapping
 from numbers import Real
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..formats import ALWAYS_EXPANDED
 from ..ops.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
 from .sharded import local, refusal
 
 __all__ = [
     "AUTO_BETA2",
+    "CODE_KEYS",
     "DTYPES",
+    "FP32_KEYS",
     "LAYOUT_KEYS",
+    "MOMENTS",
+    "MOMENT_OF",
     "STORED",
+    "WhichMoment",
     "check_group",
     "check_master",
     "check_state",
@@ -61,6 +67,18 @@ __all__ = [
     "stochastic",
 ]
 
+WhichMoment = Literal["first", "second"]
+"""The one word for each moment: in names, in arguments, in error messages. Keys of a state are the tables below."""
+MOMENTS: tuple[WhichMoment, WhichMoment] = ("first", "second")
+FP32_KEYS: dict[WhichMoment, str] = {"first": "exp_avg", "second": "exp_avg_sq"}
+"""Where a state with fp32 moments has them: torch's keys."""
+MOMENT_OF = {key: which for which, key in FP32_KEYS.items()}
+_CODE_KEYS: dict[WhichMoment, tuple[str, ...]] = {
+    "first": ("coat_m_q", "coat_m_a", "coat_m_k"),
+    "second": ("coat_v_q", "coat_v_a", "coat_v_k"),
+}
+CODE_KEYS = (*_CODE_KEYS["first"], *_CODE_KEYS["second"])
+"""What a state with FP8 moments holds of them; of each moment in the order of :class:`Moment`."""
 LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size", "master_weights")
 """Keys of a parameter group that say how its state is stored."""
 STORED = {"fp8": "coat_m_q", "fp32": "exp_avg"}
@@ -72,15 +90,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
 
-_MOMENT_TENSORS = {which: itemgetter(*(f"coat_{which}_{part}" for part in Moment._fields)) for which in "mv"}
+_GETTERS = {which: itemgetter(*keys) for which, keys in _CODE_KEYS.items()}
+
+
+class Codecs(NamedTuple):
+    """How each moment is stored."""
+
+    first: MomentCodec
+    second: MomentCodec
 
 
 @functools.cache
-def _codecs(first: str, second: str, expand: bool, size: int) -> tuple[MomentCodec, MomentCodec]:
-    return MomentCodec(first, expand, size), MomentCodec(second, expand, size, keep_nonzero=True)
+def _codecs(first: str, second: str, expand: bool, size: int) -> Codecs:
+    return Codecs(MomentCodec(first, expand, size), MomentCodec(second, expand, size, keep_nonzero=True))
 
 
-def codecs(group: Mapping[str, Any]) -> tuple[MomentCodec, MomentCodec]:
+def codecs(group: Mapping[str, Any]) -> Codecs:
     """How a parameter group stores its first and second moment."""
     return _codecs(group["first_moment"], group["second_moment"], group["expand"], group["group_size"])
 
@@ -91,9 +116,9 @@ def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
     return (False, group["betas"][1] > AUTO_BETA2) if option == "auto" else (option, option)
 
 
-def moment(state: Mapping[str, Any], which: str) -> Moment:
-    """Moment ``which`` ("m" or "v") of a state with FP8 moments."""
-    return Moment(*_MOMENT_TENSORS[which](state))
+def moment(state: Mapping[str, Any], which: WhichMoment) -> Moment:
+    """One moment of a state with FP8 moments, sharing memory with it."""
+    return Moment(*_GETTERS[which](state))
 
 
 def has_remainder(group: Mapping[str, Any]) -> bool:
@@ -115,14 +140,9 @@ def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
     return None if low is None else low.view(torch.int16).view(-1)[:n]
 
 
-def pack(m: Moment, v: Moment, step: int) -> dict[str, Any]:
+def pack(first: Moment, second: Moment, step: int) -> dict[str, Any]:
     """The state that holds two encoded moments."""
-    tensors = {
-        f"coat_{which}_{part}": tensor
-        for which, one in (("m", m), ("v", v))
-        for part, tensor in zip(Moment._fields, one, strict=True)
-    }
-    return {"step": step, **tensors}
+    return {"step": step, **dict(zip(CODE_KEYS, (*first, *second), strict=True))}
 
 
 def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,10 +151,10 @@ def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"CoatAdamW params: got {reason}")
     low = new_remainder(param, group)
     if group["moments"] == "fp32":
-        zeros = [torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for _ in range(2)]
-        return {"step": 0, "exp_avg": zeros[0], "exp_avg_sq": zeros[1], **low}
-    m, v = (codec.zeros(local(param).numel(), param.device) for codec in codecs(group))
-    return {**pack(m, v, 0), **low}
+        zeros = {key: torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for key in FP32_KEYS.values()}
+        return {"step": 0, **zeros, **low}
+    first, second = (codec.zeros(local(param).numel(), param.device) for codec in codecs(group))
+    return {**pack(first, second, 0), **low}
 
 
 def state_layout(
@@ -150,11 +170,10 @@ def _state_layout(fp8: bool, low: bool, size: int, n: int, shape: tuple[int, ...
     groups, byte, bf16 = -(-n // size), torch.uint8, torch.bfloat16
     found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
     if fp8:
-        for which in "mv":
-            found.append((f"coat_{which}_q", (groups, size), byte))
-            found += [(f"coat_{which}_a", (groups,), bf16), (f"coat_{which}_k", (groups,), byte)]
+        for codes, amax, exponents in _CODE_KEYS.values():
+            found += [(codes, (groups, size), byte), (amax, (groups,), bf16), (exponents, (groups,), byte)]
     else:
-        found += [(key, shape, torch.float32) for key in ("exp_avg", "exp_avg_sq")]
+        found += [(key, shape, torch.float32) for key in FP32_KEYS.values()]
     return (*found, *([("coat_p_low", (groups, 2 * size), byte)] if low else []))
 
 
@@ -212,14 +231,12 @@ def check_group(group: Mapping[str, Any]) -> None:
     require("stochastic_rounding", "True, False or 'auto'", isinstance(rounding, bool) or rounding == "auto")
     for key, formats in (("first_moment", FIRST_MOMENT_FORMATS), ("second_moment", SECOND_MOMENT_FORMATS)):
         require(key, ", ".join(map(repr, formats)), group[key] in formats)
-    require(
-        "expand",
-        "True with second_moment='log8', whose codes always span a group's range",
-        group["expand"] or group["second_moment"] != "log8",
-    )
+    for key in ("first_moment", "second_moment"):
+        accepted = f"True with {key}={group[key]!r}, whose codes always span a group's range"
+        require("expand", accepted, group["expand"] or group[key] not in ALWAYS_EXPANDED)
     require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
-    accepted = ("parameter", "bf16_remainder")
-    require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in accepted)
+    masters = ("parameter", "bf16_remainder")
+    require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in masters)
     require("group_size", ", ".join(map(str, GROUP_SIZES)), group["group_size"] in GROUP_SIZES)
     for key in _UNSUPPORTED:
         if group.get(key):

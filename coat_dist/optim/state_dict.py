@@ -15,11 +15,11 @@ import torch
 from .master import export_master
 from .moments import export_moments, import_moments
 from .sharded import from_global, is_dtensor, to_global
-from .state import LAYOUT_KEYS, check_group, check_state, has_remainder
+from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
 
 __all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = tuple(FP32_KEYS.values())
 _MEANING = ("first_moment", "second_moment", "expand")
 """Options that say what codes mean, and that no tensor shows."""
 _TORCH_ONLY = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
@@ -64,9 +64,10 @@ def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             if not state:
                 continue
             if optimizer._fp32_state_dict:
-                m, v = (state[k] for k in _MOMENTS) if group["moments"] == "fp32" else export_moments(p, state, group)
+                fp32 = group["moments"] == "fp32"
+                first, second = (state[k] for k in _MOMENTS) if fp32 else export_moments(p, state, group)
                 rest = {k: x for k, x in state.items() if not isinstance(x, torch.Tensor)}
-                states[index] = {**rest, "exp_avg": m, "exp_avg_sq": v}
+                states[index] = {**rest, "exp_avg": first, "exp_avg_sq": second}
                 if has_remainder(group):
                     states[index]["master"] = export_master(p, state)
             elif is_dtensor(p):

@@ -4,9 +4,9 @@
     v = beta2 * v + (1 - beta2) * g * g
     p = p * (1 - lr * weight_decay) - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
 
-Weight decay is decoupled (Loshchilov & Hutter, arXiv 1711.05101). All arithmetic is fp32. With FP8 moments the update
-uses the new m and v before they are encoded, so their rounding first acts in the next step (COAT, arXiv 2410.19313,
-section 4).
+m is the first moment and v the second, g the gradient, p the parameter. Weight decay is decoupled (Loshchilov &
+Hutter, arXiv 1711.05101). All arithmetic is fp32. With FP8 moments the update uses the new m and v before they are
+encoded, so their rounding first acts in the next step (COAT, arXiv 2410.19313, section 4).
 
 A bfloat16 parameter may come with the remainder of its rounding, ``low``: the two are an fp32 master weight, to the bit
 (``reference/master.py``).
@@ -71,8 +71,8 @@ class AdamWTensors(NamedTuple):
 
     param: torch.Tensor
     grad: torch.Tensor
-    m: Moment
-    v: Moment
+    first_moment: Moment
+    second_moment: Moment
     seed: int | None = None
     low: torch.Tensor | None = None
     copy: torch.Tensor | None = None
@@ -83,8 +83,8 @@ class FP32Tensors(NamedTuple):
 
     param: torch.Tensor
     grad: torch.Tensor
-    m: torch.Tensor
-    v: torch.Tensor
+    first_moment: torch.Tensor
+    second_moment: torch.Tensor
     low: torch.Tensor | None = None
     copy: torch.Tensor | None = None
 
@@ -173,10 +173,10 @@ def adamw_steps(
 ) -> None:
     """:func:`adamw_step` on many tensors of one device."""
     for one in tensors:
-        adamw_step(one.param, one.grad, one.m, one.v, codec_m, codec_v, numbers, one.seed, one.low, one.copy)
+        adamw_step(*one[:4], codec_m, codec_v, numbers, *one[4:])
 
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     """:func:`adamw_fp32_step` on many tensors of one device."""
     for one in tensors:
-        adamw_fp32_step(one.param, one.grad, one.m, one.v, numbers, one.low, one.copy)
+        adamw_fp32_step(*one[:4], numbers, *one[4:])

@@ -60,17 +60,18 @@ What holds for every input, and is tested:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
-from ..formats import FP8Format, fp8_format
+from ..formats import ALWAYS_EXPANDED, FirstMomentFormat, FP8Format, SecondMomentFormat
+from .moment_formats import LOG8_SPAN, LOG8_UNIT, MOMENT_FORMATS, TINY, FP8Moments, MomentFormat, lowest_exponent
 
 __all__ = [
     "FIRST_MOMENT_FORMATS",
+    "LOG8_SPAN",
+    "LOG8_UNIT",
     "SECOND_MOMENT_FORMATS",
     "TINY",
     "Moment",
@@ -81,15 +82,8 @@ __all__ = [
     "uniform_noise",
 ]
 
-FIRST_MOMENT_FORMATS = ("e4m3", "e5m2", "int8")
-SECOND_MOMENT_FORMATS = ("e4m3", "e5m2", "log8")
-LOG8_UNIT = 250.0
-"""Steps of k in an octave."""
-LOG8_SPAN = 253.75
-"""Code steps that a group's spread takes at most."""
-
-TINY = 2.0**-126
-"""Smallest normal fp32: magnitudes below it are stored as zero."""
+FIRST_MOMENT_FORMATS = get_args(FirstMomentFormat)
+SECOND_MOMENT_FORMATS = get_args(SecondMomentFormat)
 _BF16_MAX_BITS = 0x7F7F0000
 _UINT32 = 0xFFFFFFFF
 
@@ -133,33 +127,41 @@ class MomentCodec:
             raise ValueError(
                 f"format of the {which} moment: got {self.format!r}, accepted: {', '.join(map(repr, accepted))}"
             )
-        if self.format == "log8" and not self.expand:
-            raise ValueError("expand: got False with log8, accepted: True (its codes always span the group's range)")
+        if self.format in ALWAYS_EXPANDED and not self.expand:
+            raise ValueError(
+                f"expand: got False with {self.format}, accepted: True (its codes always span the group's range)"
+            )
 
-    @cached_property
+    @property
+    def kind(self) -> MomentFormat:
+        """What ``format`` names."""
+        return MOMENT_FORMATS[self.format]
+
+    @property
     def fp8(self) -> FP8Format:
-        """The FP8 format; only of "e4m3" and "e5m2"."""
-        return fp8_format(self.format)
+        """The FP8 format; of "e4m3" and "e5m2" only."""
+        assert isinstance(self.kind, FP8Moments)
+        return self.kind.fp8
 
-    @cached_property
+    @property
     def max(self) -> float:
         """What the group's amax is encoded as: F, 127 or 255."""
-        return {"int8": 127.0, "log8": 255.0}.get(self.format) or self.fp8.max
+        return self.kind.max
 
-    @cached_property
+    @property
     def unit(self) -> float:
         """k of a power of one; with "log8", of steps of one octave."""
-        return {"int8": 64.0, "log8": LOG8_UNIT}.get(self.format, 16.0)
+        return self.kind.unit
 
-    @cached_property
+    @property
     def k_numerator(self) -> float:
-        """unit * log2(R); not of "log8"."""
-        return self.unit * (5.0 if self.format == "int8" else math.log2(self.fp8.max**2 / 2.0))
+        """unit * log2(R); 0 where there is no R ("log8")."""
+        return self.kind.unit * (self.kind.log2_range or 0.0)
 
-    @cached_property
+    @property
     def k_of_zeros(self) -> int:
         """k of a group of zeros."""
-        return int(self.unit) if not self.expand else 1 if self.format == "log8" else 255
+        return self.kind.k_of_zeros if self.expand else int(self.unit)
 
     def groups(self, n: int) -> int:
         """Groups that n elements take."""
@@ -193,40 +195,16 @@ def encode(x: torch.Tensor, codec: MomentCodec, noise: torch.Tensor | None = Non
     spread = log_a - torch.log2(smallest)  # -inf for a group of zeros, NaN for a non-finite one
     # A difference of logarithms, not the logarithm of a ratio: |x| / a underflows for ratios that must survive.
     log_ratio = torch.log2(magnitude) - log_a[:, None]
-    if codec.format == "log8":
-        k = torch.where(spread > 0, torch.ceil(spread * (LOG8_UNIT / LOG8_SPAN)), 1.0).clamp(1.0, 255.0)
-        y = (255.0 + log_ratio * (LOG8_UNIT / k)[:, None]).clamp(0.0, 255.0)
-    else:
-        if codec.expand:
-            k = torch.where(spread > 0, torch.floor(codec.k_numerator / spread), 255.0).clamp(1.0, 255.0)
-        else:
-            k = torch.full_like(a, codec.unit)
-        y = codec.max * torch.exp2((log_ratio * (k / codec.unit)[:, None]).clamp(max=0.0))
+    kind = codec.kind
+    k = kind.exponents(spread, codec.k_numerator) if codec.expand else torch.full_like(a, codec.unit)
     noise = None if noise is None else _as_groups(noise, groups, size)
-    if codec.format == "log8":
-        rounded = torch.round(y) if noise is None else _round_logarithm(y, k / LOG8_UNIT, noise)
-        q = rounded.nan_to_num(0.0).to(torch.uint8)  # a is NaN then
-    elif codec.format == "int8":
-        rounded = torch.copysign(torch.round(y) if noise is None else torch.floor(y + noise), x)
-        q = rounded.nan_to_num(0.0).to(torch.int8).view(torch.uint8)
-    else:
-        y = y if noise is None else _round_stochastically(y, codec.fp8, noise)
-        q = y.to(codec.fp8.dtype).view(torch.uint8)
-        if codec.keep_nonzero:
-            q = torch.where((q == 0) & (magnitude > 0), 1, q)
-        q = q | (x.signbit().to(torch.uint8) << 7)
+    q = kind.codes(kind.spaced(log_ratio, k), x, k, noise, codec.keep_nonzero)
     return Moment(q, a.to(torch.bfloat16), k.to(torch.uint8))
 
 
 def decode(moment: Moment, codec: MomentCodec, n: int | None = None) -> torch.Tensor:
     """The first ``n`` elements (default: all, filling included), flat, fp32."""
-    k = moment.k.float()[:, None]
-    if codec.format == "log8":
-        code = moment.q.float()
-        log_ratio = torch.where(code > 0, (code - 255.0) * (k / LOG8_UNIT), -torch.inf)
-    else:
-        code = moment.q.view(torch.int8 if codec.format == "int8" else codec.fp8.dtype).float()
-        log_ratio = torch.log2(code.abs() / codec.max) * (codec.unit / k)
+    code, log_ratio = codec.kind.read(moment.q, moment.k.float())
     # Half the exponent twice: the power alone underflows where its product with a does not. The largest code gives a
     # exactly.
     root = torch.exp2(0.5 * log_ratio)
@@ -250,11 +228,6 @@ def uniform_noise(
     return (bits >> 16).float() * 2.0**-16, (bits & 0xFFFF).float() * 2.0**-16
 
 
-def lowest_exponent(fp8: FP8Format) -> int:
-    """Biased fp32 exponent of the format's smallest normal value: below it, values are equally spaced."""
-    return 127 + round(math.log2(fp8.smallest)) + fp8.mantissa_bits
-
-
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """A bijective hash of uint32 values held as int64."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _UINT32
@@ -272,18 +245,3 @@ def _round_up_to_bf16(x: torch.Tensor) -> torch.Tensor:
     """The smallest bf16 value not below x >= 0, as fp32; the largest finite one at most; NaN where x is not finite."""
     bits = (x.view(torch.int32) + 0xFFFF) & ~0xFFFF
     return torch.where(x.isfinite(), bits.clamp(max=_BF16_MAX_BITS).view(torch.float32), torch.nan)
-
-
-def _round_stochastically(y: torch.Tensor, fp8: FP8Format, noise: torch.Tensor) -> torch.Tensor:
-    """One of the two neighbours of 0 <= y <= F in the format: the upper with the probability that keeps the mean."""
-    exponent = (y.view(torch.int32) >> 23).clamp(min=lowest_exponent(fp8))
-    step = ((exponent - fp8.mantissa_bits) << 23).view(torch.float32)
-    return torch.where(y.isfinite(), torch.floor(y / step + noise) * step, y)
-
-
-def _round_logarithm(y: torch.Tensor, step: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """One of the two integers next to y: the upper with the probability that keeps the mean of 2 ** (step * result)."""
-    lower = torch.floor(y)
-    octaves = math.log(2.0) * step[:, None]
-    upper = torch.expm1((y - lower) * octaves) / torch.expm1(octaves)
-    return lower + torch.floor(upper + noise)

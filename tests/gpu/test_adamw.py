@@ -15,6 +15,7 @@ from coat_dist.reference.adamw import AdamWStep
 from coat_dist.reference.moments import Moment, MomentCodec, decode, encode
 from tests.coat_dist.kernels import adamw_agreement as agreement
 from tests.coat_dist.kernels import adamw_edges, adamw_plain, adamw_problems, adamw_trajectory
+from tests.coat_dist.kernels.adamw_problems import one_step
 
 
 @pytest.mark.parametrize("n", [1, 129, 1025, 1_000_003])
@@ -135,7 +136,7 @@ def test_every_code_survives_a_step_that_changes_nothing(fp8):
         zero = torch.zeros(256, device="cuda")
         still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
         for _ in range(5):
-            kernels.adamw_step(zero.clone(), zero, m, v, codec, codec, still)
+            one_step(kernels, zero.clone(), zero, m, v, codec, codec, still)
         assert all(map(torch.equal, (*m, *v), before))
 
 
@@ -146,9 +147,9 @@ def test_more_than_two_to_the_31_elements():
     codec_m, codec_v = MomentCodec(), MomentCodec(keep_nonzero=True)
     param, grad = torch.ones(n, device="cuda"), torch.full((n,), 0.5, device="cuda")
     m, v = codec_m.zeros(n, "cuda"), codec_v.zeros(n, "cuda")
-    kernels.adamw_step(param, grad, m, v, codec_m, codec_v, adamw_problems.NUMBERS, seed=1)
+    one_step(kernels, param, grad, m, v, codec_m, codec_v, adamw_problems.NUMBERS, seed=1)
     small = [torch.ones(1024, device="cuda"), grad[:1024], codec_m.zeros(1024, "cuda"), codec_v.zeros(1024, "cuda")]
-    kernels.adamw_step(*small, codec_m, codec_v, adamw_problems.NUMBERS, seed=1)
+    one_step(kernels, *small, codec_m, codec_v, adamw_problems.NUMBERS, seed=1)
     for end in (param[:1024], param[-1024:]):
         assert torch.equal(end, small[0])
     tail = Moment(m.q[-1:], m.a[-1:], m.k[-1:])

@@ -38,7 +38,7 @@ OPTIONS = {
 @pytest.fixture
 def residuals(monkeypatch):
     """For every backward of a norm in a patched block, whether it was given the residual's gradient."""
-    module, seen = importlib.import_module("coat_dist.flow.norm"), []
+    module, seen = importlib.import_module("coat_dist.flow.inputs"), []
     original = module.NormedInput.backward
 
     def backward(self, dy, wanted, residual=None):

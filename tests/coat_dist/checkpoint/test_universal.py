@@ -119,12 +119,12 @@ def wrong_codes(engine, saved):
     for part in partitions(engine.optimizer):
         if part.group["moments"] == "fp32":
             continue
-        for kind, which, codec in zip(("first", "second"), "mv", codecs(part.group), strict=True):
+        for kind, codec in zip(("first", "second"), codecs(part.group), strict=True):
             flat = torch.zeros(part.flat.numel())
             for f in part.fragments:
                 full = saved[kind][engine.param_names[f.param]].flatten()
                 flat[f.start : f.start + f.numel] = full[f.first : f.first + f.numel]
-            stored = moment(engine.optimizer.optimizer.state[part.flat], which)
+            stored = moment(engine.optimizer.optimizer.state[part.flat], kind)
             expected, got = encode(flat, codec), decode(stored, codec)
             padded = torch.nn.functional.pad(flat, (0, got.numel() - flat.numel()))
             kept = (got == padded).view(-1, codec.group_size).all(1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coat_dist.flow import TensorParallel, linear_cross_entropy, scaling
+from coat_dist.flow import TensorParallel, linear_cross_entropy, tensor_parallel
 from tests.support import residuals_apart, run_ranks
 
 S, B, H, V = 8, 3, 48, 160
@@ -53,8 +53,8 @@ def collectives(sp, chunk):
     tp = TensorParallel(dist.group.WORLD, sp)
     with (
         mock.patch.object(dist, "all_reduce", spy("reduce", dist.all_reduce)),
-        mock.patch.object(scaling, "_all_gather", spy("gather", scaling._all_gather)),
-        mock.patch.object(scaling, "_reduce_scatter", spy("scatter", scaling._reduce_scatter)),
+        mock.patch.object(tensor_parallel, "_all_gather", spy("gather", tensor_parallel._all_gather)),
+        mock.patch.object(tensor_parallel, "_reduce_scatter", spy("scatter", tensor_parallel._reduce_scatter)),
     ):
         x = torch.randn(S // 2 if sp else S, B, H, requires_grad=True)
         weight = torch.randn(V // 2, H, requires_grad=True)

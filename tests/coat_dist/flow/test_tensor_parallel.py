@@ -21,7 +21,7 @@ from coat_dist.flow import (
     norm,
     norm_linear,
     norm_mlp,
-    scaling,
+    tensor_parallel,
     vocab_parallel_cross_entropy,
 )
 from tests.support import run_ranks
@@ -157,7 +157,7 @@ def torch_edges(rank):
 @contextlib.contextmanager
 def recorded():
     """Collectives that the flow runs inside, in order: "max", "sum", or the dtype and shape that is gathered."""
-    seen, reduce, gather = [], dist.all_reduce, scaling._all_gather
+    seen, reduce, gather = [], dist.all_reduce, tensor_parallel._all_gather
 
     def all_reduce(t, op=dist.ReduceOp.SUM, **rest):
         seen.append("max" if op == dist.ReduceOp.MAX else "sum")
@@ -167,11 +167,11 @@ def recorded():
         seen.append((t.dtype, tuple(t.shape)))
         return gather(out, t, **rest)
 
-    dist.all_reduce, scaling._all_gather = all_reduce, all_gather
+    dist.all_reduce, tensor_parallel._all_gather = all_reduce, all_gather
     try:
         yield seen
     finally:
-        dist.all_reduce, scaling._all_gather = reduce, gather
+        dist.all_reduce, tensor_parallel._all_gather = reduce, gather
 
 
 def scale_edges(rank, scales):

@@ -11,7 +11,7 @@ from coat_dist.reference.adamw import AdamWTensors
 from coat_dist.reference.master import join
 from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, decode
 
-from .adamw_problems import NUMBERS, clone, extras, problem
+from .adamw_problems import NUMBERS, clone, extras, one_step, problem
 
 
 def check(n, device="cpu", **variant):
@@ -25,7 +25,7 @@ def check(n, device="cpu", **variant):
     mine = problem(n, device, **variant)
     theirs, start = clone(mine), clone(mine)
     more, expected, before = (extras(n, device, **variant) for _ in range(3))
-    kernels.adamw_step(*mine, numbers, seed, **more)
+    one_step(kernels, *mine, numbers, seed, **more)
     reference.adamw_step(*theirs, numbers, seed, **expected)
     assert torch.equal(mine[1], start[1])
     check_copy(mine[0], **more)
@@ -143,7 +143,7 @@ def check_many(device="cpu", **variant):
         assert [len(x) for x in kinds.values()] == [5] and len(single) == 2
         kernels.adamw_steps(many, *together[0][4:], numbers)
         for x, seed, e in zip(alone, seeds, more_alone, strict=True):
-            kernels.adamw_step(*x, numbers, seed, **e)
+            one_step(kernels, *x, numbers, seed, **e)
         for e, other in zip(more, more_alone, strict=True):
             assert all(torch.equal(e[key], other[key]) for key in e)
         for mine, theirs in zip(together, alone, strict=True):

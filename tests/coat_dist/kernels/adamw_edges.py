@@ -8,7 +8,7 @@ from coat_dist.kernels import adamw as kernels
 from coat_dist.reference.adamw import AdamWStep
 from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encode
 
-from .adamw_problems import NUMBERS, clone, problem
+from .adamw_problems import NUMBERS, clone, one_step, problem
 
 PAIRS = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8"))
 
@@ -19,8 +19,8 @@ def check_non_finite(device="cpu"):
         seed = None if bad == torch.inf else 5
         clean, dirty = problem(1024, device, m, v), problem(1024, device, m, v)
         dirty[1][300] = bad
-        kernels.adamw_step(*clean, NUMBERS, seed)
-        kernels.adamw_step(*dirty, NUMBERS, seed)
+        one_step(kernels, *clean, NUMBERS, seed)
+        one_step(kernels, *dirty, NUMBERS, seed)
         for i in (2, 3):
             decoded = decode(dirty[i], dirty[i + 2]).view(8, 128)
             assert decoded[2].isnan().all()
@@ -42,7 +42,7 @@ def check_extremes(device="cpu"):
             before = decode(v, codec_v, len(value))
             zero = torch.zeros(len(value), device=device)
             for _ in range(3):
-                kernels.adamw_step(zero.clone(), zero, m, v, codec_m, codec_v, still, seed)
+                one_step(kernels, zero.clone(), zero, m, v, codec_m, codec_v, still, seed)
             for after in (decode(m, codec_m, len(value)), decode(v, codec_v, len(value))):
                 assert after.isfinite().all()
                 assert (after[before == 0] == 0).all()
@@ -74,7 +74,7 @@ def check_codes_survive(device="cpu"):
         ]
         m, v = clone(start)
         for _ in range(2):
-            kernels.adamw_step(zero.clone(), zero, m, v, codec_m, codec_v, still)
+            one_step(kernels, zero.clone(), zero, m, v, codec_m, codec_v, still)
         for before, after in zip(start, (m, v), strict=True):
             assert all(map(torch.equal, before, after)), (a, k_m, k_v)
 
@@ -85,17 +85,17 @@ def check_smallest_normals(device="cpu"):
     q, k = torch.arange(128, device=device).clamp(max=126)[None].byte(), torch.tensor([16], device=device).byte()
     v = Moment(q, torch.tensor([2 * TINY], device=device).bfloat16(), k)
     m, zero = codec_m.zeros(128, device), torch.zeros(128, device=device)
-    kernels.adamw_step(zero.clone(), zero + 1.5e-19, m, v, codec_m, codec_v, NUMBERS)
+    one_step(kernels, zero.clone(), zero + 1.5e-19, m, v, codec_m, codec_v, NUMBERS)
     decoded = decode(v, codec_v)
     assert decoded[0] == 0 and (decoded[1:4] == decoded[4]).all() and (decoded[1:] >= TINY).all()
 
     codec = MomentCodec()
     grad = torch.tensor([1.0, 1e-38, 1.3e-37], device=device)
     m, v = codec.zeros(3, device), codec_v.zeros(3, device)
-    kernels.adamw_step(grad.clone(), grad, m, v, codec, codec_v, NUMBERS)
+    one_step(kernels, grad.clone(), grad, m, v, codec, codec_v, NUMBERS)
     assert (decode(m, codec, 3) != 0).tolist() == [True, False, True]
 
     grad = torch.full((3,), 1e-38, device=device)
     m = codec.zeros(3, device)
-    kernels.adamw_step(grad.clone(), grad, m, codec_v.zeros(3, device), codec, codec_v, NUMBERS)
+    one_step(kernels, grad.clone(), grad, m, codec_v.zeros(3, device), codec, codec_v, NUMBERS)
     assert m.a == 0 and not m.q.any() and m.k == 255

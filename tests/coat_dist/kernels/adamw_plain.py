@@ -11,7 +11,7 @@ from coat_dist.reference.adamw import AdamWStep, FP32Tensors
 from coat_dist.reference.master import join, split
 from coat_dist.reference.moments import MomentCodec
 
-from .adamw_problems import NUMBERS, clone, extras, problem
+from .adamw_problems import NUMBERS, clone, extras, one_step, problem
 
 
 def check_remainder(device="cpu", seed=None, n=128 * 21 + 1, **variant):
@@ -24,8 +24,8 @@ def check_remainder(device="cpu", seed=None, n=128 * 21 + 1, **variant):
         numbers = replace(NUMBERS, step=step)
         for x in (fp32, halves):
             x[1] = torch.randn(n, generator=torch.Generator().manual_seed(step)).to(device, x[1].dtype) ** 3
-        kernels.adamw_step(*fp32, numbers, seed)
-        kernels.adamw_step(*halves, numbers, seed, low=low)
+        one_step(kernels, *fp32, numbers, seed)
+        one_step(kernels, *halves, numbers, seed, low=low)
         assert torch.equal(join(halves[0], low).view(torch.int32), fp32[0].view(torch.int32))
         for a, b in zip((*fp32[2], *fp32[3]), (*halves[2], *halves[3]), strict=True):
             assert torch.equal(a, b)
@@ -46,7 +46,7 @@ def check_split(device="cpu", every=1):
         master = join(p, low)
         expected = master * 1.0 - 0.0  # what the step does to it: NaN and -0 included
         m, v = codec_m.zeros(n, device), codec_v.zeros(n, device)
-        kernels.adamw_step(p, zero, m, v, codec_m, codec_v, still, low=low)
+        one_step(kernels, p, zero, m, v, codec_m, codec_v, still, low=low)
         wanted = split(expected)
         assert torch.equal(p.view(torch.int16), wanted[0].view(torch.int16)), lower
         assert torch.equal(low, wanted[1]), lower
@@ -82,7 +82,7 @@ def check_fp32_steps(
         p, q = ((x.param if x.low is None else join(x.param, x.low.view(x.param.shape))) for x in (a, b))
         if a.copy is not None:
             assert torch.equal(a.copy.view(p.shape), p.to(a.copy.dtype))
-        for x, y in ((p, q), (a.m, b.m), (a.v, b.v)):
+        for x, y in ((p, q), (a.first_moment, b.first_moment), (a.second_moment, b.second_moment)):
             if device == "cpu":
                 assert torch.equal(x, y)
             else:  # an addition may or may not be contracted with the multiplication before it

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from coat_dist.reference.adamw import AdamWStep
+from coat_dist.reference.adamw import AdamWStep, AdamWTensors
 from coat_dist.reference.moments import Moment, MomentCodec, encode
 
 NUMBERS = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
@@ -70,6 +70,12 @@ def extras(n, device="cpu", low=False, copy=None, **_):
     if copy is not None:
         found["copy"] = torch.full((n,), 7.0, dtype=copy, device=device)
     return found
+
+
+def one_step(side, param, grad, first, second, first_codec, second_codec, numbers, seed=None, **more):
+    """A step on one tensor by ``side``, the module of kernels or of definitions; ``more`` as :func:`extras` gives."""
+    one = AdamWTensors(param, grad, first, second, seed, **more)
+    side.adamw_steps([one], first_codec, second_codec, numbers)
 
 
 def clone(arguments):

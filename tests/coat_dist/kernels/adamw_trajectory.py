@@ -10,6 +10,8 @@ from coat_dist.kernels import adamw as kernels
 from coat_dist.reference.adamw import AdamWStep
 from coat_dist.reference.moments import MomentCodec
 
+from .adamw_problems import one_step
+
 SECOND = {"e4m3": "e4m3", "e5m2": "e5m2", "int8": "log8"}
 ERROR = {"e4m3": 0.4, "e5m2": 0.25, "int8": 0.8}
 """As for the definition, in tests/coat_dist/optim/test_trajectories.py."""
@@ -37,7 +39,7 @@ def _ratios(codec, stochastic, device, n, steps):
     optimizer = torch.optim.AdamW([exact], lr=1e-3, weight_decay=0.0)
     for step, gradient in enumerate(gradients.steps, 1):
         numbers = AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.0, step, stochastic=stochastic)
-        kernels.adamw_step(p, gradient.to(device), m, v, codec, second, numbers, seed=2654435761 * step % 2**32)
+        one_step(kernels, p, gradient.to(device), m, v, codec, second, numbers, seed=2654435761 * step % 2**32)
         exact.grad = gradient.clone()
         optimizer.step()
     return ratios(*(x[gradients.watched].double() for x in (p.cpu(), exact.detach())))

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from coat_dist.formats import E4M3, E5M2
-from coat_dist.kernels import activation, norm, quantize
+from coat_dist.kernels import activation, activation_compress, norm, quantize
 from coat_dist.reference import activation as reference_activation
 from coat_dist.reference import norm as reference_norm
 from coat_dist.reference import quantize as reference_quantize
@@ -111,7 +111,7 @@ def check_activation(device="cpu", sizes=(176, 2752), rows=37, activations=tuple
             # Large where x is not: a bias that reached columns outside would raise the amax.
             bias = (torch.randn(width) * 3).to(device, dtype) if biased else None
             rest = (act, fmt, size, scale, exact, bias)
-            with tiles(activation, *next(ways)):
+            with tiles(activation_compress, *next(ways)):
                 got = activation.activation_compress_rows(x, *rest)
                 alone = activation.activation_compress_rows(x[1, -1], *rest)
             wanted = reference_activation.activation_compress_rows(x, *rest)
@@ -127,7 +127,7 @@ def check_activation_of_bad_values(device="cpu"):
     for act, (bad, chosen) in itertools.product(ACTIVATIONS, ((torch.inf, None), (torch.nan, SHORT))):
         x = torch.randn(4, 72 * ACTIVATIONS[act].parts).to(device)
         rest = (act, E4M3, 32, "e8m0", True)
-        with tiles(activation, chosen=chosen):
+        with tiles(activation_compress, chosen=chosen):
             clean = activation.activation_compress_rows(x, *rest)
             x[2, 71] = bad
             got = activation.activation_compress_rows(x, *rest)

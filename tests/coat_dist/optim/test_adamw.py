@@ -52,7 +52,7 @@ def test_state_layout_is_lazy_private_and_two_dimensional():
     state = optimizer.state[p]
     assert set(state) == CODE_KEYS | {"coat_seed"}
     assert state["step"] == 2 and type(state["step"]) is int
-    for which in "mv":
+    for which in ("first", "second"):
         q, a, k = moment(state, which)
         assert (q.dtype, q.shape) == (torch.uint8, (3, 128))
         assert (a.dtype, a.shape, k.dtype, k.shape) == (torch.bfloat16, (3,), torch.uint8, (3,))

@@ -1,0 +1,56 @@
+"""FP8 products, with and without a sum over ranks, and what they can multiply."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import ActivationConfig
+from ..formats import QuantizedTensor
+from ..ops.gemm import code_products, scale_and_round, scaled_mm
+from .tensor_parallel import TensorParallel
+
+__all__ = ["check_input", "gemm", "summed_gemm"]
+
+
+def gemm(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, settings: ActivationConfig, fast_accum: bool = False
+) -> torch.Tensor:
+    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``."""
+    if settings.tp_invariant:  # fp32 sums of tensor cores depend on the shape, and so on the number of ranks
+        return scale_and_round(code_products(a, b), a.scales, b.scales, dtype)
+    return scaled_mm(a, b, dtype, fast_accum)
+
+
+def summed_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """``a @ b.T`` where the summed dimension is split over ranks.
+
+    Returns:
+        The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.
+    """
+    reduce = tp.reduce_scatter_rows if tp.sharded else tp.sum
+    if settings.tp_invariant and tp.size > 1:  # codes first, scales last: then the sum over ranks is exact
+        a_scales = tp.own_rows(a.scales) if a.layout == "row" else a.scales
+        return scale_and_round(reduce(code_products(a, b)), a_scales, b.scales, dtype)
+    return reduce(gemm(a, b, dtype, settings, fast_accum))
+
+
+def check_input(x: torch.Tensor, weight: torch.Tensor, name: str = "weight") -> None:
+    """Refuse what the flow cannot multiply.
+
+    Raises:
+        ValueError: x is neither bfloat16 nor float32, or ``weight`` is not ``[out, x.shape[-1]]`` of such a type.
+    """
+    for what, t in (("x", x), (name, weight)):
+        if t.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{what}: got {t.dtype}, accepted: torch.bfloat16, torch.float32")
+    if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: got shape {list(weight.shape)} for x of shape {list(x.shape)}, accepted: [out, x.shape[-1]]"
+        )

@@ -1,0 +1,169 @@
+"""Formats of moments inside a kernel: the classes of ``reference/moment_formats.py``, part for part.
+
+The four functions at the end, called as the methods are, choose by ``C.format`` at compile time: ``exponents``,
+``spaced``, ``codes`` and ``read``. A new format gets its functions here, a branch where it differs, and a case in
+:func:`constants`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..reference.moment_formats import LOG8_SPAN, LOG8_UNIT, FP8Moments, lowest_exponent
+from ..reference.moments import MomentCodec
+from .approximations import exp2, log2
+from .fp8 import with_sign
+
+__all__ = ["TINY_BITS", "Constants", "codes", "constants", "exponents", "read", "spaced"]
+
+TINY_BITS = tl.constexpr(0x00800000)
+_ROUND = tl.constexpr(1.5 * 2.0**23)  # added: rounds to an integer, ties to even, and leaves it in the low bits
+_LOG8_UNIT = tl.constexpr(LOG8_UNIT)
+_LOG8_PER_OCTAVE = tl.constexpr(LOG8_UNIT / LOG8_SPAN)
+
+
+class Constants(NamedTuple):
+    """What the kernel has to know of a codec, as compile-time constants; those of FP8 formats are zero for others."""
+
+    format: str
+    """"fp8", "int8" or "log8"."""
+    fp8: tl.dtype | None
+    smallest: float
+    mantissa_bits: int
+    lowest_exponent: int
+    max: float
+    log2_max: float
+    unit: float
+    k_numerator: float
+    expand: bool
+    keep_nonzero: bool
+
+
+@functools.cache
+def constants(codec: MomentCodec) -> Constants:
+    kind = codec.kind
+    if isinstance(kind, FP8Moments):
+        dtype = tl.float8e4nv if kind.fp8.name == "e4m3" else tl.float8e5
+        own = ("fp8", dtype, kind.fp8.smallest, kind.fp8.mantissa_bits, lowest_exponent(kind.fp8))
+    else:
+        own = (kind.name, None, 0.0, 0, 0)
+    return Constants(
+        *own, kind.max, math.log2(kind.max), kind.unit, codec.k_numerator, codec.expand, codec.keep_nonzero
+    )
+
+
+@triton.jit
+def _power_read(code, k, C: tl.constexpr, FAST: tl.constexpr):
+    size = tl.abs(code)
+    return size, exp2(log2(size * (1.0 / C.max), FAST) * ((0.5 * C.unit) / k.to(tl.float32))[:, None], FAST)
+
+
+@triton.jit
+def _power_spaced(magnitude, log_a, k, C: tl.constexpr, FAST: tl.constexpr):
+    power = k * (1.0 / C.unit)
+    return exp2(log2(magnitude, FAST) * power[:, None] + (C.log2_max - log_a * power)[:, None], FAST)
+
+
+@triton.jit
+def _fp8_codes(y, x, bits, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
+    if C.keep_nonzero and not C.expand:  # with expansion no y is below 2 / F, which is more than the smallest code
+        y = tl.where(bits < TINY_BITS, y, tl.maximum(y, C.smallest, propagate_nan=tl.PropagateNan.ALL))
+    if STOCHASTIC or not FAST:  # onto the format's grid; the interpreter's own conversion does not round to nearest
+        y = tl.minimum(y, C.max, propagate_nan=tl.PropagateNan.ALL)
+        step_exponent = tl.maximum(y.to(tl.int32, bitcast=True) >> 23, C.lowest_exponent) - C.mantissa_bits
+        step = (step_exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - step_exponent) << 23).to(tl.float32, bitcast=True)
+        on_grid = tl.floor(y * inverse + noise) if STOCHASTIC else (y * inverse + _ROUND) - _ROUND
+        y = tl.where(y == y, on_grid * step, y)
+    if SIGNED:
+        y = with_sign(y, x)
+    return y.to(C.fp8).to(tl.uint8, bitcast=True)  # to nearest, ties to even; above F it saturates
+
+
+@triton.jit
+def _int8_codes(y, x, noise, C: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        y = tl.floor(tl.minimum(y, C.max) + noise)
+    return _low_byte(with_sign(y, x))
+
+
+@triton.jit
+def _log8_read(q, k, C: tl.constexpr, FAST: tl.constexpr):
+    code = q.to(tl.float32)
+    root = exp2((code - C.max) * (k.to(tl.float32) * (0.5 / _LOG8_UNIT))[:, None], FAST)
+    return code, tl.where(q == 0, 0.0, root)
+
+
+@triton.jit
+def _log8_spaced(magnitude, log_a, k, C: tl.constexpr, FAST: tl.constexpr):
+    steps = _LOG8_UNIT / k
+    y = log2(magnitude, FAST) * steps[:, None] + (C.max - log_a * steps)[:, None]
+    return tl.maximum(y, 0.0)  # zeros from -inf; and NaN, as its group's a is NaN
+
+
+@triton.jit
+def _log8_codes(y, noise, k, C: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
+    if STOCHASTIC:  # the probability of the upper code is linear between decoded values
+        y = tl.minimum(y, C.max)
+        lower = tl.floor(y)
+        step = k * (1.0 / _LOG8_UNIT)
+        upper = (exp2((y - lower) * step[:, None], FAST) - 1.0) * (1.0 / (exp2(step, FAST) - 1.0))[:, None]
+        y = lower + tl.floor(upper + noise)
+    return _low_byte(y)
+
+
+@triton.jit
+def _low_byte(y):
+    """|y| < 2**22 rounded to an integer, ties to even: its low eight bits, in two's complement."""
+    return (y + _ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
+
+
+@triton.jit
+def exponents(spread, C: tl.constexpr):
+    """k of each group, fp32, not clamped."""
+    if C.format == "log8":
+        k = tl.where(spread > 0, tl.ceil(spread * _LOG8_PER_OCTAVE), 1.0)
+    else:
+        k = tl.where(spread > 0, tl.floor(C.k_numerator / spread), 255.0)
+    return k
+
+
+@triton.jit
+def spaced(magnitude, log_a, k, C: tl.constexpr, FAST: tl.constexpr):
+    """Positions of magnitudes among the codes, before rounding."""
+    if C.format == "log8":
+        y = _log8_spaced(magnitude, log_a, k, C, FAST)
+    else:
+        y = _power_spaced(magnitude, log_a, k, C, FAST)
+    return y
+
+
+@triton.jit
+def codes(
+    y, x, bits, k, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr
+):  # fmt: skip
+    """The bytes that are stored; ``bits`` are those of x's magnitudes."""
+    if C.format == "log8":
+        q = _log8_codes(y, noise, k, C, STOCHASTIC, FAST)
+    elif C.format == "int8":
+        q = _int8_codes(y, x, noise, C, STOCHASTIC)
+    else:
+        q = _fp8_codes(y, x, bits, noise, C, SIGNED, STOCHASTIC, FAST)
+    return q
+
+
+@triton.jit
+def read(q, k, C: tl.constexpr, FAST: tl.constexpr):
+    """Codes as signed numbers, their size (0 where they mean zero), and the square root of magnitude over a."""
+    if C.format == "log8":
+        code, root = _log8_read(q, k, C, FAST)
+        size = code
+    else:
+        code = q.to(tl.int8 if C.format == "int8" else C.fp8, bitcast=True).to(tl.float32)
+        size, root = _power_read(code, k, C, FAST)
+    return code, size, root
