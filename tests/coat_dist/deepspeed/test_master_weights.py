@@ -7,7 +7,7 @@ import torch
 
 from tests.coat_dist.checkpoint.test_universal import WithBuffer
 from tests.coat_dist.checkpoint.test_universal import contents as contents_of
-from tests.coat_dist.deepspeed.test_zero import differences, run, snapshot
+from tests.coat_dist.deepspeed.test_zero import BUCKETS, differences, run, snapshot
 from tests.support import run_ranks
 
 CASES = {
@@ -55,6 +55,7 @@ def build(settings, remainder=True, universal=False, model=WithBuffer, **more):
         **copy.deepcopy(settings),
         **more,
     }
+    config["zero_optimization"] = BUCKETS | config["zero_optimization"]
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
         net = model()
     named = list(net.named_parameters())

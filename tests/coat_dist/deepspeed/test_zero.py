@@ -5,6 +5,9 @@ import torch
 
 from tests.support import run_ranks
 
+# More than these models have parameters. DeepSpeed's own size is 500 million elements, and where torch is told to be
+# deterministic it fills all of them in every step.
+BUCKETS = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
 CASES = {
     "zero-1": {"zero_optimization": {"stage": 1}},
     "zero-1, BF16_Optimizer": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
@@ -56,6 +59,7 @@ def build(settings, model=None, **options):
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         **settings,
+        "zero_optimization": BUCKETS | settings["zero_optimization"],
     }
     if model is None:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):

@@ -1,4 +1,4 @@
-"""Run a function on several ranks of one machine; watch and change what a model does.
+"""Run a function on several ranks of one machine.
 
 Gloo ranks are forked from a server process that has already imported the heavy packages, so a test pays for process
 start and rendezvous only (well under a second), not for imports. NCCL ranks start from nothing.
@@ -9,12 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -22,9 +18,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-_PRELOAD = ["torch", "torch.distributed", "deepspeed", "megatron.core", "coat_dist", "megatron_patches"]
+_PRELOAD = ["tests.support.rank_server"]
+_ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
@@ -63,6 +59,7 @@ def _cpu_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    hidden["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, hidden):
         forkserver.ensure_running()
     return context
@@ -108,61 +105,3 @@ def run_ranks(world: int, fn, *args, timeout: float = 240.0, backend: str = "glo
     errors = [f"rank {r}:\n{value}" for r, (ok, value) in enumerate(results) if not ok]
     assert not errors, "\n".join(errors)
     return [value for _, value in results]
-
-
-class Adds(TorchDispatchMode):
-    """Counts, while it is active, the sums that are BF16 tensors of ``elements`` elements."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.elements = elements
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
-            self.count += out.dtype == torch.bfloat16 and out.numel() == self.elements
-        return out
-
-
-@contextmanager
-def residuals_apart() -> Iterator[None]:
-    """Models that are patched inside leave the residual's gradient to autograd, as ZeRO-3's hooks make all of them."""
-    from megatron_patches import apply
-
-    with mock.patch.object(apply, "_alias_residuals", lambda *_: {}):
-        yield
-
-
-@contextmanager
-def megatron_on_one_rank() -> Iterator[None]:
-    """Megatron's groups over a single rank, in this process."""
-    from megatron.core import parallel_state
-
-    from megatron_patches import initialize_model_parallel
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    initialize_model_parallel(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-@contextmanager
-def held_elsewhere(path: Any) -> Iterator[None]:
-    """Another process holds the lock of ``coat_dist.checkpoint.lock`` on a file."""
-    code = (
-        "import sys; from coat_dist.checkpoint.lock import *; from pathlib import Path\n"
-        "with locked(Path(sys.argv[1])): print(flush=True); input()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
-    ) as other:
-        assert other.stdout is not None and other.stdout.readline()
-        try:
-            yield
-        finally:
-            other.communicate(b"\n")

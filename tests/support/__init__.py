@@ -1,0 +1,15 @@
+"""What tests of several folders share: ranks in processes of their own, and ways to watch a model."""
+
+from .models import Adds, residuals_apart
+from .processes import held_elsewhere, megatron_on_one_rank
+from .ranks import free_port, run_ranks, start_ranks
+
+__all__ = [
+    "Adds",
+    "free_port",
+    "held_elsewhere",
+    "megatron_on_one_rank",
+    "residuals_apart",
+    "run_ranks",
+    "start_ranks",
+]

@@ -1,0 +1,34 @@
+"""Watch and change what a model does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Adds(TorchDispatchMode):
+    """Counts, while it is active, the sums that are BF16 tensors of ``elements`` elements."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements = elements
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            self.count += out.dtype == torch.bfloat16 and out.numel() == self.elements
+        return out
+
+
+@contextmanager
+def residuals_apart() -> Iterator[None]:
+    """Models that are patched inside leave the residual's gradient to autograd, as ZeRO-3's hooks make all of them."""
+    from megatron_patches import apply
+
+    with mock.patch.object(apply, "_alias_residuals", lambda *_: {}):
+        yield

@@ -1,0 +1,46 @@
+"""Things that a test needs in this or another process: groups of one rank, a lock that somebody else holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+@contextmanager
+def megatron_on_one_rank() -> Iterator[None]:
+    """Megatron's groups over a single rank, in this process."""
+    from megatron.core import parallel_state
+
+    from megatron_patches import initialize_model_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    initialize_model_parallel(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def held_elsewhere(path: Any) -> Iterator[None]:
+    """Another process holds the lock of ``coat_dist.checkpoint.lock`` on a file."""
+    code = (
+        "import sys; from coat_dist.checkpoint.lock import *; from pathlib import Path\n"
+        "with locked(Path(sys.argv[1])): print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        try:
+            yield
+        finally:
+            other.communicate(b"\n")
