@@ -1,0 +1,1 @@
+"""Programs that measure; README.md says which one made which figure."""

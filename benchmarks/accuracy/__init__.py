@@ -1,0 +1,1 @@
+"""Errors of one layer, one step or one encoding against exact arithmetic."""

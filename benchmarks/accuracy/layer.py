@@ -168,7 +168,13 @@ def errors(found: Tensors, truth: Tensors, x: torch.Tensor, dout: torch.Tensor) 
 
 @contextmanager
 def transformer_engine(folder: str, given: dict[str, Any]) -> Iterator[Callable[[str], dict[str, Tensors]]]:
-    """A function from a case to what Transformer Engine computes, by recipe; valid inside the ``with``."""
+    """Start `transformer_engine.py` with the packages in ``folder`` and wait for it.
+
+    Gives a function from a case to the tensors that Transformer Engine computed, by recipe; valid inside the ``with``.
+
+    Raises:
+        RuntimeError: the program failed; the message has the end of what it printed.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         torch.save(given, Path(temporary) / "layer.pt")
         where = Path(folder).resolve()

@@ -1,17 +1,17 @@
-"""Error of encoded Adam moments on the moments of a real training run: COAT's Table 1, our options, rivals, ranges.
+"""Errors of encoded Adam moments of a real training run: COAT's Table 1, our options, rivals, ranges, drift.
 
     python -m benchmarks.accuracy.moments [--steps 500] [--device cuda] [--output DIR]
 
-Trains `benchmarks/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v of
-all matrices after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows. Then, for pairs of
-encodings,
+Trains `benchmarks/small_gpt.py` with fp32 AdamW on the running Python's standard library, takes m and v, the first and
+second moment, of all matrices after 4 %, 20 %, 50 % and 99 % of the steps, and the gradient of the step that follows.
+Then, for pairs of encodings,
 
 * ``table1``: mean square error of m / (sqrt(v) + eps), the quantity of COAT's Table 1,
-* ``next``: mean square error of the update that the next step takes, after decoded moments have met the next gradient,
+* ``next``: mean square error of the next update, from decoded moments to which the next gradient was added,
 
 over the mean square of the exact value, averaged over the four steps; with and without the embedding, whose rows are
-mostly sparse. Prints tables, writes `accuracy/moments.json` and `docs/figures/accuracy-moments-*.png`. Takes ten
-minutes on a core, one on a GPU.
+mostly sparse. :func:`drift` is about rounding over many steps. Prints tables, writes `accuracy/moments.json` and
+`docs/figures/accuracy-moments-*.png`. Takes ten minutes on a core, one on a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where CoatAdamW takes parameters, beside torch's fp32 AdamW with the same gradients, in groups of unlike elements.
+"""How far CoatAdamW moves parameters, and torch's fp32 AdamW with the same gradients, in groups of unlike elements.
 
     python -m benchmarks.accuracy.trajectories [--output DIR]
 
-The error of one encoding says little about many: what rounding adds to a moment is encoded again in the next step.
+The error of one encoding says little about many steps: what rounding adds to a moment is encoded again in the next one.
 So parameters start at zero, both optimizers take the same steps, and two ratios are taken over the elements that a
 scenario is about:
 
@@ -17,7 +17,7 @@ and ``v``, the mean of log2(second moment / that of fp32 AdamW) at the end. Scen
 * ``sparse``: each element has a gradient in 2 % of the steps;
 * ``decaying``: gradients of half of the elements shrink by a fifth in each step.
 
-Formats stand with the range R of the first moment that the package has, and, as FP8, with 2 F**2, which it once had.
+FP8 formats are measured with two ranges R of the first moment: F**2 / 2, the package's, and 2 F**2, its former one.
 Prints a table and writes `accuracy/trajectories.json`. Takes two minutes on a core.
 """
 

@@ -1,9 +1,9 @@
-"""Transformer Engine's transformer layer on given tensors; ``layer.py`` starts this with its ``--peers``.
+"""Transformer Engine's transformer layer on given tensors: the program that ``layer.py --peers`` starts.
 
     python -m benchmarks.accuracy.transformer_engine FOLDER
 
-A process of its own, since Transformer Engine brings packages that are not those of this project; nothing of the
-project is imported here. Reads ``FOLDER/layer.pt`` and writes ``FOLDER/CASE--RECIPE.pt`` for every case and recipe.
+It runs in a process of its own, since Transformer Engine brings packages that are not those of this project, of which
+nothing is imported here. Reads ``FOLDER/layer.pt`` and writes ``FOLDER/CASE--RECIPE.pt`` for every case and recipe.
 
 Layouts are those of the project, and are checked by the caller, who compares the BF16 layer with the truth:
 ``layernorm_qkv.weight`` has for each group its queries, its key and its value (``qkv_weight_interleaved``), and
@@ -81,8 +81,10 @@ def run(layer: torch.nn.Module, x: torch.Tensor, dout: torch.Tensor, freqs: torc
 
 
 def contexts(te: Any) -> dict[str, Any]:
-    """By name, what makes the context of a forward pass. Recipes are new objects: by them Transformer Engine tells
-    histories of amaxes apart."""
+    """By recipe, a function that makes the context of a forward pass.
+
+    Every call makes new recipe objects: Transformer Engine keeps one history of amaxes for each object.
+    """
     from transformer_engine.common import recipe
 
     recipes = {

@@ -1,0 +1,1 @@
+"""Training runs in pairs: what errors of single steps come to in a loss."""

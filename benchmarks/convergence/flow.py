@@ -8,8 +8,8 @@ installed beside torch), 32 768 tokens a step, AdamW in all runs. Each run is `l
 one, on the CPU); ``--per-gpu`` of them share a GPU. Runs start in the order of the list, the most important first. One
 that fails is shown with the end of its log, and the others go on. With ``--budget`` what still runs after so many
 seconds is stopped, and is shown but not compared. Writes `convergence/flow.json` (with ``--tiny``
-`convergence/flow-tiny.json`) after every run, with some 200 of its training losses; ``--extend`` begins with the runs
-of such a file, made with the same steps, learning rate and text.
+`convergence/flow-tiny.json`) after every run, with some 200 of its training losses, rounded to 5 decimals; ``--extend``
+begins with the runs of such a file, made with the same steps, learning rate and text.
 
 A run is VARIANT:SEED:REPEAT. Repeat r has a learning rate that is larger by r parts in 10^5: what differs between
 repeats is what rounding does to a run by chaos alone. The gap of a variant is the mean over seeds of the difference to
@@ -159,7 +159,7 @@ def train(
         "steps": len(records),
         "held_out_loss": records[-1].get("valid_loss"),
         "last_training_losses": mean(losses[-LAST:]),
-        "losses": losses[:: max(1, len(losses) // 200)],
+        "losses": [round(loss, 5) for loss in losses[:: max(1, len(losses) // 200)]],
         "seconds": time.monotonic() - start,
         "step_seconds": median([r["step_time"] for r in records]),
     }

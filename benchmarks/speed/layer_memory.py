@@ -1,9 +1,9 @@
 """What a stack of patched layers holds at the worst moment of forward and backward, from shapes alone.
 
-The sum to compare an allocator's peak with: what is not in it would be a hidden copy. Case: one GPU, bf16 weights, one
-micro-batch, no ``.grad`` before (``zero_grad(set_to_none=True)``), so each layer's backward adds its weights' gradients
-to what is held. Where ``.grad`` exists (accumulation), all gradients are there from the start instead, and of this
-layer's one more while it is added.
+An allocator's peak is compared with this sum: if it is larger, there is a copy that nobody knows of. It holds for one
+GPU, bf16 weights, one micro-batch and no ``.grad`` before (``zero_grad(set_to_none=True)``), so that each layer's
+backward adds its weights' gradients to what is held. Where ``.grad`` exists (accumulation), all gradients are there
+from the start instead, and one more of this layer's while it is added.
 
 Counted beyond what is there before forward (weights, the input, the gradient that the caller hands in):
 
@@ -14,9 +14,9 @@ Counted beyond what is there before forward (weights, the input, the gradient th
 * gradients of weights, of this layer as far as it got and of all layers after it: 2 bytes an element;
 * what the function that runs has made and not yet dropped (:func:`_moments`).
 
-The worst moment lies in the last layer's backward where a layer saves more than its gradients weigh (many tokens), in
-the first layer's otherwise. Forward is not it: at its largest, in the last layer's MLP, it holds fc1's output and the
-activation's codes beside what is saved, where backward has the activation's gradient and more codes.
+The worst moment lies in the last layer's backward if a layer saves more bytes than its weights' gradients have (many
+tokens), otherwise in the first layer's. It is never in forward: what forward holds at most, in the last layer's MLP, is
+fc1's output and the activation's codes beside what is saved; backward holds the activation's gradient and more codes.
 
 Left out, below 1 % where layers are large: fp32 sums of a norm's gradient, scalars, the allocator's rounding (512
 bytes, or the rest of a cached block below 1 MiB), workspaces of cuBLAS (kept from the warm-up).

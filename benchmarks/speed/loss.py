@@ -33,7 +33,7 @@ def peak(call: Callable[[], Any]) -> int:
 
 
 def losses(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> list[dict[str, Any]]:
-    """Time and peak of forward and backward, by way of computing the loss."""
+    """Time and peak of forward and backward, for each way to compute the loss."""
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "torch, fp32 logits": lambda: F.cross_entropy(F.linear(x, weight).float(), labels, reduction="none"),
         "plain": lambda: vocab_parallel_cross_entropy(F.linear(x, weight), labels, ONE),

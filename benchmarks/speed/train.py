@@ -4,7 +4,7 @@
 
 Each run is `launch/pretrain.py` with one configuration of `configs/deepspeed`; text is the running Python's standard
 library. Prints, for each configuration, the median step, tokens/s/GPU, peak memory and final loss, and the ratio to the
-first one (the baseline); writes `train-N-ranks.json`.
+first one (the baseline); writes `speed/train-N-ranks.json`.
 """
 
 from __future__ import annotations

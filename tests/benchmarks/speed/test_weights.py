@@ -1,5 +1,4 @@
-"""Programs that need a GPU, on a CPU and tiny, with clocks and allocators that count nothing: that they call what there
-is. Numbers are a GPU's business."""
+"""The benchmark of weights on a CPU, tiny, with a clock that counts nothing: its calls work. Numbers need a GPU."""
 
 from __future__ import annotations
 
@@ -9,19 +8,10 @@ import pytest
 import torch
 
 from benchmarks.common import result_path
-from benchmarks.speed import loss, weights
+from benchmarks.speed import weights
 
 FLOORS = {"on use, tensor scale": 8, "on use, row scales": 6, "cached, tensor scale": 2}
 """Bytes an element that have to be moved."""
-
-
-def test_loss(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(loss, "timed", lambda call, *_: call() is None or 1.0)
-    monkeypatch.setattr(loss, "peak", lambda call: call() or 1)
-    x, weight = (torch.randn(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (8, 300))
-    rows = loss.losses(x, weight, torch.randint(0, 300, (8,)))
-    assert [r["loss"] for r in rows][:3] == ["torch, fp32 logits", "plain", "chunked"]
-    assert "chunked, 2048 entries" in capsys.readouterr().out
 
 
 def test_weights(monkeypatch) -> None:
