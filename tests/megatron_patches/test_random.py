@@ -32,7 +32,7 @@ MODULES = ["mlp", "self_attention", "input_layernorm", "pre_mlp_layernorm", "sel
 
 
 class Case:
-    """One random case, drawn from its number: model, settings, what is recomputed, shared, trained, micro-batches."""
+    """One random case, drawn from its number: model, settings, what is recomputed, shared and trained, batches."""
 
     def __init__(self, number: int) -> None:
         self.draw = draw = random.Random(number)
