@@ -1,8 +1,8 @@
 """The ``"coat"`` block of a DeepSpeed configuration.
 
 Every problem is reported as one :class:`CoatConfigError` that names the key, what was given and what is accepted,
-before anything is built. Keys and defaults are the fields below; README has them as a table. Which of DeepSpeed's own
-settings are refused beside the block is in ``deepspeed/refusals.py``.
+before anything is built. Keys and defaults are the fields below. Which of DeepSpeed's own settings are refused beside
+the block is said in ``deepspeed/refusals.py``.
 """
 
 from __future__ import annotations

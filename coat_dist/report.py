@@ -78,7 +78,7 @@ def check(installed: dict[str, str | None] | None = None) -> Iterator[tuple[str,
 
 
 def paths() -> dict[str, str]:
-    """What runs each part on this machine: {"moments": ..., "quantization": ..., "GEMM": ...}."""
+    """What runs each part on this machine: the optimizer's step, quantization, and FP8 GEMMs."""
     import torch
 
     from coat_dist.ops.dispatch import use_kernels

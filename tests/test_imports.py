@@ -117,19 +117,19 @@ def test_no_circle_of_files():
         if found.imported in PATHS and found.imported != found.importer:
             graph[found.importer].add(found.imported)
     done: set[str] = set()
+    circles: list[str] = []
 
-    def follow(name: str, way: list[str]) -> list[str] | None:
+    def follow(name: str, way: list[str]) -> None:
         if name in way:
-            return [*way[way.index(name) :], name]
-        if name in done:
-            return None
-        for other in sorted(graph[name]):
-            if circle := follow(other, [*way, name]):
-                return circle
-        done.add(name)
-        return None
+            circles.append(" -> ".join([*way[way.index(name) :], name]))
+        elif name not in done:
+            for other in sorted(graph[name]):
+                follow(other, [*way, name])
+            done.add(name)
 
-    assert [circle for name in graph if (circle := follow(name, []))] == []
+    for name in graph:
+        follow(name, [])
+    assert circles == []
 
 
 def test_the_optimizer_runs_where_torch_is_all_there_is():

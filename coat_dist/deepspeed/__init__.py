@@ -1,5 +1,13 @@
-"""The DeepSpeed side: ``coat_dist.initialize``, what it refuses, and what it attaches to DeepSpeed's objects.
+"""The DeepSpeed side: ``coat_dist.initialize``, what it refuses, and what it replaces on DeepSpeed's objects.
 
-``attach.py`` has the one list of what is attached, in its order, with the reason for that order. No module here imports
-DeepSpeed when it is imported itself, so ``coat_dist`` works where DeepSpeed is not installed.
+- ``engine.py`` is ``initialize``; ``compare_ranks.py`` and ``optimizer_from_json.py`` are steps of it.
+- ``refusals.py`` says which DeepSpeed settings are refused: by the table in ``refusal_rules.py``, and by
+  ``json_types.py`` where a value is of a wrong kind.
+- ``attach.py`` is the one list of what is replaced on DeepSpeed's objects, in its order, with the reason for it. Each
+  line calls a file of its own: ``step.py``, ``master_weights.py``, ``deepspeed_accessors.py`` (what DeepSpeed's
+  accessors answer, mostly by way of ours in ``coat_accessors.py``), ``round_robin.py``, ``cached_weights.py``, and two
+  files of ``coat_dist/checkpoint``.
+- ``reviewed.py`` knows which DeepSpeed was read; ``registration.py`` makes it know CoatAdamW by name.
+
+No module here imports DeepSpeed when it is imported itself, so ``coat_dist`` works where DeepSpeed is not installed.
 """

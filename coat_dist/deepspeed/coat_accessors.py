@@ -1,4 +1,8 @@
-"""Moments and master weights of single parameters of a model under ZeRO, whole and in fp32, however they are stored."""
+"""Our accessors: moments and master weights of a parameter under ZeRO, whole and in fp32, however they are stored.
+
+``safe_get_full_moment`` and ``safe_set_full_moment`` are public (``coat_dist``). ``deepspeed_accessors.py`` lets
+DeepSpeed's own accessors answer with what these functions give.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..checkpoint.zero_partitions import Fragment, Partition, base_optimizer, is_zero, members, partitions
+from ..checkpoint.zero_partitions import Fragment, Partition, base_optimizer, members, partitions
 from ..ops.master import split
 from ..optim.master import read_master, write_master
 from ..optim.moments import read_moment, write_moment
@@ -34,9 +38,7 @@ older engine on the same model is out of use: the parameters' memory is the late
 
 def register(zero: Any) -> None:
     """Let the accessors answer from this ZeRO optimizer, and for its parameters from no earlier one; where it has no
-    CoatAdamW, from none. ``coat_dist.initialize`` calls it."""
-    if not is_zero(zero):
-        return
+    CoatAdamW, from none. The list in ``attach.py`` calls it."""
     known = weakref.ref(zero) if base_optimizer(zero) is not None else None
     for param in (p for params in members(zero) for p in params):
         if known is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_dist.config import CoatConfig, CoatConfigError, load_json
+from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError, load_json
 from coat_dist.deepspeed.refusals import check_deepspeed
 
 BASE = {
@@ -53,6 +53,15 @@ def test_the_documented_block_is_accepted():
     coat = CoatConfig.from_deepspeed(BASE)
     assert coat.optimizer.first_moment == "e4m3" and coat.activation.bf16_layers == (0, -1)
     check_deepspeed(BASE, tp=2, mpu=True)
+
+
+def test_a_block_is_parsed_once(monkeypatch):
+    coat = CoatConfig.from_deepspeed(BASE)
+    monkeypatch.setattr(CoatConfig, "model_validate", None)
+    assert CoatConfig.from_deepspeed({**BASE, "coat": coat}) == CoatConfig.parse(coat) == coat
+    check_deepspeed(BASE, coat=coat)
+    with pytest.raises(CoatConfigError, match=r'^coat.activation.wgrad: got "main_grad"'):
+        check_deepspeed(BASE, coat=coat.model_copy(update={"activation": ActivationConfig(wgrad="main_grad")}))
 
 
 def test_defaults_are_those_of_the_documented_block():
