@@ -41,7 +41,7 @@ quickstart: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --log_level error launch/pretrain.py \
 		--deepspeed --deepspeed_config configs/deepspeed/quickstart.json \
 		--model configs/models/tiny.json --data $(RUN)/data/stdlib-bpe512 \
-		--train-steps 80 --warmup-steps 5 --min-lr 1e-3 --eval-interval 20 --eval-steps 2 \
+		--train-steps 130 --warmup-steps 5 --min-lr 1e-3 --eval-interval 26 --eval-steps 2 \
 		--save $(RUN)/checkpoints --output $(RUN)
 	$(BIN)/python launch/plot.py $(RUN) --output $(RUN)/loss.png
 

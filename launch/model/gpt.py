@@ -19,14 +19,7 @@ from coat_dist.reference.activation import ACTIVATIONS
 from launch.find_config import find_config
 from launch.model.experts import ExpertsConfig
 
-__all__ = [
-    "ModelConfig",
-    "build_model",
-    "flops_per_token",
-    "load_model_config",
-    "parameter_count",
-    "transformer_config",
-]
+__all__ = ["ModelConfig", "build_model", "flops_per_token", "load_model_config", "parameter_count"]
 
 _TANH_GELU = functools.partial(F.gelu, approximate="tanh")
 
