@@ -36,12 +36,12 @@ $(STAMP): setup.py pyproject.toml Makefile
 RANKS = $(shell $(BIN)/python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
 
 quickstart: $(STAMP)
-	$(BIN)/python launch/prepare_data.py --input stdlib --tokenizer bpe:1024 --max-bytes 2M --output $(RUN)/data/stdlib
+	$(BIN)/python launch/prepare_data.py --input stdlib --tokenizer bpe:512 --max-bytes 2M --output $(RUN)/data/stdlib-bpe512
 	rm -rf $(RUN)/checkpoints $(RUN)/metrics.jsonl $(RUN)/loss.png
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --log_level error launch/pretrain.py \
 		--deepspeed --deepspeed_config configs/deepspeed/quickstart.json \
-		--model configs/models/tiny.json --data $(RUN)/data/stdlib \
-		--train-steps 80 --warmup-steps 5 --min-lr 3e-4 --eval-interval 20 --eval-steps 2 \
+		--model configs/models/tiny.json --data $(RUN)/data/stdlib-bpe512 \
+		--train-steps 130 --warmup-steps 5 --min-lr 1e-3 --eval-interval 26 --eval-steps 2 \
 		--save $(RUN)/checkpoints --output $(RUN)
 	$(BIN)/python launch/plot.py $(RUN) --output $(RUN)/loss.png
 

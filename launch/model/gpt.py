@@ -16,14 +16,7 @@ from coat_dist.reference.activation import ACTIVATIONS
 from launch.find_config import find_config
 from launch.model.experts import ExpertsConfig
 
-__all__ = [
-    "ModelConfig",
-    "build_model",
-    "flops_per_token",
-    "load_model_config",
-    "parameter_count",
-    "transformer_config",
-]
+__all__ = ["ModelConfig", "build_model", "flops_per_token", "load_model_config", "parameter_count"]
 
 
 class ModelConfig(ExpertsConfig):

@@ -12,6 +12,7 @@ import torch
 
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, verify
 from coat_dist.checkpoint.publish import find
+from coat_dist.checkpoint.save import _write_errors_kept
 from launch.training import checkpoint
 from tests.launch.test_checkpoint import Engine, progress, start
 from tests.support import run_ranks
@@ -182,7 +183,7 @@ def test_errors_name_the_file_however_deepspeed_passes_it():
 
     engine = Full()
     engine.checkpoint_engine = Full()
-    with checkpoint._write_errors_kept(engine) as errors:
+    with _write_errors_kept(engine) as errors:
         engine.checkpoint_engine.save({}, "a/model.pt")
         engine.checkpoint_engine.save({}, path="a/model.pt")
         engine.checkpoint_engine.save(state={}, path="a/model.pt")
