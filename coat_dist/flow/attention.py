@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.quantize import dequantize, quantize_groups
+from ..ops import dequantize, quantize_groups
 from .function import without_autocast
 
 __all__ = ["attention", "sdpa"]

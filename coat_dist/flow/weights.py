@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.quantize import quantize_tensor, transpose
+from ..ops import quantize_tensor, transpose
 from .products import gemm
 from .scaling import Operand, quantize_input
 from .tensor_parallel import TensorParallel
@@ -84,7 +84,7 @@ class Weight:
         Args:
             weight, scale: the parameter and forward's scale as ``saved_tensors`` returns them.
         """
-        w8 = self._cached and self._cached()
+        w8 = None if self._cached is None else self._cached()
         if w8 is not None:
             return transpose(w8)
         return quantize_tensor(weight, fp8_format(self.settings.format), scale, transpose=True)

@@ -38,7 +38,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..formats import ALWAYS_EXPANDED
-from ..ops.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
+from ..ops import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
 from .sharded import local, refusal
 
 __all__ = [
