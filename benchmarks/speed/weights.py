@@ -16,7 +16,7 @@ from benchmarks.timing import copy_bandwidth, graph_ms
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, weights
 from coat_dist.formats import E4M3, QuantizedTensor
-from coat_dist.ops.quantize import amax, quantize_tensor, tensor_scale, transpose
+from coat_dist.ops import amax, quantize_tensor, tensor_scale, transpose
 
 ONE = TensorParallel()
 DEVICE = "cuda"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..ops.moments import encode
+from ..ops import encode
 from ..optim.adamw import CoatAdamW
 from ..optim.master import write_master
 from ..optim.state import MOMENTS, codecs, has_remainder, moment, new_state

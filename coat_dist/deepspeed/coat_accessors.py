@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checkpoint.zero_partitions import Fragment, Partition, base_optimizer, members, partitions
-from ..ops.master import split
+from ..ops import split
 from ..optim.master import read_master, write_master
 from ..optim.moments import read_moment, write_moment
 from ..optim.state import MOMENTS, WhichMoment, ensure_state

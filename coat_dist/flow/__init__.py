@@ -4,7 +4,7 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 ``docs/flow.md`` says what is saved, what is recomputed and why that is safe.
 """
 
-from ..ops.rope import Heads, RopeTable, rope_table
+from ..ops import Heads, RopeTable, rope_table
 from .attention import attention, sdpa
 from .linear import invariant_linear, linear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy

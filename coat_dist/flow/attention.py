@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.quantize import dequantize, quantize_groups
+from ..ops import dequantize, quantize_groups
 from .function import without_autocast
 
 __all__ = ["attention", "sdpa"]
@@ -143,9 +143,9 @@ class _Attention(torch.autograd.Function):
 class _Node:
     """SDPA's own node of the autograd graph, without the tensors that it saved.
 
-    Which kernel ran, what it keeps and how its backward is called stay PyTorch's business. Of what it saves, queries,
-    keys, values and output are dropped and given back for the time of backward. The rest, ``extras`` (logarithms of
-    sums, random state), is for the caller to save.
+    PyTorch decides which kernel runs, what it keeps and how its backward is called. Of what it saves, queries, keys,
+    values and output are dropped here, and given back while backward runs. The rest, ``extras`` (logarithms of sums,
+    random state), the caller saves.
     """
 
     def __init__(self, values: Sequence[torch.Tensor], causal: bool, scale: float | None) -> None:
@@ -175,7 +175,7 @@ class _Node:
 
 
 class _Saved:
-    """What stands in SDPA's node for the tensors that it saved. Not part of :class:`_Node`, whose references to the
+    """Stands in SDPA's node for the tensors that it saved. Not part of :class:`_Node`, whose references to the
     graph, which refers to this, would close a cycle that Python cannot collect."""
 
     def __init__(self) -> None:

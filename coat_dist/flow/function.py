@@ -1,4 +1,4 @@
-"""What all autograd functions of the flow do alike: leave autocast outside, and return tensors that are no views."""
+"""What all autograd functions of the flow do alike: switch autocast off, and return tensors that are no views."""
 
 from __future__ import annotations
 

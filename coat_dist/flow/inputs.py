@@ -26,9 +26,19 @@ import torch
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.norm import NormStats, norm_apply, norm_backward, norm_compress, norm_compress_rows, norm_quantize
-from ..ops.quantize import amax, dequantize, quantize_rows, quantize_tensor
-from ..ops.quantize import transpose as transposed
+from ..ops import (
+    NormStats,
+    amax,
+    dequantize,
+    norm_apply,
+    norm_backward,
+    norm_compress,
+    norm_compress_rows,
+    norm_quantize,
+    quantize_rows,
+    quantize_tensor,
+)
+from ..ops import transpose as transposed
 from .norm import Norm, ParameterGrads, finish_grads
 from .scaling import row_operand, shared_scale
 from .tensor_parallel import TensorParallel

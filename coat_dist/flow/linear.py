@@ -9,8 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.gemm import exact_mm
-from ..ops.quantize import dequantize, quantize_tensor
+from ..ops import dequantize, exact_mm, quantize_tensor
 from .function import shaped, without_autocast
 from .products import check_input, gemm, summed_gemm
 from .scaling import quantize_gradient, quantize_input

@@ -1,6 +1,6 @@
 """Cross entropy over a vocabulary that is split over tensor-parallel ranks, from logits or from hidden states.
 
-Both functions use the same operations (``ops/cross_entropy.py``), so they give the same loss for the same logits.
+Both functions use the same operations (``reference/cross_entropy.py``), so they give the same loss for the same logits.
 :func:`linear_cross_entropy` makes logits of a part of the vocabulary at a time, in forward and again in backward.
 """
 
@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..ops.cross_entropy import LogitStats, logit_grad, logit_stats, merge, pow2
-from ..ops.gemm import exact_mm
+from ..ops import LogitStats, exact_mm, logit_grad, logit_stats, merge, pow2
 from .function import shaped, without_autocast
 from .products import check_input
 from .tensor_parallel import TensorParallel

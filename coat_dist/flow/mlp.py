@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.activation import (
+from ..ops import (
     activation_apply,
     activation_backward,
     activation_compress,
@@ -21,8 +21,9 @@ from ..ops.activation import (
     activation_grad_amax,
     activation_quantize,
     check_activation,
+    dequantize,
+    quantize_groups,
 )
-from ..ops.quantize import dequantize, quantize_groups
 from .function import shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm

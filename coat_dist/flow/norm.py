@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops.norm import NormStats, norm_backward, norm_forward
+from ..ops import NormStats, norm_backward, norm_forward
 from .function import without_autocast
 from .tensor_parallel import TensorParallel
 

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
-from ..ops.rope import Heads, RopeTable, split_rope, split_rope_backward
+from ..ops import Heads, RopeTable, split_rope, split_rope_backward
 from .function import shaped, without_autocast
 from .inputs import NormedInput, check_normed, residual_alias
 from .norm import Norm
@@ -96,7 +96,7 @@ def norm_qkv(
         x: ``[s, b, h]``, bfloat16 or float32; with sequence parallelism, this rank's part of dimension 0.
         weight, bias: this rank's ``[heads.width, h]`` and ``[heads.width]``, in the layout of ``reference/rope.py``.
         heads: this rank's heads.
-        table: from :func:`~coat_dist.ops.rope.rope_table` for the whole sequence; None without rotary embedding.
+        table: from :func:`~coat_dist.flow.rope_table` for the whole sequence; None without rotary embedding.
         residual: also return x's alias for the residual connection.
 
     Returns:
@@ -182,9 +182,10 @@ class _NormLinear(torch.autograd.Function):
         return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None, None, None
 
 
-def _no_none(douts: tuple[torch.Tensor | None, ...], heads: Heads) -> list[torch.Tensor]:
+def _no_none(douts: tuple[torch.Tensor | None, ...], heads: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values, zeros for those that nothing used."""
     given = next(d for d in douts if d is not None)
     counts = (heads.groups * heads.per_group, heads.groups, heads.groups)
     shapes = [(*given.shape[:2], n, heads.size) for n in counts]
-    return [given.new_zeros(shape) if d is None else d for d, shape in zip(douts, shapes, strict=True)]
+    dq, dk, dv = (given.new_zeros(shape) if d is None else d for d, shape in zip(douts, shapes, strict=True))
+    return dq, dk, dv

@@ -6,7 +6,7 @@ import torch
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor
-from ..ops.gemm import code_products, scale_and_round, scaled_mm
+from ..ops import code_products, scale_and_round, scaled_mm
 from .tensor_parallel import TensorParallel
 
 __all__ = ["check_input", "gemm", "summed_gemm"]

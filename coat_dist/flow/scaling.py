@@ -25,7 +25,7 @@ import torch
 
 from ..config import ActivationConfig
 from ..formats import FP8Format, QuantizedTensor, fp8_format
-from ..ops.quantize import (
+from ..ops import (
     SMALLEST_SCALE,
     amax,
     power_of_two,

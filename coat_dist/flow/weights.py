@@ -12,12 +12,12 @@ multiplied is the same to the bit either way. Codes are dropped
 * after every step of any ``torch.optim.Optimizer`` in the process, by a hook that torch offers. DeepSpeed and Megatron
   write their flat buffers through such an optimizer and into the parameters after it, without a trace in the
   parameter: but no forward runs in between, so codes made later are made of the new weights;
-* where the parameter shows a change: other storage, other dtype or shape, another version counter. That is the sign of
-  ``load_state_dict`` and of plain loops. It is never the only one, since flat buffers do not give it;
+* where the parameter itself has changed: other storage, other dtype or shape, another version counter. So
+  ``load_state_dict`` and plain loops are noticed. This alone would not do: flat buffers change none of these;
 * by :func:`invalidate_weights`, which ``coat_dist.initialize`` calls, since DeepSpeed broadcasts weights there, and
   ties to the engine's steps and loads.
 
-Three kinds of writes give no sign, where no step of an optimizer follows before the next forward pass: through
+Three kinds of writes are not noticed unless a step of an optimizer follows before the next forward pass: through
 ``parameter.data`` (``p.data.copy_(...)``); to a flat buffer that the parameter lies in; and collectives that write into
 the parameter, ``torch.distributed.broadcast(parameter, ...)`` and ``all_reduce`` among them, which do not raise the
 version counter. Code that does so, to swap averaged weights in or to make ranks equal, calls
@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops.quantize import quantize_tensor, transpose
+from ..ops import quantize_tensor, transpose
 from .products import gemm
 from .scaling import Operand, quantize_input
 from .tensor_parallel import TensorParallel
@@ -84,7 +84,7 @@ class Weight:
         Args:
             weight, scale: the parameter and forward's scale as ``saved_tensors`` returns them.
         """
-        w8 = self._cached and self._cached()
+        w8 = None if self._cached is None else self._cached()
         if w8 is not None:
             return transpose(w8)
         return quantize_tensor(weight, fp8_format(self.settings.format), scale, transpose=True)

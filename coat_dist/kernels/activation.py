@@ -16,7 +16,7 @@ from ..reference.activation import ACTIVATIONS
 from .activation_backward import activation_backward, activation_grad_amax
 from .activation_compress import activation_compress, activation_compress_rows
 from .activation_functions import activate, load_part
-from .fp8 import constants, dense, inverse, pack_rows, parts, store_turned, to_fp8
+from .fp8 import constants, dense, inverse, pack_rows, store_turned, to_fp8, unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
@@ -80,7 +80,7 @@ def activation_quantize(
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.activation.activation_quantize`."""
     act = ACTIVATIONS[activation]
-    source, scales, size, e8m0 = parts(pre)
+    source, scales, size, e8m0 = unpack(pre)
     shape = (*source.shape[:-2], source.shape[-1]) if size else (*source.shape[:-1], source.shape[-1] // act.parts)
     columns = shape[-1]
     flat = source.reshape(-1, act.parts * columns).contiguous()

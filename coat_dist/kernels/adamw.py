@@ -30,12 +30,13 @@ from torch.autograd.graph import increment_version
 from ..reference.adamw import AdamWStep, AdamWTensors
 from ..reference.moments import MomentCodec
 from . import table
+from .adamw_fp32 import adamw_fp32_steps
 from .approximations import reciprocal, square_root
 from .launch import fast_launch
 from .master import join, split
 from .moments import constants, decode, encode, mix
 
-__all__ = ["adamw_steps"]
+__all__ = ["adamw_fp32_steps", "adamw_steps"]
 
 # H200, 2**29 parameters, ms by tile/warps: 1024/4 2.07, 1024/2 2.09, 1024/1 2.34, 512/1 2.07, 512/2 2.10, 512/4 2.41
 TILE_ELEMENTS = 1024

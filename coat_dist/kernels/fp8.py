@@ -32,7 +32,7 @@ __all__ = [
     "load_tile",
     "magnitude_bits",
     "pack_rows",
-    "parts",
+    "unpack",
     "row_tiles",
     "scale_of",
     "store_turned",
@@ -265,7 +265,7 @@ def dense(vector: torch.Tensor | None) -> torch.Tensor | None:
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
-def parts(x: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
+def unpack(x: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
     """What kernels take of a tensor that may be quantized by groups: values or codes, stored scales, group size (0 for
     plain values), and whether the scales are E8M0."""
     if isinstance(x, QuantizedTensor):

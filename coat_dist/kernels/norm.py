@@ -25,10 +25,10 @@ from .fp8 import (
     load_tile,
     magnitude_bits,
     pack_rows,
-    parts,
     scale_of,
     store_turned,
     to_fp8,
+    unpack,
 )
 from .launch import cdiv, fast_launch, next_power_of_2
 from .norm_backward import norm_backward
@@ -236,7 +236,7 @@ def norm_quantize(
     transpose: bool = False,
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.norm.norm_quantize`."""
-    source, scales, size, e8m0 = parts(x)
+    source, scales, size, e8m0 = unpack(x)
     mean = stats.mean if scales is None else None  # x8 has none
     flat = launch_rows(source)
     rows, columns = flat.shape

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..formats import QuantizedTensor
 from ..reference.norm import NormStats
-from .fp8 import decode_raw, dense, load_raw, parts
+from .fp8 import decode_raw, dense, load_raw, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_rows
 
@@ -103,7 +103,7 @@ def norm_backward(
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`coat_dist.reference.norm.norm_backward`."""
-    source, scales, size, e8m0 = parts(x)
+    source, scales, size, e8m0 = unpack(x)
     source = launch_rows(source)
     rows, columns = source.shape
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)

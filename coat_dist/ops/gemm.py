@@ -6,10 +6,10 @@ import torch
 
 from ..formats import QuantizedTensor
 from ..reference import gemm as reference
-from ..reference.gemm import check_operands, code_products, exact_mm, scale_and_round
+from ..reference.gemm import check_operands
 from .dispatch import use_kernels
 
-__all__ = ["check_operands", "code_products", "exact_mm", "scale_and_round", "scaled_mm"]
+__all__ = ["scaled_mm"]
 
 _ALIGNMENT = 16
 """cuBLASLt takes FP8 operands whose k and n are multiples of 16. Zero codes fill up others without changing a sum."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import increment_version
 
-from ..ops.adamw import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
+from ..ops import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
 from .checks import Pairs, check_step
 from .sharded import is_dtensor, local, local_grad
 from .state import check_group, codecs, ensure_state, free_seeds, moment, stochastic

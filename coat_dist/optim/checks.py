@@ -1,8 +1,8 @@
-"""What a step relies on, looked at before it changes anything.
+"""Checks that a step makes before it changes anything: sizes, types, devices and layouts of its tensors.
 
-A kernel gets addresses: a tensor that is smaller than it should be, of another type or on another device would have it
-read and write somebody else's memory. For a parameter that fits, which is nearly always, a look takes a few
-microseconds of host time: integers and types are compared, no tensor is read.
+A kernel gets addresses: with a tensor that is smaller than it should be, of another type or on another device, it would
+read and write memory of others. A parameter that fits, as nearly all do, takes a few microseconds of host
+time: integers and types are compared, no tensor is read.
 """
 
 from __future__ import annotations

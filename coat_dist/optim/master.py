@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..ops.master import join, split
+from ..ops import join, split
 from .sharded import like, local
 from .state import ensure_state, has_remainder, remainder
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from ..ops.master import split
-from ..ops.moments import decode, encode
-from ..reference.moments import Moment
+from ..ops import Moment, decode, encode, split
 from .sharded import like, local
 from .state import (
     FP32_KEYS,

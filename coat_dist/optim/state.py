@@ -38,7 +38,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..formats import ALWAYS_EXPANDED
-from ..ops.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
+from ..ops import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
 from .sharded import local, refusal
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "LAYOUT_KEYS",
     "MOMENTS",
     "MOMENT_OF",
-    "STORED",
     "WhichMoment",
     "check_group",
     "check_master",
@@ -81,8 +80,6 @@ CODE_KEYS = (*_CODE_KEYS["first"], *_CODE_KEYS["second"])
 """What a state with FP8 moments holds of them; of each moment in the order of :class:`Moment`."""
 LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size", "master_weights")
 """Keys of a parameter group that say how its state is stored."""
-STORED = {"fp8": "coat_m_q", "fp32": "exp_avg"}
-"""A key that only a state of this kind has."""
 GROUP_SIZES = (64, 128, 256)
 AUTO_BETA2 = 0.98
 """beta2 above which ``"stochastic_rounding": "auto"`` rounds the second moment stochastically (docs/numerics.md)."""

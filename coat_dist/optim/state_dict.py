@@ -107,8 +107,8 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         )
     states, new_groups = dict(state_dict["state"]), []
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        bare = not any(states.get(index) for index in saved["params"])
-        new = _own_layout(saved, group) if optimizer._fp32_state_dict else _same_layout(saved, group, i, bare)
+        stateless = not any(states.get(index) for index in saved["params"])
+        new = _own_layout(saved, group) if optimizer._fp32_state_dict else _same_layout(saved, group, i, stateless)
         new_groups.append(new)
         _check_options(new, group, i)
         for index, p in zip(saved["params"], group["params"], strict=True):
@@ -140,8 +140,8 @@ def _saved_groups(state_dict: Any) -> list[dict[str, Any]]:
     return state_dict["param_groups"]
 
 
-def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, bare: bool) -> dict[str, Any]:
-    """The saved group, with options that it lacks taken from the present one; ``bare``: it comes without states.
+def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless: bool) -> dict[str, Any]:
+    """The saved group, with options that it lacks taken from the present one; ``stateless``: no states come with it.
 
     What a state shows by its tensors (kind of moments, group size, remainders) may be lacking, as it is compared with
     them next. What FP8 codes mean does not show: there, a guess would decode them to other numbers.
@@ -149,7 +149,7 @@ def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, bare: boo
     coded = group["moments"] == "fp8"
     known = any(key in saved for key in LAYOUT_KEYS)
     for key in LAYOUT_KEYS:
-        if key not in saved and (bare or known and not (coded and key in _MEANING)):
+        if key not in saved and (stateless or known and not (coded and key in _MEANING)):
             continue
         if saved.get(key) != group[key]:
             given = repr(saved[key]) if key in saved else "none" if known else "none (saved by another optimizer)"

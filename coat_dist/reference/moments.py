@@ -6,6 +6,8 @@ A group is ``group_size`` consecutive elements of the flat tensor. It is stored 
 * ``k``: how codes are spaced in this group, uint8, 1 to 255;
 * ``q``: one 8-bit code an element.
 
+Each format is a class in ``reference/moment_formats.py``; this file has what they have in common.
+
 ==============  ======  ==================================================  ===================================
 format          moment  code                                                read back as
 ==============  ======  ==================================================  ===================================

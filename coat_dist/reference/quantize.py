@@ -25,6 +25,7 @@ from ..formats import FP8Format, QuantizedTensor
 __all__ = [
     "SMALLEST_SCALE",
     "amax",
+    "amaxes",
     "dequantize",
     "group_scales",
     "power_of_two",
@@ -42,11 +43,13 @@ SMALLEST_SCALE = 2.0**-126
 """Smallest normal fp32: its reciprocal is finite, and hardware that flushes subnormals reads it unchanged."""
 
 
-def amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """max|x| over everything (fp32 scalar) or over ``dim`` (fp32, that dimension removed).
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """max|x| over everything, fp32 scalar. 0 for an empty tensor, +inf where any element is infinite or NaN."""
+    return amaxes(x, None)
 
-    0 for an empty tensor, +inf where any element is infinite or NaN.
-    """
+
+def amaxes(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """:func:`amax` over ``dim``, which is removed."""
     if x.numel() == 0:
         shape = [] if dim is None else [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
@@ -130,7 +133,7 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
     """
     n = x.shape[-1]
     filled = torch.nn.functional.pad(x.float(), (0, -n % group_size)).unflatten(-1, (-1, group_size))
-    scales = group_scales(amax(filled, -1), fmt, scale)
+    scales = group_scales(amaxes(filled, -1), fmt, scale)
     codes = _codes(filled, scale_values(scales)[..., None], fmt).flatten(-2)[..., :n]
     return QuantizedTensor(codes.contiguous(), scales, "group", group_size)
 
@@ -147,7 +150,7 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
     Returns:
         layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``; a row with a non-finite value is all NaN.
     """
-    scales = tensor_scale(amax(x, -1), fmt)[..., None]
+    scales = tensor_scale(amaxes(x, -1), fmt)[..., None]
     if aligned:
         scales = power_of_two(scales)
     return requantize_rows(x, fmt, scales)

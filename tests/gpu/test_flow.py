@@ -6,8 +6,8 @@ import torch
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, linear, norm_linear, vocab_parallel_cross_entropy
 from coat_dist.formats import E4M3, E5M2, QuantizedTensor, fp8_format
+from coat_dist.ops import scaled_mm
 from coat_dist.ops.dispatch import use_kernels
-from coat_dist.ops.gemm import scaled_mm
 from coat_dist.reference import gemm as reference
 from coat_dist.reference.quantize import (
     amax,

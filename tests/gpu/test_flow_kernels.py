@@ -9,7 +9,7 @@ if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
 
 from coat_dist.formats import E4M3, E5M2, QuantizedTensor
-from coat_dist.ops.gemm import scaled_mm
+from coat_dist.ops import scaled_mm
 from coat_dist.reference import gemm as reference_gemm
 from coat_dist.reference.quantize import quantize_rows
 from tests.coat_dist.kernels import flow_agreement as agreement

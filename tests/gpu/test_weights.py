@@ -6,7 +6,7 @@ import torch
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, invalidate_weights, linear, norm_linear, norm_mlp, weights
 from coat_dist.formats import E4M3, E5M2, QuantizedTensor
-from coat_dist.ops.quantize import amax, quantize_tensor, tensor_scale, transpose
+from coat_dist.ops import amax, quantize_tensor, tensor_scale, transpose
 from coat_dist.reference import gemm as reference
 from tests.coat_dist.flow.common import Layer
 

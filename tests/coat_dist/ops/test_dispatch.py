@@ -1,10 +1,15 @@
 """Which tensors run kernels."""
 
+import importlib
+from inspect import signature
+
 import pytest
 import torch
 
-from coat_dist.ops import adamw
+from coat_dist import ops
+from coat_dist.ops import dispatch
 from coat_dist.ops.dispatch import use_kernels
+from coat_dist.reference import adamw
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +39,29 @@ def test_gpu_tensors_run_kernels_unless_definitions_are_forced(monkeypatch):
 @pytest.mark.parametrize("name", ["adamw_steps", "adamw_fp32_steps"])
 def test_adamw_takes_the_side_that_dispatch_names(monkeypatch, kernels, name):
     pytest.importorskip("triton")
-    from coat_dist.kernels import adamw as fp8_side
-    from coat_dist.kernels import adamw_fp32 as fp32_side
+    from coat_dist.kernels import adamw as side
 
     called = []
-    monkeypatch.setattr(adamw, "use_kernels", lambda tensor: kernels)
-    side = fp8_side if name == "adamw_steps" else fp32_side
+
+    def definition(*a):
+        called.append(("definition", len(a)))
+
+    definition.__module__, definition.__name__ = "coat_dist.reference.adamw", name
+    monkeypatch.setattr(dispatch, "use_kernels", lambda tensor: kernels)
     monkeypatch.setattr(side, name, lambda *a: called.append(("kernel", len(a))))
-    monkeypatch.setattr(adamw.reference, name, lambda *a: called.append(("definition", len(a))))
-    tensors = [adamw.AdamWTensors(torch.zeros(1), torch.zeros(1), None, None)]
+    tensors = [ops.AdamWTensors(torch.zeros(1), torch.zeros(1), None, None)]
     arguments = [tensors, None, None, None] if name == "adamw_steps" else [tensors, None]
-    getattr(adamw, name)(*arguments)
+    dispatch.operation_on_list(definition)(*arguments)
     assert called == [("kernel" if kernels else "definition", len(arguments))]
+    assert getattr(ops, name).__wrapped__ is getattr(adamw, name)
+
+
+PAGE = [name for name in ops.__all__ if hasattr(getattr(ops, name), "__wrapped__")]
+
+
+@pytest.mark.parametrize("name", PAGE)
+def test_every_operation_has_a_kernel_of_the_same_name_and_arguments(name):
+    pytest.importorskip("triton")
+    definition = getattr(ops, name).__wrapped__
+    kernel = getattr(importlib.import_module(definition.__module__.replace(".reference.", ".kernels.")), name)
+    assert definition.__name__ == name and list(signature(kernel).parameters) == list(signature(definition).parameters)

@@ -1,9 +1,6 @@
 """CoatAdamW as a torch optimizer."""
 
-import copy
-import io
 import math
-import pickle
 
 import pytest
 import torch
@@ -11,37 +8,9 @@ import torch
 from coat_dist.optim import CoatAdamW, export_moments, param_groups
 from coat_dist.optim.state import moment
 
+from .common import make, train
+
 CODE_KEYS = {"coat_m_q", "coat_m_a", "coat_m_k", "coat_v_q", "coat_v_a", "coat_v_k", "step"}
-
-
-def make(n=300, dtype=torch.float32, seed=0, **options):
-    torch.manual_seed(seed)
-    p = torch.nn.Parameter(torch.randn(n).to(dtype))
-    return p, CoatAdamW([p], **{"lr": 0.01, **options})
-
-
-def train(optimizer, params, steps, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
-        optimizer.step()
-
-
-def equal_bytes(a, b):
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(a.detach().reshape(-1).view(torch.uint8), b.detach().reshape(-1).view(torch.uint8))
-    )
-
-
-def assert_same_state(a, b):
-    assert len(a.state) == len(b.state)
-    for one, other in zip(a.state.values(), b.state.values(), strict=True):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert equal_bytes(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key], key
 
 
 def test_state_layout_is_lazy_private_and_two_dimensional():
@@ -77,121 +46,6 @@ def test_minimizes_like_fp32_adamw(formats):
         losses.append(loss.item())
     floor = (a @ torch.linalg.lstsq(a, target).solution - target).square().mean().item()
     assert losses[0] < floor * 1.01 and losses[1] < floor * 1.01 and losses[0] < 0.8 * target.square().mean()
-
-
-@pytest.mark.parametrize("moments", ["fp8", "fp32"])
-@pytest.mark.parametrize("stochastic", [False, True, "auto"])
-@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("int8", "log8")])
-def test_state_dict_resumes_to_the_byte_through_a_file(moments, stochastic, formats):
-    def build():
-        torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(s)) for s in ((13, 20), (0,), (129,), (4, 4, 4))]
-        groups = [{"params": params[:2], "moments": moments}, {"params": params[2:], "lr": 0.1}]
-        first, second = formats
-        return params, CoatAdamW(groups, stochastic_rounding=stochastic, first_moment=first, second_moment=second)
-
-    straight, whole = build()
-    train(whole, straight, 3)
-    file = io.BytesIO()
-    torch.save({"o": whole.state_dict(), "p": [p.detach() for p in straight]}, file)
-    file.seek(0)
-    saved = torch.load(file)
-    resumed, again = build()
-    with torch.no_grad():
-        for p, old in zip(resumed, saved["p"], strict=True):
-            p.copy_(old)
-    again.load_state_dict(saved["o"])
-    assert_same_state(whole, again)
-    train(whole, straight, 3, seed=9)
-    train(again, resumed, 3, seed=9)
-    assert_same_state(whole, again)
-    assert all(equal_bytes(a, b) for a, b in zip(straight, resumed, strict=True))
-
-
-def test_loading_copies_and_keeps_dtypes_for_low_precision_parameters():
-    p, optimizer = make(dtype=torch.bfloat16)
-    train(optimizer, [p], 2)
-    q, other = make(dtype=torch.bfloat16)
-    other.load_state_dict(optimizer.state_dict())
-    assert_same_state(optimizer, other)
-    before = copy.deepcopy(optimizer.state_dict())
-    train(other, [q], 1)
-    for key, value in optimizer.state[p].items():
-        assert torch.equal(value, before["state"][0][key]) if isinstance(value, torch.Tensor) else True
-
-
-def test_deepcopy_and_pickle_continue_alike():
-    p, optimizer = make(stochastic_rounding=True)
-    train(optimizer, [p], 2)
-    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
-    train(optimizer, [p], 2, seed=5)
-    for one in copies:
-        train(one, one.param_groups[0]["params"], 2, seed=5)
-        assert_same_state(optimizer, one)
-        assert equal_bytes(one.param_groups[0]["params"][0], p)
-
-
-def test_hooks_of_the_user_see_plain_tensors():
-    p, optimizer = make()
-    train(optimizer, [p], 1)
-    q, other = make()
-    seen = []
-
-    def look(opt, *arguments):
-        state = arguments[0]["state"][0] if arguments else opt.state[q]
-        seen.append(isinstance(state["coat_m_q"], torch.Tensor))
-
-    other.register_load_state_dict_pre_hook(look)
-    other.register_load_state_dict_post_hook(look)
-    other.load_state_dict(optimizer.state_dict())
-    assert seen == [True, True]
-
-
-@pytest.mark.parametrize(
-    "change, word",
-    [
-        ({"group_size": 64}, "group_size"),
-        ({"first_moment": "e5m2"}, "first_moment"),
-        ({"expand": False}, "expand"),
-        ({"second_moment": "e5m2"}, "second_moment"),
-        ({"n": 700}, "coat_m_q"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(change, word):
-    p, optimizer = make()
-    train(optimizer, [p], 1)
-    q, other = make(**{"n": 300, **change})
-    train(other, [q], 2, seed=3)
-    before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match=word):
-        other.load_state_dict(optimizer.state_dict())
-    after = other.state_dict()
-    assert before["param_groups"] == after["param_groups"]
-    for key, value in before["state"][0].items():
-        now = after["state"][0][key]
-        assert torch.equal(value, now) if isinstance(value, torch.Tensor) else value == now
-
-
-def test_foreign_and_damaged_checkpoints_say_what_to_do():
-    p, optimizer = make()
-    theirs = torch.optim.AdamW([torch.nn.Parameter(torch.randn(300))])
-    train(theirs, theirs.param_groups[0]["params"], 1)
-    with pytest.raises(ValueError, match="another optimizer.*import_moments"):
-        optimizer.load_state_dict(theirs.state_dict())
-    train(optimizer, [p], 1)
-    saved = optimizer.state_dict()
-    fp32 = {"step": 3, "exp_avg": torch.zeros(300), "exp_avg_sq": torch.zeros(300)}
-    for damage, word in (
-        ({"state": {0: {**saved["state"][0], "coat_m_q": saved["state"][0]["coat_m_q"].float()}}}, "float32"),
-        ({"state": {0: fp32}}, "exp_avg.*import_moments"),
-        ({"state": {0: {**saved["state"][0], "step": torch.tensor(1.0)}}}, "step"),
-        ({"param_groups": saved["param_groups"] * 2}, "parameter groups"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            optimizer.load_state_dict({**saved, **damage})
-    optimizer.state[p] = fp32
-    with pytest.raises(ValueError, match="import_moments"):
-        optimizer.step()
 
 
 def test_closure_runs_with_gradients_and_its_loss_is_returned():

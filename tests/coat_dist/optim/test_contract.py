@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from coat_dist.optim import CoatAdamW, adamw, fp32_state_dict, import_moments
 from tests.coat_dist.kernels import adamw_layouts
-from tests.coat_dist.optim.test_adamw import assert_same_state
+from tests.coat_dist.optim.common import assert_same_state
 
 
 @pytest.mark.parametrize("variant", adamw_layouts.VARIANTS)

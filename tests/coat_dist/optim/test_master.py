@@ -7,7 +7,7 @@ import torch
 
 from coat_dist.optim import CoatAdamW, export_master, export_moments, fp32_state_dict, import_moments, set_master
 from coat_dist.reference.master import split
-from tests.coat_dist.optim.test_adamw import assert_same_state
+from tests.coat_dist.optim.common import assert_same_state
 
 KINDS = ("fp8", "fp32")
 

@@ -8,7 +8,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict
-from tests.coat_dist.optim.test_adamw import assert_same_state, equal_bytes, make, train
+from tests.coat_dist.optim.common import assert_same_state, equal_bytes, make, train
 
 KINDS = ["fp8", "fp32"]
 

@@ -1,0 +1,139 @@
+"""Cached codes of weights: none may survive a change of the weights."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coat_dist.flow import invalidate_weights, weights
+
+from .common import plain_linear
+
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
+
+def test_each_sign_of_a_change():
+    """Every change alone must be seen: what the cache gives is what no cache gives."""
+    x, base = torch.randn(20, 48), torch.randn(64, 48)
+
+    def load(p, _):
+        torch.nn.Module.load_state_dict(holder(p), {"p": base * 3})
+
+    def holder(p):
+        module = torch.nn.Module()
+        module.p = p
+        return module
+
+    def in_place(p, _):
+        with torch.no_grad():
+            p.mul_(-1)
+
+    def other_storage(p, _):
+        p.data = base * 2
+
+    def other_dtype(p, _):
+        p.data = p.data.bfloat16()
+
+    def flat_buffer(p, flat):
+        """As ZeRO does it: an optimizer steps on something else, then the parameter's storage is written."""
+        master = torch.nn.Parameter(base.clone())
+        optimizer = torch.optim.SGD([master], lr=0.5)
+        master.grad = torch.randn_like(master)
+        optimizer.step()
+        flat.copy_(master.detach().view(-1))
+
+    def told(p, flat):
+        flat.mul_(2)
+        invalidate_weights()
+
+    for change in (load, in_place, other_storage, other_dtype, flat_buffer, told):
+        flat = base.clone().view(-1)
+        p = torch.nn.Parameter(torch.empty(0))
+        p.data = flat.view(64, 48)
+        before = plain_linear(p, x)
+        assert torch.equal(before, plain_linear(p, x, "on_use"))
+        version = p._version
+        change(p, flat)
+        assert (p._version == version) == (change in (flat_buffer, told, other_storage, other_dtype)), change
+        after = plain_linear(p, x)
+        assert torch.equal(after, plain_linear(p, x, "on_use")), change
+        assert change is other_dtype or not torch.equal(before, after), change
+
+
+def quietly(function, *arguments):
+    with torch.no_grad():
+        function(*arguments)
+
+
+def optimizer_step(p, new):
+    p.grad = new
+    torch.optim.SGD([p], lr=0.5).step()
+
+
+def averaged(p, new):
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.ParameterList([p]))
+    average.update_parameters(torch.nn.ParameterList([torch.nn.Parameter(new)]))
+    quietly(torch._foreach_copy_, [p], list(average.parameters()))
+
+
+WRITES = {
+    "copy_": (lambda p, new: quietly(p.copy_, new), True),
+    "data =": (lambda p, new: setattr(p, "data", new), True),
+    "detach().copy_": (lambda p, new: p.detach().copy_(new), True),
+    "load_state_dict": (lambda p, new: torch.nn.ParameterList([p]).load_state_dict({"0": new}), True),
+    "nn.init": (lambda p, new: torch.nn.init.normal_(p), True),
+    "vector_to_parameters": (lambda p, new: torch.nn.utils.vector_to_parameters(new.view(-1), [p]), True),
+    "averaged weights": (averaged, True),
+    "an optimizer's step": (optimizer_step, True),
+    # As torch's DistributedDataParallel makes its ranks equal.
+    "_broadcast_coalesced": (
+        lambda p, new: dist._broadcast_coalesced(dist.group.WORLD, [p.detach()], 2**20, 0), True),
+    "broadcast": (lambda p, new: dist.broadcast(p, 0), False),
+    "broadcast of data": (lambda p, new: dist.broadcast(p.data, 0), False),
+    "all_reduce": (lambda p, new: dist.all_reduce(p.detach()), False),
+    "data.copy_": (lambda p, new: p.data.copy_(new), False),
+    "foreach on data": (lambda p, new: quietly(torch._foreach_mul_, [p.data], 2.0), False),
+}  # fmt: skip
+"""{name: (a write to p, whether the cache sees it)}; what it does not see is documented."""
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_which_writes_are_seen_and_which_need_a_call(one_rank, quantized):
+    """By whether codes are made anew: a collective of one rank writes what was there."""
+    for name, (write, seen) in WRITES.items():
+        p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
+        plain_linear(p, x)
+        quantized.clear()
+        write(p, torch.randn(64, 48))
+        after = plain_linear(p, x)
+        assert quantized == [(64, 48)] * seen, name
+        if not seen:
+            invalidate_weights()
+            after = plain_linear(p, x)
+        assert torch.equal(after, plain_linear(p, x, "on_use")), name
+
+
+def test_methods_that_write_weights_can_be_named():
+    class Owner:
+        def load(self, path, fails=False):
+            """Load."""
+            if fails:
+                raise OSError(path)
+            return path
+
+    owner, (x, p) = Owner(), (torch.randn(20, 48), torch.nn.Parameter(torch.randn(64, 48)))
+    weights.invalidate_after(owner, "load", "save")  # what it does not have is left out
+    assert owner.load.__doc__ == "Load." and not hasattr(owner, "save")
+    for fails in (False, True):
+        plain_linear(p, x)
+        assert weights.cached_weight_bytes()
+        with pytest.raises(OSError, match="here") if fails else contextlib.nullcontext():
+            assert owner.load("here", fails=fails) == "here"
+        assert not weights.cached_weight_bytes()
