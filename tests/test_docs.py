@@ -12,7 +12,7 @@ from coat_dist.deepspeed.refusals import check_deepspeed
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith((".", "runs"))]
-FILES = [str(p.relative_to(ROOT)) for folder in FOLDERS for p in folder.rglob("*") if p.is_file()]
+FILES = [str(p.relative_to(ROOT)) for folder in FOLDERS for p in folder.rglob("*")] + [p.name for p in ROOT.iterdir()]
 ELSEWHERE = {"zero_to_fp32.py"}
 """Files that pages name and that are not of this repository: DeepSpeed's."""
 per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
