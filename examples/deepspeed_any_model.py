@@ -2,9 +2,9 @@
 
     deepspeed --num_gpus 2 examples/deepspeed_any_model.py
 
-examples/deepspeed.json names the optimizer and has the "coat" block. A small model learns to continue sequences of
-numbers, on GPUs where there are some. The last line says what the moments take; torch's AdamW keeps 8 bytes of them
-a parameter.
+Start it from the root of this repository: examples/deepspeed.json, which names the optimizer and has the "coat" block,
+is read from there. A small model learns to continue sequences of numbers, on GPUs where there are some. The last line
+says what the moments take; torch's AdamW keeps 8 bytes of them a parameter.
 """
 
 import deepspeed

@@ -26,8 +26,9 @@ from megatron_patches import (
 )
 
 gpu = torch.cuda.is_available()
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
 if gpu:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # where Megatron builds the model
+    torch.cuda.set_device(device)  # where Megatron builds the model
 else:  # or DeepSpeed compiles an operation first, for faster sums between CPU processes
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed()
@@ -41,7 +42,7 @@ types = dict(bf16=True, params_dtype=torch.bfloat16, hidden_dropout=0.0, attenti
 layers = TransformerConfig(**sizes, **llama, **parallel, **types)
 model = GPTModel(
     layers, gpt_layer_spec(layers), vocab_size=64, max_sequence_length=32, position_embedding_type="rope"
-).bfloat16()
+).to(device, torch.bfloat16)
 
 config = {
     "train_micro_batch_size_per_gpu": 8,
