@@ -1,8 +1,8 @@
 """The ``"coat"`` block of a DeepSpeed configuration.
 
 Every problem is reported as one :class:`CoatConfigError` that names the key, what was given and what is accepted,
-before anything is built. Keys and defaults are the fields below; docs/config.md has them as a table. ``refusals.py``
-says what DeepSpeed settings the block can live with.
+before anything is built. Keys and defaults are the fields below; README has them as a table. ``refusals.py`` says what
+DeepSpeed settings the block can live with.
 """
 
 from __future__ import annotations
