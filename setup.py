@@ -21,15 +21,17 @@ REQUIRES = [
     "matplotlib>=3.9,<4",
     "tensorboard>=2.17,<3",
 ]
+HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "safetensors>=0.4"]
 EXTRAS = {
     "dev": [
+        *HF,
         "pytest>=8,<10",
         "pytest-xdist>=3.5,<4",
         "hypothesis>=6.100,<7",
         "ruff>=0.6,<1",
         "mypy>=1.11,<3",
     ],
-    "hf": ["transformers>=4.45,<6", "safetensors>=0.4"],
+    "hf": HF,
 }
 
 

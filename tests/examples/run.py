@@ -1,0 +1,89 @@
+"""Start the programs of examples/ as their first lines say, or run one in a rank that exists already.
+
+``torchrun -m tests.examples.run NAME FOLDER`` and ``deepspeed --module tests.examples.run NAME FOLDER`` run an example
+under a launcher, check it from inside and leave each rank's losses in FOLDER.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support import free_port
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+STEPS = 30
+CHECKED = ("torch_loop", "deepspeed_any_model", "megatron_deepspeed", "megatron_loop")
+"""What can be checked from inside on any number of ranks."""
+
+
+def commands(name: str) -> list[str]:
+    """The indented lines of an example's docstring: how it is started, from the root of the repository."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8")), clean=False)
+    found = [line.strip() for line in (text or "").splitlines() if line.startswith("    ")]
+    assert found, f"examples/{name}.py does not say how it is started"
+    return found
+
+
+def start(command: str, **environment: str) -> str:
+    """Run a command with the launcher that stands beside this Python, and a port of its own; what it printed.
+
+    Raises:
+        AssertionError: it failed.
+    """
+    launcher, *rest = shlex.split(command)
+    port = [] if launcher == "python" else ["--master_port", str(free_port())]
+    done = subprocess.run(
+        [Path(sys.executable).with_name(launcher) if launcher != "python" else sys.executable, *port, *rest],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+def check(name: str) -> list[float]:
+    """Run an example in this process, a rank: it learns with what it claims, and uses no other rank's GPU."""
+    sys.argv = [f"examples/{name}.py"]
+    names = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    losses = names["losses"]
+    assert len(losses) == STEPS and losses[-1] < losses[0], losses
+    optimizer = names.get("optimizer")
+    if name == "torch_loop":
+        _has_fp8_moments(optimizer)
+    elif name != "megatron_loop":
+        _has_fp8_moments(optimizer.optimizer)
+        assert names["scheduler"] is None
+    if "megatron" in name:
+        assert names["report"].patched and not names["report"].left
+    for i in range(torch.cuda.device_count()):
+        mine = i == int(os.environ["LOCAL_RANK"])
+        assert (torch.cuda.max_memory_reserved(i) > 0) == mine, f"rank {os.environ['RANK']} and GPU {i}"
+    return losses
+
+
+def _has_fp8_moments(optimizer: Any) -> None:
+    assert type(optimizer).__name__ == "CoatAdamW"
+    assert any("coat_m_q" in state for state in optimizer.state.values())
+
+
+if __name__ == "__main__":
+    name, folder = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(check(name)))
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,30 @@
+"""Each example, started on the CPU by the very commands that its first lines give."""
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.examples.run import EXAMPLES, commands, start
+
+CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+
+
+def test_all_are_here():
+    assert NAMES == ["deepspeed_any_model", "megatron_deepspeed", "megatron_loop", "torch_loop", "trainer"]
+
+
+@pytest.mark.parametrize(("name", "command"), [(name, command) for name in NAMES for command in commands(name)])
+def test_command(name, command):
+    if name == "trainer" and MISSING:
+        pytest.skip(f"not installed: {', '.join(MISSING)}")
+    printed = start(command, **CPU)
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0], printed
+    if name in ("torch_loop", "deepspeed_any_model"):
+        taken = re.search(r"^moments: (\S+) bytes a parameter$", printed, re.MULTILINE)
+        assert taken and 2.0 < float(taken[1]) < 2.2, printed
+    if "megatron" in name:
+        assert "FP8 flow: 4 of 4 blocks patched" in printed, printed

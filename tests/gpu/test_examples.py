@@ -1,0 +1,24 @@
+"""The examples started by torchrun and deepspeed on one and two GPUs: no device is chosen before they run."""
+
+import json
+
+import pytest
+import torch
+
+from tests.examples.run import CHECKED, STEPS, start
+
+LAUNCHERS = {"torchrun": "torchrun --nproc_per_node", "deepspeed": "deepspeed --num_gpus"}
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("name", CHECKED)
+def test_example(name, launcher, world, tmp_path):
+    """Each rank asserts that it reserved memory on its own GPU and on no other."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, got {torch.cuda.device_count()}")
+    start(f"{LAUNCHERS[launcher]} {world} --module tests.examples.run {name} {tmp_path}")
+    losses = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
+    assert all(len(own) == STEPS for own in losses)
