@@ -29,7 +29,8 @@ LAYERS = (
     ("coat_dist.kernels",),
     ("coat_dist.reference",),
     ("coat_dist.ranks",),
-    ("coat_dist.config", "coat_dist.formats"),
+    ("coat_dist.config",),
+    ("coat_dist.formats",),
 )
 """A room imports itself and rooms of the rows below it. Of rooms in one row none imports another."""
 SAME_ROW = {("benchmarks", "launch")}
