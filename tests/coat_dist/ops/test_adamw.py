@@ -221,6 +221,7 @@ LONG = on_device(
 """First moment, group size, which moments are rounded stochastically."""
 
 
+@pytest.mark.long
 @interpreted
 @pytest.mark.parametrize(("first", "size", "stochastic"), LONG)
 def test_many_steps_of_the_kernel_go_where_fp32_adamw_goes(first, size, stochastic):

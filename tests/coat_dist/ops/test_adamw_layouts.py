@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from tests.coat_dist.ops import adamw_layouts  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(autouse=True)
