@@ -13,11 +13,12 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help install quickstart test lint report clean
+.PHONY: help install quickstart test test-fast lint report clean
 
 help:
 	@echo "make quickstart   install, prepare text, train a small GPT with FP8 moments and activations"
-	@echo "make test         install and run the tests"
+	@echo "make test         install and run all tests"
+	@echo "make test-fast    tests of coat_dist and megatron_patches that take no processes, interpreter or torch.compile"
 	@echo "make lint         ruff and mypy"
 	@echo "make report       versions, GPUs, active FP8 paths"
 	@echo "make clean        remove .venv and runs/"
@@ -48,11 +49,17 @@ quickstart: $(STAMP)
 report: $(STAMP)
 	$(BIN)/python -m coat_dist.report
 
-# Processes that share the test files. Each file stays in one: some start ranks once for all their tests.
+# Processes that share the test files. Each file stays in one: some start ranks once for all their tests. In the files'
+# own order: by the number of its tests, the launchers' few and long ones would come last and alone.
 WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests
+	$(PYTEST) tests
+
+# Leaves out: tests/launch, tests/benchmarks, tests/gpu, and what is marked "long" (see tests/conftest.py).
+test-fast: $(STAMP)
+	$(PYTEST) -m "not slow and not long" tests/coat_dist tests/megatron_patches
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -1,7 +1,6 @@
 """Every wrong key of the block, and every DeepSpeed feature that is refused, gives one line that says what to write."""
 
 import base64
-import copy
 import json
 from pathlib import Path
 
@@ -9,44 +8,7 @@ import pytest
 
 from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError, load_json
 from coat_dist.deepspeed.refusals import check_deepspeed
-
-BASE = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-4}},
-    "coat": {
-        "optimizer": {"first_moment": "e4m3", "second_moment": "e4m3", "expand": True, "group_size": 128},
-        "activation": {
-            "enabled": True,
-            "forward": "exact",
-            "forward_scales": "row",
-            "format": "e4m3",
-            "grad_format": "e4m3",
-            "group_size": 32,
-            "scale": "e8m0",
-            "fp8_gather": True,
-            "tp_invariant": False,
-            "weights": "on_use",
-            "wgrad": "grad",
-            "attention": "bf16",
-            "loss": "chunked",
-            "z_loss": 0.0,
-            "bf16_layers": [0, -1],
-        },
-    },
-}
-
-
-def config(**changes):
-    made = copy.deepcopy(BASE)
-    for key, value in changes.items():
-        block = made
-        *path, last = key.split("__")
-        for part in path:
-            block = block.setdefault(part, {})
-        block[last] = value
-    return made
+from tests.coat_dist.configurations import BASE, config
 
 
 def test_the_documented_block_is_accepted():

@@ -1,4 +1,4 @@
-"""Cross entropy on a GPU: kernels against definitions, chunks against all logits, peak memory, no host sync."""
+"""Cross entropy on a GPU: chunks against all logits, peak memory, no host sync."""
 
 import pytest
 import torch
@@ -9,30 +9,6 @@ from tests.coat_dist.flow.common import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
-
-
-@pytest.fixture
-def agreement():
-    pytest.importorskip("triton")
-    from tests.coat_dist.kernels import cross_entropy_agreement
-
-    return cross_entropy_agreement
-
-
-def test_statistics(agreement):
-    agreement.check_stats("cuda", ((5, 3), (33, 300), (17, 5000), (64, 32000), (3, 128256)))
-
-
-def test_extremes(agreement):
-    agreement.check_extremes("cuda")
-
-
-def test_blocks_do_not_show(agreement):
-    agreement.check_blocks("cuda", 9000, (0, 1, 64, 4095, 4096, 8191, 9000))
-
-
-def test_gradients(agreement):
-    agreement.check_grad("cuda", ((5, 3), (33, 300), (17, 5000), (64, 32000)))
 
 
 def problem(tokens=2048, h=512, v=32000, dtype=torch.bfloat16):

@@ -6,50 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from coat_dist.checkpoint import publish
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
 from coat_dist.checkpoint.publish import find
 from launch.training import checkpoint
+from tests.launch.saved_steps import Engine, progress, start
 from tests.support import run_ranks
-
-
-class Writer:
-    def makedirs(self, path, exist_ok):
-        os.makedirs(path, exist_ok=exist_ok)
-
-    def save(self, state, path):
-        torch.save(state, path)
-
-
-class Engine:
-    """Writes what DeepSpeed would, by the same methods: one file a rank under ``folder/tag``, and a script."""
-
-    def __init__(self):
-        self.checkpoint_engine = Writer()
-
-    def save_checkpoint(self, folder, tag, save_latest):
-        assert not save_latest
-        self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
-        self.checkpoint_engine.save(torch.arange(1000), f"{folder}/{tag}/rank{dist.get_rank()}.pt")
-        if dist.get_rank() == 0:
-            self._copy_recovery_script(f"{folder}/{tag}")
-        dist.barrier()
-
-    def _copy_recovery_script(self, path):
-        shutil.copyfile(__file__, f"{path}/script.py")
-
-
-def start(tp=1):
-    from megatron_patches import initialize_model_parallel
-
-    initialize_model_parallel(tp)
-
-
-def progress(step):
-    return {"step": step, "consumed_samples": 8 * step}
 
 
 def save_steps(rank, world, folder, steps, keep):

@@ -12,8 +12,7 @@ from launch import to_universal
 from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
 from launch.training.metrics import read_metrics
 from megatron_patches import patch_model
-from tests.launch.test_model import one_rank  # noqa: F401
-from tests.launch.test_pretrain import command, configuration, losses, rank_main, work  # noqa: F401
+from tests.launch.pretrain_runs import command, configuration, losses, rank_main
 from tests.support import run_ranks
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny-moe.json"
@@ -27,7 +26,7 @@ TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny-moe.json"
         (["activation=gelu", "moe_router_topk=1", "moe_router_pre_softmax=true", "moe_ffn_hidden_size=null"], 2, 2),
     ],
 )
-def test_experts_are_built_counted_and_patched(one_rank, overrides, routed, shared):  # noqa: F811
+def test_experts_are_built_counted_and_patched(one_rank, overrides, routed, shared):
     model = load_model_config(TINY, overrides).with_vocab(500)
     built = build_model(model)
     assert sum(p.numel() for p in built.parameters()) == parameter_count(model)
@@ -129,7 +128,7 @@ def report_and_gradients(rank, world, argv):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_experts_pretrain(work, tmp_path, stage):  # noqa: F811
+def test_experts_pretrain(work, tmp_path, stage):
     """Three steps on two data-parallel ranks, every expert on each, with the flow."""
     config = configuration(tmp_path, stage)
     argv = command(work, tmp_path / "run", config, "--model-override", *EXPERTS, "hidden_dropout=0.0", steps=3)
@@ -143,7 +142,7 @@ def test_experts_pretrain(work, tmp_path, stage):  # noqa: F811
     assert all(0 < r["loss"] < 8 and r["grad_norm"] > 0 for r in records)
 
 
-def test_the_load_balancing_loss_counts_once_a_step(work, tmp_path):  # noqa: F811
+def test_the_load_balancing_loss_counts_once_a_step(work, tmp_path):
     """Its gradient on the router, as a difference of runs with and without it, is divided by the micro-batches."""
     grads = {}
     for accumulation in (1, 4):
@@ -157,7 +156,7 @@ def test_the_load_balancing_loss_counts_once_a_step(work, tmp_path):  # noqa: F8
     torch.testing.assert_close(4 * quarter, once, rtol=0.05, atol=0.02 * once.abs().max().item())
 
 
-def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):  # noqa: F811
+def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
     """Refused without sequence parallelism; with it, losses and the first gradients are one rank's but for rounding."""
     # Every token to every expert, so that rounding cannot change the routing.
     model = ["--model-override", *EXPERTS, "moe_router_topk=4", "hidden_dropout=0.0"]
@@ -182,7 +181,7 @@ def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):  #
         assert (got - whole[name]).norm() < 0.2 * whole[name].norm(), name  # up to 0.09 seen
 
 
-def test_restarts_with_experts_are_exact(work, tmp_path):  # noqa: F811
+def test_restarts_with_experts_are_exact(work, tmp_path):
     """Four steps = two, a checkpoint as it is or converted, and two: to the last bit of losses and gradient norms."""
     config, save = configuration(tmp_path, 2), tmp_path / "save"
 

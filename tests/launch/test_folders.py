@@ -13,7 +13,7 @@ from coat_dist.checkpoint.manifest import CheckpointError
 from launch.training import arguments
 from launch.training.folders import open_folders
 from launch.training.metrics import read_metrics
-from tests.launch.test_pretrain import command, configuration, rank_main, work  # noqa: F401
+from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import held_elsewhere, run_ranks
 
 RECORD = {"step": 0, "consumed_samples": 0, "loss": 2.5}
@@ -166,7 +166,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys)
     assert "warning: " in capsys.readouterr().err
 
 
-def test_runs_refuse_continue_and_begin_anew(work, tmp_path):  # noqa: F811
+def test_runs_refuse_continue_and_begin_anew(work, tmp_path):
     """One after the other into the same folders; the old checkpoint goes when the first new one is complete."""
     config, save, run = configuration(tmp_path, 2), tmp_path / "save", tmp_path / "run"
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from launch.training.metrics import read_metrics
-from tests.launch.test_pretrain import command, configuration, work  # noqa: F401
+from tests.launch.pretrain_runs import command, configuration
 from tests.support import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def output_of(process):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):  # noqa: F811
+def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
     shared = [configuration(tmp_path, 2), "--save", save, "--load", "auto", "--lr-schedule", "constant"]
     process = begin(DEEPSPEED, ["--deepspeed", *command(work, run, *shared, steps=100_000)])
@@ -75,7 +75,7 @@ def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):  # noqa: 
     assert [r["step"] for r in read_metrics(run)] == list(range(1, step + 3))
 
 
-def test_signal_to_one_rank_saves_and_all_leave_with_status_0(work, tmp_path):  # noqa: F811
+def test_signal_to_one_rank_saves_and_all_leave_with_status_0(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
     process = begin(DEEPSPEED, command(work, run, configuration(tmp_path, 3), "--save", save, steps=100_000))
     wait_for_steps(process, run, 2)
@@ -87,7 +87,7 @@ def test_signal_to_one_rank_saves_and_all_leave_with_status_0(work, tmp_path):  
     assert stopped and len(read_metrics(run)) == int(stopped[1]) and (Path(stopped[2]) / "manifest.json").exists(), text
 
 
-def test_interrupt_from_the_keyboard_saves(work, tmp_path):  # noqa: F811
+def test_interrupt_from_the_keyboard_saves(work, tmp_path):
     """Ctrl-C reaches every process of the group, and launchers repeat it to their ranks."""
     run, save = tmp_path / "run", tmp_path / "save"
     process = begin(DEEPSPEED, command(work, run, configuration(tmp_path, 1), "--save", save, steps=100_000))
@@ -98,7 +98,7 @@ def test_interrupt_from_the_keyboard_saves(work, tmp_path):  # noqa: F811
     assert stopped and (save / f"step{int(stopped[2]):08d}" / "manifest.json").exists(), text
 
 
-def test_errors_are_one_line_with_status_2(work, tmp_path):  # noqa: F811
+def test_errors_are_one_line_with_status_2(work, tmp_path):
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2, coat={"optimiser": {}}))
     process = begin(DEEPSPEED, argv)
     text = output_of(process)

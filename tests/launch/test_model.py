@@ -9,7 +9,6 @@ from coat_dist.config import ActivationConfig
 from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
 from megatron_patches import patch_model
 from megatron_patches.activations import activation_name
-from tests.support import megatron_on_one_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 # Parameter counts in the papers' tables (Llama 2 and 3, LLaMA 33B called 30B, OLMo), to four digits.
@@ -51,12 +50,6 @@ def test_overrides():
     )
     assert (model.num_layers, model.rotary_base, model.activation, model.tie_embeddings) == (8, 1000, "geglu", True)
     assert model.hidden_size == 4096
-
-
-@pytest.fixture
-def one_rank():
-    with megatron_on_one_rank():
-        yield
 
 
 @pytest.mark.parametrize(

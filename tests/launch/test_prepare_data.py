@@ -22,13 +22,12 @@ from launch.prep import DataError
 from launch.prep.arguments import parser
 from launch.prepare_data import main, prepare
 from tests.launch.prep.support import decoded, documents, files_of, run, some_texts, write_jsonl
-from tests.launch.test_tokenizer import sentencepiece_file  # noqa: F401  (a fixture)
 from tests.support import held_elsewhere
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_sentencepiece_and_hf_files_travel_with_the_data(tmp_path, sentencepiece_file):  # noqa: F811
+def test_sentencepiece_and_hf_files_travel_with_the_data(tmp_path, sentencepiece_file):
     write_jsonl(tmp_path / "in.jsonl", ["one two", "ten nine eight"])
     run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "a", tokenizer=f"sentencepiece:{sentencepiece_file}")
     assert decoded(tmp_path / "a") == ["one two", "ten nine eight"]

@@ -7,7 +7,7 @@ import pytest
 from coat_dist.checkpoint.manifest import read_manifest
 from launch import to_universal
 from launch.training.metrics import read_metrics
-from tests.launch.test_pretrain import FP32_GRADIENTS, command, configuration, losses, rank_main, work  # noqa: F401
+from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses, rank_main
 from tests.support import run_ranks
 
 NO_DROPOUT = ["--model-override", "hidden_size=256", "hidden_dropout=0.0"]
@@ -32,7 +32,7 @@ LEGS = {
 
 
 @pytest.mark.parametrize("case", LEGS)
-def test_three_legs_are_one_run(work, tmp_path, case):  # noqa: F811
+def test_three_legs_are_one_run(work, tmp_path, case):
     """Twelve steps, converted after the fourth and eighth: the losses of a run without a break."""
     straight = None
     for i, (world, stage, tp, coat) in enumerate(LEGS[case]):
@@ -56,7 +56,7 @@ def test_three_legs_are_one_run(work, tmp_path, case):  # noqa: F811
     assert worst < 4e-4  # data are drawn anew: up to 1.1e-4 seen; moments off by a tenth give 7e-4
 
 
-def test_what_cannot_be_converted_is_named(work, tmp_path, capsys):  # noqa: F811
+def test_what_cannot_be_converted_is_named(work, tmp_path, capsys):
     config, save = configuration(tmp_path, 2, **FP32_GRADIENTS), tmp_path / "save"
     assert "finished 2" in train(work, tmp_path, "run", 2, config, "--save", save, steps=2)
 

@@ -13,7 +13,7 @@ import coat_dist
 from coat_dist.checkpoint import lock, publish
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, sync_files, verify
 from launch import to_universal
-from tests.launch.test_disk_errors import PLACES, Failing
+from tests.launch.disk import PLACES, Failing
 from tests.support import held_elsewhere
 
 

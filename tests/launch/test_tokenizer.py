@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 
 import pytest
 import sentencepiece
@@ -21,20 +20,6 @@ TEXT = ["def f(x):\n    return x + 1\n", "naïve café – 東京 🙂\r\n\t", "
 def bpe_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     train_bpe(TEXT, 300, file)
-    return file
-
-
-@pytest.fixture(scope="session")
-def sentencepiece_file(tmp_path_factory):
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-    rng = random.Random(3)
-    lines = [" ".join(rng.choices(words, k=12)) for _ in range(200)]
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=28, minloglevel=2, num_threads=1
-    )
-    file = tmp_path_factory.mktemp("spm") / "words.model"
-    file.write_bytes(model.getvalue())
     return file
 
 

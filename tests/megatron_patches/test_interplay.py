@@ -129,6 +129,7 @@ def test_saved_tensors_on_the_cpu(options, device):
     assert_same(([loss.item()], {n: p.grad for n, p in model.named_parameters()}), expected, device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "backend"), [("llama", "aot_eager"), ("gpt2", "eager"), ("experts", "eager")])
 def test_compiled_layers(name, backend, device):
     """torch.compile around each layer. It may break the graph at the flow; results are those without it."""

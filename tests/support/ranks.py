@@ -58,7 +58,7 @@ def _cpu_server() -> Any:
     """The server process. It sees no GPU, and nor do ranks forked from it: gloo ranks test the CPU path everywhere."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     hidden["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, hidden):
         forkserver.ensure_running()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.coat_dist.checkpoint.test_universal import WithBuffer
-from tests.coat_dist.deepspeed.test_zero import CASES, run, snapshot
-from tests.coat_dist.deepspeed.test_zero import differences as changes
+from tests.coat_dist.checkpoint.universal_runs import WithBuffer
+from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
+from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.support import run_ranks
 
 

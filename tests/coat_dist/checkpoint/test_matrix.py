@@ -14,8 +14,8 @@ to the bit between stages 1 and 2, refused by name everywhere else.
 import pytest
 import torch
 
-from tests.coat_dist.checkpoint.test_universal import wrong_codes
-from tests.coat_dist.deepspeed.test_zero import differences, snapshot
+from tests.coat_dist.checkpoint.universal_runs import wrong_codes
+from tests.coat_dist.deepspeed.zero_runs import differences, snapshot
 from tests.support import run_ranks
 
 STAGES, DP, TP = (1, 2, 3), (1, 2, 4), (1, 2)
@@ -62,7 +62,7 @@ class Model(torch.nn.Module):
 
 
 def build(stage, mpu, **coat):
-    from tests.coat_dist.deepspeed.test_engine import quiet_deepspeed
+    from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 
     quiet_deepspeed()
     import coat_dist

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.coat_dist.checkpoint.test_universal import WithBuffer, build, contents, wrong_codes
-from tests.coat_dist.deepspeed.test_zero import CASES, run
+from tests.coat_dist.checkpoint.universal_runs import WithBuffer, build, contents, wrong_codes
+from tests.coat_dist.deepspeed.zero_runs import CASES, run
 from tests.support import run_ranks
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
@@ -36,7 +36,7 @@ def test_the_way_back_gives_the_same_bytes(expand, tmp_path):
 
 def bordered(rank, world, stage, expand, save, load):
     """FP8 state of a model of one matrix, after three steps or after loading."""
-    from tests.coat_dist.deepspeed.test_engine import quiet_deepspeed
+    from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 
     quiet_deepspeed()
     import coat_dist
@@ -69,7 +69,7 @@ def adamw(rank, world, settings, folder, load):
     import deepspeed
 
     from coat_dist.checkpoint.universal_load import enable_universal_load
-    from tests.coat_dist.deepspeed.test_engine import quiet_deepspeed
+    from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 
     quiet_deepspeed()
     torch.manual_seed(0)

@@ -7,45 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
 from tests.support import run_ranks
-
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 2},
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "coat": {"optimizer": {"second_moment": "e5m2"}, "activation": {"enabled": False}},
-}
-
-
-def model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 64)
-    )
-
-
-def quiet_deepspeed():
-    import logging
-
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    return deepspeed
-
-
-def train(engine, rank, steps=6):
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(2, 64, generator=generator).bfloat16()
-    losses = []
-    for _ in range(steps):
-        loss = (engine(x).float() - x.float()).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def state_keys(engine):

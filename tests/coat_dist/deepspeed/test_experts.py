@@ -2,8 +2,8 @@
 
 import torch
 
-from tests.coat_dist.deepspeed.test_zero import differences as changes
-from tests.coat_dist.deepspeed.test_zero import run, snapshot
+from tests.coat_dist.deepspeed.zero_runs import differences as changes
+from tests.coat_dist.deepspeed.zero_runs import run, snapshot
 from tests.support import run_ranks
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}

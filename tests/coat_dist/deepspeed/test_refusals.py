@@ -6,7 +6,7 @@ import torch
 from coat_dist import CoatAdamW
 from coat_dist.config import CoatConfigError
 from coat_dist.deepspeed.refusals import check_deepspeed
-from tests.coat_dist.test_config import config
+from tests.coat_dist.configurations import config
 
 AN_OBJECT, A_STAGE, A_RATE = "an object with its settings", "0, 1, 2 or 3", "a number >= 0"
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from coat_dist.reference.master import split
-from tests.coat_dist.checkpoint.test_universal import WithBuffer, build, contents, load_and_compare, train_and_save
-from tests.coat_dist.deepspeed.test_accessors import moments_of_one_step
-from tests.coat_dist.deepspeed.test_zero import differences as changes
-from tests.coat_dist.deepspeed.test_zero import run, snapshot
+from tests.coat_dist.checkpoint.universal_runs import WithBuffer, build, contents, load_and_compare, train_and_save
+from tests.coat_dist.deepspeed.moments import moments_of_one_step
+from tests.coat_dist.deepspeed.zero_runs import differences as changes
+from tests.coat_dist.deepspeed.zero_runs import run, snapshot
 from tests.support import run_ranks
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -116,7 +116,7 @@ def test_round_robin_checkpoints_convert_and_load_where_they_fit(tmp_path):
 
 def save_without_us(rank, world, folder):
     """Plain DeepSpeed, whose files name wrong places with this option."""
-    from tests.coat_dist.deepspeed.test_zero import build as plain
+    from tests.coat_dist.deepspeed.zero_runs import build as plain
 
     engine = plain(PLACES["2, round robin"])
     run(engine, rank, 0, 1)
@@ -199,7 +199,7 @@ def links(rank, world):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     import coat_dist
-    from tests.coat_dist.deepspeed.test_master_weights import BF16
+    from tests.coat_dist.deepspeed.remainders import BF16
 
     wrong = []
     for bf16 in ({"enabled": True}, BF16):
@@ -265,8 +265,8 @@ def ties(rank, world, folder):
     """Every master weight lies half-way between two bfloat16 numbers, where remainders and torch's cast round apart."""
     from deepspeed.utils import safe_set_full_fp32_param
 
-    from tests.coat_dist.deepspeed.test_master_weights import BF16
-    from tests.coat_dist.deepspeed.test_master_weights import build as remainders
+    from tests.coat_dist.deepspeed.remainders import BF16
+    from tests.coat_dist.deepspeed.remainders import build as remainders
 
     engine = remainders({"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "bf16": BF16})
     run(engine, rank, 0, 1)

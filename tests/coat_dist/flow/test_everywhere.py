@@ -83,12 +83,14 @@ def compiled_is_the_same(call, layer, x, backend):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TRACED)
 def test_compiled_without_a_graph_break(name):
     layer, x = layer_for(name), torch.randn(6, 2, H, requires_grad=True)
     compiled_is_the_same(catalogue(layer)[name], layer, x, "eager")
 
 
+@pytest.mark.long
 def test_compiled_with_a_residual_through_aot_autograd():
     layer, x = layer_for("qkv"), torch.randn(6, 2, H, requires_grad=True)
     compiled_is_the_same(residual_functions(layer)["norm_mlp"], layer, x, "aot_eager")

@@ -1,6 +1,7 @@
 """Launches without Triton's binding: keys at least as fine as Triton's own, and everything unusual left to Triton."""
 
 import copy
+import functools
 import importlib
 import inspect
 import itertools
@@ -16,6 +17,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
+from triton.runtime import JITFunction  # noqa: E402
 from triton.runtime import jit as runtime  # noqa: E402
 
 from coat_dist import kernels as package  # noqa: E402
@@ -23,19 +25,20 @@ from coat_dist.formats import E4M3, E5M2  # noqa: E402
 from coat_dist.kernels import launch  # noqa: E402
 from coat_dist.kernels.fp8 import constants  # noqa: E402
 from coat_dist.kernels.launch import FastLaunch, Plan, cdiv, fast_launch, next_power_of_2  # noqa: E402
+from tests.support import run_ranks  # noqa: E402
 
 if not launch.COMPARED or not triton.__version__.startswith(launch.COMPARED):
     pytest.skip(f"Triton {triton.__version__} launches by its own path", allow_module_level=True)
 
 
 @fast_launch
-@triton.jit
+@JITFunction  # as triton.jit makes it, also where that one makes interpreted functions
 def _kernel(x, y, n, m, factor, C: tl.constexpr, FLAG: tl.constexpr):
     tl.store(y + n, tl.load(x + m) * factor)
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["n"])
+@functools.partial(JITFunction, do_not_specialize=["n"])
 def _seeded(x, y, n, m, factor, C: tl.constexpr, FLAG: tl.constexpr):
     tl.store(y + n, tl.load(x + m) * factor)
 
@@ -263,7 +266,7 @@ def test_interpreted_functions_stay_as_they_are():
     assert fast_launch(marker) is marker
 
 
-def test_every_kernel_that_is_launched_is_wrapped():
+def all_wrapped(rank, world):
     found = []
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
@@ -271,6 +274,10 @@ def test_every_kernel_that_is_launched_is_wrapped():
             assert isinstance(getattr(module, name), FastLaunch), f"{info.name}.{name}"
             found.append(name)
     assert len(found) >= 17
+
+
+def test_every_kernel_that_is_launched_is_wrapped():
+    run_ranks(1, all_wrapped)  # where kernels are not interpreted
 
 
 def test_rounding_up():

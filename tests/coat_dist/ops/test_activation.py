@@ -17,6 +17,7 @@ from coat_dist.reference.activation import (
     check_activation,
 )
 from coat_dist.reference.quantize import amax, dequantize, quantize_groups, quantize_rows, quantize_tensor, tensor_scale
+from tests.support.devices import DEVICE, on_device
 
 TORCH = {
     "silu": F.silu,
@@ -128,3 +129,39 @@ def test_a_bias_is_added_once():
 def test_unknown_activation_is_refused():
     with pytest.raises(ValueError, match="activation: got 'relu', accepted: 'swiglu', 'geglu', 'geglu_tanh'"):
         check_activation("relu")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernels(agreement, activation):
+    sizes, rows, variants = on_device(((2752,), 260, 1), ((72,), 9, 3))
+    agreement.check_activation(DEVICE, sizes, rows, (activation,), variants)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_kernels_without_packets(agreement, activation):
+    sizes, rows, variants = on_device(((176,), 257, 3), ((33,), 9, 1))
+    agreement.check_activation(DEVICE, sizes, rows, (activation,), variants)
+
+
+def test_kernels_of_bad_values(agreement):
+    agreement.check_activation_of_bad_values(DEVICE)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernel_that_writes_row_scales(agreement, activation):
+    sizes, rows = on_device(((2752,), 67), ((72, 101), 1))
+    agreement.check_activation_rows(DEVICE, sizes, rows, (activation,), variants=1)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+def test_kernel_that_writes_row_scales_over_tails(agreement, activation):
+    rows, variants = on_device((9, 5), (1, 1))
+    agreement.check_activation_rows(DEVICE, (101,), rows, (activation,), variants)
+
+
+def test_kernel_that_writes_row_scales_of_bad_values(agreement):
+    agreement.check_rows_of_bad_values(DEVICE)
+
+
+def test_kernel_that_writes_row_scales_with_no_rows_and_with_one_element(agreement):
+    agreement.check_no_rows_and_one_element(DEVICE)

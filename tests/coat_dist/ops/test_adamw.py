@@ -8,6 +8,9 @@ import torch
 from coat_dist.reference import adamw
 from coat_dist.reference.adamw import AdamWStep, adamw_fp32_step, adamw_step
 from coat_dist.reference.moments import MomentCodec, decode, encode
+from tests.support.devices import DEVICE, on_device
+
+from . import adamw_problems as problems
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUMBERS = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
@@ -131,3 +134,127 @@ def test_non_finite_gradient_is_not_hidden():
 
 def test_no_elements():
     adamw_step(*problem(0), NUMBERS)
+
+
+interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+"""NumPy, by which the interpreter computes, warns where a kernel divides by zero."""
+
+
+@pytest.fixture
+def edges():
+    pytest.importorskip("triton")
+    from . import adamw_edges
+
+    return adamw_edges
+
+
+@pytest.fixture
+def plain():
+    pytest.importorskip("triton")
+    from . import adamw_plain
+
+    return adamw_plain
+
+
+@interpreted
+@pytest.mark.parametrize("n", on_device([1, 129, 1025, 1_000_003], [128 * 21 + 1]))
+@pytest.mark.parametrize("variant", problems.VARIANTS)
+def test_kernel_agrees_with_the_definition(agreement, variant, n):
+    agreement.check(n, DEVICE, **problems.VARIANTS[variant])
+
+
+@interpreted
+@pytest.mark.parametrize("n", [0, 1, 127, 128, 129, 1023, 1024, 1025])
+def test_kernel_on_lengths_around_groups_and_tiles(agreement, n):
+    agreement.check(n, DEVICE)
+
+
+SOME = (
+    *("default", "e5m2", "groups of 64", "maximize", "bf16", "stochastic", "lr tensor", "gradient factor"),
+    *("int8, log8", "e4m3, log8, second moment stochastic", "remainder, copy, stochastic", "fp16 copy"),
+)
+
+
+@interpreted
+@pytest.mark.parametrize("variant", on_device(tuple(problems.VARIANTS), SOME))
+def test_many_tensors_in_one_launch(agreement, variant):
+    agreement.check_many(DEVICE, **problems.VARIANTS[variant])
+
+
+@interpreted
+def test_kernel_on_non_finite_gradients(edges):
+    edges.check_non_finite(DEVICE)
+
+
+@interpreted
+def test_extreme_moments_survive_the_kernel(edges):
+    edges.check_extremes(DEVICE)
+
+
+@interpreted
+def test_int8_and_log8_codes_survive_the_kernel(edges):
+    edges.check_codes_survive(DEVICE)
+
+
+@interpreted
+def test_kernel_on_the_smallest_normal_numbers(edges):
+    edges.check_smallest_normals(DEVICE)
+
+
+@interpreted
+@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+def test_a_remainder_keeps_the_fp32_master_to_the_bit_in_the_kernel(plain, grad, seed):
+    for n in on_device((1, 129, 128 * 21 + 1, 1_000_003), (128 * 21 + 1,)):
+        plain.check_remainder(DEVICE, seed=seed, grad=grad, n=n)
+
+
+@interpreted
+def test_every_master_is_divided_as_defined_by_the_kernel(plain):
+    plain.check_split(DEVICE, every=on_device(1, 61))
+
+
+LONG = on_device(
+    [(m, n, s) for m in ("e4m3", "e5m2", "int8") for n in (64, 128, 256) for s in ((0, 0), (0, 1), (1, 1))],
+    [("e4m3", 64, (0, 1)), ("e4m3", 128, (0, 0)), ("e5m2", 128, (1, 1)), ("int8", 256, (0, 1))],
+)
+"""First moment, group size, which moments are rounded stochastically."""
+
+
+@pytest.mark.long
+@interpreted
+@pytest.mark.parametrize(("first", "size", "stochastic"), LONG)
+def test_many_steps_of_the_kernel_go_where_fp32_adamw_goes(first, size, stochastic):
+    pytest.importorskip("triton")
+    from . import adamw_trajectory
+
+    adamw_trajectory.check(first, size, tuple(map(bool, stochastic)), DEVICE)
+
+
+@pytest.mark.parametrize("lr", ["number", "tensor"])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("param, grad", [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_fp32_moments_of_many_tensors_are_those_of_the_definition(plain, param, grad, maximize, lr):
+    lr = torch.tensor(0.01, device=DEVICE) if lr == "tensor" else 0.01
+    plain.check_fp32_steps(DEVICE, getattr(torch, param), getattr(torch, grad), maximize, lr)
+
+
+@pytest.mark.parametrize(("param", "low"), [("float32", False), ("bfloat16", True)])
+def test_fp32_moments_with_remainders_and_copies(plain, param, low):
+    plain.check_fp32_steps(DEVICE, getattr(torch, param), low=low, copy=torch.bfloat16)
+
+
+def test_fp32_moments_of_many_tensors_need_few_calls(monkeypatch):
+    """Two hundred small tensors of two dtypes: two batches, whatever their number."""
+    pytest.importorskip("triton")
+    from coat_dist.kernels import adamw_fp32
+    from coat_dist.reference.adamw import AdamWStep, FP32Tensors
+
+    batches = []
+    real = adamw_fp32._step
+    monkeypatch.setattr(adamw_fp32, "_step", lambda params, *rest: (batches.append(len(params)), real(params, *rest)))
+    kinds = [torch.float32] * 150 + [torch.bfloat16] * 50
+    many = [FP32Tensors(torch.ones(8, dtype=t), torch.ones(8, dtype=t), torch.zeros(8), torch.zeros(8)) for t in kinds]
+    adamw_fp32.adamw_fp32_steps(many, AdamWStep(0.1, 0.9, 0.99, 1e-8, 0.0, 1))
+    assert batches == [150, 50]
+    assert all(torch.allclose(x.param.float(), torch.tensor(0.9), rtol=1e-2) for x in many)

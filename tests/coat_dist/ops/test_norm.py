@@ -15,6 +15,7 @@ from coat_dist.reference.norm import (
     norm_stats,
 )
 from coat_dist.reference.quantize import amax, dequantize, quantize_groups, quantize_rows, tensor_scale
+from tests.support.devices import DEVICE, on_device
 
 EPS = 1e-5
 
@@ -154,3 +155,25 @@ def test_sums_over_rows_in_fp64_do_not_depend_on_their_split():
 def test_unknown_norm_is_refused():
     with pytest.raises(ValueError, match="norm kind: got 'batchnorm', accepted: 'rmsnorm', 'layernorm'"):
         norm_stats(torch.ones(2, 2), "batchnorm", EPS)
+
+
+# On a GPU two times 130 rows are transposed by packets, two times 65 are not.
+@pytest.mark.parametrize(("rows", "sizes"), on_device([(130, (200, 5120)), (65, (4096,))], [(2, (72,))]))
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_kernels(agreement, kind, rows, sizes):
+    agreement.check_norm(DEVICE, (kind,), sizes, rows)
+
+
+def test_kernels_of_no_rows(agreement):
+    agreement.check_norm_of_no_rows(DEVICE)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), on_device([(65, (200, 5120)), (65, (4096,))], [(2, (72,))]))
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_kernel_that_writes_row_scales(agreement, kind, rows, sizes):
+    """Nothing fuses a product with a sum in the interpreter, so that a LayerNorm has its definition's bits as well."""
+    agreement.check_norm_rows(DEVICE, (kind,), sizes, rows, exact_bits=DEVICE == "cpu")
+
+
+def test_kernel_that_writes_row_scales_with_no_rows_and_with_one_element(agreement):
+    agreement.check_no_rows_and_one_element(DEVICE)

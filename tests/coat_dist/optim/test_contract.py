@@ -1,4 +1,4 @@
-"""What holds of every step, whatever computes it: here the definition; the kernels in tests/coat_dist/kernels."""
+"""What holds of every step, whatever computes it: here the definition; the kernels in tests/coat_dist/ops."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from coat_dist.optim import CoatAdamW, adamw, fp32_state_dict, import_moments
-from tests.coat_dist.kernels import adamw_layouts
+from tests.coat_dist.ops import adamw_layouts
 from tests.coat_dist.optim.common import assert_same_state
 
 

@@ -142,6 +142,7 @@ def test_states_have_the_same_keys_whatever_the_betas_and_fp32_moments_need_no_s
         assert fp8["coat_seed"] == 0 and set(fp32) == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", [*FORMATS, ("e5m2", "e5m2")])
 def test_the_default_second_moment_follows_at_torchs_default_beta2(pair):
     """fp32 and 8-bit codes from the same gradients: rounding to nearest ends far above, the default does not."""

@@ -1,4 +1,4 @@
-"""How the cross entropy kernels must agree with their definitions; run in the interpreter, and on the GPU in tests/gpu.
+"""How the cross entropy kernels must agree with their definitions.
 
 An exponential may differ in the last bits of fp32 (2**f is the hardware's). What must be exact is that results do not
 depend on how columns are cut into blocks.

@@ -1,4 +1,4 @@
-"""The flow's kernels on a GPU, against their definitions on the same GPU."""
+"""Products of row scales on a GPU, against their definition."""
 
 import pytest
 import torch
@@ -12,61 +12,6 @@ from coat_dist.formats import E4M3, E5M2, QuantizedTensor
 from coat_dist.ops import scaled_mm
 from coat_dist.reference import gemm as reference_gemm
 from coat_dist.reference.quantize import quantize_rows
-from tests.coat_dist.kernels import flow_agreement as agreement
-from tests.coat_dist.kernels import rows_agreement
-
-
-def test_quantize():
-    agreement.check_quantize("cuda", shapes=((3, 70), (257, 1040), (2, 130, 4096), (2, 131, 200)))
-
-
-# Each combination compiles kernels of its own, which is what takes the time here.
-@pytest.mark.parametrize("rows, sizes", [(130, (200, 5120)), (65, (4096,))])
-def test_norm(rows, sizes):
-    """Two times 130 rows are transposed by packets, two times 65 are not."""
-    agreement.check_norm("cuda", sizes=sizes, rows=rows)
-
-
-def test_norm_of_no_rows():
-    agreement.check_norm_of_no_rows("cuda")
-
-
-def test_activation():
-    agreement.check_activation("cuda", sizes=(2752,), rows=260, variants=1)
-
-
-def test_activation_without_packets():
-    agreement.check_activation("cuda", sizes=(176,), rows=257, activations=("swiglu", "gelu"), variants=3)
-
-
-def test_activation_of_bad_values():
-    agreement.check_activation_of_bad_values("cuda")
-
-
-def test_row_scales():
-    rows_agreement.check_quantize("cuda", shapes=((5, 70), (3, 43, 4096), (7, 11008), (3, 4, 1)))
-
-
-@pytest.mark.parametrize("sizes", [(200, 5120), (4096,)])
-def test_row_scales_of_norms(sizes):
-    rows_agreement.check_norm("cuda", sizes=sizes, rows=65)
-
-
-def test_row_scales_of_activations():
-    rows_agreement.check_activation("cuda", sizes=(2752,), rows=67, variants=1)
-
-
-def test_row_scales_of_activations_over_tails():
-    rows_agreement.check_activation("cuda", sizes=(101,), rows=9, activations=("swiglu", "squared_relu"), variants=5)
-
-
-def test_row_scales_of_llama_sizes():
-    rows_agreement.check_activation("cuda", sizes=(11008, 28672), rows=40, activations=("swiglu",), variants=1)
-
-
-def test_row_scales_of_bad_values():
-    rows_agreement.check_activation_of_bad_values("cuda")
-    rows_agreement.check_nothing_and_little("cuda")
 
 
 @pytest.mark.parametrize("a_fmt", [E4M3, E5M2], ids=lambda f: f.name)

@@ -1,4 +1,4 @@
-"""Many steps of the AdamW kernel beside torch's fp32 AdamW; in the interpreter here and on the GPU in tests/gpu."""
+"""Many steps of the AdamW kernel beside torch's fp32 AdamW."""
 
 import math
 
@@ -15,9 +15,6 @@ from .adamw_problems import one_step
 SECOND = {"e4m3": "e4m3", "e5m2": "e5m2", "int8": "log8"}
 ERROR = {"e4m3": 0.4, "e5m2": 0.25, "int8": 0.8}
 """As for the definition, in tests/coat_dist/optim/test_trajectories.py."""
-NEAREST, SECOND_ONLY, BOTH = (False, False), (False, True), (True, True)
-VARIANTS = [("e4m3", 64, SECOND_ONLY), ("e4m3", 128, NEAREST), ("e5m2", 128, BOTH), ("int8", 256, SECOND_ONLY)]
-"""First moment, group size, which moments are rounded stochastically."""
 
 
 def check(first, size, stochastic, device="cpu", n=1024, steps=40):

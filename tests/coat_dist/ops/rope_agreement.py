@@ -1,12 +1,10 @@
-"""How the kernels around attention must agree with their definitions: in every bit, amax included."""
+"""How the rope kernels must agree with their definitions: in every bit."""
 
 import itertools
 
 import torch
 
-from coat_dist.formats import E4M3, E5M2, QuantizedTensor
-from coat_dist.kernels import quantize, rope
-from coat_dist.reference import quantize as reference_quantize
+from coat_dist.kernels import rope
 from coat_dist.reference import rope as reference
 from coat_dist.reference.rope import Heads, rope_table
 
@@ -60,26 +58,3 @@ def check_rope(device="cpu", heads=SMALL, shape=(2, 2)):
                 wanted = narrowed(reference.split_rope_backward, dtype, *gradients, h, table)
                 for got, exact in zip(rope.split_rope_backward(*gradients, h, table), wanted, strict=True):
                     same(got, exact)
-
-
-def check_dequantize(device="cpu", shapes=((3, 72), (2, 5, 40))):
-    """Any code at any scale: NaN, denormals and both zeros."""
-    for shape, (fmt, scale, size) in itertools.product(
-        shapes, ((E4M3, "e8m0", 32), (E5M2, "e8m0", 16), (E4M3, "bf16", 64))
-    ):
-        codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(fmt.dtype)
-        if not codes.is_cuda:  # the interpreter reads these as numbers; quantizers write NaN scales beside them
-            codes.view(torch.uint8)[~codes.float().isfinite()] = 0
-        groups = (*shape[:-1], -(-shape[-1] // size))
-        scales = torch.randint(0, 256, groups, dtype=torch.uint8, device=device)
-        if scale == "bf16":
-            scales = torch.randn(groups, device=device).mul(30).exp2().bfloat16()
-        q = QuantizedTensor(codes, scales, "group", size)
-        wanted = reference_quantize.dequantize(q)
-        same(quantize.dequantize(q), wanted)
-        if codes.is_cuda:
-            same(quantize.dequantize(q, torch.bfloat16), wanted.bfloat16())
-        else:  # as above: truncated, and not where it misreads denormals
-            got = quantize.dequantize(q, torch.bfloat16)
-            normal = ~(wanted.abs() < 2.0**-126)
-            same(got[normal], truncated(wanted)[normal].bfloat16())

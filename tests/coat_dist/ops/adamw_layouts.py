@@ -1,7 +1,4 @@
-"""CoatAdamW on tensors of every memory layout: the bits of contiguous ones, and nothing touched in between.
-
-Used in the interpreter, on the definition, and on the GPU in tests/gpu.
-"""
+"""CoatAdamW on tensors of every memory layout: the bits of contiguous ones, and nothing touched in between."""
 
 from itertools import cycle, product
 

@@ -1,4 +1,4 @@
-"""How the AdamW kernel must agree with its definition; used in the interpreter here and on the GPU in tests/gpu."""
+"""How the AdamW kernel must agree with its definition."""
 
 from dataclasses import replace
 

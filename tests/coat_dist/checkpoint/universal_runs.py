@@ -1,0 +1,139 @@
+"""Engines that save and load universal checkpoints, and how what they hold is compared."""
+
+import torch
+
+from tests.coat_dist.deepspeed.zero_runs import Model, run
+
+
+class WithBuffer(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+
+def build(settings, universal=False, **more):
+    """An engine of ``coat_dist.initialize``, with a group of one element and its own learning rate."""
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    import coat_dist
+
+    __compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        **({"checkpoint": {"load_universal": True}} if universal else {}),
+        **settings,
+        **more,
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
+        model = WithBuffer()
+    named = list(model.named_parameters())
+    groups = coat_dist.param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
+    groups += [{"params": [model.scale], "moments": "fp32", "weight_decay": 0.0, "lr": 0.005}]
+    return coat_dist.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+def contents(engine):
+    """fp32 weights, moments (trained parameters), 16-bit weights and steps, whole, on every rank."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import coat_dist
+
+    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    everything = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(everything, enabled=hasattr(everything[0], "ds_id")):
+        weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    weights["seen"] = engine.module.seen.clone()
+    return {
+        "fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()},
+        "first": {n: coat_dist.safe_get_full_moment(p, "first") for n, p in trained.items()},
+        "second": {n: coat_dist.safe_get_full_moment(p, "second") for n, p in trained.items()},
+        "weights": weights,
+        "steps": sorted({s["step"] for s in engine.optimizer.optimizer.state.values()}),
+        "groups": [(g["lr"], g["weight_decay"], g["moments"]) for g in engine.optimizer.param_groups],
+    }
+
+
+def train_and_save(rank, world, settings, folder):
+    """Five steps, saved."""
+    import deepspeed
+
+    engine = build(settings)
+    frozen = engine.module.frozen.weight
+    with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0, enabled=hasattr(frozen, "ds_id")):
+        frozen.data.add_(0.25)  # not what a new model has
+    engine.module.seen.add_(torch.tensor([1, 2, 3]))
+    run(engine, rank, 0, 5)
+    engine.save_checkpoint(folder, tag="plain")
+    return contents(engine)
+
+
+def load_and_compare(rank, world, settings, folder, saved, from_loss_scaler):
+    """What loading gave, by comparison with ``saved``."""
+    engine = build(settings, universal=True)
+    run(engine, rank, 20, 21)  # state that loading has to replace
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is not None:
+        scaler.cur_scale = 7.0
+    engine.load_checkpoint(folder, tag="universal")
+    problems = differences(contents(engine), saved) + wrong_codes(engine, saved)
+    if scaler is not None and from_loss_scaler and engine.optimizer.loss_scaler.cur_scale != 1.0:
+        problems.append("loss scale")
+    mappings = [getattr(p, "_hp_mapping", None) for p in engine.module.parameters()]
+    held = {n for m in mappings if m is not None for n in m.optim_fragment}
+    states = engine.optimizer.optimizer.state.values()
+    keys = sorted({k for s in states for k in s})
+    kept = {t.untyped_storage().data_ptr() for s in states for t in s.values() if isinstance(t, torch.Tensor)}
+    fragments = [t for m in mappings if m is not None for t in m.optim_fragment.values()]
+    if any(t.untyped_storage().data_ptr() not in kept for t in fragments):
+        problems.append("a parameter is linked to a state of before")
+    return {"problems": problems, "linked": held, "keys": keys}
+
+
+def differences(loaded, saved):
+    """Names of what must be equal and is not: all but FP8 moments."""
+    found = [k for k in ("steps", "groups") if loaded[k] != saved[k]]
+    for kind in ("fp32", "weights", "first", "second"):
+        for name, value in saved[kind].items():
+            if kind in ("fp32", "weights") or value.ndim < 2:
+                found += [] if torch.equal(loaded[kind][name], value) else [f"{kind} {name}"]
+    return found
+
+
+def wrong_codes(engine, saved):
+    """FP8 groups that neither decode to the saved moments nor are, to the byte, their encoding; elements beyond the
+    stated error."""
+    from coat_dist.checkpoint.zero_partitions import partitions
+    from coat_dist.optim.state import codecs, moment
+    from coat_dist.reference.moments import decode, encode
+
+    found = []
+    for part in partitions(engine.optimizer):
+        if part.group["moments"] == "fp32":
+            continue
+        for kind, codec in zip(("first", "second"), codecs(part.group), strict=True):
+            flat = torch.zeros(part.flat.numel())
+            for f in part.fragments:
+                full = saved[kind][engine.param_names[f.param]].flatten()
+                flat[f.start : f.start + f.numel] = full[f.first : f.first + f.numel]
+            stored = moment(engine.optimizer.optimizer.state[part.flat], kind)
+            expected, got = encode(flat, codec), decode(stored, codec)
+            padded = torch.nn.functional.pad(flat, (0, got.numel() - flat.numel()))
+            kept = (got == padded).view(-1, codec.group_size).all(1)
+            again = torch.stack(
+                [(getattr(stored, n) == getattr(expected, n)).view(len(kept), -1).all(1) for n in "qak"]
+            ).all(0)
+            found += [] if (kept | again).all() else [f"{kind}: {int((~(kept | again)).sum())} groups"]
+            a, k = stored.a.float(), stored.k.float() / 16
+            a, k = (t.repeat_interleave(codec.group_size) for t in (a, k))
+            y = codec.fp8.max * (padded.abs() / a) ** k
+            d = torch.maximum(torch.tensor(2.0 ** -(codec.fp8.mantissa_bits + 1)), codec.fp8.smallest / (2 * y))
+            some = padded != 0
+            error, limit = (got / padded).log2().abs()[some], (-torch.log2(1 - d) / k)[some]
+            found += [f"{kind} error"] if not (error <= limit * 1.001 + 1e-5).all() or got[~some].any() else []
+    return found

@@ -1,0 +1,55 @@
+"""How codes and scales of a kernel are compared with those of its definition.
+
+Quantization is the same to the byte. Norms and activations sum or exponentiate differently in the last bits of fp32, so
+a code may be the neighbour where its value sits that close to the middle.
+"""
+
+from unittest import mock
+
+import torch
+
+SCALES = (("e8m0", 32), ("bf16", 16))
+SHORT = (32, 1, True, 4)
+"""Tiles (see row_tiles) that hold so few columns that most rows are longer: the rest is read twice."""
+
+
+def same(got, wanted):
+    """Codes equal byte for byte; NaN has several codes."""
+    nan = wanted.float().isnan()
+    assert got.shape == wanted.shape and got.is_contiguous()
+    assert torch.equal(got.float().isnan(), nan)
+    assert torch.equal(got.contiguous().view(torch.uint8)[~nan], wanted.contiguous().view(torch.uint8)[~nan])
+
+
+def close(got, wanted):
+    """Few codes differ, and by one step; below 1e-5 of the largest value, where activations cancel, by anything."""
+    assert got.shape == wanted.shape and got.is_contiguous()
+    if not wanted.numel():
+        return
+    a, b = (t.contiguous().view(torch.uint8) for t in (got, wanted))
+    values, exact = got.float(), wanted.float()
+    different = (a != b) & (torch.maximum(values.abs(), exact.abs()) > 1e-5 * exact.abs().max())
+    assert different.sum() <= 3e-3 * different.numel() + 3
+    steps = (a & 0x7F).int() - (b & 0x7F).int()
+    assert (steps[different].abs() <= 1).all() and (values[different] * exact[different] >= 0).all()
+
+
+def same_rows(got, wanted):
+    """Codes and scales equal bit for bit; NaN has several codes."""
+    assert got.layout == wanted.layout == "row" and got.scales.dtype == torch.float32
+    assert got.scales.shape == wanted.scales.shape and got.scales.is_contiguous()
+    torch.testing.assert_close(got.scales, wanted.scales, rtol=0, atol=0, equal_nan=True)
+    same(got.codes, wanted.codes)
+
+
+def close_rows(got, wanted):
+    """Few codes are neighbours; scales differ by rounding."""
+    torch.testing.assert_close(got.scales, wanted.scales, rtol=1e-5, atol=0)
+    close(got.codes, wanted.codes)
+
+
+def tiles(module, ahead=None, chosen=None):
+    """A module whose kernels take rows by other tiles: ``ahead`` of them on their way, ``chosen`` as SHORT is."""
+    held = module.HELD_TILES if ahead is None else (ahead, *module.HELD_TILES[1:])
+    values = {} if chosen is None else {"row_tiles": lambda *_: chosen}
+    return mock.patch.multiple(module, HELD_TILES=held, **values)

@@ -1,0 +1,49 @@
+"""What the tests of several programs are given: data and a model to train, Megatron's groups, a tokenizer."""
+
+import io
+import json
+import random
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+
+from tests.launch.pretrain_runs import MODEL
+from tests.support import megatron_on_one_rank
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with random-token data and a model description."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder = tmp_path_factory.mktemp("pretrain")
+    builder = IndexedDatasetBuilder(str(folder / "data.bin"), dtype=np.uint16)
+    for _ in range(60):
+        tokens = torch.randint(1, 250, (int(torch.randint(30, 90, ())),))
+        builder.add_document(torch.cat([tokens, torch.zeros(1, dtype=torch.long)]), [len(tokens) + 1])
+    builder.finalize(str(folder / "data.idx"))
+    (folder / "data.json").write_text(json.dumps({"vocab_size": 250, "eod": 0}))
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+@pytest.fixture
+def one_rank():
+    with megatron_on_one_rank():
+        yield
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_file(tmp_path_factory):
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    rng = random.Random(3)
+    lines = [" ".join(rng.choices(words, k=12)) for _ in range(200)]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=28, minloglevel=2, num_threads=1
+    )
+    file = tmp_path_factory.mktemp("spm") / "words.model"
+    file.write_bytes(model.getvalue())
+    return file

@@ -1,0 +1,149 @@
+"""Pretraining on ranks: models, configurations, command lines, and `pretrain.train` in a process group that exists."""
+
+import json
+import math
+import zlib
+from pathlib import Path
+
+import torch
+
+from launch.training.metrics import read_metrics
+
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 128,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 2,
+    "seq_length": 32,
+    "vocab_size": None,
+    "hidden_dropout": 0.1,  # so that random states matter
+}
+
+
+COAT = {"optimizer": {}, "activation": {}}
+
+
+def configuration(folder, stage, coat=True, **more):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        # Threshold 0: ZeRO-3 would keep parameters of tests' sizes whole on every rank.
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {
+            "type": "CoatAdamW" if coat else "AdamW",
+            "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
+        **({"coat": COAT if coat is True else coat} if coat else {}),
+        **more,
+    }
+    text = json.dumps(config)
+    path = Path(folder) / f"{zlib.crc32(text.encode())}.json"
+    path.write_text(text)
+    return str(path)
+
+
+def rank_main(rank, world, argv, poisoned=()):
+    """``pretrain.train`` in a process group that exists; returns how it ended, or the error.
+
+    Args:
+        argv: command line; "{rank}" in it is replaced.
+        poisoned: (step, kind, rank) of what is to go wrong.
+    """
+    from launch import pretrain
+    from launch.training import arguments, runtime
+
+    def interfere(loop):
+        inner, seen = loop.loss, [-1]
+
+        def loss(engine, batch):
+            value = inner(engine, batch)
+            now = [kind for step, kind, who in poisoned if (step, who) == (loop.progress.step + 1, rank)]
+            if not engine.training or loop.progress.step == seen[0]:  # an evaluation, or not the first micro-batch
+                return value
+            seen[0] = loop.progress.step
+            if "loss" in now:
+                value = value + math.inf
+            elif "gradient" in now:
+                value.register_hook(lambda g: g * math.nan)
+            elif "signal" in now:
+                loop.stop.name = "SIGTERM"
+            return value
+
+        loop.loss = loss
+        loop.stop = runtime.StopSignal()
+        before = weights(loop.engine)
+        after = loop._step
+
+        def step():
+            nonlocal before
+            record = after()
+            now = weights(loop.engine)
+            record["changed"] = any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
+            before = now
+            return record
+
+        loop._step = step
+
+    try:
+        device = runtime.start(rank)
+        args = arguments.parse([a.format(rank=rank) for a in argv])
+        return pretrain.train(pretrain.plan(args, world), device, interfere=interfere)
+    except (*pretrain.USER_ERRORS, pretrain.BadSteps) as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+
+def without_a_model(rank, world, argv):
+    """:func:`rank_main` of a run that is refused before a model is built, or fails here."""
+    from launch.training import build
+
+    def build_engine(*args, **kwargs):
+        raise AssertionError("a model was going to be built")
+
+    original, build.build_engine = build.build_engine, build_engine
+    try:
+        return rank_main(rank, world, argv)
+    finally:
+        build.build_engine = original
+
+
+def hyperparameters(rank, world, argv):
+    """Optimizer groups' hyperparameters at the start of a run."""
+    from launch import pretrain
+    from launch.training import arguments, runtime
+
+    seen = []
+    device = runtime.start(rank)
+
+    def look(loop):
+        keys = ("name", "weight_decay", "betas", "lr")
+        seen.extend([[g[k] for k in keys] for g in loop.engine.optimizer.param_groups])
+
+    pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=look)
+    return seen
+
+
+def weights(engine):
+    """Master weights and optimizer state of this rank, step counters included."""
+    state = engine.optimizer.optimizer.state
+    values = [torch.as_tensor(v).clone() for s in state.values() for v in s.values()]
+    master = next(
+        getattr(engine.optimizer, n)
+        for n in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+        if hasattr(engine.optimizer, n)
+    )
+    return [*values, *(m.detach().clone() for m in master)] if values else [m.detach().clone() for m in master]
+
+
+def command(work, run, config, *more, steps=20):
+    data = ["--model", str(work / "model.json"), "--data", str(work / "data"), "--split", "80,10,10"]
+    schedule = ["--train-steps", str(steps), "--warmup-steps", "1"]
+    return ["--deepspeed_config", config, *data, *schedule, "--output", str(run), *map(str, more)]
+
+
+def losses(run):
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in read_metrics(run)]
+
+
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}  # with ZeRO-1: another optimizer class of DeepSpeed

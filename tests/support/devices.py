@@ -1,0 +1,45 @@
+"""Where kernels run in tests: on the GPU, or on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def on_device(gpu: Any, interpreter: Any) -> Any:
+    """Shapes, variants and the like of a test: what a GPU takes in a moment takes the interpreter hours."""
+    return gpu if ON_GPU else interpreter
+
+
+def prepare() -> None:
+    """Have kernels interpreted where no GPU runs them. To be called before Triton is imported."""
+    if not ON_GPU and importlib.util.find_spec("triton") is not None:
+        os.environ["TRITON_INTERPRET"] = "1"
+        _patch_language_once_a_launch()
+
+
+def _patch_language_once_a_launch() -> None:
+    """Triton's interpreter replaces its whole language for each call of a function inside a kernel, which takes half of
+    its time. Once is enough for each of the two modules by which functions may know the language."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    scope, patch = getattr(interpreter, "_LangPatchScope", None), interpreter._patch_lang
+    if scope is None:  # versions that leave the language replaced
+        return
+
+    @functools.cache
+    def known_to(fn: Any) -> list[Any]:
+        return [x for x in (tl, tl.core) if any(x is value for value in fn.__globals__.values())]
+
+    def patch_once(fn: Any) -> Any:
+        return patch(fn) if any(tl.core.is_builtin(x.load) for x in known_to(fn)) else scope()
+
+    interpreter._patch_lang = patch_once
