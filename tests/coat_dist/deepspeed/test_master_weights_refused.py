@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.coat_dist.deepspeed.test_master_weights import BF16, Given
+from tests.coat_dist.deepspeed.remainders import BF16, Given
 from tests.support import run_ranks
 
 

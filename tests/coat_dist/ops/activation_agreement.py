@@ -16,14 +16,23 @@ from coat_dist.reference.quantize import tensor_scale
 
 from .codes import SCALES, SHORT, close, close_rows, same, same_rows, tiles
 
+KINDS = tuple(itertools.product((E4M3, E5M2), SCALES, (True, False), (torch.float32, torch.bfloat16)))
+"""Format, scales, exact or not, dtype of the input: too many to try all of them with every activation."""
+WAYS = (None, None), (1, SHORT), (0, None), (2, (32, 2, True, 4)), (0, SHORT)
+"""What may be held in registers, and tiles."""
+
+
+def dealt(hand, act, turn, turns, variants):
+    """``variants`` items of ``hand`` for one of the ``turns`` of an activation. They are dealt out in a circle over all
+    activations, also where these are checked one by one. ``variants`` is odd, to share no divisor with 16 kinds."""
+    first = (list(ACTIVATIONS).index(act) * turns + turn) * variants
+    return [hand[i % len(hand)] for i in range(first, first + variants)]
+
 
 def check_activation(device="cpu", sizes=(64, 176), rows=37, activations=tuple(ACTIVATIONS), variants=5):
     """Every activation, with and without a bias, over tails of rows, columns and groups; ``variants`` of the rest."""
-    kinds = itertools.cycle(itertools.product((E4M3, E5M2), SCALES, (True, False), (torch.float32, torch.bfloat16)))
-    for act, f, biased in itertools.product(activations, sizes, (False, True)):
-        for grad_fmt, (scale, size), exact, dtype in itertools.islice(
-            kinds, variants
-        ):  # odd: shares no divisor with 16
+    for act, (turn, (f, biased)) in itertools.product(activations, enumerate(itertools.product(sizes, (False, True)))):
+        for grad_fmt, (scale, size), exact, dtype in dealt(KINDS, act, turn, 2 * len(sizes), variants):
             width = f * ACTIVATIONS[act].parts
             x = (torch.randn(rows, width) * 2).to(device, dtype)
             x[0, ::3] = 0
@@ -98,17 +107,16 @@ def check_activation_of_bad_values(device="cpu"):
 
 def check_activation_rows(device="cpu", sizes=(176, 2752), rows=37, activations=tuple(ACTIVATIONS), variants=3):
     """Every activation, with and without a bias, over tails of columns and groups; ``variants`` of the rest."""
-    kinds = itertools.cycle(itertools.product((E4M3, E5M2), SCALES, (True, False), (torch.float32, torch.bfloat16)))
-    ways = itertools.cycle(((None, None), (1, SHORT), (0, None), (2, (32, 2, True, 4)), (0, SHORT)))
-    for act, f, biased in itertools.product(activations, sizes, (False, True)):
-        for fmt, (scale, size), exact, dtype in itertools.islice(kinds, variants):  # odd: shares no divisor with 16
+    for act, (turn, (f, biased)) in itertools.product(activations, enumerate(itertools.product(sizes, (False, True)))):
+        place = act, turn, 2 * len(sizes), variants
+        for (fmt, (scale, size), exact, dtype), way in zip(dealt(KINDS, *place), dealt(WAYS, *place), strict=True):
             width = f * ACTIVATIONS[act].parts
             x = (torch.randn(2, rows, width) * torch.exp(torch.randn(2, rows, 1))).to(device, dtype)
             x[0, 0, ::3] = 0
             # Large where x is not: a bias that reached columns outside would raise the amax.
             bias = (torch.randn(width) * 3).to(device, dtype) if biased else None
             rest = (act, fmt, size, scale, exact, bias)
-            with tiles(activation_compress, *next(ways)):
+            with tiles(activation_compress, *way):
                 got = activation.activation_compress_rows(x, *rest)
                 alone = activation.activation_compress_rows(x[1, -1], *rest)
             wanted = reference.activation_compress_rows(x, *rest)
