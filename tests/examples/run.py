@@ -45,7 +45,7 @@ def start(command: str, **environment: str) -> str:
     launcher, *rest = shlex.split(command)
     port = [] if launcher == "python" else ["--master_port", str(free_port())]
     done = subprocess.run(
-        [Path(sys.executable).with_name(launcher) if launcher != "python" else sys.executable, *port, *rest],
+        [*_launcher(launcher), *port, *rest],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment},
         stdout=subprocess.PIPE,
@@ -55,6 +55,15 @@ def start(command: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
+
+
+def _launcher(name: str) -> list[str]:
+    """``python`` is this Python; a launcher is the script beside it, or the module that the script would run."""
+    script = Path(sys.executable).with_name(name)
+    if name == "python":
+        return [sys.executable]
+    modules = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}
+    return [str(script)] if script.exists() else [sys.executable, "-m", modules[name]]
 
 
 def check(name: str) -> list[float]:
