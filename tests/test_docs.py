@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: code that is part of an example, links that lead somewhere, files that exist."""
+"""README.md, CHANGELOG.md, benchmarks/README.md and docs/*.md: code of examples, links that lead somewhere, files that exist."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from coat_dist.config import CoatConfig
 from coat_dist.deepspeed.refusals import check_deepspeed
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "benchmarks/README.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith((".", "runs"))]
 FILES = [str(p.relative_to(ROOT)) for folder in FOLDERS for p in folder.rglob("*")] + [p.name for p in ROOT.iterdir()]
 ELSEWHERE = {"zero_to_fp32.py"}
