@@ -13,6 +13,8 @@ layout      one scale per                                          used for
 Optimizer moments are not of this type: their decoding is not linear (see ``reference/moments.py``). Here are only the
 names of their formats, from which the configuration, the optimizer and their error messages take what they accept; what
 a name means is a class in ``reference/moment_formats.py``.
+
+Codes are decoded in ``reference/quantize.py`` (tensors) and ``reference/moments.py`` (moments).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: code that is part of an example, links that lead somewhere, files that exist."""
+"""Every page in Markdown: code that is part of an example, links that lead somewhere, files that exist."""
 
 import json
 import re
@@ -10,12 +10,16 @@ from coat_dist.config import CoatConfig
 from coat_dist.deepspeed.refusals import check_deepspeed
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CHANGES = ROOT / "CHANGELOG.md"  # also names files of before
 FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith((".", "runs"))]
 FILES = [str(p.relative_to(ROOT)) for folder in FOLDERS for p in folder.rglob("*")] + [p.name for p in ROOT.iterdir()]
 ELSEWHERE = {"zero_to_fp32.py"}
 """Files that pages name and that are not of this repository: DeepSpeed's."""
-per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def per_page(*pages):
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def blocks(text, *languages):
@@ -65,27 +69,28 @@ def test_the_configuration_of_docs_config_is_accepted():
     assert CoatConfig.from_deepspeed(json.loads(code)).activation.bf16_layers == (0, -1)
 
 
-@per_page
+@per_page(*PAGES, CHANGES)
 def test_links_lead_somewhere(page):
     text = re.sub(
         r"`[^`\n]*`", "", without_code(page.read_text(encoding="utf-8")).replace("[`", "[").replace("`]", "]")
     )
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for words, target in re.findall(r"\[([^]]*)\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", target):
             continue
         path, _, anchor = target.partition("#")
         other = (page.parent / path).resolve() if path else page
         assert other.exists(), target
         assert not anchor or anchor in anchors(other), target
+        assert not words.endswith(".md") or Path(words).name == other.name, f"{words} leads to {target}"
 
 
-@per_page
+@per_page(*PAGES)
 def test_files_that_are_named_exist(page):
     """Paths in backticks that end in .py or begin with a folder of this repository; short ones by their last parts."""
     folders = {folder.name for folder in FOLDERS}
     for name in re.findall(r"`([\w./*{},-]+)`", without_code(page.read_text(encoding="utf-8"))):
         path = name.rstrip("/")
-        any_name = re.fullmatch(r"(test_)?[A-Z]+", Path(path).stem)  # `NAME.py` stands for any file
+        any_name = re.search(r"(^|[/_-])(NAME|PROGRAM|ROOM)([/_.-]|$)", path)  # stands for any file
         if name in ELSEWHERE or any_name or not (path.split("/")[0] in folders or path.endswith(".py")):
             continue
         expression = re.escape(path).replace(r"\*", "[^/]*")

@@ -1,4 +1,4 @@
-"""Activations: values and gradients against torch's, and the passes against their parts."""
+"""Activations: the definition against torch, the passes against their parts, the kernels against the definition."""
 
 import pytest
 import torch

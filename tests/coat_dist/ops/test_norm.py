@@ -1,4 +1,4 @@
-"""Norms: values and gradients against torch's, and the two passes against their parts."""
+"""Norms: the definition against torch, the two passes against their parts, and the kernels against the definition."""
 
 import pytest
 import torch
