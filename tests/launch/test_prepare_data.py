@@ -109,7 +109,7 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path):
 
     command = [sys.executable, "launch/prepare_data.py", *common, "--output", str(tmp_path / "out/x"), "--workers", "2"]
     parts = tmp_path / "out/x.parts"
-    for _ in range(3):
+    for _ in range(10):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         killed = stop_in_the_middle(command, parts, signal.SIGKILL)[0]
         status, errors = stop_in_the_middle(command, parts, signal.SIGINT)
