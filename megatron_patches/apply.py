@@ -49,9 +49,10 @@ def apply_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
             _PATCHERS[block.kind](block.layer, _with_wgrad(block.layer, settings, report), changes, report)
         _patch_residuals(model, changes, report)
         if settings.tp_invariant:
-            for output_layer in plan.invariant_outputs:
+            for name, output_layer in plan.invariant_outputs.items():
                 patch = Patch(settings, tensor_parallel(output_layer))
                 changes.swap(output_layer, InvariantColumnParallelLinear, patch)
+                report.patched.append(name)
             for module in model.modules():  # what is left: the final norm, norms of queries and keys
                 if type(module) in EXACT:
                     changes.swap(module, EXACT[type(module)])

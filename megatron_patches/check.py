@@ -32,7 +32,7 @@ def check_model(model: nn.Module, settings: ActivationConfig) -> None:
 
 def check_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None:
     """Raises ValueError, with the report, where the plan is not what the settings ask for."""
-    if not plan.blocks and (plan.why_nothing or not pipelined(model)):
+    if plan.nothing:
         why = f" ({plan.why_nothing})" if plan.why_nothing and not any(layers_of(model)) else ""
         raise ValueError(f"model: nothing to patch{why}\n{plan.report}")
     if settings.z_loss and _loss_stays_plain(plan, model):

@@ -103,7 +103,8 @@ def other_quick_gelus() -> tuple[Callable[..., Any], ...]:
     """From 0.15 on: a second ``quick_gelu`` of megatron-core, which computes the same as ``activations.quick_gelu``."""
     from megatron.core.fusions import fused_bias_geglu
 
-    return () if older_than("0.15") else (fused_bias_geglu.quick_gelu,)
+    other = getattr(fused_bias_geglu, "quick_gelu", None)
+    return () if other is None else (other,)
 
 
 def fc1_params(config: Any) -> dict[str, Any]:

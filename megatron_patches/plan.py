@@ -29,10 +29,12 @@ class Plan:
     report: PatchReport = field(default_factory=PatchReport)
     blocks: list[Block] = field(default_factory=list)
     """To be patched."""
-    invariant_outputs: list[Any] = field(default_factory=list)
-    """Output layers that ``tp_invariant`` replaces."""
+    invariant_outputs: dict[str, Any] = field(default_factory=dict)
+    """Output layers that ``tp_invariant`` replaces, by name."""
     chunked: list[Any] = field(default_factory=list)
     """Language models whose loss is to be chunked."""
+    nothing: bool = False
+    """Whether there is nothing to patch, which is no error in a pipeline stage while others may have something."""
     why_nothing: str | None = None
     """What keeps the layers of all pipeline stages from being patched, or None."""
 
@@ -45,7 +47,8 @@ def make_plan(model: nn.Module, settings: ActivationConfig) -> Plan:
     """
     plan = Plan()
     _plan_blocks(model, settings, plan)
-    _plan_outputs(model, settings, plan)
+    if not plan.nothing:
+        _plan_outputs(model, settings, plan)
     return plan
 
 
@@ -75,7 +78,8 @@ def _plan_blocks(model: nn.Module, settings: ActivationConfig, plan: Plan) -> No
         known = any(module is layer or module is getattr(layer, "_orig_mod", None) for _, layer in layers)
         if isinstance(module, BaseTransformerLayer) and not known:
             left[name] = "outside the decoder's layers (multi-token prediction)"
-    if not plan.blocks and pipelined(model):
+    plan.nothing = not plan.blocks and (plan.why_nothing is not None or not pipelined(model))
+    if not plan.blocks and not plan.nothing:
         plan.report.note("no block is patched in this pipeline stage")
 
 
@@ -95,8 +99,7 @@ def _plan_outputs(model: nn.Module, settings: ActivationConfig, plan: Plan) -> N
             if (reason := why_bf16_output_layer(output_layer)) is not None:
                 report.left[name] = reason
             else:
-                plan.invariant_outputs.append(output_layer)
-                report.patched.append(name)
+                plan.invariant_outputs[name] = output_layer
 
 
 def _bf16_layers(settings: ActivationConfig, layers: int) -> set[int]:

@@ -13,7 +13,7 @@ from coat_dist.reference.rope import Heads, rope_table, split_rope, split_rope_b
 from megatron_patches import attention as module
 from megatron_patches import patch_model, patched
 
-from .test_patch_memory import layer_bytes
+from .saved_bytes import layer_bytes
 from .tiny import BATCH, BLOCKS, FFN, HEADS, HIDDEN, SEQ, gradients, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 
 SETTINGS, FP8 = ActivationConfig(), ActivationConfig(attention="fp8")

@@ -8,7 +8,7 @@ import torch
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
 
-from .test_interplay import FULL, assert_same, gradients
+from .interplay import FULL, assert_same, losses_and_gradients
 from .tiny import tiny_batch, tiny_gpt
 
 # Which parameters are trained, by a test on their names.
@@ -49,10 +49,10 @@ def trained(which, patch=True, **options):
 def test_selective_recompute_changes_no_gradient(module, which, device):
     batch = tiny_batch(2, device)
     model = trained(which, **selective(module))
-    got = gradients(model, batch)
+    got = losses_and_gradients(model, batch)
     for name, gradient in got[1].items():
         assert (gradient is not None) == TRAINED[which](name), name
-    assert_same(got, gradients(trained(which), batch), device)
+    assert_same(got, losses_and_gradients(trained(which), batch), device)
 
 
 @pytest.mark.parametrize("module", ["mlp", "core_attn"])
@@ -67,7 +67,7 @@ def test_hooks_of_parameters_run_once(module, device):
             accumulate = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             accumulate.register_hook(lambda *_, name=name: seen.append(f"node {name}"))
             parameter.coat_keep = accumulate
-    gradients(model, tiny_batch(2, device))
+    losses_and_gradients(model, tiny_batch(2, device))
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     assert sorted(seen) == sorted(names + [f"node {n}" for n in names])
 
@@ -82,6 +82,6 @@ def test_full_recompute_gives_a_gradient_wherever_megatron_does(which, device):
 
 def _none_or_not(model, batch):
     try:
-        return {n: g is not None for n, g in gradients(model, batch)[1].items()}
+        return {n: g is not None for n, g in losses_and_gradients(model, batch)[1].items()}
     except RuntimeError as error:
         return str(error)

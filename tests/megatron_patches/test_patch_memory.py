@@ -8,45 +8,10 @@ import torch
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, unpatch_model
 
+from .saved_bytes import Saved, layer_bytes
 from .tiny import BATCH, FFN, HEADS, HIDDEN, SEQ, gradients, tiny_batch, tiny_gpt, tiny_loss
 
 SETTINGS = ActivationConfig()
-
-
-class _Saved:
-    """Bytes of the storages that autograd saves, parameters left out."""
-
-    def __init__(self, model):
-        self.ignore = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.storages: dict[int, torch.UntypedStorage] = {}
-
-    def __enter__(self):
-        def pack(t):
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in self.ignore:
-                self.storages[storage.data_ptr()] = storage
-            return t
-
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *args):
-        self.hooks.__exit__(*args)
-        self.bytes = sum(s.nbytes() for s in self.storages.values())
-
-
-def layer_bytes(settings, **options):
-    """Saved bytes of one more layer."""
-    sizes = []
-    for layers in (1, 2):
-        model = tiny_gpt(num_layers=layers, **options)
-        if settings is not None:
-            patch_model(model, settings)
-        with _Saved(model) as saved:
-            tiny_loss(model, tiny_batch(0)).backward()
-        sizes.append(saved.bytes)
-    return sizes[1] - sizes[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="attention kernels of the GPU keep their own statistics")
@@ -69,11 +34,11 @@ def test_values_do_not_keep_queries_and_keys_alive(device):
     from megatron.core.transformer.attention import SelfAttention
 
     model, batch = tiny_gpt(), tiny_batch(0, device)
-    with _Saved(model) as ours:
+    with Saved(model) as ours:
         tiny_loss(model, batch)
     for layer in model.decoder.layers:
         layer.self_attention.__class__ = SelfAttention
-    with _Saved(model) as plain:
+    with Saved(model) as plain:
         tiny_loss(model, batch)
     layers, tokens = 2, BATCH * SEQ
     assert plain.bytes - ours.bytes == layers * tokens * 2 * (HIDDEN + HIDDEN)

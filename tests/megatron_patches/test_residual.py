@@ -17,7 +17,7 @@ from megatron_patches import mlp, patch_model, patched, unpatch_model
 from megatron_patches.residual import AliasedAdd
 from tests.support import Adds
 
-from .test_interplay import MODELS
+from .interplay import MODELS
 from .tiny import BATCH, BLOCKS, HIDDEN, SEQ, gradients, tiny_batch, tiny_gpt, tiny_loss
 
 SETTINGS = ActivationConfig()

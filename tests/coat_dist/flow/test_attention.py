@@ -16,7 +16,7 @@ from coat_dist.formats import QuantizedTensor, fp8_format
 from coat_dist.reference.quantize import dequantize, quantize_groups
 
 from .common import relative_error, settings
-from .test_saved import saved, scale_bytes
+from .saved_bytes import saved, scale_bytes
 
 S, B, HEADS = 40, 2, 4
 ONE = TensorParallel()

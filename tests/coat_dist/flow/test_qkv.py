@@ -7,7 +7,7 @@ from coat_dist.flow import Heads, TensorParallel, norm_linear, norm_qkv, rope_ta
 from coat_dist.reference.rope import split_rope, split_rope_backward
 
 from .common import ONE, Layer, settings
-from .test_saved import normed_bytes, saved
+from .saved_bytes import normed_bytes, saved
 
 S, B, H = 12, 3, 64
 HEADS = Heads(groups=2, per_group=2, size=16)

@@ -11,7 +11,7 @@ from coat_dist.reference.norm import norm_backward
 from tests.support import Adds
 
 from .common import ONE, Layer, settings
-from .test_saved import saved
+from .saved_bytes import saved
 
 S, B, H = 12, 3, 64
 HEADS = Heads(groups=2, per_group=2, size=16)

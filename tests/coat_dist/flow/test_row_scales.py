@@ -14,7 +14,7 @@ from coat_dist.reference.norm import norm_apply, norm_stats
 from coat_dist.reference.quantize import dequantize, quantize_groups, quantize_rows
 
 from .common import EPS, ONE, Layer, relative_error, settings
-from .test_saved import saved
+from .saved_bytes import saved
 
 FORMS = [("e4m3", "e8m0"), ("e4m3", "bf16"), ("e5m2", "e8m0")]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -12,31 +12,7 @@ from coat_dist.reference.norm import NormStats, norm_apply
 from coat_dist.reference.quantize import amax, quantize_rows, quantize_tensor, tensor_scale
 
 from .common import ONE, Layer, settings
-
-
-def saved(call, *known):
-    """Storages that autograd keeps for ``call``, as {address: bytes}; those of ``known`` tensors left out."""
-    held = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        out = call()
-    assert out.requires_grad
-    known_addresses = {t.untyped_storage().data_ptr() for t in known}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    return {address: size for address, size in storages.items() if address not in known_addresses}
-
-
-def scale_bytes(n, config):
-    return -(-n // config.group_size) * (1 if config.scale == "e8m0" else 2)
-
-
-def normed_bytes(h, config):
-    """Per token: x8, its group scales and rstd, of both norms."""
-    return h + scale_bytes(h, config) + 4
-
-
-def pre_bytes(f, config, parts=2):
-    """Per token: the pre-activation, its parts apart, and its scales."""
-    return parts * (f + scale_bytes(f, config))
+from .saved_bytes import normed_bytes, pre_bytes, saved, scale_bytes
 
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])

@@ -159,6 +159,12 @@ def test_kernel_that_writes_row_scales_over_tails(agreement, activation):
     agreement.check_activation_rows(DEVICE, (101,), rows, (activation,), variants)
 
 
+def test_kernel_that_writes_row_scales_of_long_rows(agreement):
+    """On a GPU those of Llama 7B and 70B."""
+    sizes, rows = on_device(((11008, 28672), 40), ((1100,), 1))
+    agreement.check_activation_rows(DEVICE, sizes, rows, ("swiglu",), variants=1)
+
+
 def test_kernel_that_writes_row_scales_of_bad_values(agreement):
     agreement.check_rows_of_bad_values(DEVICE)
 

@@ -1,0 +1,28 @@
+"""What autograd keeps of a call, and how many bytes of it are planned."""
+
+import torch
+
+
+def saved(call, *known):
+    """Storages that autograd keeps for ``call``, as {address: bytes}; those of ``known`` tensors left out."""
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        out = call()
+    assert out.requires_grad
+    known_addresses = {t.untyped_storage().data_ptr() for t in known}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    return {address: size for address, size in storages.items() if address not in known_addresses}
+
+
+def scale_bytes(n, config):
+    return -(-n // config.group_size) * (1 if config.scale == "e8m0" else 2)
+
+
+def normed_bytes(h, config):
+    """Per token: x8, its group scales and rstd, of both norms."""
+    return h + scale_bytes(h, config) + 4
+
+
+def pre_bytes(f, config, parts=2):
+    """Per token: the pre-activation, its parts apart, and its scales."""
+    return parts * (f + scale_bytes(f, config))
