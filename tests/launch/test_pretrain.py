@@ -185,7 +185,8 @@ def test_hyperparameters_are_the_configurations_after_a_restart(work, tmp_path):
     assert "finished 2" in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
     changed = {"type": "CoatAdamW", "params": {"lr": 5e-3, "betas": [0.8, 0.99], "weight_decay": 0.3}}
     go_on = command(work, run, configuration(tmp_path, 3, optimizer=changed), "--load", save, steps=3)
-    groups = run_ranks(2, hyperparameters, go_on)[0]
+    groups, parsed = run_ranks(2, hyperparameters, go_on)[0]
+    assert parsed == 1, "what the plan holds is what the engine is built from"
     assert [g[:3] for g in groups] == [["decay/fp8", 0.3, (0.8, 0.99)], ["no_decay/fp32", 0.0, (0.8, 0.99)]]
 
 
