@@ -31,10 +31,13 @@ from tests.support import run_ranks
     ],
 )
 def test_restart_is_exact(work, tmp_path, stage, coat, more):
-    """12 steps straight = 6 + restart + 6, to the last bit of every loss and gradient norm."""
+    """12 steps straight = 6 + restart + 6, to the last bit of every loss and gradient norm.
+
+    21 documents of 60 tokens are an epoch of 40 samples, or five steps: one ends before the restart and one after it.
+    """
     config = configuration(tmp_path, stage, coat, **more)
     straight, parts, save = tmp_path / "straight", tmp_path / "parts", tmp_path / "save"
-    evaluate = ["--eval-interval", "4", "--eval-steps", "1"]
+    evaluate = ["--split", "35,35,30", "--eval-interval", "4", "--eval-steps", "1"]
     ends = run_ranks(2, rank_main, command(work, straight, config, *evaluate, steps=12))
     assert ends[0].startswith("finished 12 steps")
     both = [*evaluate, "--save", save, "--load", "auto", "--keep-last", "1"]

@@ -86,7 +86,8 @@ def test_base64_is_a_configuration_like_any_other():
         return base64.urlsafe_b64encode(text.encode()).decode()
 
     assert load_settings(encoded(json.dumps(GOOD)), tp=1)[0] == GOOD
-    for text, message in (('{"a": 1, "a": 2}', "key 'a' is given twice"), ("[]", "holds list"), ("{", "one of configs/")):
+    wrong = {'{"a": 1, "a": 2}': "key 'a' is given twice", "[]": "holds list", "{": "one of configs/"}
+    for text, message in wrong.items():
         with pytest.raises(CoatConfigError, match=message):
             load_settings(encoded(text), tp=1)
 
