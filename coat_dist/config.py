@@ -183,6 +183,8 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
     path = Path(config)
     try:
         text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
     except OSError as problem:
         decoded = decode_base64(os.fspath(config))
         if decoded is None:

@@ -243,6 +243,12 @@ def test_broken_files(tmp_path, text, word):
         load_json(path)
 
 
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "ds.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(CoatConfigError, match="ds.json is not JSON: 'utf-8' codec"):
+        load_json(tmp_path / "ds.json")
+
+
 def test_missing_file():
     with pytest.raises(CoatConfigError, match="cannot read 'nowhere.json'"):
         load_json("nowhere.json")
