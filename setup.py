@@ -13,6 +13,7 @@ REQUIRES = [
     "triton>=3.6,<3.9; platform_system == 'Linux'",
     "pydantic>=2.10,<3",
     "numpy>=1.26,<3",
+    "packaging>=23",
     "tqdm>=4.66,<5",
     "tokenizers>=0.20,<1",
     "sentencepiece>=0.2,<0.3",

@@ -11,8 +11,8 @@ import base64
 import copy
 import difflib
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ __all__ = [
     "CoatConfig",
     "CoatConfigError",
     "OptimizerConfig",
+    "decode_base64",
     "explain",
     "load_json",
     "look_up",
@@ -118,7 +119,7 @@ class ActivationConfig(_Block):
     @field_validator("z_loss", mode="before")
     @classmethod
     def _finite(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max:
             return value
         raise PydanticCustomError("literal_error", "not accepted", {"expected": "a finite number from 0"})
 
@@ -182,15 +183,16 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
     path = Path(config)
     try:
         text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
     except OSError as problem:
-        try:
-            text = base64.urlsafe_b64decode(os.fspath(config)).decode()
-            json.loads(text)
-        except ValueError:
+        decoded = decode_base64(os.fspath(config))
+        if decoded is None:
             raise CoatConfigError(
                 f"config: cannot read {os.fspath(config)!r} ({problem.strerror}), "
                 "accepted: a dict or the path of a JSON file"
             ) from None
+        text = decoded
     try:
         loaded = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as problem:
@@ -198,6 +200,16 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise CoatConfigError(f"config: {os.fspath(config)} holds {type(loaded).__name__}, accepted: a JSON object")
     return loaded
+
+
+def decode_base64(given: str) -> str | None:
+    """The JSON text that a string holds in base64, as DeepSpeed's autotuner passes it; None where it holds none."""
+    try:
+        text = base64.urlsafe_b64decode(given).decode()
+        json.loads(text)
+    except ValueError:
+        return None
+    return text
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from coat_dist import CoatConfigError
 __all__ = ["find_config"]
 
 # setup.py puts the project's `configs` into this package; in a clone, installed as editable or not, it is beside it.
-_FOLDER = next(f for f in (Path(__file__).with_name("configs"), Path(__file__).parents[1] / "configs") if f.is_dir())
+_IN_PACKAGE, _BESIDE_IT = Path(__file__).with_name("configs"), Path(__file__).parents[1] / "configs"
+_FOLDER = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _BESIDE_IT
 
 
 def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> Path:

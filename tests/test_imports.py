@@ -6,6 +6,7 @@ All imports are read from the source, also those inside functions.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
@@ -111,6 +112,19 @@ def test_who_imports_deepspeed_and_megatron(package):
     rooms = tuple(f"{name}." for name in MAY_IMPORT[package])
     wrong = [str(f) for name, f in users.items() if not f"{name}.".startswith(rooms)]
     assert users and wrong == []
+
+
+def test_setup_names_every_package_that_is_imported():
+    requires = re.search(r"REQUIRES = \[(.*?)\n\]", (ROOT / "setup.py").read_text(encoding="utf-8"), re.DOTALL)[1]
+    named = {
+        "megatron" if name == "megatron-core" else name
+        for name in re.findall(r'^    "([\w-]+)', requires, re.MULTILINE)
+    }
+    named |= {"pydantic_core"}  # comes with pydantic
+    imported = {f.imported.split(".")[0]: str(f) for f in IMPORTS if not f.importer.startswith("benchmarks")}
+    unnamed = imported.keys() - named - set(FOLDERS) - sys.stdlib_module_names
+    assert [imported[name] for name in unnamed] == []
+    assert len(named) > 10
 
 
 def test_no_circle_of_files():

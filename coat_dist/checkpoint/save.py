@@ -89,7 +89,7 @@ def _together(work: Callable[[], None] | None, what: str) -> None:
     if work is not None:
         try:
             work()
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        except Exception as error:  # of any kind: `add_files` is the caller's, and the other ranks wait below
             problem = f"{type(error).__name__}: {error}"
     failed = [f"rank {r}: {text}" for r, text in enumerate(gather(problem)) if text is not None]
     if failed:

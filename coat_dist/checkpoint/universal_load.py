@@ -78,10 +78,9 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True, strict
     """Fill fp32 weights, moments, frozen parameters, buffers and extra states from a universal checkpoint.
 
     Moments are encoded to nearest, for all groups, before this returns; groups whose codes the checkpoint holds get
-    these bytes (``checkpoint/universal_codes.py``). Hyperparameters stay the present ones: each
-    group keeps its own. A parameter that is frozen now takes its weights from wherever they are, the fp32 weight of one
-    that was trained rounded to its own dtype. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed
-    does.
+    these bytes (``checkpoint/universal_codes.py``). Hyperparameters stay the present ones: each group keeps its own. A
+    parameter that is frozen now takes its weights from wherever they are, the fp32 weight of one that was trained
+    rounded to its own dtype. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed does.
 
     Args:
         engine: DeepSpeed engine with a CoatAdamW or torch's AdamW under ZeRO-1, 2, 3 or BF16_Optimizer.

@@ -38,6 +38,8 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) 
     install_replicated_grad_hooks(model)
     model.universal_checkpoint_info = universal_checkpoint_info(model)  # type: ignore[assignment]
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
+    if p.coat is not None:
+        settings["coat"] = p.coat  # parsed already
     optimizer = torch_adamw(model, p.settings) if p.settings["optimizer"]["type"] == "AdamW" else None
     note(
         f"optimizer: {'torch AdamW, fp32 moments' if optimizer else 'CoatAdamW, FP8 moments'}; "

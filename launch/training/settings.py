@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.config import load_json, look_up
+from coat_dist.config import decode_base64, load_json, look_up
 from coat_dist.deepspeed.refusals import check_deepspeed
 from launch.find_config import find_config
 
@@ -67,13 +68,9 @@ def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | 
 
 
 def _read(given: str) -> dict[str, Any]:
-    try:
-        return load_json(find_config("--deepspeed_config", given, "deepspeed"))
-    except CoatConfigError as problem:
-        try:
-            return load_json(given)  # base64, which DeepSpeed's autotuner passes
-        except CoatConfigError:
-            raise problem from None
+    if not os.path.exists(given) and decode_base64(given) is not None:
+        return load_json(given)
+    return load_json(find_config("--deepspeed_config", given, "deepspeed"))
 
 
 @dataclass(frozen=True)

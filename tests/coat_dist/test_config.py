@@ -78,6 +78,7 @@ def test_no_block_is_none_and_unchecked():
             ['coat.activation.z_loss: got "small", accepted: a finite number from 0'],
         ),
         ({"activation": {"z_loss": True}}, ["coat.activation.z_loss: got true"]),
+        ({"activation": {"z_loss": 10**400}}, ["accepted: a finite number from 0"]),  # JSON's integers have no end
         ({"activation": {"z_loss": 1e-4, "loss": "plain"}}, ['coat.activation.z_loss: got 0.0001 with loss "plain"']),
         ({"activation": {"z_loss": 1e-4, "enabled": False}}, ["coat.activation.z_loss: got 0.0001 with enabled false"]),
         ({"activation": {"bf16_layers": ["first"]}}, ["coat.activation.bf16_layers.0", "an integer"]),
@@ -240,6 +241,12 @@ def test_broken_files(tmp_path, text, word):
     path.write_text(text)
     with pytest.raises(CoatConfigError, match=word):
         load_json(path)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "ds.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(CoatConfigError, match="ds.json is not JSON: 'utf-8' codec"):
+        load_json(tmp_path / "ds.json")
 
 
 def test_missing_file():

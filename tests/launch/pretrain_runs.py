@@ -4,6 +4,7 @@ import json
 import math
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -109,7 +110,8 @@ def without_a_model(rank, world, argv):
 
 
 def hyperparameters(rank, world, argv):
-    """Optimizer groups' hyperparameters at the start of a run."""
+    """Optimizer groups' hyperparameters at the start of a run, and how often it parsed the "coat" block."""
+    from coat_dist import CoatConfig
     from launch import pretrain
     from launch.training import arguments, runtime
 
@@ -120,8 +122,9 @@ def hyperparameters(rank, world, argv):
         keys = ("name", "weight_decay", "betas", "lr")
         seen.extend([[g[k] for k in keys] for g in loop.engine.optimizer.param_groups])
 
-    pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=look)
-    return seen
+    with mock.patch.object(CoatConfig, "model_validate", wraps=CoatConfig.model_validate) as parse:
+        pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=look)
+    return seen, parse.call_count
 
 
 def weights(engine):

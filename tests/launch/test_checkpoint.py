@@ -10,6 +10,7 @@ import pytest
 from coat_dist.checkpoint import publish
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
 from coat_dist.checkpoint.publish import find
+from coat_dist.checkpoint.save import save_engine
 from launch.training import checkpoint
 from tests.launch.saved_steps import Engine, progress, start
 from tests.support import run_ranks
@@ -87,6 +88,29 @@ def full_disk(rank, world, folder):
     with pytest.raises(CheckpointError, match="cannot write .*step00000002: .*No space left"):
         checkpoint.save(engine, folder, {}, progress(2))
     return str(find(folder))
+
+
+def own_files_fail(rank, world, folder):
+    """Save with files of the caller's whose writing fails on rank 1, and then with values that are not plain."""
+
+    def add_files(temporary):
+        if rank == 1:
+            raise KeyError("no such state")
+
+    said = []
+    for step, content, add in ((1, {}, add_files), (2, {"progress": {1, 2}}, lambda temporary: None)):
+        try:
+            save_engine(Engine(), Path(folder), step, content, add)
+        except CheckpointError as problem:
+            said.append(str(problem))
+    return said
+
+
+def test_any_error_of_the_callers_part_is_an_error_on_all_ranks(tmp_path):
+    first, second = run_ranks(2, own_files_fail, str(tmp_path))
+    assert first == second
+    assert "rank 1: KeyError: 'no such state'" in first[0] and "rank 0: TypeError: " in first[1]
+    assert find(tmp_path) is None
 
 
 def test_keep_last_counts_by_time_of_writing(tmp_path):

@@ -133,3 +133,11 @@ def test_a_program_started_by_its_path_finds_the_project_and_offers_none_of_its_
     assert Path(found.pop("data")) == tmp_path / "site/data.py"
     ours = {"launch": str(ROOT / "launch/__init__.py"), "coat_dist": str(ROOT / "coat_dist/__init__.py")}
     assert found == ours | dict.fromkeys(found.keys() - ours.keys())
+
+
+def test_programs_copied_without_configurations_take_paths(tmp_path):
+    shutil.copy(ROOT / "launch/find_config.py", tmp_path / "copied_find_config.py")
+    look = f"import copied_find_config as c; print(c.find_config('--model', {str(ROOT / 'README.md')!r}, 'models'))"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    ended = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True)
+    assert ended.stdout == f"{ROOT / 'README.md'}\n", ended.stderr

@@ -31,10 +31,13 @@ from tests.support import run_ranks
     ],
 )
 def test_restart_is_exact(work, tmp_path, stage, coat, more):
-    """12 steps straight = 6 + restart + 6, to the last bit of every loss and gradient norm."""
+    """12 steps straight = 6 + restart + 6, to the last bit of every loss and gradient norm.
+
+    21 documents of 60 tokens are an epoch of 40 samples, or five steps: one ends before the restart and one after it.
+    """
     config = configuration(tmp_path, stage, coat, **more)
     straight, parts, save = tmp_path / "straight", tmp_path / "parts", tmp_path / "save"
-    evaluate = ["--eval-interval", "4", "--eval-steps", "1"]
+    evaluate = ["--split", "35,35,30", "--eval-interval", "4", "--eval-steps", "1"]
     ends = run_ranks(2, rank_main, command(work, straight, config, *evaluate, steps=12))
     assert ends[0].startswith("finished 12 steps")
     both = [*evaluate, "--save", save, "--load", "auto", "--keep-last", "1"]
@@ -185,7 +188,8 @@ def test_hyperparameters_are_the_configurations_after_a_restart(work, tmp_path):
     assert "finished 2" in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
     changed = {"type": "CoatAdamW", "params": {"lr": 5e-3, "betas": [0.8, 0.99], "weight_decay": 0.3}}
     go_on = command(work, run, configuration(tmp_path, 3, optimizer=changed), "--load", save, steps=3)
-    groups = run_ranks(2, hyperparameters, go_on)[0]
+    groups, parsed = run_ranks(2, hyperparameters, go_on)[0]
+    assert parsed == 1, "what the plan holds is what the engine is built from"
     assert [g[:3] for g in groups] == [["decay/fp8", 0.3, (0.8, 0.99)], ["no_decay/fp32", 0.0, (0.8, 0.99)]]
 
 

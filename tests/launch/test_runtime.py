@@ -73,7 +73,7 @@ def draws(rank, world, path):
 
     from megatron_patches import initialize_model_parallel
 
-    runtime.seed_hosts_generators(7)
+    runtime.seed_python_and_numpy(7)
     initialize_model_parallel(world, seed=7)
 
     def draw():

@@ -1,5 +1,6 @@
 """What pretraining asks of the DeepSpeed configuration, and what it takes from it."""
 
+import base64
 import copy
 import json
 from pathlib import Path
@@ -78,6 +79,17 @@ def test_baseline_is_one_configuration_apart(stem):
 def test_configurations_that_cannot_run(tmp_path, change, message):
     with pytest.raises(CoatConfigError, match=message):
         settings_of(tmp_path, change)
+
+
+def test_base64_is_a_configuration_like_any_other():
+    def encoded(text):
+        return base64.urlsafe_b64encode(text.encode()).decode()
+
+    assert load_settings(encoded(json.dumps(GOOD)), tp=1)[0] == GOOD
+    wrong = {'{"a": 1, "a": 2}': "key 'a' is given twice", "[]": "holds list", "{": "one of configs/"}
+    for text, message in wrong.items():
+        with pytest.raises(CoatConfigError, match=message):
+            load_settings(encoded(text), tp=1)
 
 
 def test_batch_sizes_follow_deepspeed():
