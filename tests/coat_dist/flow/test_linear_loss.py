@@ -12,8 +12,8 @@ from .common import ONE, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 1e-3}
-"""Relative error of dx, which is summed in fp32: now and then an element of BF16 is the neighbour, and a large one (2**-7
-beside a norm of about 14) alone makes 6e-4."""
+"""Relative error of dx, which is summed in fp32: now and then an element of BF16 is the neighbour, and a large one
+(2**-7 beside a norm of about 14) alone makes 6e-4."""
 
 
 def problem(dtype, s=13, b=5, h=72, v=331, bias=False):
