@@ -29,6 +29,7 @@ def begin(launcher, argv):
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "PYTHONUNBUFFERED": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # spares every rank the import of torch.compile's backends, which Megatron asks for
     }
     return subprocess.Popen(
         [sys.executable, *launcher, str(free_port()), str(ROOT / "launch" / "pretrain.py"), *argv],

@@ -28,6 +28,7 @@ def cuda_by_name(monkeypatch):
     monkeypatch.setattr(torch, "zeros", on_cpu(zeros))
 
 
+@pytest.mark.long  # twenty seconds
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it without stand-ins")
 def test_distributed_data_parallel_and_distributed_optimizer(cuda_by_name):
     megatron_loop.check(*(megatron_loop.losses(patch, "cpu") for patch in (False, True)))

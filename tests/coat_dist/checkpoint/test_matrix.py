@@ -49,15 +49,16 @@ class Model(torch.nn.Module):
         super().__init__()
         self.tp_rank, self.tp = tp_rank, tp
         for name, (shape, dim) in SHAPES.items():
-            torch.manual_seed(len(name))
-            p = torch.nn.Parameter(cut(name, torch.randn(shape), tp_rank, tp), requires_grad=name != "frozen")
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
+            p = torch.nn.Parameter(cut(name, whole, tp_rank, tp), requires_grad=name != "frozen")
             p.tensor_model_parallel, p.partition_dim = dim is not None, dim
             self.register_parameter(name, p)
         self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
 
     def forward(self, seed):
-        torch.manual_seed(seed)
-        targets = {n: cut(n, torch.randn(shape), self.tp_rank, self.tp) for n, (shape, _) in SHAPES.items()}
+        generator = torch.Generator().manual_seed(seed)
+        wholes = {n: torch.randn(shape, generator=generator) for n, (shape, _) in SHAPES.items()}
+        targets = {n: cut(n, whole, self.tp_rank, self.tp) for n, whole in wholes.items()}
         return sum((p.float() - targets[n]).square().sum() for n, p in self.named_parameters() if n != "frozen")
 
 

@@ -184,6 +184,7 @@ def test_recompute_offload_and_repeated_backward_change_nothing():
         loss.backward()
 
 
+@pytest.mark.long
 def test_compiled_callers_get_the_same_bits():
     inputs, weight = qkv(), torch.randn(48, HEADS * 64, dtype=torch.bfloat16, requires_grad=True)
 
