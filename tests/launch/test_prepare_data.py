@@ -1,15 +1,10 @@
-"""Data preparation: restarts and workers do not matter, nothing of others is replaced, bad input is named."""
+"""Data preparation: workers do not matter, nothing of others is replaced, bad input is named."""
 
 from __future__ import annotations
 
 import gzip
 import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +14,7 @@ import pytest
 
 from launch.data.tokenizer import for_data
 from launch.prep import DataError
-from launch.prep.arguments import parser
-from launch.prepare_data import main, prepare
+from launch.prepare_data import main
 from tests.launch.prep.support import decoded, documents, files_of, run, some_texts, write_jsonl
 from tests.support import held_elsewhere
 
@@ -63,118 +57,6 @@ def test_result_does_not_depend_on_workers(tmp_path, workers):
     )
     first, second = files_of(tmp_path / "1/x"), files_of(tmp_path / "n/x")
     assert first == second and set(first) == {".bin", ".idx", ".json"}
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def stop_in_the_middle(command, parts, number):
-    """Run a command, send it a signal once a few shards are there; its exit status and error output."""
-    enough = len(list(parts.glob("0*.json"))) + 5
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    until = time.monotonic() + 60
-    while len(list(parts.glob("0*.json"))) < enough and time.monotonic() < until and process.poll() is None:
-        time.sleep(0.001)
-    if process.poll() is not None:
-        return process.returncode, process.communicate()[1]
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(number)
-    process.wait(120)
-    until = time.monotonic() + 20
-    while any(alive(pid) for pid in children) and time.monotonic() < until:
-        time.sleep(0.01)
-    orphans = [int(pid) for pid in children if alive(pid)]
-    for pid in orphans:
-        os.kill(pid, signal.SIGKILL)
-    assert not orphans  # nobody is left waiting for a dead parent
-    assert process.returncode == 0 or (len(children) >= 2 and len(list(parts.glob("0*.json"))) >= enough)
-    return process.returncode, process.communicate()[1]
-
-
-def test_killed_run_continues_to_the_same_bytes(tmp_path):
-    write_jsonl(tmp_path / "in.jsonl", some_texts(6000, 7))
-    (tmp_path / "straight").mkdir()
-    common = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bpe:300", "--shard-bytes", "4k"]
-    prepare(parser().parse_args([*common, "--output", str(tmp_path / "straight/x"), "--workers", "1", "--quiet"]))
-
-    command = [sys.executable, "launch/prepare_data.py", *common, "--output", str(tmp_path / "out/x"), "--workers", "2"]
-    parts = tmp_path / "out/x.parts"
-    for _ in range(10):
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        killed = stop_in_the_middle(command, parts, signal.SIGKILL)[0]
-        status, errors = stop_in_the_middle(command, parts, signal.SIGINT)
-        if killed and status:
-            break  # on a busy machine a run may be over before the signal
-    assert (
-        killed == -signal.SIGKILL
-        and status == 130
-        and errors.endswith("prepare_data: interrupted; the same command continues\n")
-    )
-    assert "Traceback" not in errors and not (tmp_path / "out/x.json").exists()
-    (parts / "000001.bin.tmp12345").write_bytes(b"half written")
-
-    again = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180)
-    assert again.returncode == 0, again.stderr
-    assert "continuing: " in again.stdout and "6,000 documents" in again.stdout
-    assert files_of(tmp_path / "out/x") == files_of(tmp_path / "straight/x") and not parts.exists()
-
-    finished = (tmp_path / "out/x.bin").stat().st_mtime_ns
-    assert main([*common, "--output", str(tmp_path / "out/x"), "--quiet"]) == 0
-    assert (tmp_path / "out/x.bin").stat().st_mtime_ns == finished
-
-
-def test_killed_merge_is_repeated(tmp_path, monkeypatch):
-    write_jsonl(tmp_path / "in.jsonl", some_texts(50, 8))
-    arguments = ["--input", tmp_path / "in.jsonl", "--shard-bytes", "2k"]
-    (tmp_path / "a").mkdir()
-    run(*arguments, "--output", tmp_path / "a/x")
-    for victim in ("x.bin", "x.idx", "x.json"):  # the process dies just before this file gets its name
-        folder = tmp_path / f"killed-{victim}"
-        real = os.replace
-
-        def die(source, target, victim=victim, folder=folder, real=real):
-            if str(target) == str(folder / victim):
-                raise KeyboardInterrupt
-            real(source, target)
-
-        monkeypatch.setattr(os, "replace", die)
-        with pytest.raises(KeyboardInterrupt):
-            run(*arguments, "--output", folder / "x")
-        monkeypatch.setattr(os, "replace", real)
-        assert not (folder / "x.json").exists()
-        run(*arguments, "--output", folder / "x")
-        assert files_of(folder / "x") == files_of(tmp_path / "a/x")
-        monkeypatch.setattr(os, "replace", die)
-        with pytest.raises(KeyboardInterrupt):
-            run(*arguments, "--output", folder / "x", "--overwrite", "--no-append-eod")
-        monkeypatch.setattr(os, "replace", real)
-        assert not (folder / "x.json").exists()  # the old summary does not vouch for half new files
-
-
-@pytest.mark.parametrize("victim", ["000002.bin", "000002.npy"])
-def test_damaged_shard_is_made_again(tmp_path, monkeypatch, victim):
-    write_jsonl(tmp_path / "in.jsonl", some_texts(50, 8))
-    arguments = ["--input", tmp_path / "in.jsonl", "--shard-bytes", "2k"]
-    run(*arguments, "--output", tmp_path / "whole")
-    monkeypatch.setattr("launch.prepare_data.merge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        run(*arguments, "--output", tmp_path / "x")
-    monkeypatch.undo()
-    os.truncate(tmp_path / "x.parts" / victim, 0)  # what a power cut may leave of a file that was renamed before
-    with pytest.raises(DataError, match="000002.bin is damaged"):
-        run(*arguments, "--output", tmp_path / "x")
-    run(*arguments, "--output", tmp_path / "x")
-    assert files_of(tmp_path / "x") == files_of(tmp_path / "whole")
 
 
 def test_other_settings_are_refused_unless_overwritten(tmp_path):
