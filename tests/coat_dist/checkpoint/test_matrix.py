@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.coat_dist.checkpoint.universal_runs import wrong_codes
-from tests.coat_dist.deepspeed.zero_runs import differences, snapshot
+from tests.coat_dist.deepspeed.zero_runs import BUCKETS, differences, snapshot
 from tests.support import run_ranks
 
 STAGES, DP, TP = (1, 2, 3), (1, 2, 4), (1, 2)
@@ -82,7 +82,7 @@ def build(stage, mpu, **coat):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": BUCKETS | {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
         "coat": {"optimizer": coat, "activation": {"enabled": False}},
         **({} if stage == 1 else {"data_types": {"grad_accum_dtype": "fp32"}}),  # stage 1: another optimizer class
