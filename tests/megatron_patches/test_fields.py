@@ -101,6 +101,7 @@ def known(table: dict[str, dict[str, Any]]) -> list[str]:
     return [name for name, changes in table.items() if set(changes) <= {*DECLARED, "gpt"}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", known(EFFECT))
 def test_a_field_does_what_it_does_in_megatrons_own_spec(name):
     """fp32: our spec computes what Megatron's local spec does. Patched, the model changes with it."""

@@ -14,6 +14,8 @@ from megatron_patches import patched, rng_state, set_rng_state
 
 from .tiny import tiny_batch, tiny_gpt, tiny_loss
 
+pytestmark = pytest.mark.long  # test_patch.py has the common kinds of layers
+
 BLOCKS = [f"decoder.layers.{i}.{b}" for i in range(2) for b in ("self_attention", "mlp")]
 UNGATED = {"gated_linear_unit": False}
 TIED = {"share_embeddings_and_output_weights": True}
