@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -67,18 +69,19 @@ def raise_everywhere(check: Callable[[], list[str]], accepted: str = "") -> None
         raise ValueError("\n".join([*lines[:4], accepted]).strip())
 
 
-def check_same_on_all_ranks(digests: dict[str, str]) -> None:
+def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
     """Compare what each rank believes to run; ranks that differ would train on silently or hang.
 
     A collective: under NCCL each rank's device must be the current one.
 
     Args:
-        digests: a short string for each thing compared, the same keys on all ranks.
+        values: plain values by what they are, the same keys on all ranks; ranks exchange digests of them.
 
     Raises:
         CoatConfigError: on every rank; names what differs and which ranks hold the minority.
     """
-    everyone = gather(digests)
+    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
+    everyone = gather({key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()})
     different = []
     for key in dict.fromkeys(k for d in everyone for k in d):
         ranks: dict[str, list[int]] = {}

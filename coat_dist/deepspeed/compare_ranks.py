@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -36,9 +34,9 @@ def compare_ranks(
     if not dist.is_initialized() and options.get("dist_init_required") is not False:
         deepspeed.init_distributed(**{k: options[k] for k in ("distributed_port",) if k in options})
     _take_device(args)
-    compared = {"config": _digest(settings), "coat": _digest(coat and coat.model_dump())}
+    compared: dict[str, Any] = {"config": settings, "coat": coat and coat.model_dump()}
     if model is not None:
-        compared["model"] = _digest(_parameters(model))
+        compared["model"] = _parameters(model)
     check_same_on_all_ranks(compared)
 
 
@@ -54,10 +52,6 @@ def _take_device(args: Any) -> None:
     rank = getattr(args, "device_rank", None if local is None else int(local))
     if rank is not None and rank >= 0:
         get_accelerator().set_device(rank)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _parameters(model: torch.nn.Module) -> list[list[Any]]:
