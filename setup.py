@@ -14,6 +14,7 @@ REQUIRES = [
     "pydantic>=2.10,<3",
     "numpy>=1.26,<3",
     "packaging>=23",
+    "hjson>=3",
     "tqdm>=4.66,<5",
     "tokenizers>=0.20,<1",
     "sentencepiece>=0.2,<0.3",

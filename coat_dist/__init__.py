@@ -1,12 +1,15 @@
 """FP8 optimizer states and FP8 activations for DeepSpeed and Megatron-core training.
 
-The public API is what this page exports. DeepSpeed itself is imported on first use of :func:`initialize`.
+The public API is what this page exports. Once this is imported, ``deepspeed.initialize`` honours a ``"coat"`` block and
+``"type": "CoatAdamW"``, also under libraries that call it. DeepSpeed itself is not imported here, but on first use of
+:func:`initialize`.
 """
 
 from typing import Any
 
 from .checkpoint.universal_convert import convert_to_universal
 from .config import CoatConfig, CoatConfigError
+from .deepspeed import hook
 from .deepspeed.coat_accessors import safe_get_full_moment, safe_set_full_moment
 from .deepspeed.registration import register_optimizer
 from .optim import CoatAdamW, param_groups
@@ -23,8 +26,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# `"type": "CoatAdamW"` works in any DeepSpeed program, and under libraries that call it, once this is imported.
 register_optimizer(CoatAdamW)
+hook.install()
 
 
 def __getattr__(name: str) -> Any:

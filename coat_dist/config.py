@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
 
 __all__ = [
+    "COMMENTS",
     "ActivationConfig",
     "CoatConfig",
     "CoatConfigError",
@@ -32,6 +33,10 @@ __all__ = [
     "load_json",
     "look_up",
 ]
+
+
+COMMENTS = ("_", "#", "/", "$")
+"""What keys begin with that nobody reads, such as "_comment" and "$schema"."""
 
 
 class CoatConfigError(ValueError):
@@ -148,9 +153,14 @@ class CoatConfig(_Block):
         """The block of a DeepSpeed configuration (path, dict or base64 of JSON); None where it has none.
 
         Raises:
-            CoatConfigError: the configuration cannot be read, or the block is wrong.
+            CoatConfigError: the configuration cannot be read, or the block or its name is wrong.
         """
-        block = (config if isinstance(config, Mapping) else load_json(config)).get("coat")
+        settings = config if isinstance(config, Mapping) else load_json(config)
+        wrong = [key for key in settings if _misspells_coat(key, settings)]
+        if wrong:
+            hint = 'unknown key (did you mean "coat"?), accepted: "coat"'
+            raise CoatConfigError("\n".join(f"{key}: {hint}" for key in wrong))
+        block = settings.get("coat")
         return None if block is None else cls.parse(block)
 
     @classmethod
@@ -168,6 +178,18 @@ class CoatConfig(_Block):
             return cls.model_validate(dict(block))
         except ValidationError as error:
             raise CoatConfigError("\n".join(explain("coat", cls, e) for e in error.errors())) from None
+
+
+def _misspells_coat(key: Any, settings: Mapping[str, Any]) -> bool:
+    """Whether a key is nearly "coat": in other letters ("Coat"), with more of them ("coat_config") or, of an object,
+    with one letter wrong or two exchanged."""
+    letters = "".join(c for c in str(key).lower() if c.isalnum())
+    if key == "coat" or str(key).startswith(COMMENTS):
+        return False
+    if letters.startswith("coat") or sorted(letters) == sorted("coat"):
+        return True
+    near = difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75 and abs(len(letters) - 4) <= 1
+    return near and isinstance(settings[key], Mapping)
 
 
 def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
@@ -196,9 +218,24 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
     try:
         loaded = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as problem:
-        raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
+        loaded = _read_hjson(text)
+        if not isinstance(loaded, dict):
+            raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
     if not isinstance(loaded, dict):
         raise CoatConfigError(f"config: {os.fspath(config)} holds {type(loaded).__name__}, accepted: a JSON object")
+    return loaded
+
+
+def _read_hjson(text: str) -> Any:
+    """What DeepSpeed reads beyond JSON: comments and trailing commas. None where the text is not that either."""
+    try:
+        import hjson  # comes with DeepSpeed
+    except ImportError:
+        return None
+    try:
+        loaded = hjson.loads(text, object_pairs_hook=_no_duplicates)
+    except hjson.HjsonDecodeError:
+        return None
     return loaded
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -72,23 +72,74 @@ def raise_everywhere(check: Callable[[], list[str]], accepted: str = "") -> None
 def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
     """Compare what each rank believes to run; ranks that differ would train on silently or hang.
 
-    A collective: under NCCL each rank's device must be the current one.
+    A collective: under NCCL each rank's device must be the current one. Ranks exchange one digest; only where digests
+    differ those of single keys, and then the values of those keys.
 
     Args:
-        values: plain values by what they are, the same keys on all ranks; ranks exchange digests of them.
+        values: plain values by what they are; the names are the first parts of dotted keys.
 
     Raises:
-        CoatConfigError: on every rank; names what differs and which ranks hold the minority.
+        CoatConfigError: on every rank; names the dotted keys that differ, with the values and the ranks that have them.
+            Of a list of lists, such as all parameters, the first entry that differs.
     """
-    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
-    everyone = gather({key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()})
-    different = []
-    for key in dict.fromkeys(k for d in everyone for k in d):
-        ranks: dict[str, list[int]] = {}
-        for rank, one in enumerate(everyone):
-            ranks.setdefault(one.get(key, "absent"), []).append(rank)
-        if len(ranks) > 1:
-            minority = sorted(r for group in sorted(ranks.values(), key=len)[:-1] for r in group)
-            different.append(f"{key}: rank(s) {', '.join(map(str, minority))} differ from the others")
-    if different:
-        raise CoatConfigError("ranks were started differently: " + "; ".join(different))
+    text = json.dumps(values, sort_keys=True, default=str)
+    if len(set(gather(_digest(text)))) == 1:
+        return
+    mine = dict(_leaves("", json.loads(text)))
+    digests = gather({key: _digest(value) for key, value in mine.items()})
+    differing = [key for key in dict.fromkeys(k for d in digests for k in d) if len({d.get(key) for d in digests}) > 1]
+    chosen = list({key.partition("[")[0]: key for key in reversed(differing)}.values())[::-1]
+    shown = chosen[:_SHOWN_KEYS]
+    held = gather({key: mine[key] for key in shown if key in mine})
+    lines = [f"{key}: {_who_has_what([one.get(key) for one in held])}" for key in shown]
+    if len(chosen) > len(shown):
+        lines.append(f"and {len(chosen) - len(shown)} more keys")
+    raise CoatConfigError("ranks were started differently: " + "; ".join(lines))
+
+
+_SHOWN_KEYS, _SHOWN_CHARACTERS = 8, 120
+"""Of an error: keys that are named, and characters of each value."""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Dotted keys of a JSON value, each with its value as text. Lists are one value, but for those that hold lists or
+    objects: their entries are ``key[0]`` and so on."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}" if key else name, inner)
+    elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        for i, inner in enumerate(value):
+            yield f"{key}[{i}]", json.dumps(inner)
+    else:
+        yield key, json.dumps(value)
+
+
+def _who_has_what(texts: list[str | None]) -> str:
+    """``1.0 on rank 0, 0.5 on ranks 1-3``, the value of most ranks first."""
+    ranks: dict[str | None, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    parts = []
+    for text, having in sorted(ranks.items(), key=lambda item: -len(item[1])):
+        value = "absent" if text is None else text
+        if len(value) > _SHOWN_CHARACTERS:
+            value = value[: _SHOWN_CHARACTERS - 3] + "..."
+        parts.append(f"{value} on rank{'s' if len(having) > 1 else ''} {_ranges(having)}")
+    more = [f"{len(parts) - 4} more values"] if len(parts) > 4 else []
+    return ", ".join(parts[:4] + more)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0-3, 6``"""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1] = [runs[-1][0], n]
+        else:
+            runs.append([n])
+    texts = ["-".join(map(str, run)) for run in runs]
+    return ", ".join(texts[:6] + (["..."] if len(texts) > 6 else []))

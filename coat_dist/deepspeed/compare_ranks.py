@@ -16,7 +16,7 @@ __all__ = ["compare_ranks"]
 
 
 def compare_ranks(
-    settings: Mapping[str, Any], coat: CoatConfig | None, model: torch.nn.Module | None, args: Any, options: Mapping
+    settings: Mapping[str, Any], coat: CoatConfig | None, model: torch.nn.Module | None, given: Mapping[str, Any]
 ) -> None:
     """Compare what the ranks are going to run; a collective, for which torch.distributed is initialized if need be.
 
@@ -24,19 +24,19 @@ def compare_ranks(
         settings: DeepSpeed's configuration without the block.
         coat: the block.
         model: None where ranks hold different parts of it, as with pipelines.
-        args, options: ``args`` and the further arguments of ``deepspeed.initialize``.
+        given: the arguments of ``deepspeed.initialize``, by name.
 
     Raises:
-        CoatConfigError: on every rank; names what differs and where.
+        CoatConfigError: on every rank; names the keys that differ, with the values and the ranks that have them.
     """
     import deepspeed
 
-    if not dist.is_initialized() and options.get("dist_init_required") is not False:
-        deepspeed.init_distributed(**{k: options[k] for k in ("distributed_port",) if k in options})
-    _take_device(args)
-    compared: dict[str, Any] = {"config": settings, "coat": coat and coat.model_dump()}
+    if not dist.is_initialized() and given.get("dist_init_required") is not False:
+        deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
+    _take_device(given.get("args"))
+    compared: dict[str, Any] = {**settings, "coat": coat and coat.model_dump()}
     if model is not None:
-        compared["model"] = _parameters(model)
+        compared["parameters of the model"] = _parameters(model)
     check_same_on_all_ranks(compared)
 
 

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ..checkpoint.zero_partitions import base_optimizer
 from ..config import CoatConfig, CoatConfigError, load_json, look_up
 from ..optim import CoatAdamW
 from .attach import attach
 from .compare_ranks import compare_ranks
+from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw
 from .refusals import check_deepspeed
 
-__all__ = ["initialize"]
+__all__ = ["called_as_deepspeed", "initialize"]
 
 
 def initialize(
@@ -31,18 +34,23 @@ def initialize(
     model_parameters: Iterable | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    *,
+    distributed_port: int | None = None,
     mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
     config: Any = None,
+    mesh_param: Any = None,
     config_params: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Build a DeepSpeed engine; same arguments and the same four return values as ``deepspeed.initialize``.
 
     With ``"optimizer": {"type": "CoatAdamW"}`` and no ``optimizer`` argument, a :class:`CoatAdamW` is built with the
-    block's settings. Its parameter groups are ``model_parameters`` where that is a list of dicts, and otherwise
-    :func:`coat_dist.optim.param_groups` of the model (restricted to ``model_parameters`` where given).
+    block's settings. Its parameter groups are those of ``model_parameters`` where that is a list of dicts, of which one
+    that does not say ``"moments"`` is split where it holds vectors among others (:func:`coat_dist.optim.split_groups`);
+    otherwise :func:`coat_dist.optim.param_groups` of the model (restricted to ``model_parameters`` where given).
 
+    After ``import coat_dist``, ``deepspeed.initialize`` does the same for configurations with a block or a CoatAdamW.
     A model whose layers should run the FP8 flow is patched by the caller, before this call
     (``megatron_patches.patch_model``): this package does not know model classes.
 
@@ -50,17 +58,99 @@ def initialize(
         CoatConfigError: anything in the configuration that cannot be honoured, named by its key; ranks that were
             started with different configurations or models.
     """
+    given = {
+        **{"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters},
+        **{"training_data": training_data, "lr_scheduler": lr_scheduler, "distributed_port": distributed_port},
+        **{"mpu": mpu, "dist_init_required": dist_init_required, "collate_fn": collate_fn, "config": config},
+        **{"mesh_param": mesh_param, "config_params": config_params, **kwargs},
+    }
+    return _initialize({name: value for name, value in given.items() if value is not None})
+
+
+def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """What ``deepspeed.initialize`` does after ``import coat_dist`` (``hook.py``).
+
+    DeepSpeed's own function, called with the very arguments, where nothing in them is ours.
+    """
+    start = original()
+    try:
+        bound = inspect.signature(start).bind(*args, **kwargs).arguments
+    except TypeError:
+        return start(*args, **kwargs)  # for DeepSpeed to refuse
+    given = {name: value for name, value in bound.items() if value is not None}
+    if _is_ours(given):
+        return _initialize(given)
+    if not callable(given.get("optimizer")) or isinstance(given["optimizer"], torch.optim.Optimizer):
+        return start(*args, **kwargs)
+    # What it makes is seen only when DeepSpeed calls it.
+    check = functools.partial(check_deepspeed, _settings_of(given) or {})
+    engine, *others = start(**{**given, "optimizer": _checked(given["optimizer"], False, False, check)})
+    if isinstance(base_optimizer(engine.optimizer), CoatAdamW):
+        attach(engine)
+    return engine, *others
+
+
+def original() -> Callable[..., Any]:
+    """DeepSpeed's own ``initialize``, which knows nothing of the block (``hook.py`` keeps it)."""
     import deepspeed
 
+    return inspect.unwrap(deepspeed.initialize)
+
+
+def _sources(given: Mapping[str, Any]) -> list[Any]:
+    """What is given as configuration, in whichever of DeepSpeed's ways."""
+    args = given.get("args")
+    ways = (given.get("config"), given.get("config_params"), *(getattr(args, name, None) for name in _ARGUMENTS))
+    return [way for way in ways if way is not None]
+
+
+_ARGUMENTS = ("deepspeed_config", "deepscale_config")
+"""Names of the configuration in ``args``; the second is DeepSpeed's old one."""
+
+
+def _settings_of(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The configuration, not a copy, if there is one that can be read."""
+    for source in _sources(given):
+        try:
+            return source if isinstance(source, Mapping) else load_json(source)
+        except CoatConfigError:
+            continue  # for DeepSpeed to refuse
+    return None
+
+
+def _is_ours(given: Mapping[str, Any]) -> bool:
+    """Whether a block, CoatAdamW's name or a CoatAdamW is among the arguments of ``deepspeed.initialize``.
+
+    Raises:
+        CoatConfigError: something that is nearly one of them.
+    """
+    optimizer = given.get("optimizer")
+    if isinstance(optimizer, CoatAdamW):
+        return True
+    for source in _sources(given):
+        settings = _settings_of({"config": source}) or {}
+        coat = CoatConfig.from_deepspeed(settings)
+        check_names(settings)
+        if coat is not None or look_up(settings, "optimizer.type") == "CoatAdamW":
+            return True
+    return False
+
+
+def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """``initialize`` with arguments by name, those that are None left out."""
+    import deepspeed
+
+    given = dict(given)
+    model, optimizer, mpu = given.get("model"), given.get("optimizer"), given.get("mpu")
     if model is None:
         raise ValueError("model: got None, accepted: a torch.nn.Module")
-    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
-    if len(given) != 1:
+    sources = _sources(given)
+    if len(sources) != 1:
         raise CoatConfigError(
-            f"config: got {len(given)} of `config`, `config_params`, `args.deepspeed_config`, "
+            f"config: got {len(sources)} of `config`, `config_params`, `args.deepspeed_config`, "
             "accepted: exactly one of them"
         )
-    settings = load_json(given[0])
+    settings = load_json(sources[0])
     coat = CoatConfig.from_deepspeed(settings)
     pipeline = isinstance(model, deepspeed.PipelineModule)
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
@@ -69,10 +159,6 @@ def initialize(
         check_deepspeed, dict(settings), coat=coat, tp=tp, cp=cp, pipeline=pipeline, mpu=mpu is not None
     )
     check(optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
-    if getattr(args, "deepspeed_config", None) is not None:
-        args = copy.copy(args)  # the caller's stays as it is; DeepSpeed refuses a configuration given twice
-        args.deepspeed_config = None
-
     compressed = look_up(settings, "optimizer.type") == "CoatAdamW"
     block = coat is not None and "optimizer" in coat.model_fields_set
     if coat is not None:
@@ -81,45 +167,52 @@ def initialize(
     if block and optimizer is None and not compressed:
         raise CoatConfigError('optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"')
     if isinstance(optimizer, torch.optim.Optimizer):
-        _check_foreign(optimizer, block)
+        _check_foreign(optimizer, block, compressed)
     elif callable(optimizer):
-        optimizer = _checked(optimizer, block, check)
+        given["optimizer"] = _checked(optimizer, block, compressed, check)
     if coat is not None or compressed:
-        compare_ranks(settings, coat, None if pipeline else model, args, kwargs)
+        compare_ranks(settings, coat, None if pipeline else model, given)
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
-        optimizer, model_parameters = build_coat_adamw(settings, coat or CoatConfig(), model, model_parameters)
-    engine, *others = deepspeed.initialize(
-        args=args,
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        mpu=mpu,
-        config=settings,
-        **kwargs,
-    )
+        given["optimizer"], given["model_parameters"] = build_coat_adamw(
+            settings, coat or CoatConfig(), model, given.get("model_parameters")
+        )
+    given.pop("config_params", None)
+    if (args := given.get("args")) is not None:
+        given["args"] = _without_configuration(args)
+    engine, *others = original()(**{**given, "config": settings})
     attach(engine, coat)
     return engine, *others
 
 
-def _check_foreign(optimizer: torch.optim.Optimizer, block: bool) -> None:
-    if block and not isinstance(optimizer, CoatAdamW):
+def _without_configuration(args: Any) -> Any:
+    """The caller's ``args`` stays as it is; DeepSpeed refuses a configuration that is given twice."""
+    names = [name for name in _ARGUMENTS if getattr(args, name, None) is not None]
+    if names:
+        args = copy.copy(args)
+        for name in names:
+            setattr(args, name, None)
+    return args
+
+
+def _check_foreign(optimizer: torch.optim.Optimizer, block: bool, compressed: bool) -> None:
+    """Refuse an optimizer that DeepSpeed would take in the place of the CoatAdamW that the configuration asks for."""
+    if (block or compressed) and not isinstance(optimizer, CoatAdamW):
+        key, given = ("coat.optimizer", "a block") if block else ("optimizer.type", '"CoatAdamW"')
         raise CoatConfigError(
-            f"coat.optimizer: got a block beside optimizer={type(optimizer).__name__}, accepted: "
+            f"{key}: got {given} beside optimizer={type(optimizer).__name__}, accepted: "
             "no optimizer argument, or a CoatAdamW"
         )
 
 
-def _checked(make: Callable, block: bool, check: Callable[..., None]) -> Callable:
+def _checked(make: Callable, block: bool, compressed: bool, check: Callable[..., None]) -> Callable:
     """A callable for DeepSpeed whose optimizer is checked as one that is given, before ZeRO is built around it."""
 
     @functools.wraps(make, updated=())
     def make_and_check(parameters: Any) -> Any:
         optimizer = make(parameters)
-        _check_foreign(optimizer, block)
+        _check_foreign(optimizer, block, compressed)
         check(optimizer=optimizer)
         return optimizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import CoatConfig
-from ..optim import CoatAdamW, param_groups
+from ..optim import CoatAdamW, param_groups, split_groups
 from ..optim.state import check_group
 
 __all__ = ["build_coat_adamw", "check_params"]
@@ -24,7 +25,9 @@ def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str
     problems = []
     for name, value in params.items():
         if name not in defaults:
-            problems.append(f"optimizer.params.{name}: unknown key, accepted: {', '.join(defaults)}")
+            close = difflib.get_close_matches(name, defaults, 1)
+            hint = f' (did you mean "{close[0]}"?)' if close else ""
+            problems.append(f"optimizer.params.{name}: unknown key{hint}, accepted: {', '.join(defaults)}")
         elif name in own:
             problems.append(f"optimizer.params.{name}: given beside coat.optimizer, accepted: one of the two")
         elif isinstance(value, Mapping | list) and name != "betas":
@@ -51,7 +54,7 @@ def build_coat_adamw(
         settings: DeepSpeed's configuration, whose ``optimizer.params`` are options of CoatAdamW.
         coat: the block; its ``optimizer`` holds the others.
         model: its parameters are grouped by :func:`coat_dist.optim.param_groups`,
-        parameters: or only these of them; or a list of groups, which are taken as they are.
+        parameters: or only these of them; or a list of groups, for :func:`coat_dist.optim.split_groups`.
 
     Raises:
         ValueError: some of ``parameters`` are not the model's.
@@ -65,8 +68,8 @@ def build_coat_adamw(
         return CoatAdamW(_experts_apart(groups), **options)
 
     listed = list(parameters) if parameters is not None else None
-    if listed and isinstance(listed[0], dict):
-        return make, listed
+    if listed and isinstance(listed[0], Mapping):
+        return make, split_groups(listed)
     chosen = None if listed is None else {id(p) for p in listed}
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
     if chosen is not None and len(named) != len(chosen):

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
-from ..config import CoatConfig, CoatConfigError, look_up
+from ..config import CoatConfig, CoatConfigError
 from ..optim import CoatAdamW
 from .json_types import as_read, wrong_types
+from .known_keys import unknown_keys
+from .monitors import missing_packages
+from .near_misses import check_names
 from .optimizer_from_json import check_params
 from .refusal_rules import RULES, Facts
 
@@ -35,8 +38,8 @@ def check_deepspeed(
     """Refuse DeepSpeed settings that CoatAdamW or the flow cannot honour; warn of the doubtful ones.
 
     Args:
-        config: the whole DeepSpeed configuration; nothing is checked beyond the block itself where it has neither a
-            ``"coat"`` block nor ``"optimizer": {"type": "CoatAdamW"}``, and ``optimizer`` is no CoatAdamW.
+        config: the whole DeepSpeed configuration; nothing is checked beyond names that are nearly ours where it has
+            neither a ``"coat"`` block nor ``"optimizer": {"type": "CoatAdamW"}``, and ``optimizer`` is no CoatAdamW.
         tp, cp: Megatron tensor- and context-parallel sizes.
         pipeline: the model is a ``deepspeed.pipe.PipelineModule``.
         mpu: a Megatron mpu is handed to DeepSpeed.
@@ -48,7 +51,7 @@ def check_deepspeed(
     """
     if coat is None:
         coat = CoatConfig.from_deepspeed(config)
-    _check_names(config, optimizer)
+    check_names(config, optimizer)
     if coat is not None:
         config = {**config, "coat": coat.model_dump()}
     facts = Facts(as_read(config), coat, optimizer, tp, cp, pipeline, mpu)
@@ -60,6 +63,7 @@ def check_deepspeed(
         for rule in RULES
         if rule.refused(facts)
     ]
+    problems += [*unknown_keys(facts.config), *missing_packages(facts.config)]
     if facts.ours is not None:
         problems += _against(coat, facts.ours)
     elif facts.compressed and optimizer is None:
@@ -83,17 +87,6 @@ def check_deepspeed(
 def _raise(problems: list[str]) -> None:
     if problems:
         raise CoatConfigError("\n".join(problems))
-
-
-def _check_names(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse ``"Coat"`` and ``"coatadamw"``, which are meant to be something: DeepSpeed passes over unknown keys."""
-    for key in config:
-        if isinstance(key, str) and key.strip().lower() == "coat" and key != "coat":
-            raise CoatConfigError(f'{key}: unknown key, accepted: "coat"')
-    name = look_up(config, "optimizer.type")
-    given = isinstance(optimizer, CoatAdamW)  # then DeepSpeed does not look at the name
-    if not given and isinstance(name, str) and name.lower() == "coatadamw" and name != "CoatAdamW":
-        raise CoatConfigError(f'optimizer.type: got {json.dumps(name)}, accepted: "CoatAdamW"')
 
 
 def _against(coat: CoatConfig | None, optimizer: CoatAdamW) -> list[str]:

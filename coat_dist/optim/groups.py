@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["param_groups"]
+__all__ = ["param_groups", "split_groups"]
 
 _ORDER = ("decay/fp8", "decay/fp32", "no_decay/fp32")
 
@@ -53,13 +53,12 @@ def param_groups(
         if id(p) in first_name:
             raise ValueError(f"param_groups: got {name!r}, which is {first_name[id(p)]!r} again, accepted: each once")
         first_name[id(p)] = name
-    tensor_parallel = any(hasattr(p, "tensor_model_parallel") for _, p in named)
+    tensor_parallel = _tensor_parallel(p for _, p in named)
     members: dict[str, list[torch.nn.Parameter]] = {key: [] for key in _ORDER}
     for _, p in named:
         if p.requires_grad:
-            vector = len(getattr(p, "ds_shape", p.shape)) < 2
-            replicated = tensor_parallel and not getattr(p, "tensor_model_parallel", False)
-            members[f"{'no_decay' if vector else 'decay'}/{'fp32' if vector or replicated else 'fp8'}"].append(p)
+            decay = "no_decay" if _is_vector(p) else "decay"
+            members[f"{decay}/{_moments(p, tensor_parallel)}"].append(p)
     if not any(members.values()):
         raise ValueError(
             f"param_groups: got {len(named)} parameters and none to train, accepted: at least one that "
@@ -76,3 +75,50 @@ def param_groups(
         for key, params in members.items()
         if params
     ]
+
+
+def split_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups that say how the moments of their parameters are kept, by the rules of :func:`param_groups`.
+
+    Args:
+        groups: parameter groups. One with ``"moments"`` is taken as it is. Of the others, one whose parameters are all
+            alike gets ``"moments"``; one that holds both kinds becomes two, at its place: first the parameters with
+            FP8 moments, then those with fp32 moments. Both halves have all options of the group, and a ``"name"`` of
+            its own each.
+
+    Returns:
+        New groups; the given ones stay as they are.
+    """
+    listed = []
+    for group in groups:
+        params = group["params"]
+        listed.append({**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)})
+    tensor_parallel = _tensor_parallel(p for group in listed for p in group["params"])
+    result: list[dict[str, Any]] = []
+    for group in listed:
+        if "moments" in group or not group["params"]:
+            result.append(group)
+            continue
+        halves: dict[str, list[torch.Tensor]] = {"fp8": [], "fp32": []}
+        for p in group["params"]:
+            halves[_moments(p, tensor_parallel)].append(p)
+        both = all(halves.values())
+        for moments, params in halves.items():
+            if params:
+                name = {"name": f"{group['name']}/{moments}"} if both and "name" in group else {}
+                result.append({**group, **name, "params": params, "moments": moments})
+    return result
+
+
+def _is_vector(p: torch.Tensor) -> bool:
+    return len(getattr(p, "ds_shape", p.shape)) < 2
+
+
+def _tensor_parallel(params: Iterable[torch.Tensor]) -> bool:
+    return any(hasattr(p, "tensor_model_parallel") for p in params)
+
+
+def _moments(p: torch.Tensor, tensor_parallel: bool) -> str:
+    """How the moments of a parameter are kept; ``tensor_parallel``: some parameter is Megatron's."""
+    replicated = tensor_parallel and not getattr(p, "tensor_model_parallel", False)
+    return "fp32" if _is_vector(p) or replicated else "fp8"

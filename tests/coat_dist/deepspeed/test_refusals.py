@@ -64,7 +64,7 @@ def test_what_deepspeed_reads_as_not_given_is_not_refused(changes):
 
 
 def test_a_block_of_nearly_the_right_name_is_not_passed_over():
-    with pytest.raises(CoatConfigError, match='^Coat: unknown key, accepted: "coat"$'):
+    with pytest.raises(CoatConfigError, match=r'^Coat: unknown key \(did you mean "coat"\?\), accepted: "coat"$'):
         check_deepspeed({"Coat": {}, "optimizer": {"type": "AdamW"}})
 
 

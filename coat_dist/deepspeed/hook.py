@@ -1,0 +1,74 @@
+"""After ``import coat_dist``, ``deepspeed.initialize`` honours the ``"coat"`` block, whoever calls it.
+
+DeepSpeed's function object is kept and given other code, so that names bound to it earlier (``from deepspeed import
+initialize``) go the same way. A copy with DeepSpeed's code is its ``__wrapped__``, as after :func:`functools.wraps`;
+signature and docstring stay DeepSpeed's. Does not import DeepSpeed: the function is changed when that is imported, or
+at once where it has been.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+__all__ = ["honour", "install"]
+
+
+def install() -> None:
+    """Honour the block in ``deepspeed.initialize``, now or once it is imported; a second time nothing is changed."""
+    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())  # also where it is loaded: it may be reloaded
+    if (module := sys.modules.get("deepspeed")) is not None:
+        honour(module)
+
+
+def honour(deepspeed: types.ModuleType) -> None:
+    """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed."""
+    given = getattr(deepspeed, "initialize", None)  # none in a folder of that name that is no DeepSpeed
+    function = inspect.unwrap(given, stop=_is_ours) if callable(given) else None
+    if not isinstance(function, types.FunctionType) or function.__closure__ or _is_ours(function):
+        return
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    del copy.__wrapped__  # type: ignore[attr-defined]
+    function.__wrapped__ = copy  # type: ignore[attr-defined]
+    function.__code__ = _called.__code__
+
+
+def _is_ours(function: Any) -> bool:
+    # By the file's name: this module may have been imported anew since.
+    return isinstance(function, types.FunctionType) and function.__code__.co_filename == _called.__code__.co_filename
+
+
+def _called(*args: Any, **kwargs: Any) -> Any:
+    # The code of `deepspeed.initialize`, which runs among the names of that module: it has to import its own.
+    from coat_dist.deepspeed.engine import called_as_deepspeed
+
+    return called_as_deepspeed(args, kwargs)
+
+
+class _AfterImport:
+    """A finder that finds DeepSpeed where others do, and calls :func:`honour` once it is imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "deepspeed":
+            return None
+        found = (f.find_spec(name, path, target) for f in sys.meta_path if not isinstance(f, _AfterImport))
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_honour(module: types.ModuleType) -> None:
+                execute(module)
+                honour(module)
+
+            spec.loader.exec_module = execute_and_honour  # type: ignore[method-assign]
+        return spec

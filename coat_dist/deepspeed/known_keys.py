@@ -1,0 +1,96 @@
+"""Keys that nobody would read: DeepSpeed passes over most that it does not know, and trains without the setting.
+
+Which it knows is asked of DeepSpeed itself: it is given a configuration that notes what it is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..config import COMMENTS, ActivationConfig, OptimizerConfig
+
+__all__ = ["unknown_keys"]
+
+_BLOCKS = ("optimizer", "scheduler", "data_types", "checkpoint", "torch_autocast", "activation_checkpointing")
+"""Blocks that DeepSpeed reads key by key. It refuses unknown keys of the others."""
+_ELSEWHERE = {
+    "coat",
+    *("data_parallel_size", "sequence_parallel_size"),  # read by deepspeed.initialize
+    "inference",  # read by transformers
+}
+"""Top-level keys that are read by other code than DeepSpeed's class of configurations."""
+_MORE = {"checkpoint": {"async_io"}, "activation_checkpointing": {"profile"}}
+
+
+class _Asked(dict):
+    """A configuration that notes the keys it is asked for."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.asked: set[str] = set()
+
+    def __copy__(self) -> _Asked:
+        return self
+
+    def __contains__(self, key: Any) -> bool:
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self  # DeepSpeed writes `key in config.keys()`
+
+
+@functools.cache
+def _known() -> dict[str, frozenset[str]]:
+    """The keys that the installed DeepSpeed reads, by block; "" is the top level."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    blocks = {name: _Asked({"type": ""} if name in ("optimizer", "scheduler") else {}) for name in _BLOCKS}
+    top = _Asked({"train_batch_size": 1, **blocks})
+    DeepSpeedConfig(top)
+    known = {name: frozenset(block.asked | _MORE.get(name, set())) for name, block in blocks.items()}
+    return {"": frozenset(top.asked | _ELSEWHERE), **known}
+
+
+@functools.cache
+def _belongs_to() -> dict[str, str]:
+    """For keys of the blocks that are easily put a level too high: the dotted key."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    owners = {
+        "zero_optimization": DeepSpeedZeroConfig.model_fields,
+        "coat.activation": ActivationConfig.model_fields,
+        "coat.optimizer": OptimizerConfig.model_fields,
+        "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
+        "coat": ("activation",),
+    }
+    return {key: f"{owner}.{key}" for owner, keys in owners.items() for key in keys}
+
+
+def unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each key that neither DeepSpeed nor this project reads, of the top level and of ``_BLOCKS``.
+
+    Keys that begin with "_", "#", "/" or "$" are taken for comments.
+    """
+    for owner, known in _known().items():
+        block = config if owner == "" else config.get(owner)
+        for key in block if isinstance(block, Mapping) else ():
+            if key in known or str(key).startswith(COMMENTS):
+                continue
+            close = difflib.get_close_matches(str(key).lower().replace("-", "_").replace(" ", "_"), sorted(known), 1)
+            meant = (f"{owner}." if owner else "") + close[0] if close else _belongs_to().get(str(key))
+            hint = f' (did you mean "{meant}"?)' if meant else ""
+            name = f"{owner}.{key}" if owner else key
+            accepted = ", ".join(sorted(known)) if owner else 'DeepSpeed\'s keys, "coat"'
+            yield f'{name}: unknown key{hint}, which DeepSpeed would ignore; accepted: {accepted}, a comment "_{key}"'
