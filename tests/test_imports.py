@@ -29,6 +29,7 @@ LAYERS = (
     ("coat_dist.ops",),
     ("coat_dist.kernels",),
     ("coat_dist.reference",),
+    ("coat_dist.devices",),
     ("coat_dist.ranks",),
     ("coat_dist.config",),
     ("coat_dist.formats",),

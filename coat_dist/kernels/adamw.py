@@ -207,8 +207,8 @@ def adamw_steps(
         SCALED=numbers.grad_factor is not None,
         MAXIMIZE=numbers.maximize,
         FAST=tensors[0].param.is_cuda,
-        M=constants(codec_m),
-        V=constants(codec_v),
+        M=constants(codec_m, tensors[0].param),
+        V=constants(codec_v, tensors[0].param),
         num_warps=NUM_WARPS,
     )
     kinds, single = table.sort(tensors)

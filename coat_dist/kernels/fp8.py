@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..devices import has_fp8
 from ..formats import E4M3, E5M2, FP8Format, QuantizedTensor
 from .launch import cdiv, next_power_of_2
 
@@ -22,9 +23,11 @@ __all__ = [
     "Format",
     "amax_buffer",
     "atomic_amax",
+    "code_bits",
     "constants",
     "decode_raw",
     "dense",
+    "from_fp8",
     "group_decode",
     "group_encode",
     "inverse",
@@ -43,12 +46,17 @@ __all__ = [
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 TINY = tl.constexpr(2.0**-126)  # smallest normal fp32, to the bit; a smaller literal would turn a kernel to fp64
-_ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: rounds to an integer, ties to even
 
 
 class Format(NamedTuple):
     """An FP8 format as compile-time constants. ``lowest`` is the biased fp32 exponent of its smallest normal number;
-    ``power`` the exponent of its largest, 1.75 * 2**power."""
+    ``power`` the exponent of its largest, 1.75 * 2**power.
+
+    ``native``: numbers are converted by instructions; otherwise by :func:`code_bits` and :func:`from_fp8`. ``fast``: the
+    GPU's approximations may be used; false in the interpreter, whose own conversion to FP8 does not round to nearest.
+    ``fp8`` is what a tile of codes is made of: bytes for E4M3 codes on a GPU without FP8 instructions, as Triton does not
+    know the type there. E5M2 is known everywhere, so bytes are always E4M3.
+    """
 
     fp8: tl.dtype
     max: float
@@ -57,18 +65,22 @@ class Format(NamedTuple):
     lowest: int
     power: int
     fast: bool
+    native: bool
 
 
 _CONSTANTS = {
-    (fmt.name, fast): Format(fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, fast)
+    (fmt.name, fast, native): Format(
+        tl.uint8 if fmt is E4M3 and fast and not native else fp8,
+        fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, fast, native,
+    )
     for fmt, fp8, lowest, power in ((E4M3, tl.float8e4nv, 121, 8), (E5M2, tl.float8e5, 113, 15))
-    for fast in (False, True)
-}
+    for fast, native in ((False, False), (True, False), (True, True))
+}  # fmt: skip
 
 
 def constants(fmt: FP8Format, tensor: torch.Tensor) -> Format:
-    """``fast`` is false in the interpreter, whose FP8 conversion does not round to nearest."""
-    return _CONSTANTS[fmt.name, tensor.is_cuda]
+    """Those of kernels on the device of ``tensor``."""
+    return _CONSTANTS[fmt.name, tensor.is_cuda, has_fp8(tensor)]
 
 
 @triton.jit
@@ -79,26 +91,47 @@ def with_sign(x, of):
 
 
 @triton.jit
+def code_bits(y, C: tl.constexpr):
+    """:func:`to_fp8` without instructions for it: codes of an fp32 tile as int32.
+
+    The number's exponent, or that of the smallest normal code if it is above, says how far apart codes are around it.
+    Adding 2**23 such steps has the adder round the number to steps and leaves their count in the sum's low bits.
+    """
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    size = tl.minimum(magnitude, tl.full((), C.max, tl.float32).to(tl.int32, bitcast=True))
+    exponent = tl.maximum(size & 0x7F800000, C.lowest << 23)
+    offset = exponent + ((23 - C.mantissa_bits) << 23)
+    total = size.to(tl.float32, bitcast=True) + offset.to(tl.float32, bitcast=True)
+    steps = total.to(tl.int32, bitcast=True) - offset
+    code = steps + (exponent >> (23 - C.mantissa_bits)) - (C.lowest << C.mantissa_bits)
+    return tl.where(magnitude > INF_BITS, 0x7F, code | ((bits >> 24) & 0x80))
+
+
+@triton.jit
 def to_fp8(y, C: tl.constexpr):
-    """Nearest code, ties to even, saturating; NaN stays NaN."""
-    if not C.fast:
-        y = tl.minimum(y, C.max, propagate_nan=tl.PropagateNan.ALL)
-        y = tl.maximum(y, -C.max, propagate_nan=tl.PropagateNan.ALL)
-        exponent = tl.maximum(tl.abs(y).to(tl.int32, bitcast=True) >> 23, C.lowest) - C.mantissa_bits
-        step = (exponent << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        rounded = tl.where(y == y, ((tl.abs(y) * inverse + _ROUND) - _ROUND) * step, y)
-        y = with_sign(rounded, y)
-        return tl.where(y == y, y.to(C.fp8).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8).to(C.fp8, bitcast=True)
-    return y.to(C.fp8)
+    """Nearest code, ties to even, saturating; NaN stays NaN (0x7F)."""
+    return y.to(C.fp8) if C.native else code_bits(y, C).to(tl.uint8).to(C.fp8, bitcast=True)
+
+
+@triton.jit
+def from_fp8(codes):
+    """The values, fp32, of a tile of codes as :class:`Format` says what they are made of."""
+    if codes.dtype == tl.uint8:  # the bits of fp32, but for the exponent's bias, which differs by 120
+        bits = codes.to(tl.int32)
+        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
+        value = (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+    else:
+        value = codes.to(tl.float32)
+    return value
 
 
 @triton.jit
 def _pair(low, high, C: tl.constexpr):
     """Codes of two tiles of numbers as one int32, ``low``'s in the low byte."""
-    if not C.fast:
-        out = to_fp8(low, C).to(tl.uint8, bitcast=True).to(tl.int32)
-        out |= to_fp8(high, C).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+    if not C.native:
+        out = code_bits(low, C) | (code_bits(high, C) << 8)
     elif C.mantissa_bits == 3:
         out = tl.inline_asm_elementwise(
             "{.reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t;}",
@@ -188,7 +221,7 @@ def group_decode(codes, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.conste
         scale = tl.where(bits == 255, NAN_BITS, tl.where(bits == 0, 0x400000, bits << 23)).to(tl.float32, bitcast=True)
     else:
         scale = stored.to(tl.float32)
-    values = tl.reshape(codes.to(tl.float32), (BM, BN // G, G)) * scale[:, :, None]
+    values = tl.reshape(from_fp8(codes), (BM, BN // G, G)) * scale[:, :, None]
     return tl.reshape(values, (BM, BN))
 
 

@@ -22,7 +22,8 @@ A key finer than Triton's costs a detour; a coarser one would run the wrong kern
 specialization. Everything else takes Triton's path: the first call of each key, other types of arguments, hooks of
 profilers, ``torch.compile``, the interpreter, and versions of Triton that have not been compared.
 
-All tensors lie on one device. The launch happens there, whichever device is current.
+All tensors lie on one device. The launch happens there, whichever device is current. Below compute capability 8.9 Triton
+does not know E4M3, so it gets such tensors as bytes (``fp8.py`` reads and writes them).
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-__all__ = ["FastLaunch", "cdiv", "fast_launch", "next_power_of_2"]
+from ..devices import has_fp8
+
+__all__ = ["FastLaunch", "as_bytes", "cdiv", "fast_launch", "next_power_of_2"]
 
 COMPARED = ("3.6.", "3.8.")
 """Versions of Triton whose specialization and launch have been compared with what is done here."""
@@ -117,11 +120,20 @@ class FastLaunch:
 
     def _launch_by_triton(self, plan: Plan, grid: tuple[int, ...], values: tuple, args: tuple, kwargs: dict) -> Any:
         device = -1 if plan.tensor is None else values[plan.tensor].get_device()
+        if plan.tensor is not None and not has_fp8(values[plan.tensor]):
+            args, kwargs = tuple(map(as_bytes, args)), {name: as_bytes(value) for name, value in kwargs.items()}
         with torch.cuda.device(device):  # nothing happens for -1, the CPU's
             compiled = self.jit.run(*args, grid=grid, warmup=False, **kwargs)
             if plan.supported and type(compiled) is CompiledKernel:
                 plan.kernels[plan.key(values)] = compiled.run, compiled.function, compiled.packed_metadata, compiled
         return compiled
+
+
+def as_bytes(value: Any) -> Any:
+    """E4M3 tensors as bytes, all else as it is: what kernels take on GPUs where Triton does not know that type. It makes
+    no difference to the key: a compiled kernel is called with addresses."""
+    is_e4m3 = isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn
+    return value.view(torch.uint8) if is_e4m3 else value
 
 
 class Plan:

@@ -11,13 +11,15 @@ import functools
 import math
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from ..reference.moment_formats import LOG8_SPAN, LOG8_UNIT, FP8Moments, lowest_exponent
+from ..reference.moment_formats import LOG8_SPAN, LOG8_UNIT, FP8Moments
 from ..reference.moments import MomentCodec
+from . import fp8
 from .approximations import exp2, log2
-from .fp8 import with_sign
+from .fp8 import Format, from_fp8, to_fp8, with_sign
 
 __all__ = ["TINY_BITS", "Constants", "codes", "constants", "exponents", "read", "spaced"]
 
@@ -28,14 +30,14 @@ _LOG8_PER_OCTAVE = tl.constexpr(LOG8_UNIT / LOG8_SPAN)
 
 
 class Constants(NamedTuple):
-    """What the kernel has to know of a codec, as compile-time constants; those of FP8 formats are zero for others."""
+    """What the kernel has to know of a codec, as compile-time constants."""
 
     format: str
     """"fp8", "int8" or "log8"."""
-    fp8: tl.dtype | None
+    fp8: Format | None
+    """Of FP8 formats; None for others."""
     smallest: float
-    mantissa_bits: int
-    lowest_exponent: int
+    """The smallest positive number of FP8 formats; 0 for others."""
     max: float
     log2_max: float
     unit: float
@@ -44,14 +46,16 @@ class Constants(NamedTuple):
     keep_nonzero: bool
 
 
-@functools.cache
-def constants(codec: MomentCodec) -> Constants:
+def constants(codec: MomentCodec, tensor: torch.Tensor) -> Constants:
+    """Those of kernels on the device of ``tensor``."""
     kind = codec.kind
-    if isinstance(kind, FP8Moments):
-        dtype = tl.float8e4nv if kind.fp8.name == "e4m3" else tl.float8e5
-        own = ("fp8", dtype, kind.fp8.smallest, kind.fp8.mantissa_bits, lowest_exponent(kind.fp8))
-    else:
-        own = (kind.name, None, 0.0, 0, 0)
+    return _constants(codec, fp8.constants(kind.fp8, tensor) if isinstance(kind, FP8Moments) else None)
+
+
+@functools.cache
+def _constants(codec: MomentCodec, fmt: Format | None) -> Constants:
+    kind = codec.kind
+    own = ("fp8", fmt, kind.fp8.smallest) if isinstance(kind, FP8Moments) else (kind.name, None, 0.0)
     return Constants(
         *own, kind.max, math.log2(kind.max), kind.unit, codec.k_numerator, codec.expand, codec.keep_nonzero
     )
@@ -70,19 +74,20 @@ def _power_spaced(magnitude, log_a, k, C: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _fp8_codes(y, x, bits, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
+def _fp8_codes(y, x, bits, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
+    F: tl.constexpr = C.fp8
     if C.keep_nonzero and not C.expand:  # with expansion no y is below 2 / F, which is more than the smallest code
         y = tl.where(bits < TINY_BITS, y, tl.maximum(y, C.smallest, propagate_nan=tl.PropagateNan.ALL))
-    if STOCHASTIC or not FAST:  # onto the format's grid; the interpreter's own conversion does not round to nearest
+    if STOCHASTIC:  # onto the format's grid
         y = tl.minimum(y, C.max, propagate_nan=tl.PropagateNan.ALL)
-        step_exponent = tl.maximum(y.to(tl.int32, bitcast=True) >> 23, C.lowest_exponent) - C.mantissa_bits
+        step_exponent = tl.maximum(y.to(tl.int32, bitcast=True) >> 23, F.lowest) - F.mantissa_bits
         step = (step_exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - step_exponent) << 23).to(tl.float32, bitcast=True)
-        on_grid = tl.floor(y * inverse + noise) if STOCHASTIC else (y * inverse + _ROUND) - _ROUND
+        on_grid = tl.floor(y * inverse + noise)
         y = tl.where(y == y, on_grid * step, y)
     if SIGNED:
         y = with_sign(y, x)
-    return y.to(C.fp8).to(tl.uint8, bitcast=True)  # to nearest, ties to even; above F it saturates
+    return to_fp8(y, F).to(tl.uint8, bitcast=True)  # to nearest, ties to even; above F it saturates
 
 
 @triton.jit
@@ -153,7 +158,7 @@ def codes(
     elif C.format == "int8":
         q = _int8_codes(y, x, noise, C, STOCHASTIC)
     else:
-        q = _fp8_codes(y, x, bits, noise, C, SIGNED, STOCHASTIC, FAST)
+        q = _fp8_codes(y, x, bits, noise, C, SIGNED, STOCHASTIC)
     return q
 
 
@@ -164,6 +169,9 @@ def read(q, k, C: tl.constexpr, FAST: tl.constexpr):
         code, root = _log8_read(q, k, C, FAST)
         size = code
     else:
-        code = q.to(tl.int8 if C.format == "int8" else C.fp8, bitcast=True).to(tl.float32)
+        if C.format == "int8":
+            code = q.to(tl.int8, bitcast=True).to(tl.float32)
+        else:
+            code = from_fp8(q.to(C.fp8.fp8, bitcast=True))
         size, root = _power_read(code, k, C, FAST)
     return code, size, root

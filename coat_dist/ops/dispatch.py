@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from ..devices import runs_kernels, switched_on
 from ..formats import QuantizedTensor
 
 __all__ = ["operation", "operation_on_list", "use_kernels"]
@@ -22,38 +21,13 @@ _R = TypeVar("_R")
 def use_kernels(tensor: torch.Tensor) -> bool:
     """Whether an operation on ``tensor`` runs its Triton kernel; otherwise it runs the definition in ``reference``.
 
-    Kernels need a CUDA device with FP8 conversion instructions (compute capability 8.9) and Triton. The environment
-    decides otherwise: ``COAT_REFERENCE=1`` takes the definitions everywhere, ``COAT_KERNELS=1`` the kernels everywhere
-    (on CPU they then need Triton's interpreter, ``TRITON_INTERPRET=1``).
+    Kernels need a CUDA device of compute capability 8.0 and Triton (``coat_dist/devices.py``). The environment decides
+    otherwise: ``COAT_REFERENCE=1`` takes the definitions everywhere, ``COAT_KERNELS=1`` the kernels everywhere (on CPU
+    they then need Triton's interpreter, ``TRITON_INTERPRET=1``).
     """
-    if _environment(_REFERENCE) == _YES:
+    if switched_on("COAT_REFERENCE"):
         return False
-    return (tensor.is_cuda and _capable(tensor.get_device())) or _environment(_KERNELS) == _YES
-
-
-def _lookup() -> tuple[Callable[[Any], Any], Any, Any, Any]:
-    """How to look a variable up, the names of both, and "1".
-
-    A layer looks some fifty times. Two variables that are not set take 11.6 us by ``os.environ.get``, which encodes the
-    name and raises and catches a KeyError, and 0.1 us by the dictionary that CPython keeps behind it (CPython 3.11, two
-    shared cores of a server, best of 30). Where there is no such dictionary, ``os.environ`` it is.
-    """
-    inner, encode = getattr(os.environ, "_data", None), getattr(os.environ, "encodekey", None)
-    if isinstance(inner, dict) and encode is not None:
-        return inner.get, encode("COAT_REFERENCE"), encode("COAT_KERNELS"), os.environ.encodevalue("1")
-    return os.environ.get, "COAT_REFERENCE", "COAT_KERNELS", "1"
-
-
-_environment, _REFERENCE, _KERNELS, _YES = _lookup()
-
-
-@functools.cache
-def _capable(device: int) -> bool:
-    return (
-        torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 9)
-        and importlib.util.find_spec("triton") is not None
-    )
+    return runs_kernels(tensor) or switched_on("COAT_KERNELS")
 
 
 def operation(definition: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -1,9 +1,11 @@
-"""FP8 matrix products: tensor cores on a GPU that has them, the definition of ``reference/gemm.py`` elsewhere."""
+"""FP8 matrix products: FP8 tensor cores on a GPU that has them, BF16 ones on a GPU that runs kernels but has none, the
+definition of ``reference/gemm.py`` elsewhere."""
 
 from __future__ import annotations
 
 import torch
 
+from ..devices import has_fp8
 from ..formats import QuantizedTensor
 from ..reference import gemm as reference
 from ..reference.gemm import check_operands
@@ -20,17 +22,20 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fa
 
     On a GPU sums are fp32. ``fast_accum`` leaves them in the tensor cores' shorter accumulators: 2 to 10 % faster, good
     for forward; dgrad and wgrad sum small terms over many tokens and do not use it.
+
+    A GPU without FP8 tensor cores multiplies codes as BF16 numbers, whose products of codes are exact: the time of a
+    BF16 product, and of passes that convert both operands and scale the sums.
     """
     if not (a.codes.is_cuda and use_kernels(a.codes)):
         return reference.scaled_mm(a, b, out_dtype, fast_accum)
     check_operands(a, b)
-    if a.codes.dtype == b.codes.dtype == torch.float8_e5m2:
-        # The hardware has no product of two E5M2 tensors, but BF16 holds their codes exactly.
-        sums = torch.mm(a.codes.bfloat16(), b.codes.bfloat16().t(), out_dtype=torch.float32)
-        return _apply_scales(sums, a, b, out_dtype)
     n, k = b.codes.shape
     if not (a.codes.numel() and n):  # an expert without tokens: a sum over none is zero
         return a.codes.new_zeros(a.codes.shape[0], n, dtype=out_dtype)
+    if a.codes.dtype == b.codes.dtype == torch.float8_e5m2 or not has_fp8(a.codes):
+        # BF16 holds all codes exactly: for two E5M2 tensors, of which no hardware has a product, and for old GPUs.
+        sums = torch.mm(a.codes.bfloat16(), b.codes.bfloat16().t(), out_dtype=torch.float32)
+        return _apply_scales(sums, a, b, out_dtype)
     n_fill, k_fill = -n % _ALIGNMENT, -k % _ALIGNMENT
     left, right = _fill(a.codes, 0, k_fill), _fill(b.codes, n_fill, k_fill).t()
     if a.layout == "row" and not (out_dtype == torch.bfloat16 and a.codes.dtype == b.codes.dtype):
