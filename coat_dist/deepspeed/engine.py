@@ -20,6 +20,7 @@ from .attach import attach
 from .compare_ranks import compare_ranks
 from .optimizer_from_json import build_coat_adamw
 from .refusals import check_deepspeed
+from .replicated_grads import check_replicated_grads
 
 __all__ = ["initialize"]
 
@@ -43,12 +44,13 @@ def initialize(
     block's settings. Its parameter groups are ``model_parameters`` where that is a list of dicts, and otherwise
     :func:`coat_dist.optim.param_groups` of the model (restricted to ``model_parameters`` where given).
 
-    A model whose layers should run the FP8 flow is patched by the caller, before this call
-    (``megatron_patches.patch_model``): this package does not know model classes.
+    A model whose layers should run the FP8 flow is patched before this call: this package does not know model classes.
+    ``megatron_patches.initialize`` does that, and all else that a Megatron model needs, and then calls this.
 
     Raises:
         CoatConfigError: anything in the configuration that cannot be honoured, named by its key; ranks that were
-            started with different configurations or models.
+            started with different configurations or models; a tensor-parallel model without ``mpu``, or one whose
+            replicated gradients nobody sums (``replicated_grads.py``).
     """
     import deepspeed
 
@@ -69,6 +71,8 @@ def initialize(
         check_deepspeed, dict(settings), coat=coat, tp=tp, cp=cp, pipeline=pipeline, mpu=mpu is not None
     )
     check(optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+    if not pipeline:
+        check_replicated_grads(model, mpu, tp)
     if getattr(args, "deepspeed_config", None) is not None:
         args = copy.copy(args)  # the caller's stays as it is; DeepSpeed refuses a configuration given twice
         args.deepspeed_config = None
@@ -131,8 +135,8 @@ def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
     if coat.activation.enabled and not patched:
         raise CoatConfigError(
             f"coat.activation.enabled: got true, but no module of {type(model).__name__} is patched; accepted: call "
-            "megatron_patches.patch_model(model, CoatConfig.from_deepspeed(config).activation) first, or set it "
-            "to false"
+            "megatron_patches.patch_model(model, config) first, or megatron_patches.initialize instead of this, or set "
+            "it to false"
         )
     if patched and not coat.activation.enabled:
         raise CoatConfigError(
