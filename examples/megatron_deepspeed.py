@@ -15,15 +15,8 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-import coat_dist
-from coat_dist import CoatConfig
-from megatron_patches import (
-    MPUAdapter,
-    gpt_layer_spec,
-    initialize_model_parallel,
-    install_replicated_grad_hooks,
-    patch_model,
-)
+import megatron_patches
+from megatron_patches import gpt_layer_spec, initialize_model_parallel
 
 gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
@@ -52,11 +45,11 @@ config = {
     "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "coat": {},
 }
-report = patch_model(model, CoatConfig.from_deepspeed(config).activation)
+# Patches the layers, sums gradients that DeepSpeed does not, hands over Megatron's process groups.
+engine, optimizer, _, scheduler = megatron_patches.initialize(model=model, config=config)
+report = engine.coat_patch_report
 if rank == 0:
     print(report)  # which layers run the flow, which stay BF16, and why
-install_replicated_grad_hooks(model)  # sums what DeepSpeed does not: norm gradients under sequence parallelism
-engine, optimizer, _, scheduler = coat_dist.initialize(model=model, config=config, mpu=MPUAdapter())
 
 data = torch.Generator().manual_seed(1)  # the ranks of a tensor-parallel group train on the same text
 positions = torch.arange(32, device=engine.device).expand(8, -1)

@@ -2,83 +2,141 @@
 
     torchrun --nproc_per_node 2 examples/megatron_loop.py
 
-patch_model is all that is added: DistributedDataParallel and the distributed optimizer are Megatron's, which keeps fp32
-moments. Ranks are data-parallel. The model learns to continue sequences of numbers, on GPUs where there are some.
+Model, DistributedDataParallel, distributed optimizer, schedule, forward and backward, checkpoints: all Megatron's own.
+patch_model is all that is added. Ranks are data-parallel. The model learns to continue sequences of numbers, on GPUs
+where there are some. With a folder behind the command it saves there every ten steps, and goes on from the last save.
 """
 
-import contextlib
 import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-from torch.overrides import TorchFunctionMode
 
-from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, initialize_model_parallel, patch_model
 
+STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 30, 2, 4, 32
 gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-
-
-class OnCPU(TorchFunctionMode):
-    """Megatron's optimizers ask for CUDA tensors by name. A machine without a GPU has those of the CPU to give."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        if function is torch.Tensor.cuda:
-            return args[0]
-        result = function(*args, **kwargs)
-        asked = function is torch.Tensor.type and len(args) == 1 and not kwargs
-        return result.replace("torch.", "torch.cuda.") if asked else result
-
-
-def train(steps: int):
-    sizes = dict(num_layers=2, hidden_size=128, num_attention_heads=4, ffn_hidden_size=256)
-    llama = dict(gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, normalization="RMSNorm")
-    types = dict(bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=not gpu)
-    layers = TransformerConfig(**sizes, **llama, **types, hidden_dropout=0.0, attention_dropout=0.0)
-    model = GPTModel(
-        layers, gpt_layer_spec(layers), vocab_size=64, max_sequence_length=32, position_embedding_type="rope"
-    ).to(device, torch.bfloat16)
-    report = patch_model(model, ActivationConfig())  # before DistributedDataParallel wraps the model
-    if dist.get_rank() == 0:
-        print(report)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    model = DistributedDataParallel(layers, ddp, model)
-    options = OptimizerConfig(
-        optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
-    )
-    optimizer = get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
-
-    data = torch.Generator().manual_seed(1 + dist.get_rank())
-    positions = torch.arange(32, device=device).expand(8, -1)
-    losses = []
-    for step in range(steps):
-        start = torch.randint(0, 64, (8, 1), generator=data)
-        text = ((start + 3 * torch.arange(33)) % 64).to(device)  # [8, 33]: every number is 3 more than the last
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = model(text[:, :-1], positions, None, labels=text[:, 1:]).mean()  # the causal mask is built in
-        loss.backward()
-        finalize_model_grads([model])
-        optimizer.step()
-        losses.append(loss.item())
-        if dist.get_rank() == 0 and step % 5 == 0:
-            print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
-    return report, losses
-
-
 if gpu:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
-initialize_model_parallel()
-with contextlib.nullcontext() if gpu else OnCPU():
-    report, losses = train(steps=30)
+initialize_model_parallel()  # where there is no GPU, Megatron finds the CPU from here on
+
+sizes = dict(num_layers=2, hidden_size=128, num_attention_heads=4, ffn_hidden_size=256)
+llama = dict(gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, normalization="RMSNorm")
+types = dict(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, use_cpu_initialization=not gpu)
+layers = TransformerConfig(**sizes, **llama, **types, hidden_dropout=0.0, attention_dropout=0.0)
+model = GPTModel(
+    layers, gpt_layer_spec(layers), vocab_size=64, max_sequence_length=SEQUENCE, position_embedding_type="rope"
+).to(device, torch.bfloat16)
+report = patch_model(model, {"coat": {}})  # before DistributedDataParallel wraps the model
+if dist.get_rank() == 0:
+    print(report)
+ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+model = DistributedDataParallel(layers, ddp, model)
+layers.no_sync_func, layers.finalize_model_grads_func = model.no_sync, finalize_model_grads
+options = OptimizerConfig(
+    optimizer="adam",
+    lr=1e-3,
+    min_lr=1e-4,
+    weight_decay=0.1,
+    adam_beta2=0.95,
+    clip_grad=1.0,
+    bf16=True,
+    params_dtype=torch.bfloat16,
+    use_distributed_optimizer=True,
+)
+optimizer = get_megatron_optimizer(options, [model])
+scheduler = OptimizerParamScheduler(
+    optimizer,
+    init_lr=0.0,
+    max_lr=1e-3,
+    min_lr=1e-4,
+    lr_warmup_steps=2,
+    lr_decay_steps=STEPS,
+    lr_decay_style="cosine",
+    start_wd=0.1,
+    end_wd=0.1,
+    wd_incr_steps=STEPS,
+    wd_incr_style="constant",
+)
+forward_backward = get_forward_backward_func()
+
+
+def batches(step):
+    """This rank's micro-batches of a step: every number of a text is 3 more than the one before."""
+    data = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    positions = torch.arange(SEQUENCE, device=device).expand(MICRO_BATCH, -1)
+    for _ in range(MICRO_BATCHES):
+        start = torch.randint(0, 64, (MICRO_BATCH, 1), generator=data)
+        text = ((start + 3 * torch.arange(SEQUENCE + 1)) % 64).to(device)
+        yield text[:, :-1], positions, text[:, 1:]
+
+
+def forward_step(iterator, model):
+    tokens, positions, labels = next(iterator)
+    losses = model(tokens, positions, None, labels=labels)  # [b, s] fp32; the causal mask is built in
+    return losses, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+
+
+def state(loading):
+    """What a checkpoint holds: on saving its content, on loading the places for it."""
+    weights = model.module.sharded_state_dict()
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
+
+
+def save(folder, step):
+    target = folder / f"step{step}"
+    if dist.get_rank() == 0:
+        target.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save({**state(False), "scheduler": scheduler.state_dict(), "step": step}, str(target))
+    if dist.get_rank() == 0:
+        (folder / "latest.new").write_text(target.name)
+        (folder / "latest.new").replace(folder / "latest")
+    dist.barrier()
+
+
+def resume(folder):
+    """Load the last checkpoint; the steps that it has behind it."""
+    if not (folder / "latest").exists():
+        return 0
+    loaded = dist_checkpointing.load(state(True), str(folder / (folder / "latest").read_text()))
+    model.module.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    scheduler.load_state_dict(loaded["scheduler"])
+    return loaded["step"]
+
+
+folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+losses = []
+for step in range(resume(folder) if folder else 0, STEPS):
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    done = forward_backward(
+        forward_step_func=forward_step,
+        data_iterator=batches(step),
+        model=[model],
+        num_microbatches=MICRO_BATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=MICRO_BATCH,
+        forward_only=False,
+    )
+    optimizer.step()
+    scheduler.step(1)
+    losses.append(torch.stack([micro["loss"] for micro in done]).mean().item())
+    if dist.get_rank() == 0 and step % 5 == 0:
+        print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
+    if folder and (step + 1) % 10 == 0:
+        save(folder, step + 1)
 dist.destroy_process_group()

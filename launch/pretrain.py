@@ -62,7 +62,8 @@ def train(
 
     check_ranks_agree(p)
     runtime.seed_python_and_numpy(p.args.seed)
-    initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed)
+    # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
+    initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
     with ExitStack() as locks:
         folders = on_rank_0(lambda: open_folders(p.args, locks))
         source = folders.source

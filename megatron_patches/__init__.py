@@ -4,7 +4,9 @@ from .compat import check_version, define_te_general_gemm, prepare_cpu, quiet_im
 
 with quiet_imports():
     define_te_general_gemm()
+    from .engine import initialize
     from .groups import MPUAdapter, initialize_model_parallel, rng_state, set_rng_state, tensor_parallel
+    from .optimizer import get_megatron_optimizer
     from .patch import PatchReport, patch_model, patched, unpatch_model
     from .replicated_grads import check_replicas, install_replicated_grad_hooks
     from .spec import gpt_layer_spec
@@ -15,7 +17,9 @@ __all__ = [
     "PatchReport",
     "check_replicas",
     "check_version",
+    "get_megatron_optimizer",
     "gpt_layer_spec",
+    "initialize",
     "initialize_model_parallel",
     "install_replicated_grad_hooks",
     "patch_model",

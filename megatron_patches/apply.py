@@ -60,6 +60,8 @@ def apply_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
             swapped = InvariantChunkedLossLinear if settings.tp_invariant else ChunkedLossLinear
             changes.swap(module.output_layer, swapped, Patch(settings, tensor_parallel(module.output_layer)))
             changes.swap(module, ChunkedLossGPTModel)
+        for whole in _given(model):
+            changes.set(whole, "coat_patch_report", report)
 
 
 def restore(model: nn.Module, classes: list[tuple[nn.Module, type]]) -> None:
@@ -74,10 +76,17 @@ def restore(model: nn.Module, classes: list[tuple[nn.Module, type]]) -> None:
             for add in _ADDITIONS:
                 if isinstance(getattr(layer, add, None), AliasedAdd):
                     changes.set(layer, add, AliasedAdd.original)
+        for module in model.modules():
+            changes.remove(module, "coat_patch_report")
         for module, original in classes:
             changes.remove(module, "coat")
             changes.remove(module, "coat_recompute")
             changes.set(module, "__class__", original)
+
+
+def _given(model: nn.Module) -> list[nn.Module]:
+    """The model, or the chunks that the caller has given as a list."""
+    return list(model) if type(model) is nn.ModuleList else [model]
 
 
 def _patch_attention(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from .cpu import answer_for_cuda
+
 __all__ = [
     "SUPPORTED",
     "check_version",
@@ -128,9 +130,9 @@ def prepare_cpu() -> bool:
 
     Every supported version assumes CUDA in a handful of places: it allocates on ``torch.cuda.current_device()`` and
     keeps the random states of its tensor-parallel regions in the CUDA generator. This replaces
-    ``torch.cuda.current_device``, ``torch.cuda.manual_seed`` and the CUDA random-state accessors that megatron-core
-    uses by their CPU counterparts. Safe to call more than once. Models need
-    ``TransformerConfig(use_cpu_initialization=True)``.
+    ``torch.cuda.current_device``, ``torch.cuda.manual_seed``, ``torch.cuda.synchronize`` and the CUDA random-state accessors that megatron-core
+    uses by their CPU counterparts, and has the functions of Megatron's own loop that ask for CUDA by name find the CPU
+    (``cpu.py``). Safe to call more than once. Models need ``TransformerConfig(use_cpu_initialization=True)``.
 
     Returns:
         Whether the CPU stands in for the GPU; False, with nothing touched, where there is a GPU.
@@ -154,11 +156,14 @@ def prepare_cpu() -> bool:
     torch.cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(int(seed)) and None  # type: ignore[assignment]
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state  # type: ignore[assignment]
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = set_state  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_args, **_kwargs: None  # saving a checkpoint waits for the GPU
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
     logging.getLogger(random.__name__).addFilter(_not_about_shared_generator)
     # Advice about overlapping CUDA streams, which is of no use here.
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    with quiet_imports():
+        answer_for_cuda()
     _prepared = True
     return True
 

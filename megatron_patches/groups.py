@@ -24,7 +24,9 @@ def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -
         tp: tensor-parallel size.
         seed: of parameter initialization (the same on all ranks) and of dropout (tensor-parallel regions differ by
             rank).
-        kwargs: further arguments of ``parallel_state.initialize_model_parallel``.
+        kwargs: further arguments of ``parallel_state.initialize_model_parallel``. By default Megatron also makes a gloo
+            twin of every data-parallel group, which ``get_megatron_optimizer`` wants; under DeepSpeed nobody uses them,
+            and ``create_gloo_process_groups=False`` leaves them out.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized, or the groups exist already.
@@ -42,8 +44,6 @@ def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -
     if tp < 1 or world % tp:
         raise ValueError(f"tp: got {tp}, accepted: a divisor of the number of ranks, {world}")
     prepare_cpu()
-    # Gloo twins of every group serve Megatron's own checkpoints only, and cost start-up time.
-    kwargs.setdefault("create_gloo_process_groups", False)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **kwargs)
     torch.manual_seed(seed)
     megatron_tp.model_parallel_cuda_manual_seed(seed)

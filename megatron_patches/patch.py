@@ -21,12 +21,13 @@ from .check import check_model, check_plan
 from .compat import check_version
 from .plan import make_plan
 from .report import PatchReport
+from .settings import Config, activation_settings
 from .swap import original_classes
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
 
-def patch_model(model: nn.Module | Sequence[nn.Module], settings: ActivationConfig) -> PatchReport:
+def patch_model(model: nn.Module | Sequence[nn.Module], config: Config | ActivationConfig) -> PatchReport:
     """Let the transformer layers of ``model`` run the FP8 precision flow. Nothing changes unless this returns.
 
     Under pipeline parallelism every rank calls this for its own stage. A stage in which nothing can be patched, because
@@ -37,15 +38,21 @@ def patch_model(model: nn.Module | Sequence[nn.Module], settings: ActivationConf
         model: a built ``GPTModel``, or a module that holds Megatron transformer blocks; before
             ``deepspeed.initialize``. Or the list of a rank's model chunks (interleaved pipeline stages); names in the
             report then begin with the chunk's index.
-        settings: the ``"coat": {"activation": ...}`` block.
+        config: what ``deepspeed.initialize`` takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"``
+            block; or that block as ``CoatConfig``, or its ``"activation"`` as ``ActivationConfig``.
+
+    Returns:
+        What was patched, which is also ``model.coat_patch_report`` (of a list, that of each chunk).
 
     Raises:
+        CoatConfigError: ``config`` has no block, or a wrong one.
         ValueError: the model is patched already, holds no transformer block, or nothing in it can be patched (lists
             why); ``bf16_layers`` out of range; ``tp_invariant`` with blocks that would not be; ``attention: "fp8"``
             with attention that cannot; ``z_loss`` with a loss that stays plain.
         ImportError: unsupported megatron-core.
     """
     check_version()
+    settings = activation_settings(config)
     model = _one_module(model)
     check_model(model, settings)
     plan = make_plan(model, settings)
@@ -71,9 +78,9 @@ def unpatch_model(model: nn.Module | Sequence[nn.Module]) -> None:
 
 
 @contextmanager
-def patched(model: nn.Module | Sequence[nn.Module], settings: ActivationConfig) -> Iterator[PatchReport]:
-    """``model`` runs the flow inside the ``with``, and is as it was after it."""
-    report = patch_model(model, settings)
+def patched(model: nn.Module | Sequence[nn.Module], config: Config | ActivationConfig) -> Iterator[PatchReport]:
+    """``model`` runs the flow inside the ``with``, and is as it was after it. Arguments as for :func:`patch_model`."""
+    report = patch_model(model, config)
     try:
         yield report
     finally:
@@ -81,4 +88,8 @@ def patched(model: nn.Module | Sequence[nn.Module], settings: ActivationConfig) 
 
 
 def _one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    return model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    if isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, Sequence) or not model or not all(isinstance(chunk, nn.Module) for chunk in model):
+        raise ValueError(f"model: got {type(model).__name__}, accepted: a module, or a list of model chunks")
+    return nn.ModuleList(model)

@@ -45,7 +45,7 @@ def make_plan(model: nn.Module, settings: ActivationConfig) -> Plan:
     Raises:
         ValueError: ``bf16_layers`` out of range.
     """
-    plan = Plan()
+    plan = Plan(PatchReport(settings=settings))
     _plan_blocks(model, settings, plan)
     if not plan.nothing:
         _plan_outputs(model, settings, plan)

@@ -10,7 +10,7 @@ replicas are still equal.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import nn
+
+from coat_dist.deepspeed.replicated_grads import SUMMED, is_head_norm, partial_over_tp
 
 from .norm import Norm
 
@@ -44,24 +46,24 @@ def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return []
     _check_installable(model)
-    operations: dict[int, Any] = {}
+    operations: dict[int, Literal["sum", "average"]] = {}
     for name, parameter in model.named_parameters():
-        operation = _missing_reduction(name, parameter)
+        operation = partial_over_tp(name, parameter)
         if operation is not None and parameter.requires_grad:
             operations[id(parameter)] = operation
     inside: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, Norm) and any(id(p) in operations for p in module.parameters(recurse=False)):
-            module.reduce_grad_over_tp, module.partial_by_heads = True, _is_head_norm(name)
+            module.reduce_grad_over_tp, module.partial_by_heads = True, is_head_norm(name)
             inside.update(id(p) for p in module.parameters(recurse=False))
     group = parallel_state.get_tensor_model_parallel_group()
     config = _config(model)
     names = []
     for name, parameter in model.named_parameters():
         if id(parameter) in operations:
-            parameter.coat_replicated_grad = True  # type: ignore[attr-defined]
+            setattr(parameter, SUMMED, True)
             if id(parameter) not in inside:
-                by_tokens = operations[id(parameter)] == dist.ReduceOp.SUM and not _is_head_norm(name)
+                by_tokens = operations[id(parameter)] == "sum" and not is_head_norm(name)
                 parameter.register_hook(_reducer(group, operations[id(parameter)], config if by_tokens else None))
             names.append(name)
     return names
@@ -79,7 +81,7 @@ def _check_installable(model: nn.Module) -> None:
                 "multi_latent_attention: got true, accepted: false with tensor parallelism under DeepSpeed"
             )
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "coat_replicated_grad"):
+        if hasattr(parameter, SUMMED):
             raise RuntimeError(f"replicated-gradient hooks are installed already (seen on {name})")
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
             raise RuntimeError(f"DeepSpeed already holds {name}; install replicated-gradient hooks before initialize")
@@ -98,28 +100,12 @@ def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{name}.weight", module.weight
 
 
-def _missing_reduction(name: str, parameter: nn.Parameter) -> Any:
-    """The reduction over TP that Megatron's training loop applies to this gradient and DeepSpeed does not; or None."""
-    if getattr(parameter, "tensor_model_parallel", False):
-        return None
-    if getattr(parameter, "average_gradients_across_tp_domain", False):
-        return dist.ReduceOp.AVG
-    if _is_head_norm(name) or getattr(parameter, "sequence_parallel", False):
-        return dist.ReduceOp.SUM
-    return None
-
-
-def _is_head_norm(name: str) -> bool:
-    """Whether a parameter or module belongs to a norm on queries or keys, which sees the heads of one rank."""
-    return any(part in ("q_layernorm", "k_layernorm") for part in name.split("."))
-
-
 def _config(model: nn.Module) -> Any:
     """The configuration in which Megatron switches sequence parallelism on and off, or None if no module has one."""
     return next((m.config for m in model.modules() if isinstance(m, MegatronModule)), None)
 
 
-def _reducer(group: dist.ProcessGroup, operation: Any, config: Any = None) -> Any:
+def _reducer(group: dist.ProcessGroup, operation: str, config: Any = None) -> Any:
     """A tensor hook that sums or averages a gradient over ``group``, in fp32.
 
     With ``config`` it does so only while ``config.sequence_parallel`` is true: without, each rank's gradient is whole.
@@ -130,7 +116,7 @@ def _reducer(group: dist.ProcessGroup, operation: Any, config: Any = None) -> An
             return grad
         total = grad.to(torch.float32, copy=True).contiguous()
         dist.all_reduce(total, group=group)
-        if operation == dist.ReduceOp.AVG:  # not an operation of gloo
+        if operation == "average":  # not an operation of gloo
             total /= group.size()
         return total.to(grad.dtype)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from coat_dist.config import ActivationConfig
+
 __all__ = ["PatchReport"]
 
 
@@ -23,6 +25,8 @@ class PatchReport:
     """Output layers of language models: "chunked", or "plain" and why."""
     notes: list[str] = field(default_factory=list)
     """Settings of the model that patching overrides."""
+    settings: ActivationConfig | None = None
+    """What the model was patched with."""
 
     def note(self, text: str) -> None:
         """Add to the notes, once."""

@@ -23,6 +23,7 @@ from .compare_ranks import compare_ranks
 from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw
 from .refusals import check_deepspeed
+from .replicated_grads import check_replicated_grads
 
 __all__ = ["called_as_deepspeed", "initialize"]
 
@@ -51,12 +52,13 @@ def initialize(
     otherwise :func:`coat_dist.optim.param_groups` of the model (restricted to ``model_parameters`` where given).
 
     After ``import coat_dist``, ``deepspeed.initialize`` does the same for configurations with a block or a CoatAdamW.
-    A model whose layers should run the FP8 flow is patched by the caller, before this call
-    (``megatron_patches.patch_model``): this package does not know model classes.
+    A model whose layers should run the FP8 flow is patched before this call: this package does not know model classes.
+    ``megatron_patches.initialize`` does that, and all else that a Megatron model needs, and then calls this.
 
     Raises:
         CoatConfigError: anything in the configuration that cannot be honoured, named by its key; ranks that were
-            started with different configurations or models.
+            started with different configurations or models; a tensor-parallel model without ``mpu``, or one whose
+            replicated gradients nobody sums (``replicated_grads.py``).
     """
     given = {
         **{"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters},
@@ -159,6 +161,8 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         check_deepspeed, dict(settings), coat=coat, tp=tp, cp=cp, pipeline=pipeline, mpu=mpu is not None
     )
     check(optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+    if not pipeline:
+        check_replicated_grads(model, mpu, tp)
     compressed = look_up(settings, "optimizer.type") == "CoatAdamW"
     block = coat is not None and "optimizer" in coat.model_fields_set
     if coat is not None:
@@ -224,8 +228,8 @@ def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
     if coat.activation.enabled and not patched:
         raise CoatConfigError(
             f"coat.activation.enabled: got true, but no module of {type(model).__name__} is patched; accepted: call "
-            "megatron_patches.patch_model(model, CoatConfig.from_deepspeed(config).activation) first, or set it "
-            "to false"
+            "megatron_patches.patch_model(model, config) first, or megatron_patches.initialize instead of this, or set "
+            "it to false"
         )
     if patched and not coat.activation.enabled:
         raise CoatConfigError(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from coat_dist import CoatConfigError
 from launch.data import dataset as data
 from launch.model.experts import scale_aux_loss
 from launch.model.gpt import build_model
@@ -24,19 +23,11 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) 
 
     ``universal``: what it will load is a universal checkpoint, whatever the configuration says.
     """
-    import coat_dist
-    from megatron_patches import MPUAdapter, install_replicated_grad_hooks, patch_model, universal_checkpoint_info
+    import megatron_patches
 
     model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel)
     if p.model.num_moe_experts is not None:
         scale_aux_loss(p.batch.accumulation)
-    if p.coat is not None and p.coat.activation.enabled:
-        try:
-            note(str(patch_model(model, p.coat.activation)))
-        except ValueError as problem:
-            raise CoatConfigError(f"coat.activation: {problem}") from problem
-    install_replicated_grad_hooks(model)
-    model.universal_checkpoint_info = universal_checkpoint_info(model)  # type: ignore[assignment]
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
     if p.coat is not None:
         settings["coat"] = p.coat  # parsed already
@@ -47,9 +38,11 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) 
         f"ZeRO-{p.settings['zero_optimization']['stage']}"
     )
     with contextlib.redirect_stdout(io.StringIO()):  # some of DeepSpeed's optimizers print while they are built
-        engine, *_ = coat_dist.initialize(
-            model=model, optimizer=optimizer, mpu=MPUAdapter(), config=settings, dist_init_required=False
+        engine, *_ = megatron_patches.initialize(
+            model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
+    if engine.coat_patch_report is not None:
+        note(str(engine.coat_patch_report))
     return engine
 
 

@@ -1,0 +1,258 @@
+"""CoatAdamW inside Megatron's distributed optimizer: FP8 moments, sharded over data-parallel ranks, in its checkpoints.
+
+Megatron builds its optimizer as ever, with torch's (or Apex's, or Transformer Engine's) AdamW over the fp32 shards that
+this rank owns. :func:`get_megatron_optimizer` then puts a CoatAdamW over the same shards in its place, before there are
+moments. To Megatron's checkpoints moments stay what they were, ``exp_avg`` and ``exp_avg_sq`` in fp32, which AdamW and
+other numbers of ranks can load. Rounding them again would not give the same codes; so codes are saved beside, and a run
+that has the same shards takes them over.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import nn
+
+from coat_dist.config import CoatConfigError
+from coat_dist.config import OptimizerConfig as MomentsConfig
+from coat_dist.optim import CoatAdamW
+from coat_dist.optim.moments import export_moments, import_moments
+from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
+
+from .blocks import pipelined
+from .settings import Config, coat_block
+
+__all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
+
+_COMPUTED_OTHERWISE = (
+    *("amsgrad", "bias_correction", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"),
+    *("maximize", "params", "step"),
+)
+"""Keys of a parameter group that say how another AdamW computes, or that CoatAdamW sets itself."""
+_CODES = "coat_codes"
+"""The key of codes in checkpoints; also in ``metadata``, where False leaves them out."""
+
+
+def get_megatron_optimizer(
+    config: Any, model_chunks: Sequence[nn.Module], *args: Any, coat: Config | MomentsConfig, **kwargs: Any
+) -> Any:
+    """``megatron.core.optimizer.get_megatron_optimizer`` with FP8 moments in its distributed optimizer.
+
+    Parameter groups are Megatron's. A group that holds vectors only (by default all biases and norms, which do not
+    decay) keeps fp32 moments.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``, with ``use_distributed_optimizer`` and ``optimizer="adam"``.
+        model_chunks, args, kwargs: as Megatron takes them; the chunks are patched already where ``coat`` asks for it.
+        coat: what :func:`~megatron_patches.patch_model` takes, of which ``"optimizer"`` is used; or that part alone, as
+            ``coat_dist.config.OptimizerConfig``.
+
+    Returns:
+        Megatron's optimizer; the distributed optimizers in it are :class:`CoatDistributedOptimizer`.
+
+    Raises:
+        CoatConfigError: a setting of Megatron's with which moments cannot be in FP8, by its name; a wrong ``coat``.
+    """
+    _check_config(config, model_chunks)
+    moments = _moments(coat, model_chunks)
+    built = megatron_optimizer.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+    for index, optimizer in enumerate(getattr(built, "chained_optimizers", [built])):
+        if not optimizer.is_stub_optimizer:
+            _convert(optimizer, moments, index)
+    return built
+
+
+def _check_config(config: Any, model_chunks: Sequence[nn.Module]) -> None:
+    ddp = model_chunks[0].ddp_config
+    fsdp = getattr(ddp, "use_megatron_fsdp", False) or getattr(ddp, "use_custom_fsdp", False)
+    for key, given, accepted, why in (
+        ("optimizer", config.optimizer, "adam", "CoatAdamW then stands in the place of AdamW"),
+        ("use_distributed_optimizer", config.use_distributed_optimizer, True, "only its shards get FP8 moments"),
+        ("decoupled_weight_decay", getattr(config, "decoupled_weight_decay", True), True, "CoatAdamW is AdamW"),
+        ("use_precision_aware_optimizer", config.use_precision_aware_optimizer, False, "Transformer Engine's moments"),
+        ("optimizer_cpu_offload", config.optimizer_cpu_offload, False, "FP8 moments stay on the GPU"),
+        ("use_megatron_fsdp", fsdp, False, "its shards are not those of the distributed optimizer"),
+    ):
+        if given != accepted:
+            raise CoatConfigError(f"{key}: got {given!r}, accepted with CoatAdamW: {accepted!r} ({why})")
+
+
+def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) -> MomentsConfig:
+    if isinstance(coat, MomentsConfig):
+        moments = coat
+    else:
+        block = coat_block(coat, "coat")
+        patched = any(getattr(type(m), "coat_patched", False) for chunk in model_chunks for m in chunk.modules())
+        if block.activation.enabled != patched and not any(pipelined(chunk) for chunk in model_chunks):
+            raise CoatConfigError(
+                f"coat.activation.enabled: got {str(block.activation.enabled).lower()} for a model that is "
+                f"{'patched' if patched else 'not patched'}; accepted: "
+                f"{'true' if patched else 'false, or call megatron_patches.patch_model before the model is wrapped'}"
+            )
+        moments = block.optimizer
+    if moments.master_weights != "parameter":
+        raise CoatConfigError(
+            f'coat.optimizer.master_weights: got "{moments.master_weights}", accepted: "parameter" in Megatron\'s '
+            "distributed optimizer, whose shards are fp32"
+        )
+    return moments
+
+
+def _convert(optimizer: Any, moments: MomentsConfig, index: int) -> None:
+    old = optimizer.optimizer.param_groups
+    matrices = [any(p.dim() > 1 for p in ranges["params"]) for ranges in optimizer.opt_group_ranges]
+    everyone: list[Any] = [None] * optimizer.data_parallel_group.size()
+    dist.all_gather_object(everyone, matrices, group=optimizer.data_parallel_group)
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key not in _COMPUTED_OTHERWISE},
+            "params": group["params"],
+            "moments": "fp8" if any(of_rank[i] for of_rank in everyone) else "fp32",
+        }
+        for i, group in enumerate(old)
+    ]
+    optimizer.optimizer = _Inner(groups, **moments.model_dump())
+    optimizer.__class__ = CoatDistributedOptimizer
+    optimizer.coat_index, optimizer.coat_codes_elsewhere = index, False
+
+
+class _Inner(CoatAdamW):
+    """CoatAdamW with the state dict that Megatron's distributed optimizer expects: options and the count of steps.
+
+    Moments take another way, :class:`CoatDistributedOptimizer`.
+    """
+
+    def steps(self) -> int:
+        return max((state["step"] for state in self.state.values() if state), default=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        whole, step = super().state_dict(), self.steps()
+        indices = [i for group in whole["param_groups"] for i in group["params"]] or [0]
+        groups = [{**group, "step": step} for group in whole["param_groups"]]
+        return {"state": {i: {"step": torch.tensor(float(step))} for i in indices}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over options but for those that say how moments are stored, and the count of steps."""
+        saved = state_dict["param_groups"]
+        for group, new in zip(self.param_groups, saved, strict=True):
+            group.update({k: v for k, v in new.items() if k in group and k not in (*LAYOUT_KEYS, "params")})
+            for p in group["params"]:
+                ensure_state(self.state, p, group)["step"] = int(new["step"])
+
+
+class CoatDistributedOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer over a CoatAdamW; made by :func:`get_megatron_optimizer`."""
+
+    def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
+        p, group = self._shard(model_param)
+        first, second = export_moments(p, ensure_state(self.optimizer.state, p, group), group)
+        return {"param": p, "exp_avg": first, "exp_avg_sq": second}
+
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        p, group = self._shard(model_param)
+        p.copy_(tensors["param"])
+        moments = (tensors["exp_avg"].float(), tensors["exp_avg_sq"].float())
+        self.optimizer.state[p] = import_moments(p, group, *moments, step=self.optimizer.steps())
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: dict[str, Any] | None = None,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """As Megatron's, and ``"coat_codes"``: this rank's codes, which only the same shards can load.
+
+        To load a checkpoint of another number of data-parallel ranks, or of another AdamW, pass
+        ``metadata={..., "coat_codes": False}`` here: moments are then rounded anew from fp32.
+        """
+        self.coat_codes_elsewhere = True
+        try:
+            state_dict = super().sharded_state_dict(model_sharded_state_dict or {}, is_loading, sharding_type, metadata)
+        finally:
+            self.coat_codes_elsewhere = False
+        if (metadata or {}).get(_CODES, True):
+            group = self.data_parallel_group
+            state_dict[_CODES] = ShardedObject(
+                f"optimizer.{_CODES}_{self.coat_index}.dp_group_idx_{self.data_parallel_group_idx}.dp_{group.size()}",
+                self._codes(),
+                (group.size(),),
+                (group.rank(),),
+                replica_id=self.distributed_optimizer_instance_id,
+            )
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != _CODES})
+        self._load_codes(state_dict.get(_CODES))
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> dict[Any, Any] | None:
+        """As Megatron's, with the codes of all data-parallel ranks on the first one."""
+        state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        if not self.coat_codes_elsewhere:
+            group = self.data_parallel_group_gloo
+            everyone: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+            dist.gather_object(self._codes(), everyone, dst=dist.get_global_rank(group, 0), group=group)
+            if state is not None:
+                state[_CODES] = everyone
+        return state
+
+    def load_parameter_state_from_dp_zero(self, state_dict: Any, *, update_legacy_format: bool = False) -> None:
+        """As Megatron's; ``update_legacy_format``, for checkpoints from before 2024, is refused."""
+        if update_legacy_format:
+            raise CoatConfigError("update_legacy_format: got True, accepted with CoatAdamW: False")
+        super().load_parameter_state_from_dp_zero(state_dict)
+        group = self.data_parallel_group_gloo
+        everyone = (state_dict or {}).get(_CODES) or []
+        saved = len(everyone) or group.size()
+        everyone = everyone if len(everyone) == group.size() else [None] * group.size()
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, everyone, src=dist.get_global_rank(group, 0), group=group)
+        if saved != group.size():
+            _rounded_anew(f"{saved} data-parallel ranks, here are {group.size()}")
+        self._load_codes(mine[0])
+
+    def _shard(self, model_param: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The fp32 shard of a parameter that this rank owns, and its group."""
+        index, order = self.model_param_group_index_map[model_param]
+        group = self.optimizer.param_groups[index]
+        return group["params"][order], group
+
+    def _shards(self) -> Iterator[tuple[list[int], torch.Tensor, dict[str, Any]]]:
+        """What each shard is of its parameter (elements of that, first, end), the shard, its group."""
+        for model_param in self.model_param_gbuf_map:
+            place = self._get_model_param_range_map(model_param)["param"]
+            yield [model_param.numel(), place.start, place.end], *self._shard(model_param)
+
+    def _layout(self) -> list[Any]:
+        """What has to be equal where codes are taken over."""
+        return [[*place, *(group[key] for key in LAYOUT_KEYS)] for place, _, group in self._shards()]
+
+    def _codes(self) -> dict[str, Any]:
+        states = [ensure_state(self.optimizer.state, p, group) for _, p, group in self._shards()]
+        plain = [{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()} for state in states]
+        return {"layout": self._layout(), "states": plain}
+
+    def _load_codes(self, codes: dict[str, Any] | None) -> None:
+        if codes is None:
+            return
+        if codes["layout"] != self._layout():
+            _rounded_anew("other shards or formats")
+            return
+        for i, (saved, (_, p, group)) in enumerate(zip(codes["states"], self._shards(), strict=True)):
+            check_state(saved, p, group, f"{_CODES}: shard {i}")
+            self.optimizer.state[p] = {
+                k: v.to(p.device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in saved.items()
+            }
+
+
+def _rounded_anew(why: str) -> None:
+    warnings.warn(f"the checkpoint's codes are of {why}: moments were rounded anew from fp32", stacklevel=3)
