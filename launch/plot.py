@@ -12,10 +12,10 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from launch.command_line import Parser, local_path, whole_number
 from launch.training.metrics import read_metrics
 
 __all__ = ["draw", "main"]
@@ -101,10 +101,10 @@ def _check_output(path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; the exit status."""
-    p = argparse.ArgumentParser(description="Draw loss, throughput and memory of one or several runs.")
-    p.add_argument("runs", nargs="+", metavar="RUN", help="folder with metrics.jsonl, or such a file")
-    p.add_argument("--output", default="loss.png", help="picture to write (.png, .pdf, .svg)")
-    p.add_argument("--smooth", type=int, default=1, metavar="STEPS", help="trailing mean of the loss")
+    p = Parser(prog="plot.py", description="Draw loss, throughput and memory of one or several runs.")
+    p.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="folder with metrics.jsonl, or such a file")
+    p.add_argument("--output", type=local_path, default="loss.png", help="picture to write (.png, .pdf, .svg)")
+    p.add_argument("--smooth", type=whole_number, default=1, metavar="STEPS", help="trailing mean of the loss")
     args = p.parse_args(argv)
     runs: dict[str, Records] = {}
     try:

@@ -155,6 +155,12 @@ def _write(
     if size is not None:
         spec = f"hf:{_train(parts, shards, args, size)}"
         tokenizer = load(spec)
+        if tokenizer.vocab_size < size and not args.quiet:
+            print(
+                f"prepare_data: warning: --tokenizer: got {args.tokenizer}, but the text is enough for "
+                f"{tokenizer.vocab_size} tokens only; the vocabulary is {tokenizer.vocab_size}",
+                file=sys.stderr,
+            )
     vocab_size, eod = (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (args.vocab_size, int(args.eod))
     job = Job(
         parts=str(parts),

@@ -1,12 +1,17 @@
-"""Convert a checkpoint of pretrain.py so that it continues at another number of ranks, ZeRO stage or optimizer.
+"""Convert a checkpoint of DeepSpeed's ZeRO so that it continues at another number of ranks, ZeRO stage or optimizer.
 
     python launch/to_universal.py --load runs/first/checkpoints --output runs/first/universal
     deepspeed --num_gpus 4 launch/pretrain.py ... --load runs/first/universal
 
+It may be of pretrain.py, of any DeepSpeed program, or a checkpoint-N of transformers' Trainer. The options of DeepSpeed's
+own ds_to_universal.py are taken too:
+
+    python launch/to_universal.py --input_folder out/global_step100 --output_folder out/global_step100_universal
+
 The output is in DeepSpeed's universal format, with a manifest of checksums. One process, no GPU; needs memory for the
 largest parameter and disk space for 14 bytes a parameter (12 from fp32 moments). FP8 moments are decoded to fp32;
 groups of codes that the loading run finds again keep their bytes, others are encoded again then.
-Exit status: 0 done, 2 a checkpoint that cannot be converted.
+Exit status: 0 done, 2 a checkpoint that cannot be converted, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,28 +23,36 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
+import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
+import torch
+
 from coat_dist.checkpoint.lock import locked_folder
-from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, sync_files, verify
-from coat_dist.checkpoint.publish import find, finished, name_of, publish, retire, unfinished
+from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, verify
+from launch.universal.arguments import parse, without_effect
+from launch.universal.output import Output
+from launch.universal.source import Source, find_source, read_source
 
 __all__ = ["convert", "main"]
 
+# What reading files of another layout than DeepSpeed 0.19's, or of damaged bytes, ends in.
+_LAYOUT = (KeyError, IndexError, AttributeError, TypeError, AssertionError, StopIteration)
 
-def convert(source: Path, folder: Path) -> Path:
-    """Convert one checkpoint into ``folder``, under the name of its step.
+
+def convert(source: Path, folder: Path, exact: bool = False) -> Path:
+    """Convert one checkpoint into ``folder``, under the name of its step or its own.
 
     An earlier conversion of the same checkpoint is replaced, and removed when the new one is complete. A kill leaves at
     most folders whose names start with ``.unfinished-``, which the next conversion removes.
 
     Args:
-        source: folder of a finished checkpoint.
-        folder: holds universal checkpoints and their ``latest``.
+        source: folder of a finished checkpoint, of pretrain.py or of any program with DeepSpeed's ZeRO.
+        folder: holds universal checkpoints, their ``latest`` and ``latest_universal``.
+        exact: ``folder`` itself becomes the universal checkpoint, and ``latest_universal`` beside it names it.
 
     Returns:
         The folder of the universal checkpoint.
@@ -51,67 +64,96 @@ def convert(source: Path, folder: Path) -> Path:
     """
     from coat_dist import convert_to_universal
 
-    source, folder = source.resolve(), folder.resolve()
-    manifest = read_manifest(source)
-    if manifest.get("universal"):
-        raise CheckpointError(f"{source}: is universal already, accepted: a checkpoint of pretrain.py")
-    final = folder / name_of(manifest["progress"]["step"])  # not source's name, which may be a copy's
-    _check_output(source, folder, final, manifest)
-    verify(source, manifest["files"])
-    temporary = unfinished(final)
+    there, folder = read_source(source.resolve()), folder.resolve()
+    option = "--output_folder" if exact else "--output"
+    output = Output(option, folder if exact else folder / there.name, exact)
+    identity = _identity(there)
+    output.check(there, identity)
     with ExitStack() as held:
-        held.enter_context(locked_folder(folder, "--output", CheckpointError))
-        _check_output(source, folder, final, manifest)  # again: another may have written until the lock was ours
+        held.callback(_remove_if_empty, output.final.parent, output.final.parent.exists())
+        held.enter_context(_alone(output))
+        output.check(there, identity)  # again: another may have written until the lock was ours
+        if there.manifest is not None:
+            verify(there.path, there.manifest["files"])
         try:
-            if temporary.exists():
-                shutil.rmtree(temporary)
-            temporary.mkdir()
-            held.callback(shutil.rmtree, temporary, ignore_errors=True)  # after an error; else it is gone
-            convert_to_universal(source, temporary)
-            publish(temporary, final, {**manifest, "files": sync_files(temporary), "universal": True})
+            if output.temporary.exists():
+                shutil.rmtree(output.temporary)
+            output.temporary.mkdir()
+            held.callback(shutil.rmtree, output.temporary, ignore_errors=True)  # after an error; else it is gone
+            convert_to_universal(there.path, output.temporary)
+            content = there.manifest if there.of_run else {"format": FORMAT, **identity}
+            manifest = {**(content or {}), "files": sync_files(output.temporary), "universal": True}
+            left = output.publish(manifest)
         except (OSError, RuntimeError, ValueError) as problem:  # torch.save reports a full disk as RuntimeError
-            raise CheckpointError(f"cannot convert {source}: {problem}") from problem
-        for left in retire(folder, final):
-            print(f"warning: cannot remove an old checkpoint: {left}", file=sys.stderr)
-    return final
+            raise CheckpointError(f"cannot convert {there.path}: {problem}") from problem
+        except _LAYOUT as problem:
+            raise CheckpointError(
+                f"cannot convert {there.path}: {type(problem).__name__}: {problem}; accepted: files that DeepSpeed's "
+                "ZeRO wrote"
+            ) from problem
+        for line in left:
+            print(f"warning: cannot remove an old checkpoint: {line}", file=sys.stderr)
+    return output.final
 
 
-def _check_output(source: Path, folder: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Refuse a folder in which something would be lost or mixed up."""
+def _identity(source: Source) -> dict[str, Any]:
+    """What tells one checkpoint from another of the same step."""
+    if source.of_run:
+        assert source.manifest is not None
+        return {key: source.manifest[key] for key in ("run", "progress")}
+    return {"progress": {"step": _global_step(source.path)}, "run": {}, "source": str(source.path)}
 
-    def refuse(what: str) -> None:
-        raise CheckpointError(f"--output: got {folder}, {what}, accepted: another folder")
 
-    if folder == source.parent:
-        refuse("where the source is")
-    if folder.is_relative_to(source) or (folder / MANIFEST).exists():
-        refuse("which is a checkpoint or in one")
-    for there in finished(folder):
-        its = read_manifest(there)
-        if not its.get("universal"):
-            refuse(f"which holds a run's own checkpoint, {there.name}")
-        if there == final and any(its.get(key) != manifest[key] for key in ("run", "progress")):
-            refuse(f"which holds another run's {there.name}")
+def _global_step(folder: Path) -> int:
+    """Steps that the engine had taken; what cannot be read is named when it is converted."""
+    for path in sorted(folder.glob("*model_states.pt")):
+        with suppress(Exception):
+            return int(torch.load(path, map_location="cpu", weights_only=False, mmap=True)["global_steps"])
+    return 0
+
+
+def _alone(output: Output) -> Any:
+    """Keep other conversions out. A run that saves beside an exact folder does not disturb, nor is it disturbed."""
+    folder = output.temporary.with_name(f".converting-{output.final.name}") if output.exact else output.final.parent
+    stack = ExitStack()
+    if output.exact:
+        stack.callback(_remove_if_empty, folder, False)
+    stack.enter_context(locked_folder(folder, output.option, CheckpointError))
+    return stack
+
+
+def _remove_if_empty(folder: Path, was_there: bool) -> None:
+    """Leave nothing of a conversion that failed."""
+    if not was_there:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", required=True, metavar="DIR", help="a checkpoint, or a folder with `latest`")
-    parser.add_argument("--output", required=True, metavar="DIR", help="gets the universal checkpoint and `latest`")
-    args = parser.parse_args(argv)
+    args = parse(argv, __doc__)
+    for line in without_effect(args):
+        print(line, file=sys.stderr)
     try:
-        source = find(args.load)
-        if source is None:
-            raise CheckpointError(f"--load: got {args.load}, accepted: a checkpoint of pretrain.py")
-        final = convert(source, Path(args.output))
+        source = find_source(args.load)
+        final = convert(source.path, Path(args.output or args.output_folder), exact=args.output is None)
     except (CheckpointError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("to_universal: interrupted; nothing was changed", file=sys.stderr)
+        return 130
     size = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
-    print(f"{source} -> {final} ({size:,} bytes); load it with --load {args.output}")
+    print(f"{source.path} -> {final} ({size:,} bytes); {_how_to_load(source, final)}")
     return 0
 
 
+def _how_to_load(source: Source, final: Path) -> str:
+    if source.of_run:
+        return f"load it with --load {final.parent if (final.parent / 'latest').is_file() else final}"
+    return f'load it with "checkpoint": {{"load_universal": true}} and engine.load_checkpoint({str(final.parent)!r})'
+
+
 if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, whose classes are in the files, looks for GPUs
     sys.exit(main())

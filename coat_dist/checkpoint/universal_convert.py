@@ -50,6 +50,7 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
     used = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if used or target.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"target: got {target}, accepted: an empty or a new folder outside of {source}")
+    _refuse_other_kinds(source)
     optimizer_files = files_by_rank(source, OPTIMIZER)
     model_files = files_by_rank(source, MODEL3, required=False)
     if not model_files:  # ZeRO-1 and 2: one file a tensor-parallel rank
@@ -65,8 +66,8 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
         for t, row in enumerate(optimizer_files)
     ]
     first = models[0][0]
-    if first.get("ds_autoep_layers") or list(source.glob("*expert*_states.pt")):
-        raise ValueError(f"{source}: holds expert-parallel files, accepted: checkpoints without expert parallelism")
+    if first.get("ds_autoep_layers"):
+        raise ValueError(f"{source}: holds expert-parallel layers, accepted: checkpoints without expert parallelism")
     wanted, given = (first["mp_world_size"], first["dp_world_size"]), (len(shards), len(shards[0]))
     if given != wanted:
         raise ValueError(
@@ -90,6 +91,23 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
         torch.save(extra, target / "zero" / EXTRA_STATE)
     _write_globals(target, shards[0][0], first)
     return len(shapes[0])
+
+
+def _refuse_other_kinds(source: Path) -> None:
+    """Checkpoints of parallelisms that cannot be converted, known by their files' names."""
+    if found := sorted(source.glob("layer_*-model_states.pt")):
+        raise ValueError(
+            f"{found[0]}: is of a pipeline-parallel model, accepted: checkpoints without pipeline parallelism"
+        )
+    if found := sorted(source.glob("*expert*_states.pt")):
+        raise ValueError(
+            f"{source}: holds expert-parallel files ({found[0].name}), accepted: checkpoints without expert parallelism"
+        )
+    if list(source.glob("mp_rank_*_model_states.pt")) and not list(source.glob("*zero_pp_rank_*optim_states.pt")):
+        raise ValueError(
+            f"{source}: has model files and no zero_pp_rank_*_optim_states.pt of ZeRO, accepted: checkpoints of "
+            "zero_optimization.stage 1, 2 or 3, with the optimizer's files"
+        )
 
 
 def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
@@ -212,7 +230,7 @@ def _outside_optimizer(row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def _write_globals(target: Path, shard: Shard, model: Mapping[str, Any]) -> None:
     """What is not a tensor of a parameter: loss scale, parameter groups, counters of the engine."""
     kept = {k: v for k, v in shard.saved.items() if k not in (*_SHARDED, "optimizer_state_dict")}
-    step = next(s["step"] for s in shard.state.values() if "step" in s)
+    step = next(s for flat in shard.state if (s := shard.steps(flat)) is not None)
     kept |= {
         "ds_version": shard.version,
         "param_groups": shard.groups,

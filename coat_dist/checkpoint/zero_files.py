@@ -20,7 +20,7 @@ KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 """Tensors a parameter has in a universal checkpoint."""
 EXTRA_STATE = "extra_state.pt"
 """Modules' extra states in a universal checkpoint."""
-OPTIMIZER = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
+OPTIMIZER = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt"
 MODEL = r"(mp)_rank_(\d+)_model_states\.pt"
 """Model files of stages 1 and 2: "mp", and the tensor-parallel rank."""
 MODEL3 = r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt"
@@ -98,11 +98,20 @@ class Shard:
     def step(self, name: str) -> int | None:
         """Steps taken; None where this rank has nothing of the parameter."""
         place = self.places.get(name)
-        return int(self._state(name)["step"]) if place is not None and place.numel else None
+        if place is None or not place.numel:
+            return None
+        self._state(name)
+        return int(self.steps(place.flat))  # type: ignore[arg-type]
+
+    def steps(self, flat: int) -> Any:
+        """Steps taken of a flat tensor; None where it has no state. Some optimizers count them by group."""
+        group = self.group_of.get(flat) or {}
+        return (self.state.get(flat) or {}).get("step", group.get("step"))
 
     def _state(self, name: str) -> Mapping[str, Any]:
         state = self.state.get(self.places[name].flat) or {}
-        if "step" not in state or not ("coat_m_q" in state or "exp_avg" in state):
+        known = "coat_m_q" in state or {"exp_avg", "exp_avg_sq"} <= state.keys()
+        if not known or self.steps(self.places[name].flat) is None:
             found = ", ".join(sorted(state)) or "nothing (saved before the first step)"
             raise ValueError(
                 f"{self.path}: state of {name}: got {found}, accepted: that of CoatAdamW, or step, exp_avg and "
@@ -140,5 +149,5 @@ def read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             zipped = file.read(2) == b"PK"
         return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
-    except Exception as problem:  # of damaged bytes, unpickling may raise anything
-        raise ValueError(f"{path}: cannot be read ({problem})") from problem
+    except Exception as problem:  # of damaged bytes, or of classes that are not here, unpickling may raise anything
+        raise ValueError(f"{path}: cannot be read ({type(problem).__name__}: {problem})") from problem

@@ -8,13 +8,10 @@ samples a run asks for, nor on the number of ranks: a run that stops after any n
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 import struct
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +19,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.indexed_dataset import DType
 from torch.utils.data import Dataset
 
+from launch.data.blend import DataInfo, check_one_tokenizer, parse_blend, parse_split, read_info, without_suffix
 from launch.data.gpt_dataset import EndlessConfig, EndlessGPTDataset, Identity
 from launch.data.sampler import PretrainSampler, batches
 from launch.prep import DataError
@@ -32,105 +30,15 @@ __all__ = [
     "PretrainSampler",
     "batches",
     "build_datasets",
+    "check_one_tokenizer",
     "parse_blend",
     "parse_split",
     "read_info",
+    "without_suffix",
 ]
 
 SPLITS = ("train", "valid", "test")
 _INDEX_HEAD = struct.Struct("<9sQBQQ")  # magic, version, type of tokens, sequences, document boundaries
-
-
-@dataclass(frozen=True)
-class DataInfo:
-    """What training needs to know of a prepared data set."""
-
-    vocab_size: int
-    """Ids are below this."""
-    eod: int
-    """End-of-document id."""
-    tokenizer_digest: str | None
-    """Fingerprint of the tokenizer; None where it is not known (ready token files)."""
-
-
-def read_info(prefix: str) -> DataInfo:
-    """Read ``PREFIX.json``.
-
-    Raises:
-        DataError: the data set is missing or incomplete. For data that Megatron's own tools made, a ``PREFIX.json``
-            with the two keys ``vocab_size`` and ``eod`` is enough.
-    """
-    for suffix in (".bin", ".idx"):
-        if not Path(prefix + suffix).is_file():
-            raise DataError(
-                f"data: {prefix}{suffix} does not exist, accepted: the PREFIX of files written by prepare_data.py"
-            )
-    try:
-        content = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
-        info = DataInfo(int(content["vocab_size"]), int(content["eod"]), content.get("tokenizer_digest"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise DataError(
-            f"data: {prefix}.json cannot be used ({problem!r}), accepted: a finished prepare_data.py output, or an "
-            "object with the keys vocab_size and eod"
-        ) from None
-    if not 0 <= info.eod < info.vocab_size:
-        raise DataError(
-            f"data: {prefix}.json has eod {info.eod} and vocab_size {info.vocab_size}, accepted: eod below vocab_size"
-        )
-    return info
-
-
-def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights of ``["a", "b"]``, ``["0.3 a", "0.7 b"]`` or Megatron's ``["0.3", "a", "0.7", "b"]``.
-
-    Raises:
-        DataError: nothing given, weights on some only, or a weight that is not a positive number.
-    """
-    given: list[tuple[str, float | None]] = []
-    pending: float | None = None
-    for path in paths:
-        head, _, rest = path.strip().partition(" ")
-        weight = None if Path(f"{path}.idx").exists() else _number(head)
-        if weight is not None and not rest.strip() and pending is None:
-            pending = weight
-        elif weight is not None and rest.strip() and pending is None:
-            given.append((rest.strip(), weight))
-        else:
-            given.append((path, pending))
-            pending = None
-    if pending is not None or not given:
-        raise DataError(f"data: got {list(paths)}, accepted: PREFIX ... or 'WEIGHT PREFIX' ...")
-    weights = [w for _, w in given if w is not None]
-    if weights and len(weights) < len(given):
-        raise DataError(f"data: got {list(paths)}, accepted: a weight for every prefix or for none")
-    if any(not (w > 0 and math.isfinite(w)) for w in weights):
-        raise DataError(f"data: got the weights {weights}, accepted: positive numbers")
-    prefixes = [p for p, _ in given]
-    if len(set(prefixes)) < len(prefixes):
-        raise DataError(f"data: got {list(paths)}, accepted: every prefix once")
-    return prefixes, weights or None
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def parse_split(split: str) -> list[float]:
-    """Shares of train, valid and test, summing to 1, of a text like ``"969,30,1"``; missing ones are 0.
-
-    Raises:
-        DataError: not up to three numbers of which one is positive.
-    """
-    shares = [_number(part) for part in split.split(",")]
-    given = [s for s in shares if s is not None and s >= 0 and math.isfinite(s)]
-    if len(given) < len(shares) or len(given) > 3 or not sum(given):
-        raise DataError(
-            f"split: got {split!r}, accepted: up to three numbers from 0 for train,valid,test, such as 969,30,1"
-        )
-    return [s / sum(given) for s in given] + [0.0] * (3 - len(given))
 
 
 def _lengths(prefix: str) -> np.ndarray:
@@ -206,13 +114,7 @@ def build_datasets(
         if value < low:
             raise DataError(f"{name}: got {value}, accepted: {low} or more")
     infos = [read_info(prefix) for prefix in prefixes]
-    for prefix, info in zip(prefixes, infos, strict=True):
-        digests = {info.tokenizer_digest, infos[0].tokenizer_digest} - {None}
-        if (info.vocab_size, info.eod) != (infos[0].vocab_size, infos[0].eod) or len(digests) > 1:
-            raise DataError(
-                f"data: {prefix} was made with another tokenizer than {prefixes[0]} ({info} and {infos[0]}), accepted: "
-                "one tokenizer for all"
-            )
+    check_one_tokenizer(prefixes, infos)
     try:
         from megatron.core.datasets import helpers  # noqa: F401
     except ImportError as problem:

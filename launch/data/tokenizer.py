@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from launch.data.local_files import find_tokenizer
 from launch.prep import DataError
 
 __all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "Tokenizer", "load", "train_bpe"]
@@ -66,7 +67,7 @@ class HuggingFaceTokenizer:
     """A ``tokenizer.json`` of the ``tokenizers`` library.
 
     Args:
-        path: the file, or a folder that holds one.
+        path: the file, a folder that holds one, or ``org/name`` of what the Hugging Face cache holds.
         eod: end-of-document token or id; None = what the folder's configuration calls ``eos_token``, else a usual name.
 
     Raises:
@@ -76,13 +77,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | Path, eod: str | int | None = None) -> None:
         import tokenizers
 
-        file = Path(path)
-        if file.is_dir():
-            file = file / "tokenizer.json"
-        if not file.is_file():
-            raise DataError(
-                f"--tokenizer: {file} does not exist, accepted: hf:FILE with a tokenizer.json, or its folder"
-            )
+        file = find_tokenizer(path)
         self.file: Path | None = file
         try:
             self._library = tokenizers.Tokenizer.from_file(str(file))

@@ -5,7 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 
+from launch.command_line import Parser, local_path
+
 __all__ = ["parser"]
+
+# What Megatron's program and others call these options.
+_MEANT = {
+    "data": "--input",
+    "input-file": "--input",
+    "json-keys": "--text-key",
+    "num-workers": "--workers",
+    "out": "--output",
+    "output-prefix": "--output",
+    "tokenizer-model": "--tokenizer",
+    "tokenizer-type": "--tokenizer",
+    "vocab": "--vocab-size",
+}
 
 
 def _number(text: str) -> int:
@@ -24,20 +39,22 @@ def _separator(text: str) -> str:
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="prepare_data",
-        allow_abbrev=False,
+        prefix="prepare_data: ",
+        meant=_MEANT,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
         "--input",
+        type=local_path,
         nargs="+",
         required=True,
         metavar="PATH",
         help="files or folders (recursive); 'stdlib' is the running Python's own standard library",
     )
-    p.add_argument("--output", required=True, metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx and PREFIX.json")
+    p.add_argument("--output", type=local_path, required=True, metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx and PREFIX.json")
     p.add_argument(
         "--tokenizer",
         required=True,

@@ -4,37 +4,71 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from coat_dist import CoatConfigError
+from launch.command_line import Parser, local_path, number, whole_number
+from launch.data.dataset import without_suffix
 
 __all__ = ["check_arguments", "parse", "parser"]
+
+# What Megatron's programs and transformers call these options.
+_MEANT = {
+    "config": "--deepspeed_config",
+    "data-path": "--data",
+    "decay-steps": "--lr-decay-steps",
+    "eval-iters": "--eval-steps",
+    "iterations": "--train-steps",
+    "learning-rate": "--lr",
+    "load-checkpoint": "--load",
+    "logging-dir": "--tensorboard",
+    "lr-decay-iters": "--lr-decay-steps",
+    "lr-decay-style": "--lr-schedule",
+    "lr-scheduler-type": "--lr-schedule",
+    "lr-warmup-iters": "--warmup-steps",
+    "max-steps": "--train-steps",
+    "model-config": "--model",
+    "out": "--output",
+    "output-dir": "--output",
+    "resume": "--load",
+    "resume-from-checkpoint": "--load",
+    "save-steps": "--save-interval",
+    "save-total-limit": "--keep-last",
+    "steps": "--train-steps",
+    "tensor-model-parallel-size": "--tensor-parallel",
+    "tensorboard-dir": "--tensorboard",
+    "tp": "--tensor-parallel",
+    "train-iters": "--train-steps",
+}
 
 
 def parser() -> argparse.ArgumentParser:
     """The options, in the groups that ``--help`` shows."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="pretrain.py",
         description="Pretrain a GPT with DeepSpeed and Megatron-core. Started by "
         "`deepspeed launch/pretrain.py ...` or `torchrun launch/pretrain.py ...`.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+        meant=_MEANT,
     )
     g = p.add_argument_group("DeepSpeed")
     g.add_argument(
         "--deepspeed_config",
         "--deepspeed-config",
+        type=local_path,
         required=True,
         metavar="FILE",
         help='DeepSpeed JSON, with or without a "coat" block: a path, or a name in configs/deepspeed such as zero2',
     )
     g.add_argument("--deepspeed", action="store_true", help="accepted for habit; DeepSpeed always runs")
     g.add_argument(
-        "--local_rank", "--local-rank", type=int, default=None, help="set by the launcher; LOCAL_RANK works as well"
+        "--local_rank", "--local-rank", type=whole_number, default=None, help="set by the launcher; LOCAL_RANK works as well"
     )
 
     g = p.add_argument_group("model")
     g.add_argument(
         "--model",
+        type=local_path,
         required=True,
         metavar="FILE",
         help="description: a path, or a name in configs/models such as llama2-7b",
@@ -42,9 +76,9 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--model-override", nargs="+", default=[], metavar="KEY=VALUE", help="replace values of the description"
     )
-    g.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share every layer")
+    g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
     g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
-    g.add_argument("--seed", type=int, default=1234, help="of initial weights, data order and dropout")
+    g.add_argument("--seed", type=whole_number, default=1234, help="of initial weights, data order and dropout")
 
     g = p.add_argument_group("data")
     g.add_argument(
@@ -52,61 +86,68 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="[WEIGHT ]PREFIX",
-        help="output prefix of prepare_data.py; several are blended by weight",
+        help="output prefix of prepare_data.py, .bin and .idx may follow; several are blended by weight",
     )
     g.add_argument("--split", default="950,40,10", help="parts of train, valid and test")
     g.add_argument(
-        "--data-cache", default=None, metavar="DIR", help="where sample indices are kept (default: beside the data)"
+        "--data-cache",
+        type=local_path,
+        default=None,
+        metavar="DIR",
+        help="where sample indices are kept (default: beside the data)",
     )
-    g.add_argument("--num-workers", type=int, default=0, help="data loader processes of a rank")
+    g.add_argument("--num-workers", type=whole_number, default=0, help="data loader processes of a rank")
 
     g = p.add_argument_group("schedule")
-    g.add_argument("--train-steps", type=int, required=True, help="optimizer steps of the whole run")
+    g.add_argument("--train-steps", type=whole_number, required=True, help="optimizer steps of the whole run")
     g.add_argument(
         "--stop-at-step",
-        type=int,
+        type=whole_number,
         default=None,
         help="save and leave after this step; the schedule stays that of --train-steps",
     )
-    g.add_argument("--lr", type=float, default=None, help="peak learning rate (default: optimizer.params.lr)")
-    g.add_argument("--min-lr", type=float, default=0.0, help="learning rate at the end of the decay")
+    g.add_argument("--lr", type=number, default=None, help="peak learning rate (default: optimizer.params.lr)")
+    g.add_argument("--min-lr", type=number, default=0.0, help="learning rate at the end of the decay")
     g.add_argument(
         "--lr-schedule", choices=["cosine", "linear", "constant"], default="cosine", help="shape after warm-up"
     )
-    g.add_argument("--warmup-steps", type=int, default=0, help="steps from 0 to the peak")
+    g.add_argument("--warmup-steps", type=whole_number, default=0, help="steps from 0 to the peak")
     g.add_argument(
-        "--lr-decay-steps", type=int, default=None, help="step at which --min-lr is reached (default: --train-steps)"
+        "--lr-decay-steps", type=whole_number, default=None, help="step at which --min-lr is reached (default: --train-steps)"
     )
     g.add_argument(
         "--max-bad-steps",
-        type=int,
+        type=whole_number,
         default=5,
         help="stop after so many steps in a row with a non-finite loss or gradient norm",
     )
     g.add_argument(
-        "--eval-interval", type=int, default=0, help="steps between evaluations on the valid split; 0 = never"
+        "--eval-interval", type=whole_number, default=0, help="steps between evaluations on the valid split; 0 = never"
     )
-    g.add_argument("--eval-steps", type=int, default=10, help="micro-batches a rank and evaluation")
+    g.add_argument("--eval-steps", type=whole_number, default=10, help="micro-batches a rank and evaluation")
 
     g = p.add_argument_group("output")
     g.add_argument(
         "--output",
         "--run",
+        type=local_path,
         default=None,
         metavar="DIR",
         help="folder for metrics.jsonl and memory.json (under torchrun write --output: it takes --run for its own)",
     )
-    g.add_argument("--tensorboard", default=None, metavar="DIR", help="also write TensorBoard events")
+    g.add_argument("--tensorboard", type=local_path, default=None, metavar="DIR", help="also write TensorBoard events")
     g.add_argument(
         "--save",
+        type=local_path,
         default=None,
         metavar="DIR",
         help="folder for checkpoints; also saves at the end and on SIGTERM, SIGINT",
     )
-    g.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0 = only at the end")
-    g.add_argument("--keep-last", type=int, default=0, help="checkpoints kept in --save; 0 = all")
+    g.add_argument("--save-interval", type=whole_number, default=0, help="steps between checkpoints; 0 = only at the end")
+    g.add_argument("--keep-last", type=whole_number, default=0, help="checkpoints kept in --save; 0 = all")
     g.add_argument(
         "--load",
+        type=local_path,
         default=None,
         metavar="DIR|auto",
         help="continue from this folder's latest checkpoint; auto = from --save where it has one, else start",
@@ -136,6 +177,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         require(name, getattr(args, name.replace("-", "_")) >= 1, "an integer >= 1")
     for name in ("warmup-steps", "eval-interval", "save-interval", "keep-last", "num-workers"):
         require(name, getattr(args, name.replace("-", "_")) >= 0, "an integer >= 0")
+    for name in ("lr", "min-lr"):
+        value = getattr(args, name.replace("-", "_"))
+        require(name, value is None or value >= 0, "a number >= 0")
+    require("lr-decay-steps", args.lr_decay_steps is None or args.lr_decay_steps >= 1, "an integer >= 1")
     require("seed", 0 <= args.seed < 2**31, "an integer from 0 to 2^31 - 1")
     require(
         "stop-at-step", args.stop_at_step is None or 1 <= args.stop_at_step <= args.train_steps, "1 to --train-steps"
@@ -149,12 +194,19 @@ def check_arguments(args: argparse.Namespace) -> None:
         not args.sequence_parallel or args.tensor_parallel > 1,
         "only with --tensor-parallel 2 or more",
     )
+    if args.tensorboard is not None and find_spec("tensorboard") is None:
+        problems.append("--tensorboard: needs the package of that name: pip install tensorboard")
     if problems:
         raise CoatConfigError("\n".join(problems))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line. argparse's own errors exit with status 2."""
+    """Parse and check the command line. What is typed wrong is printed by rank 0, with status 2.
+
+    Raises:
+        CoatConfigError: see :func:`check_arguments`.
+    """
     args = parser().parse_args(argv)
+    args.data = [without_suffix(given) for given in args.data]
     check_arguments(args)
     return args

@@ -68,7 +68,9 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
     settings, coat = load_settings(args.deepspeed_config, tp=tp)
     model = load_model_config(args.model, args.model_override)
     prefixes, _ = data.parse_blend(args.data)
-    model = model.with_vocab(max(data.read_info(p).vocab_size for p in prefixes))
+    infos = [data.read_info(prefix) for prefix in prefixes]
+    data.check_one_tokenizer(prefixes, infos)
+    model = model.with_vocab(max(info.vocab_size for info in infos))
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
     model.check_parallel(tp, args.sequence_parallel)

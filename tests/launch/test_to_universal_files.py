@@ -68,7 +68,7 @@ def test_every_form_of_a_path(tmp_path, monkeypatch, capsys):
         output.mkdir()
         (output / "notes.txt").write_text("mine")
         assert main(way, f"{output}/" if number % 2 else output) == 0, way
-        assert sorted(os.listdir(output)) == ["latest", "notes.txt", "step00000004"], way
+        assert sorted(os.listdir(output)) == ["latest", "latest_universal", "notes.txt", "step00000004"], way
         assert whole(output) == ("step00000004", "4 0")
     before = listing(tmp_path)
     for output in (".", "..", "inside", step, step.parent, step / "inside", tmp_path / "out0/step00000004"):
@@ -85,12 +85,13 @@ def test_twice_replaces_and_leaves_nothing_behind(tmp_path):
     for step in (6, 6, 4, 6):
         make(save, 6) if not (save / publish.name_of(6)).exists() else None
         assert main(save / publish.name_of(step), output) == 0
-        assert (output / "latest").read_text() == publish.name_of(step)
-    assert sorted(os.listdir(output)) == ["latest", "step00000004", "step00000006"]
+        for name in ("latest", "latest_universal"):
+            assert (output / name).read_text() == publish.name_of(step)
+    assert sorted(os.listdir(output)) == ["latest", "latest_universal", "step00000004", "step00000006"]
     (output / ".unfinished-replaced-step00000006").mkdir()  # of a conversion that was killed
     (output / ".unfinished-step00000004").mkdir()
     assert main(save, output) == 0
-    assert sorted(os.listdir(output)) == ["latest", "step00000004", "step00000006"]
+    assert sorted(os.listdir(output)) == ["latest", "latest_universal", "step00000004", "step00000006"]
 
 
 def test_folders_of_other_runs_are_refused(tmp_path, capsys):
@@ -140,7 +141,7 @@ def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, place, for_good):
         # Where renaming back fails as well, it has its passing name until the next conversion.
         assert whole(output)[1] == "4 0", f"{place}, call {nth}"
         to_universal.convert(source, output)
-        assert sorted(os.listdir(output)) == ["latest", "step00000004"], f"{place}, call {nth}"
+        assert sorted(os.listdir(output)) == ["latest", "latest_universal", "step00000004"], f"{place}, call {nth}"
     assert (source.stat().st_mtime_ns, listing(source)) == before and json.loads((source / "manifest.json").read_text())
 
 

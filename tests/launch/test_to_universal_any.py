@@ -1,0 +1,233 @@
+"""``launch/to_universal.py`` on checkpoints of programs that know only DeepSpeed's API, and by DeepSpeed's options."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from coat_dist.checkpoint.manifest import read_manifest, verify
+from launch import to_universal
+from tests.coat_dist.deepspeed.small_engine import model, quiet_deepspeed, train
+from tests.support import run_ranks
+
+
+def engine_of(coat, stage, universal=False):
+    """An engine of ``coat_dist.initialize`` with CoatAdamW, or DeepSpeed's own with torch's AdamW."""
+    deepspeed = quiet_deepspeed()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "checkpoint": {"load_universal": universal},
+    }
+    net = model()
+    if coat:
+        import coat_dist
+
+        config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 3e-3}}
+        return coat_dist.initialize(model=net, config={**config, "coat": {"activation": {"enabled": False}}})[0]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    config["zero_allow_untested_optimizer"] = True
+    return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
+
+
+def contents(engine, coat):
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    import coat_dist
+
+    def moment(param, which, key):
+        return coat_dist.safe_get_full_moment(param, which) if coat else safe_get_full_optimizer_state(param, key)
+
+    return {
+        name: [
+            safe_get_full_fp32_param(param).clone(),
+            moment(param, "first", "exp_avg").clone(),
+            moment(param, "second", "exp_avg_sq").clone(),
+        ]
+        for name, param in engine.module.named_parameters()
+    }
+
+
+def save(rank, world, coat, stage, folder):
+    engine = engine_of(coat, stage)
+    train(engine, rank, 3)
+    engine.save_checkpoint(folder, client_state={"mine": 7})
+    return contents(engine, coat)
+
+
+def load(rank, world, coat, stage, folder):
+    engine = engine_of(coat, stage, universal=True)
+    _, client = engine.load_checkpoint(folder)
+    assert client["mine"] == 7 and engine.global_steps == 3
+    found = contents(engine, coat)
+    train(engine, rank, 1)
+    return found
+
+
+def main(*argv):
+    return to_universal.main([str(a) for a in argv])
+
+
+def same(one, other, count=3):
+    assert one.keys() == other.keys()
+    return all(torch.equal(a, b) for name in one for a, b in zip(one[name][:count], other[name][:count], strict=True))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of plain DeepSpeed on two ranks, laid out as transformers' Trainer does, and what it holds."""
+    folder = tmp_path_factory.mktemp("trainer") / "checkpoint-3"
+    return folder, run_ranks(2, save, False, 2, str(folder))[0]
+
+
+@pytest.fixture(scope="module")
+def converted(saved, tmp_path_factory):
+    output = tmp_path_factory.mktemp("converted") / "universal"
+    assert main("--load", saved[0], "--output", output) == 0
+    return output
+
+
+@pytest.mark.parametrize(("coat", "world", "stage"), [(False, 1, 3), (False, 2, 1), (True, 1, 2)])
+def test_a_plain_checkpoint_loads_in_both_kinds_of_programs(saved, converted, coat, world, stage):
+    assert (converted / "latest_universal").read_text() == "global_step3"
+    verify(converted / "global_step3", read_manifest(converted / "global_step3")["files"])
+    found = run_ranks(world, load, coat, stage, str(converted))[0]
+    assert same(found, saved[1], 1 if coat else 3)  # moments in FP8 are rounded
+
+
+def test_a_coat_engines_checkpoint_loads_in_a_plain_program(tmp_path):
+    """From stage 3 on two ranks to stage 2 on one, by DeepSpeed's options, beside the checkpoint."""
+    held = run_ranks(2, save, True, 3, str(tmp_path))[0]
+    before = (tmp_path / "latest").read_text()
+    given = ("--input_folder", tmp_path / "global_step3", "--output_folder", tmp_path / "global_step3_universal")
+    assert main(*given) == 0
+    assert (tmp_path / "latest_universal").read_text() == "global_step3_universal"
+    assert (tmp_path / "latest").read_text() == before
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith((".unfinished", ".converting"))]
+    assert same(run_ranks(1, load, False, 2, str(tmp_path))[0], held)
+
+
+def test_deepspeeds_options_are_taken(saved, tmp_path, capsys):
+    output = tmp_path / "there_universal"
+    options = ["--num_extract_workers", "8", "--num_merge_workers=2", "--keep_temp_folder", "--no_strict"]
+    given = ["--input_folder", saved[0], "--output_folder", output, *options]
+    assert main(*given, "--inject_missing_state") == 0
+    said = capsys.readouterr()
+    for name in ("num_extract_workers", "num_merge_workers", "keep_temp_folder", "no_strict", "inject_missing_state"):
+        assert said.err.count(f"note: --{name} has no effect: ") == 1
+    assert '"checkpoint": {"load_universal": true}' in said.out and str(tmp_path) in said.out
+    assert (tmp_path / "latest_universal").read_text() == "there_universal"
+    files = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    assert main(*given) == 0  # again: replaced
+    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == files
+
+
+def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted, tmp_path, capsys):
+    folder, tag = saved[0], saved[0] / "global_step3"
+
+    def refused(*argv):
+        before = sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        assert main(*argv) == 2
+        text = capsys.readouterr().err
+        assert text.startswith("error: ") and text.count("\n") == 1 and sorted(tmp_path.rglob("*")) == before, text
+        return text
+
+    out = ("--output", tmp_path / "out")
+    assert f"{folder.parent}, which is no checkpoint" in refused("--load", folder.parent, *out)
+    assert "; checkpoint-3 in it" in refused("--load", folder.parent, *out)
+    assert "which does not exist" in refused("--load", tmp_path / "none", *out)
+    assert "which is no folder" in refused("--load", folder / "latest", *out)
+    assert "where the source is" in refused("--load", folder, "--output", folder)
+    assert "is universal already" in refused("--load", converted, *out)
+    for inside in (tag, tag / "x"):
+        assert "which is a checkpoint or in one" in refused("--load", folder, "--output_folder", inside)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("")
+    assert "--output_folder: got " in refused("--load", folder, "--output_folder", tmp_path / "mine")
+    assert "no earlier conversion" in refused("--load", folder, "--output_folder", tmp_path / "mine")
+    shutil.copytree(tag, tmp_path / "other/global_step3")
+    assert "another run's global_step3" in refused("--load", tmp_path / "other/global_step3", "--output", converted)
+    for place in (tmp_path / "mine/notes.txt/x", tmp_path / "mine/notes.txt", "/proc/nowhere/x"):
+        assert "--output: got " in refused("--load", folder, "--output", place)
+        assert "--output_folder: got " in refused("--load", folder, "--output_folder", place)
+
+    def changed(name, change):
+        shutil.copytree(tag, tmp_path / name / "global_step3")
+        change(tmp_path / name / "global_step3")
+        return refused("--load", tmp_path / name / "global_step3", *out)
+
+    first = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    assert "pipeline" in changed("pipeline", lambda f: (f / "layer_00-model_states.pt").write_text(""))
+    expert = "layer_0_expert_0_mp_rank_00_model_states.pt"
+    assert "expert-parallel" in changed("experts", lambda f: (f / expert).write_text(""))
+    assert "of ZeRO" in changed("stage0", lambda f: [p.unlink() for p in f.glob("*optim_states.pt")])
+    assert "accepted: of 1 x 2" in changed("missing", lambda f: (f / first.replace("rank_0_", "rank_1_")).unlink())
+    assert first in changed("truncated", lambda f: (f / first).write_bytes((f / first).read_bytes()[:1000]))
+    assert first in changed("empty", lambda f: (f / first).write_bytes(b""))
+
+    def no_adam(folder):
+        content = torch.load(folder / first, weights_only=False)
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            del state["exp_avg_sq"]
+        torch.save(content, folder / first)
+
+    assert "exp_avg, step, accepted: that of CoatAdamW, or step, exp_avg and exp_avg_sq" in changed("lion", no_adam)
+
+
+def test_steps_that_an_optimizer_counts_by_group(saved, tmp_path):
+    """As DeepSpeed's FusedAdam did."""
+    shutil.copytree(saved[0], tmp_path / "save")
+    for path in (tmp_path / "save/global_step3").glob("*optim_states.pt"):
+        content = torch.load(path, weights_only=False)
+        base = content["optimizer_state_dict"]["base_optimizer_state"]
+        for state in base["state"].values():
+            del state["step"]
+        for group in base["param_groups"]:
+            group["step"] = 3
+        torch.save(content, path)
+    assert main("--load", tmp_path / "save", "--output", tmp_path / "out") == 0
+    steps = sorted((tmp_path / "out").rglob("step.pt"))
+    assert len(steps) == 6 and all(torch.load(path) == 3 for path in steps)
+
+
+def test_a_kill_while_converting_leaves_nothing_that_looks_finished(saved, tmp_path, monkeypatch):
+    import coat_dist
+
+    whole = coat_dist.convert_to_universal
+
+    def killed(source, target):
+        whole(source, target)
+        next(target.rglob("step.pt")).unlink()
+        raise SystemExit  # as little is cleaned up after it as a kill leaves: the folder is put back below
+
+    monkeypatch.setattr(coat_dist, "convert_to_universal", killed)
+    for option in ("--output", "--output_folder"):
+        place = tmp_path / option
+        with pytest.raises(SystemExit):
+            main("--load", saved[0], option, place)
+        half = (place / ".unfinished-global_step3") if option == "--output" else tmp_path / f".unfinished-{option}"
+        half.mkdir(parents=True)
+        (half / "mp_rank_00_model_states.pt").write_text("half")
+        assert not list(tmp_path.rglob("latest*")) and not list(tmp_path.rglob("manifest.json"))
+    monkeypatch.setattr(coat_dist, "convert_to_universal", whole)
+    for option in ("--output", "--output_folder"):
+        assert main("--load", saved[0], option, tmp_path / option) == 0
+    assert not list(tmp_path.rglob(".*"))
+    for path in tmp_path.rglob("manifest.json"):
+        assert json.loads(path.read_text())["universal"]
+
+
+def test_interrupted(saved, tmp_path, monkeypatch, capsys):
+    import coat_dist
+
+    def interrupted(source, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(coat_dist, "convert_to_universal", interrupted)
+    assert main("--load", saved[0], "--output", tmp_path / "out") == 130
+    assert capsys.readouterr().err == "to_universal: interrupted; nothing was changed\n"
+    assert not list(tmp_path.iterdir())
