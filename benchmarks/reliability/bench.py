@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from . import disk
 from .program import Run
 from .ranks import Outcome, start
 
-__all__ = ["Bench", "Case", "describe", "some"]
+__all__ = ["STEPS", "Bench", "Case", "describe", "points", "short", "some"]
 
 STEPS = 2
 """Between two checkpoints, and after resuming."""
@@ -99,19 +100,23 @@ class Bench:
 def describe(out: Outcome) -> str:
     """In a few words, why ranks did not do what they were asked for."""
     errors = out.errors()
+    first = short(next(filter(None, errors), None) or "")
     if all(errors):
-        return errors[0].splitlines()[0][:150] if errors[0] else ""
+        return first
     if None in out.status:
-        return f"rank {out.status.index(None)} hangs" + (
-            f", another: {next(filter(None, errors))[:100]}" if any(errors) else ""
-        )
-    if any(errors):
-        return f"only rank {[bool(e) for e in errors].index(True)} fails: {next(filter(None, errors))[:120]}"
+        return f"rank {out.status.index(None)} hangs" + (f", another: {first}" if first else "")
+    if first:
+        return f"only rank {[bool(e) for e in errors].index(True)} fails: {first}"
     if any(result and result[0] and result[0]["path"] is None for result in out.results("load")):
         return "nothing is loaded, training starts anew"
     if any(code not in (0, None) for code in out.status):
         return f"exit status {out.status}"
     return "loads other bytes than were saved, without an error"
+
+
+def short(text: str) -> str:
+    """The beginning of a message, on one line, without this machine's folders."""
+    return re.sub(r"(/[\w.@+-]+)+/(?=[\w.@+-]+)", "", " ".join(text.split()))[:120]
 
 
 def points(bench: Bench) -> Iterator[tuple[str, int, int, int]]:

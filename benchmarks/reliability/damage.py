@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .bench import Bench, Case, describe, some
+from .bench import Bench, Case, describe, short, some
 from .ranks import Outcome
 
 __all__ = ["cases"]
@@ -72,17 +72,13 @@ def _judge(bench: Bench, damage: Damage, out: Outcome, number: int) -> tuple[str
         )
     first = next(filter(None, errors))
     if not all(errors):
-        return f"only rank {[bool(e) for e in errors].index(True)} fails: {_short(first)}", False, False
+        return f"only rank {[bool(e) for e in errors].index(True)} fails: {short(first)}", False, False
     if after != before:
-        return f"fails, and has changed the engine: {_short(first)}", False, False
+        return f"fails, and has changed the engine: {short(first)}", False, False
     unnamed = [r for r, e in enumerate(errors) if e and not any(name in e for name in damage.files)]
     if unnamed:
-        return f"rank {unnamed[0]}'s error names no file: {_short(errors[unnamed[0]] or '')}", False, True
+        return f"rank {unnamed[0]}'s error names no file: {short(errors[unnamed[0]] or '')}", False, True
     return "every rank names the file; the engine is as it was", True, True
-
-
-def _short(error: str) -> str:
-    return " ".join(error.split())[:110]
 
 
 def _damages(both: Path) -> list[Damage]:

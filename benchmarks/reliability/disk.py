@@ -1,4 +1,4 @@
-"""Faults of a disk and kills at one call, by the library ``faults.c``, which is compiled here and loaded before libc."""
+"""Faults of a disk and kills at one call, by the library ``faults.c``, which is compiled and loaded before libc."""
 
 from __future__ import annotations
 

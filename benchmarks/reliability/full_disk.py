@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import disk
-from .bench import STEPS, Bench, Case, describe, some
+from .bench import STEPS, Bench, Case, describe, short, some
 
 __all__ = ["cases"]
 
@@ -42,7 +42,7 @@ def _one(bench: Bench, rank: int, kind: int, number: int, text: str) -> tuple[st
         return describe(out), False
     silent = [r for r, error in enumerate(errors) if text not in error or str(folder) not in error]
     if silent:
-        return f"rank {silent[0]} does not say so: {' '.join(errors[silent[0]].split())[:110]}", False
+        return f"rank {silent[0]} does not say so: {short(errors[silent[0]])}", False
     resumed, right = bench.resume(folder)
     if not right:
         return resumed, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .bench import Bench, Case, describe, some
+from .bench import Bench, Case, describe, short, some
 from .program import COAT, DEEPSPEED
 
 __all__ = ["cases"]
@@ -97,7 +97,7 @@ def _named(out: Any, keys: tuple[str, ...]) -> tuple[str, bool]:
         return (describe(out) if any(errors) else "goes on, without an error"), False
     unnamed = [r for r, e in enumerate(errors) if not any(key in e for key in keys)]
     if unnamed:
-        return f"rank {unnamed[0]}'s error names no key: {' '.join(errors[unnamed[0]].split())[:110]}", False
+        return f"rank {unnamed[0]}'s error names no key: {short(errors[unnamed[0]])}", False
     changed = [r for r, found in enumerate(out.results("digest")) if len(set(found)) > 1]
     if changed:
         return "names the key, and has changed the engine", False
