@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .config import CoatConfigError
 
-__all__ = ["check_same_on_all_ranks", "gather", "on_rank_0", "raise_everywhere", "rank_and_world"]
+__all__ = ["attempt", "check_same_on_all_ranks", "gather", "on_rank_0", "raise_everywhere", "rank_and_world"]
 
 T = TypeVar("T")
 
@@ -50,21 +50,38 @@ def on_rank_0(function: Callable[[], T]) -> T:
     return answer[0]
 
 
+def attempt(work: Callable[[], T]) -> tuple[list[T | None], dict[int, str]]:
+    """Do this rank's part, whatever it raises: the other ranks wait here, and learn of it.
+
+    Args:
+        work: must not use collectives.
+
+    Returns:
+        What each rank's part returned, in rank order (None where it raised), and the text of each error by rank: a
+        ``ValueError`` says what is wrong by itself, any other error is told with its type.
+    """
+    result, text = None, None
+    try:
+        result = work()
+    except Exception as problem:
+        text = str(problem) if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
+    everyone = gather((result, text))
+    return [r for r, _ in everyone], {rank: t for rank, (_, t) in enumerate(everyone) if t is not None}
+
+
 def raise_everywhere(check: Callable[[], list[str]], accepted: str = "") -> None:
     """Raise on every rank what any rank finds, so that none waits in a collective for one that raised.
 
     Args:
-        check: returns one line for each problem, or raises a ``ValueError``. Must not use collectives.
+        check: returns one line for each problem, or raises. Must not use collectives.
         accepted: last line of the error.
 
     Raises:
         ValueError: at most four different lines, and ``accepted``.
     """
-    try:
-        mine = check()
-    except ValueError as error:
-        mine = [str(error)]
-    lines = list(dict.fromkeys(line for found in gather(mine) for line in found))
+    found, errors = attempt(check)
+    lines = [line for rank, mine in enumerate(found) for line in ([errors[rank]] if mine is None else mine)]
+    lines = list(dict.fromkeys(lines))
     if lines:
         raise ValueError("\n".join([*lines[:4], accepted]).strip())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,14 +118,20 @@ def short(text: str) -> str:
     return re.sub(r"(/[\w.@+-]+)+/(?=[\w.@+-]+)", "", " ".join(text.split()))[:120]
 
 
-def points(bench: Bench) -> Iterator[tuple[str, int, int, int]]:
-    """Every moment of saving B: a text, rank, kind of fault, number of the event."""
+def points(bench: Bench, a_file: int) -> list[tuple[str, int, int, int]]:
+    """Moments of saving B: a text, rank, kind of fault, number of the event.
+
+    Before each call and inside each write; of each rank and path at most ``a_file``, evenly, with the first and last.
+    """
+    found: dict[tuple[int, str], list[tuple[str, int, int, int]]] = {}
     for rank, events in enumerate(bench.events):
         for number, (what, path, size) in enumerate(events, 1):
             where = f"rank {rank}, {what} {number} ({path.lstrip('/') or 'folder'})"
-            yield f"before {where}", rank, disk.KILL_BEFORE, number
+            of_file = found.setdefault((rank, path), [])
+            of_file.append((f"before {where}", rank, disk.KILL_BEFORE, number))
             if what == "write" and size > 1:
-                yield f"inside {where}", rank, disk.KILL_INSIDE, number
+                of_file.append((f"inside {where}", rank, disk.KILL_INSIDE, number))
+    return [point for of_file in found.values() for point in some(of_file, a_file)]
 
 
 def some(items: list[Any], count: int) -> list[Any]:

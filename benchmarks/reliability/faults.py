@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("no C compiler (cc, gcc or clang): nothing was tried", file=sys.stderr)
             return 2
         began = time.monotonic()
-        found = {name: _start(args, name, library, Path(folder)) for name in args.programs}
+        with ThreadPoolExecutor() as side_by_side:
+            work = [side_by_side.submit(_start, args, name, library, Path(folder)) for name in args.programs]
+            found = {name: one.result() for name, one in zip(args.programs, work, strict=True)}
     rows = summary(found)
     print(table(rows))
     failed = [row for row in found.get("coat", []) if not row["passed"]]

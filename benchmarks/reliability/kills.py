@@ -8,10 +8,13 @@ from .bench import STEPS, Bench, Case, points, some
 
 __all__ = ["cases"]
 
+A_FILE = 6
+"""Moments of each file and rank."""
+
 
 def cases(bench: Bench, few: int | None) -> Iterator[Case]:
     """A is complete, training goes on, and the save of B is killed. Fresh ranks must resume one of the two."""
-    every = list(points(bench))
+    every = points(bench, A_FILE)
     for name, rank, kind, number in every if few is None else some(every, few):
         folder = bench.fresh(bench.a)
         arm = ["arm", str(folder), {str(rank): [kind, number]}]

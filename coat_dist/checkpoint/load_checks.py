@@ -1,4 +1,8 @@
-"""Checks that come before ``engine.load_checkpoint`` changes anything, with one answer on all ranks."""
+"""Checks that come before ``engine.load_checkpoint`` changes anything, with one answer on all ranks.
+
+Which checkpoint is meant (``tags.py``), whether its files are whole (``whole.py``), and then what others have
+registered: whether it fits the engine.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ranks import raise_everywhere
+from .tags import find_tag
+from .team import team_of
+from .whole import check_whole
 
-__all__ = ["Request", "check_before_load"]
+__all__ = ["Request", "check_before_load", "load_whole_checkpoints"]
 
 
 class Request(NamedTuple):
@@ -37,12 +44,20 @@ def check_before_load(engine: Any, name: str, check: Callable[[Request], list[st
         check: returns one line for each problem, or raises a ``ValueError``. Must not use collectives.
         accepted: last line of the error; says what would be accepted.
     """
-    checks = getattr(engine.load_checkpoint, "coat_checks", None)
-    if checks is not None:
-        checks[name] = check, accepted
+    load_whole_checkpoints(engine)
+    engine.load_checkpoint.coat_checks[name] = check, accepted
+
+
+def load_whole_checkpoints(engine: Any) -> None:
+    """Let ``engine.load_checkpoint`` find and verify the checkpoint before it changes anything; same arguments.
+
+    One more, by keyword: ``verify=False`` compares sizes of files and does not read them for their checksums. It
+    raises ``CheckpointError`` on every rank, whatever rank finds something wrong.
+    """
+    if hasattr(engine.load_checkpoint, "coat_checks"):
         return
     original: Callable = engine.load_checkpoint
-    checks = {name: (check, accepted)}
+    checks: dict[str, tuple[Callable[[Request], list[str]], str]] = {}
 
     @functools.wraps(original)
     def load_checkpoint(
@@ -52,20 +67,18 @@ def check_before_load(engine: Any, name: str, check: Callable[[Request], list[st
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        **kwargs: Any,
+        custom_load_fn: Any = None,
+        *,
+        verify: bool = True,
     ) -> Any:
-        tag = None if tag is None else str(tag)  # as saving does; DeepSpeed's loading joins paths with it
-        states = load_optimizer_states and not load_module_only
-
-        def problems(check: Callable[[Request], list[str]]) -> list[str]:
-            found = tag or _latest(engine, Path(load_dir))
-            if found is None:
-                return []  # DeepSpeed says so
-            return check(Request(Path(load_dir), found, load_module_strict, states))
-
-        for check, accepted in checks.values():
-            raise_everywhere(functools.partial(problems, check), accepted)
-        if "universal" in checks and engine.load_universal_checkpoint():
+        universal, team = engine.load_universal_checkpoint(), team_of(engine)
+        tag = find_tag(Path(load_dir), None if tag is None else str(tag), universal, team)
+        if tag is not None:  # else there is nothing, and DeepSpeed says so
+            check_whole(Path(load_dir) / tag, team, verify)
+            request = Request(Path(load_dir), tag, load_module_strict, load_optimizer_states and not load_module_only)
+            for check, accepted in checks.values():
+                raise_everywhere(functools.partial(check, request), accepted)
+        if "universal" in checks and universal:
             # The universal loader has learnt from its check whether moments are wanted. DeepSpeed is told yes in any
             # case: at stage 3 it would otherwise look for a checkpoint of its own kind.
             load_optimizer_states = True
@@ -76,13 +89,8 @@ def check_before_load(engine: Any, name: str, check: Callable[[Request], list[st
             load_optimizer_states,
             load_lr_scheduler_states,
             load_module_only,
-            **kwargs,
+            custom_load_fn,
         )
 
     load_checkpoint.coat_checks = checks  # type: ignore[attr-defined]
     engine.load_checkpoint = load_checkpoint
-
-
-def _latest(engine: Any, folder: Path) -> str | None:
-    path = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None

@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..ranks import gather, on_rank_0, rank_and_world
+from ..ranks import gather
 from .durable import walk
+from .team import Team, everyone
 
-__all__ = ["FORMAT", "MANIFEST", "CheckpointError", "differences", "read_manifest", "sync_files", "verify"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "UNFINISHED",
+    "CheckpointError",
+    "differences",
+    "read_manifest",
+    "sync_files",
+    "verify",
+]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+UNFINISHED = {"format": FORMAT, "unfinished": True}
+"""The manifest of a folder that is being written."""
+_STATES = re.compile(r".*(model|optim)_states\.pt")
+"""Files that DeepSpeed looks for by pattern."""
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message names it and says why."""
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
     """The manifest of a finished checkpoint.
+
+    Args:
+        checkpoint: its folder.
+        of_run: it was saved by ``launch/pretrain.py``, whose manifests say what the run was and how far it had come.
 
     Raises:
         CheckpointError: missing, unreadable, of another format, or without what every finished checkpoint has in it.
@@ -31,13 +50,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path}: cannot be read ({problem})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{path}: format {manifest.get('format') if isinstance(manifest, dict) else None!r}, accepted: {FORMAT}"
         )
-    if wrong := [key for key, fits in _CONTENT.items() if not fits(manifest.get(key))]:
+    if manifest.get("unfinished"):
+        raise CheckpointError(f"{checkpoint}: was never finished, accepted: a checkpoint whose saving had ended")
+    needed = _CONTENT if of_run else {"files": _is_files}
+    if wrong := [key for key, fits in needed.items() if not fits(manifest.get(key))]:
         raise CheckpointError(f"{path}: is damaged, {', '.join(wrong)} missing or of another kind than was written")
     return manifest
 
@@ -55,56 +77,105 @@ def _is_files(value: Any) -> bool:
 _CONTENT = {"progress": _is_progress, "run": lambda value: isinstance(value, dict), "files": _is_files}
 
 
-def verify(checkpoint: Path, files: Mapping[str, list[int]]) -> None:
+def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None = None, checksums: bool = True) -> None:
     """Compare size and checksum of every file with the manifest; ranks share the work.
 
+    Args:
+        checkpoint: its folder.
+        files: of the manifest.
+        team: the ranks that have this folder before them; without it all.
+        checksums: false compares sizes only and reads no file.
+
     Raises:
-        CheckpointError: on every rank; lists the files that are missing, damaged or cannot be read.
+        CheckpointError: on every rank; lists the files that are missing, damaged, cannot be read or belong to another
+            checkpoint.
     """
-    found = _read_all(checkpoint, sorted(files), sync=False)
+    team = team or everyone()
+    by_size = sorted(files, key=lambda name: (-files[name][0], name))  # dealt out in turns, every rank gets as much
+    found = _look_at(team, by_size, lambda name: _read(checkpoint / name) if checksums else _size(checkpoint / name))
     wrong = []
     for name, (size, checksum) in files.items():
         now = found[name]
         if isinstance(now, str):
-            wrong.append(f"{name}: {now}")
-        elif now != [size, checksum]:
-            wrong.append(f"{name}: damaged (is {now[0]} bytes, was {size})")
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is damaged, load another one by its folder:\n" + "\n".join(wrong))
+            wrong.append(f"{checkpoint / name}: {now}")
+        elif now != [size, checksum][: len(now)]:
+            wrong.append(f"{checkpoint / name}: damaged (is {now[0]} bytes, was {size})")
+    wrong += team.ask_leader(lambda: _foreign(checkpoint, files), CheckpointError)
+    if wrong := list(dict.fromkeys(line for lines in gather(wrong) for line in lines)):
+        raise CheckpointError(f"{checkpoint} is damaged, load another one:\n" + "\n".join(wrong))
 
 
-def sync_files(folder: Path) -> dict[str, list[int]]:
+def _foreign(checkpoint: Path, files: Mapping[str, list[int]]) -> list[str]:
+    """Files that DeepSpeed would take for this checkpoint's and are not."""
+    try:
+        names = sorted(p.name for p in checkpoint.iterdir())
+    except OSError as problem:
+        return [f"{checkpoint}: cannot be listed ({problem})"]
+    return [f"{checkpoint / n}: is of another checkpoint" for n in names if _STATES.fullmatch(n) and n not in files]
+
+
+def sync_files(
+    folder: Path, known: Mapping[str, list[int]] | None = None, team: Team | None = None
+) -> dict[str, list[int]]:
     """Wait until every file in ``folder`` and the folders in it is on disk; [bytes, CRC-32] by path in ``folder``.
 
-    Rank 0 lists the files and deals them out to the ranks.
+    The team's first rank lists the files and deals them out to its ranks.
+
+    Args:
+        folder: a manifest in it is left out.
+        known: the result for files that this rank has summed and synced already: they are not read again, unless two
+            ranks wrote one file.
+        team: the ranks that have this folder before them; without it all.
 
     Raises:
         CheckpointError: on every rank; lists the files that a rank could not read or bring to disk, and empty ones.
     """
+    team = team or everyone()
 
-    def listed() -> list[str]:
-        return sorted((inner / name).relative_to(folder).as_posix() for inner, files in walk(folder) for name in files)
+    def listed() -> dict[str, int]:
+        paths = sorted(inner / name for inner, files in walk(folder) for name in files)
+        return {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths if p != folder / MANIFEST}
 
+    sizes = team.ask_leader(listed, CheckpointError)
+    done: dict[str, list[int]] = {}
+    twice: set[str] = set()
+    for part in team.members(gather(dict(known or {}))):
+        twice |= part.keys() & done.keys()
+        done |= part
+    unread = [name for name in sizes if name not in done or name in twice]
+    found = _look_at(team, unread, lambda name: _read(folder / name, sync=True))
+    for name in done.keys() - found.keys():
+        if name not in sizes:
+            found[name] = "missing"
+        elif sizes[name] != done[name][0]:
+            found[name] = f"is {sizes[name]} bytes, {done[name][0]} were written"
+        else:
+            found[name] = done[name]
+    wrong = [f"{folder / name}: {problem}" for name, problem in sorted(found.items()) if isinstance(problem, str)]
+    wrong += [f"{folder / name}: is empty" for name, numbers in sorted(found.items()) if numbers[0] == 0]
+    if not wrong and not found:
+        wrong = [f"{folder}: holds no files"]
+    if wrong := list(dict.fromkeys(line for lines in gather(wrong) for line in lines)):
+        raise CheckpointError("cannot finish a checkpoint:\n" + "\n".join(wrong))
+    return dict(sorted(found.items()))  # type: ignore[arg-type]  # no text is left in it
+
+
+def _look_at(team: Team, names: list[str], look: Callable[[str], list[int] | str]) -> dict[str, list[int] | str]:
+    """What ``look`` gives for each file; files are dealt out to the team's ranks."""
+    mine = {name: look(name) for name in team.share(names)}
+    return {name: result for part in team.members(gather(mine)) for name, result in part.items()}
+
+
+def _size(path: Path) -> list[int] | str:
+    """[bytes] of a file, or what is wrong with it."""
     try:
-        names = on_rank_0(listed)
+        return [path.stat().st_size] if path.is_file() else "missing"
     except OSError as problem:
-        raise CheckpointError(f"{folder}: cannot be listed ({problem})") from problem
-    found = _read_all(folder, names, sync=True)
-    wrong = [f"{folder / name}: {problem}" for name, problem in found.items() if isinstance(problem, str)]
-    wrong += [f"{folder / name}: is empty" for name, numbers in found.items() if numbers[0] == 0]
-    if wrong or not names:
-        raise CheckpointError("cannot finish a checkpoint:\n" + "\n".join(wrong or [f"{folder}: holds no files"]))
-    return found  # type: ignore[return-value]  # no text is left in it
+        return f"cannot be read ({problem})"
 
 
-def _read_all(folder: Path, names: list[str], sync: bool) -> dict[str, list[int] | str]:
-    """[bytes, CRC-32] of each file, or what is wrong with it; files are dealt out to the ranks."""
-    rank, world = rank_and_world()
-    mine = {name: _read(folder / name, sync) for name in names[rank::world]}
-    return {name: result for part in gather(mine) for name, result in part.items()}
-
-
-def _read(path: Path, sync: bool) -> list[int] | str:
+def _read(path: Path, sync: bool = False) -> list[int] | str:
+    """[bytes, CRC-32] of a file, or what is wrong with it."""
     size = checksum = 0
     try:
         with path.open("rb") as file:

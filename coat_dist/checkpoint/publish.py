@@ -15,15 +15,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .durable import named, sync_folder, sync_tree, write_text
-from .manifest import MANIFEST, CheckpointError
+from .durable import make_folder, named, sync_folder, sync_tree, walk, write_text
+from .manifest import MANIFEST, UNFINISHED, CheckpointError, read_manifest
 
-__all__ = ["LATEST", "find", "finished", "name_of", "publish", "retire", "unfinished"]
+__all__ = [
+    "LATEST",
+    "begin",
+    "find",
+    "finish",
+    "finished",
+    "name_latest",
+    "name_of",
+    "publish",
+    "replaced_or",
+    "retire",
+    "unfinished",
+]
 
 LATEST = "latest"
 _UNFINISHED = ".unfinished-"
 _NAME = re.compile(r"step(\d{8,})")
-_LEFTOVER = re.compile(rf"{re.escape(_UNFINISHED)}(replaced-|removed-)?({_NAME.pattern})")
+_LEFTOVER = re.compile(rf"{re.escape(_UNFINISHED)}(replaced-|removed-)?(.+)")
+_OURS = re.compile(rf"{_NAME.pattern}|global_step\d+")
+"""Names that only a program gives; under any other one a leftover is known by its manifest."""
 
 
 def name_of(step: int) -> str:
@@ -36,16 +50,45 @@ def unfinished(final: Path) -> Path:
     return final.parent / (_UNFINISHED + final.name)
 
 
+def begin(final: Path) -> Path:
+    """Make the folder in which a checkpoint is written before it is published; what killed saves left goes first.
+
+    Its manifest says that it is not finished.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    make_folder(final.parent)
+    temporary = unfinished(final)
+    _clean(final.parent)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir()
+    with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(UNFINISHED, file)
+    return temporary
+
+
 def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Turn a written folder, whose files are on disk, into the newest checkpoint.
 
     Raises:
         OSError: ``latest`` is what it was, and the checkpoint it names is there; a ``final`` from before is too.
     """
+    finish(temporary, final, manifest)
+    name_latest(final.parent, final.name)
+
+
+def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    """Give a written folder, whose files are on disk, its manifest and its name.
+
+    Raises:
+        OSError: a ``final`` from before is what :func:`replaced_or` gives.
+    """
     write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
     sync_tree(temporary)
     replaced = None
-    if final.exists():
+    if os.path.lexists(final):
         if (final / MANIFEST).is_file():  # the same step again, after a restart from an older checkpoint
             replaced = _replaced(final)
             if replaced.exists():
@@ -61,7 +104,21 @@ def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
                 os.rename(replaced, final)
         raise
     sync_folder(final.parent)
-    write_text(final.parent / LATEST, final.name)
+
+
+def name_latest(folder: Path, tag: str) -> None:
+    """Let ``latest`` name a published checkpoint.
+
+    Raises:
+        OSError: it is what it was.
+    """
+    write_text(folder / LATEST, tag)
+
+
+def replaced_or(final: Path) -> Path:
+    """Where the finished checkpoint of this name is: under another name after a kill while it was saved again."""
+    replaced = _replaced(final)
+    return replaced if not os.path.lexists(final) and (replaced / MANIFEST).is_file() else final
 
 
 def find(folder: str | Path) -> Path | None:
@@ -87,8 +144,8 @@ def find(folder: str | Path) -> Path | None:
         if (folder / name / MANIFEST).is_file():
             found = folder / name
             return found if found.name == name else found.resolve()
-        if (_replaced(folder / name) / MANIFEST).is_file():  # killed while a step was saved for the second time
-            return _replaced(folder / name)
+        if (found := replaced_or(folder / name)) != folder / name:  # killed while a step was saved for the second time
+            return found
         others = ", ".join(p.name for p in finished(folder)) or "none"
     except (OSError, RuntimeError, ValueError) as problem:  # RuntimeError: a loop of links
         raise CheckpointError(f"{folder}: cannot be read ({problem})") from problem
@@ -131,23 +188,52 @@ def _clean(folder: Path) -> list[str]:
     problems = []
     for leftover in list(folder.iterdir()):
         match = _LEFTOVER.fullmatch(leftover.name)
-        if match is None:
+        if match is None or not (_OURS.fullmatch(match[2]) or (leftover / MANIFEST).is_file()):
             continue
         own = folder / match[2]
-        if match[1] == "replaced-" and not own.exists() and (leftover / MANIFEST).is_file():
-            try:
+        replaced = match[1] == "replaced-" and _is_finished(leftover)
+        try:
+            if replaced and not own.exists():
                 os.rename(leftover, own)
-            except OSError as problem:
-                problems.append(str(named(problem, leftover)))
-        else:
-            problems += _remove_tree(leftover)
+                continue
+            if replaced:
+                _rescue(leftover, own)
+        except OSError as problem:
+            problems.append(str(named(problem, leftover)))
+            continue
+        problems += _remove(leftover, own) if replaced else _remove_tree(leftover)
     return problems
 
 
-def _remove(old: Path) -> list[str]:
-    """Remove a checkpoint, out of sight first: a kill leaves none that only looks whole."""
-    hidden = old.with_name(f"{_UNFINISHED}removed-{old.name}")
+def _is_finished(leftover: Path) -> bool:
     try:
+        return json.loads((leftover / MANIFEST).read_text(encoding="utf-8")) != UNFINISHED
+    except ValueError:  # damaged since: not ours to remove
+        return True
+    except OSError:
+        return False
+
+
+def _rescue(replaced: Path, own: Path) -> None:
+    """Move files that somebody put beside a checkpoint's own into the one that took its place."""
+    try:
+        listed = read_manifest(replaced, of_run=False)["files"]
+    except CheckpointError:
+        return
+    for inner, names in list(walk(replaced)):
+        for name in names:
+            place = (inner / name).relative_to(replaced)
+            if place.as_posix() not in listed and place.name != MANIFEST and not (own / place).exists():
+                (own / place).parent.mkdir(parents=True, exist_ok=True)
+                os.rename(inner / name, own / place)
+
+
+def _remove(old: Path, named_as: Path | None = None) -> list[str]:
+    """Remove a checkpoint, out of sight first: a kill leaves none that only looks whole."""
+    hidden = old.with_name(f"{_UNFINISHED}removed-{(named_as or old).name}")
+    try:
+        if hidden.exists():
+            shutil.rmtree(hidden)
         os.rename(old, hidden)
     except OSError as problem:
         return [str(named(problem, old))]
@@ -155,7 +241,13 @@ def _remove(old: Path) -> list[str]:
 
 
 def _remove_tree(folder: Path) -> list[str]:
+    """The manifest goes last: it says whose folder it is."""
     try:
+        for inner in folder.iterdir():
+            if inner.is_dir() and not inner.is_symlink():
+                shutil.rmtree(inner)
+            elif inner.name != MANIFEST:
+                inner.unlink()
         shutil.rmtree(folder)
     except OSError as problem:
         return [str(named(problem, folder))]

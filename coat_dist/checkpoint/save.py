@@ -1,130 +1,165 @@
-"""Saving a DeepSpeed engine into a checkpoint folder, so that a kill or an error on any rank leaves the one before.
+"""``engine.save_checkpoint`` of a coat engine: a kill or an error on any rank leaves the checkpoint before.
 
-DeepSpeed writes its files into a folder with a temporary name, and the caller adds its own. Every file is brought to
-disk, and ``manifest.json`` lists size and checksum of each (``manifest.py``). Then rank 0 renames the folder, replaces
-``latest`` and removes what may go (``publish.py``).
+DeepSpeed writes its files into a folder with a temporary name (``engine_writes.py`` sums them on the way), and a
+program may add its own. Every file is brought to disk, and ``manifest.json`` lists size and checksum of each
+(``manifest.py``). Then the folder is renamed, ``latest`` replaced, and what may go is removed (``publish.py``).
 """
 
 from __future__ import annotations
 
+import errno
+import functools
+import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..ranks import gather, rank_and_world
-from .durable import make_folder
+from ..ranks import attempt, gather, rank_and_world
+from .engine_writes import Writes, watch_writes
 from .manifest import FORMAT, CheckpointError, sync_files
-from .publish import name_of, publish, retire, unfinished
+from .publish import LATEST, begin, finish, name_latest, retire, unfinished
+from .tags import agree, check_tag
+from .team import Team, team_of
 
-__all__ = ["save_engine"]
+__all__ = ["Extras", "save_whole_checkpoints"]
+
+_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
-def save_engine(
-    engine: Any,
-    folder: Path,
-    step: int,
-    content: Mapping[str, Any],
-    add_files: Callable[[Path], None],
-    keep_last: int = 0,
-    supersedes: Collection[Path] = (),
-) -> Path:
-    """Write a checkpoint; collective.
+@dataclass(frozen=True)
+class Extras:
+    """What a program adds to a checkpoint: ``engine.save_checkpoint(folder, tag, extras=Extras(...))``."""
 
-    Args:
-        engine: DeepSpeed engine.
-        folder: holds one folder a checkpoint and the file ``latest``.
-        step: names the checkpoint.
-        content: plain values that its manifest holds beside the list of files.
-        add_files: called on each rank with the folder to write files of its own into.
-        keep_last: remove all but this many newest checkpoints afterwards; 0 = keep all.
-        supersedes: checkpoints of an earlier run in ``folder``, to be removed afterwards.
+    add_files: Callable[[Path], None] | None = None
+    """Called on each rank with the folder to write files of its own into."""
+    content: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values that the manifest holds beside the list of files."""
+    keep_last: int = 0
+    """Remove all but this many newest checkpoints named ``step%08d`` afterwards; 0 = keep all."""
+    supersedes: Collection[Path] = ()
+    """Checkpoints of an earlier run in the same folder, to be removed afterwards."""
 
-    Returns:
-        The folder of this checkpoint. What could not be removed is printed.
 
-    Raises:
-        CheckpointError: on every rank; names the file and the error. What was there before is untouched, and a later
-            call may succeed.
+def save_whole_checkpoints(engine: Any) -> None:
+    """Let ``engine.save_checkpoint`` write checkpoints that are whole or not there; same arguments, returns True.
+
+    A second time nothing is changed.
+
+    One more argument, by keyword: ``extras``, an :class:`Extras`. It raises ``CheckpointError`` on every rank, whatever
+    rank fails; what was there before is untouched then, and a later call may succeed. What could not be removed is
+    printed.
     """
-    final = folder / name_of(step)
+    original: Callable[..., Any] = engine.save_checkpoint
+    if hasattr(original, "coat_whole"):
+        return
+
+    @functools.wraps(original)
+    def save_checkpoint(
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        extras: Extras | None = None,
+    ) -> bool:
+        team = team_of(engine)
+        if tag is None:
+            tag = f"global_step{engine.global_steps}"
+        tag, state = str(tag), {} if client_state is None else client_state
+        _together(lambda: _check(save_dir, tag, state), "save_checkpoint")
+        options = {"save_latest": bool(save_latest), "exclude_frozen_parameters": bool(exclude_frozen_parameters)}
+        agree({"tag": tag, "folder": os.path.abspath(save_dir), **options}, team)
+        final = Path(save_dir) / tag
+        temporary = unfinished(final)
+        _together((lambda: begin(final)) if team.leads else None, f"cannot write {save_dir}")
+        try:
+            with watch_writes(engine) as writes:
+                original(
+                    save_dir,
+                    tag=str(temporary.relative_to(save_dir)),
+                    client_state=state,
+                    save_latest=False,
+                    exclude_frozen_parameters=exclude_frozen_parameters,
+                )
+        except (OSError, RuntimeError) as error:  # none of writing: end this process, for other ranks may wait inside
+            raise CheckpointError(f"cannot write {temporary}: {error}") from error
+        about = {LATEST: bool(save_latest), "engine": describe(engine)}
+        try:
+            _complete(Path(save_dir), tag, about, writes, team, extras or Extras())
+        except CheckpointError as problem:  # on every rank
+            raise CheckpointError(f"{problem}{_clear(temporary, writes, str(problem), team)}") from None
+        return True
+
+    save_checkpoint.coat_whole = True  # type: ignore[attr-defined]
+    engine.save_checkpoint = save_checkpoint
+
+
+def describe(engine: Any) -> dict[str, Any]:
+    """What an engine says about itself in its manifests."""
+    known = {
+        "world_size": rank_and_world()[1],
+        "zero_stage": getattr(engine, "zero_optimization_stage", None),
+        "data_parallel": getattr(engine, "dp_world_size", None),
+        "tensor_parallel": getattr(engine, "mp_world_size", None),
+        "global_steps": getattr(engine, "global_steps", None),
+    }
+    return {key: value() if callable(value) else value for key, value in known.items()}
+
+
+def _check(save_dir: Any, tag: str, client_state: Any) -> None:
+    if not save_dir or not isinstance(save_dir, str | os.PathLike):
+        raise CheckpointError(f"save_dir: got {save_dir!r}, accepted: the path of a folder")
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(f"client_state: got {type(client_state).__name__}, accepted: a dict")
+    check_tag(tag)
+
+
+def _complete(save_dir: Path, tag: str, about: dict[str, Any], writes: Writes, team: Team, extras: Extras) -> None:
+    """All that comes after DeepSpeed's writing."""
+    final = save_dir / tag
     temporary = unfinished(final)
-    rank = rank_and_world()[0]
-
-    def begin() -> None:
-        make_folder(folder)
-        if temporary.exists():
-            shutil.rmtree(temporary)
-
-    _together(begin if rank == 0 else None, f"cannot write {folder}")
-    try:
-        with _write_errors_kept(engine) as errors:
-            engine.save_checkpoint(str(folder), tag=temporary.name, save_latest=False)
-    except (OSError, RuntimeError) as error:  # none of writing: end this process, for other ranks may wait inside
-        raise CheckpointError(f"cannot write {temporary}: {error}") from error
 
     def own_files() -> None:
-        if errors:
-            raise errors[0]
-        add_files(temporary)
+        if writes.errors:
+            raise writes.errors[0]
+        if extras.add_files is not None:
+            extras.add_files(temporary)
 
     _together(own_files, f"cannot write {temporary}")
-    manifest = {"format": FORMAT, **content, "files": sync_files(temporary)}
-    _together((lambda: publish(temporary, final, manifest)) if rank == 0 else None, f"cannot finish {final}")
-    if rank == 0:
-        for problem in retire(folder, final, keep_last, supersedes):
+    root = Path(os.path.abspath(temporary))
+    known = {p.relative_to(root).as_posix(): s for p, s in ((Path(n), s) for n, s in writes.sums.items())}
+    files = sync_files(temporary, known, team)
+    manifest = {"format": FORMAT, "tag": tag, "saved": time.time(), **about, **extras.content, "files": files}
+    _together((lambda: finish(temporary, final, manifest)) if team.leads else None, f"cannot finish {final}")
+    if about[LATEST]:  # when every node has the checkpoint
+        _together((lambda: name_latest(save_dir, tag)) if team.leads else None, f"cannot finish {final}")
+    if team.leads:
+        for problem in retire(final.parent, final, extras.keep_last, extras.supersedes):
             print(f"warning: cannot remove an old checkpoint: {problem}", file=sys.stderr, flush=True)
-    return final
 
 
-def _together(work: Callable[[], None] | None, what: str) -> None:
-    """Do this rank's part, and raise on every rank when one of them fails, so that none waits for another.
+def _clear(temporary: Path, writes: Writes, problem: str, team: Team) -> str:
+    """Remove what a failed save has written; where the disk is full, say how much room there is, and is needed."""
+    needed = sum(team.members(gather(writes.size)))
+    if team.leads:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if not any(text in problem for text in _FULL):
+        return ""
+    room = team.ask_leader(lambda: shutil.disk_usage(temporary.parent).free, CheckpointError)
+    return f"\n{temporary.parent}: {needed:,} bytes are needed, {room:,} are free"
+
+
+def _together(work: Callable[[], Any] | None, what: str) -> None:
+    """Do this rank's part, if it has one, and raise on every rank when one of them fails.
 
     Raises:
         CheckpointError: names ranks and errors.
     """
-    problem = None
-    if work is not None:
-        try:
-            work()
-        except Exception as error:  # of any kind: `add_files` is the caller's, and the other ranks wait below
-            problem = f"{type(error).__name__}: {error}"
-    failed = [f"rank {r}: {text}" for r, text in enumerate(gather(problem)) if text is not None]
-    if failed:
-        raise CheckpointError(f"{what}: " + "; ".join(failed))
-
-
-@contextmanager
-def _write_errors_kept(engine: Any) -> Iterator[list[Exception]]:
-    """Errors of DeepSpeed's writing to disk, kept instead of raised.
-
-    ``engine.save_checkpoint`` meets the other ranks after writing: a rank that left it would let them wait.
-    """
-    errors: list[Exception] = []
-
-    def keeping(write: Callable[..., Any]) -> Callable[..., Any]:
-        def attempt(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return write(*args, **kwargs)
-            except (OSError, RuntimeError) as error:
-                path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
-                errors.append(OSError(f"{path}: {error}"))
-                return None
-
-        return attempt
-
-    places = [
-        (engine.checkpoint_engine, "save"),
-        (engine.checkpoint_engine, "makedirs"),
-        (engine, "_copy_recovery_script"),
-    ]
-    before = [vars(owner).get(name) for owner, name in places]
-    for owner, name in places:
-        setattr(owner, name, keeping(getattr(owner, name)))
-    try:
-        yield errors
-    finally:
-        for (owner, name), own in zip(places, before, strict=True):
-            delattr(owner, name) if own is None else setattr(owner, name, own)  # without one, its class's is found
+    _, errors = attempt(work or (lambda: None))
+    if errors:
+        raise CheckpointError(f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in errors.items()))

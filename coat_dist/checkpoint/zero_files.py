@@ -131,7 +131,14 @@ def files_by_rank(folder: Path, pattern: str, required: bool = True) -> list[lis
 
 
 def read(path: Path) -> dict[str, Any]:
+    """A file's content; tensors memory-mapped, where it was written as a zip file (torch's default).
+
+    Raises:
+        ValueError: it cannot be read; names it.
+    """
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except (OSError, RuntimeError, EOFError) as problem:
+        with path.open("rb") as file:
+            zipped = file.read(2) == b"PK"
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
+    except Exception as problem:  # of damaged bytes, unpickling may raise anything
         raise ValueError(f"{path}: cannot be read ({problem})") from problem

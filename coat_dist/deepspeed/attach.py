@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..checkpoint.load_checks import load_whole_checkpoints
 from ..checkpoint.native_check import check_native_loads
+from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal_load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig
+from ..optim import CoatAdamW
 from . import cached_weights, coat_accessors, deepspeed_accessors, heartbeat, master_weights, round_robin, step
 
 __all__ = ["ATTACHMENTS", "Attachment", "Built", "attach"]
@@ -32,6 +35,11 @@ class Built(NamedTuple):
     def ours(self) -> bool:
         """ZeRO drives a CoatAdamW, wherever that came from: JSON, an object, a callable."""
         return is_zero(self.zero) and base_optimizer(self.zero) is not None
+
+    @property
+    def any_coat(self) -> bool:
+        """There is a "coat" block or a CoatAdamW, with ZeRO or without."""
+        return self.coat is not None or isinstance(self.zero, CoatAdamW) or base_optimizer(self.zero) is not None
 
     @property
     def stage3(self) -> bool:
@@ -101,6 +109,20 @@ ATTACHMENTS = (
         lambda b: deepspeed_accessors.answer_on_optimizer(b.zero),
         ("zero.get_full_hp_param", "zero.set_full_hp_param", "zero.get_local_fp32_param", "zero.set_local_hp_param"),
         "as at stages 1 and 2; nothing is linked here",
+    ),
+    Attachment(
+        "checkpoints that are whole: saving",
+        lambda b: b.any_coat,
+        lambda b: save_whole_checkpoints(b.engine),
+        ("engine.save_checkpoint",),
+        "anywhere: nothing else is put around saving",
+    ),
+    Attachment(
+        "checkpoints that are whole: loading",
+        lambda b: b.any_coat,
+        lambda b: load_whole_checkpoints(b.engine),
+        ("engine.load_checkpoint",),
+        "before the two below, which add their checks to it",
     ),
     Attachment(
         "checks of DeepSpeed's own checkpoints",

@@ -1,7 +1,7 @@
 """Ranks that tell one another that they are alive, so that a rank that hangs is named and does not keep the others.
 
-A rank that is stopped, swapped out or dead lets the others wait in a collective until its timeout; what they say then is
-which collective it was, not who did not come. Here a thread of each rank sends a datagram to its neighbours every few
+A rank that is stopped, swapped out or dead lets the others wait in a collective until its timeout; what they say then
+is which collective it was, not who did not come. Here a thread of each rank sends a datagram to its neighbours every few
 seconds. A rank whose datagrams stop for :data:`SHARE` of the timeout of torch.distributed's default group is named on
 every rank, in one line, and the processes end with status :data:`STATUS`, before the collective gives up.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -26,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +137,8 @@ class Heartbeat(threading.Thread):
         data = json.dumps({"token": self._token, "rank": self.rank, **message}).encode()
         for rank in ranks:
             address = self._socket.getsockname() if rank == self.rank else self._addresses[rank]
-            try:
+            with suppress(OSError):  # of one that has gone; whether it was to go is judged by its silence
                 self._socket.sendto(data, address)
-            except OSError:
-                pass  # of one that has gone; whether it was to go is judged by its silence
 
     def _listen(self, until: float) -> None:
         while not self._stop_now.is_set() and (left := until - time.monotonic()) > 0:
@@ -174,8 +174,9 @@ class Heartbeat(threading.Thread):
         """Say, once, where ranks are that all are alive but have made no step, if they are at different places."""
         self._noted = True
         states = {self.rank: mine, **self._heard}
-        if len({(s["step"], s["place"].partition(":")[0], s["place"].partition(" ")[2]) for s in states.values()}) > 1:
-            where = "; ".join(f"rank {r} after step {s['step']} at {s['place']}" for r, s in sorted(states.items())[:16])
+        if len({(s["step"], *re.split(r":\d+ ", s["place"])) for s in states.values()}) > 1:  # the line may differ
+            told = sorted(states.items())[:16]
+            where = "; ".join(f"rank {r} after step {s['step']} at {s['place']}" for r, s in told)
             _write(f"note: all ranks answer, but there was no step for {self._standing:.0f} s: {where}")
 
     def _finish(self, hung: dict[Any, list[Any]], told_by: int | None = None, relay: bool = True) -> None:

@@ -137,6 +137,20 @@ _ANY = (
     ),
 )
 
+# Their files are written behind a save's back, and may be incomplete when it returns.
+_CHECKPOINTS = (
+    Rule(
+        "checkpoint.writer",
+        "absent: checkpoints are written by torch.save, with checksums, and are on disk when save_checkpoint returns",
+        lambda f: f["checkpoint.writer"] is not None,
+    ),
+    Rule(
+        "datastates_ckpt",
+        "absent: checkpoints are written by torch.save, with checksums, and are on disk when save_checkpoint returns",
+        lambda f: f["datastates_ckpt"] not in (None, False),
+    ),
+)
+
 _COAT_ADAMW = (
     Rule(
         "zero_optimization.elastic_checkpoint",
@@ -228,4 +242,4 @@ _FLOW = (
     ),
 )
 
-RULES = (*_ANY, *_COAT_ADAMW, *_MASTER_WEIGHTS, *_FLOW)
+RULES = (*_ANY, *_CHECKPOINTS, *_COAT_ADAMW, *_MASTER_WEIGHTS, *_FLOW)

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
+from coat_dist.checkpoint.load_checks import load_whole_checkpoints
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
-from coat_dist.checkpoint.publish import find
-from coat_dist.checkpoint.save import save_engine
+from coat_dist.checkpoint.publish import find, name_of
+from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
 from launch.training.runtime import get_random_state, reseed, set_random_state
 
 __all__ = ["Examined", "examine", "require_loadable", "restore", "save"]
@@ -62,7 +63,7 @@ def save(
         folder: holds one folder a checkpoint and the file ``latest``.
         run: nested plain values that say what this run is; compared by :func:`examine`.
         progress: plain values to get back from :func:`restore`; ``progress["step"]`` names the checkpoint.
-        keep_last, supersedes: see :func:`coat_dist.checkpoint.save.save_engine`.
+        keep_last, supersedes: see :class:`coat_dist.checkpoint.save.Extras`.
 
     Returns:
         The folder of this checkpoint.
@@ -74,8 +75,11 @@ def save(
     def add_files(temporary: Path) -> None:
         torch.save(get_random_state(), temporary / _random_file(dist.get_rank()))
 
+    save_whole_checkpoints(engine)  # one without a "coat" block has not got it
     content = {"progress": dict(progress), "run": run}
-    return save_engine(engine, Path(folder), progress["step"], content, add_files, keep_last, supersedes)
+    tag = name_of(progress["step"])
+    engine.save_checkpoint(str(folder), tag, extras=Extras(add_files, content, keep_last, supersedes))
+    return Path(folder) / tag
 
 
 @dataclass(frozen=True)
@@ -122,13 +126,12 @@ def restore(engine: Any, examined: Examined) -> dict[str, Any]:
         The ``progress`` given to :func:`save`.
 
     Raises:
-        CheckpointError: DeepSpeed finds nothing to load.
+        CheckpointError: it has disappeared since it was examined.
     """
     checkpoint, progress = examined.path, examined.manifest["progress"]
     kept = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
-    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-    if path is None:
-        raise CheckpointError(f"{checkpoint}: DeepSpeed found no model states in it")
+    load_whole_checkpoints(engine)
+    engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, verify=False)  # examine() has
     for group, own in zip(engine.optimizer.param_groups, kept, strict=True):
         group.update(own)  # hyperparameters are the configuration's, also where DeepSpeed restores one group's for all
     if examined.universal:

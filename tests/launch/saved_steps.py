@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 
 class Writer:
+    zipfile_serialization = True
+
     def makedirs(self, path, exist_ok):
         os.makedirs(path, exist_ok=exist_ok)
 
@@ -21,7 +23,10 @@ class Engine:
     def __init__(self):
         self.checkpoint_engine = Writer()
 
-    def save_checkpoint(self, folder, tag, save_latest):
+    def use_node_local_storage(self):
+        return False
+
+    def save_checkpoint(self, folder, tag, client_state, save_latest, exclude_frozen_parameters):
         assert not save_latest
         self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
         self.checkpoint_engine.save(torch.arange(1000), f"{folder}/{tag}/rank{dist.get_rank()}.pt")

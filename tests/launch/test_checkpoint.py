@@ -10,7 +10,7 @@ import pytest
 from coat_dist.checkpoint import publish
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
 from coat_dist.checkpoint.publish import find
-from coat_dist.checkpoint.save import save_engine
+from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
 from launch.training import checkpoint
 from tests.launch.saved_steps import Engine, progress, start
 from tests.support import run_ranks
@@ -97,10 +97,11 @@ def own_files_fail(rank, world, folder):
         if rank == 1:
             raise KeyError("no such state")
 
-    said = []
+    said, engine = [], Engine()
+    save_whole_checkpoints(engine)
     for step, content, add in ((1, {}, add_files), (2, {"progress": {1, 2}}, lambda temporary: None)):
         try:
-            save_engine(Engine(), Path(folder), step, content, add)
+            engine.save_checkpoint(folder, publish.name_of(step), extras=Extras(add, content))
         except CheckpointError as problem:
             said.append(str(problem))
     return said

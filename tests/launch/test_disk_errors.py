@@ -10,9 +10,9 @@ import shutil
 import pytest
 import torch
 
+from coat_dist.checkpoint.engine_writes import watch_writes
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, verify
 from coat_dist.checkpoint.publish import find
-from coat_dist.checkpoint.save import _write_errors_kept
 from launch.training import checkpoint
 from tests.launch.disk import PLACES, Failing
 from tests.launch.saved_steps import Engine, progress, start
@@ -144,11 +144,11 @@ def test_errors_name_the_file_however_deepspeed_passes_it():
 
     engine = Full()
     engine.checkpoint_engine = Full()
-    with _write_errors_kept(engine) as errors:
+    with watch_writes(engine) as writes:
         engine.checkpoint_engine.save({}, "a/model.pt")
         engine.checkpoint_engine.save({}, path="a/model.pt")
         engine.checkpoint_engine.save(state={}, path="a/model.pt")
-    assert [str(e) for e in errors] == ["a/model.pt: unexpected pos 4992 vs 4886"] * 3
+    assert [str(e) for e in writes.errors] == ["a/model.pt: unexpected pos 4992 vs 4886"] * 3
 
 
 def unsyncable_folders(rank, world, folder):

@@ -272,10 +272,18 @@ def missing_files(rank, world, folder):
     if rank == 0:
         next(Path(folder).glob("x/*zero_pp_rank_1*")).unlink()
     torch.distributed.barrier()
-    return [refused(engine, load_dir=folder, tag=tag) for tag in ("x", "y")]
+    listed = refused(engine, load_dir=folder, tag="x")
+    torch.distributed.barrier()
+    if rank == 0:
+        os.remove(f"{folder}/x/manifest.json")  # as of plain DeepSpeed
+        os.mkdir(f"{folder}/z")
+    torch.distributed.barrier()
+    return listed, *[refused(engine, load_dir=folder, tag=tag) for tag in ("x", "y", "z")]
 
 
 def test_missing_files_are_named_on_every_rank(tmp_path):
-    for file, folder in run_ranks(2, missing_files, str(tmp_path)):
+    for listed, file, folder, empty in run_ranks(2, missing_files, str(tmp_path)):
+        assert "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing" in listed
         assert "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing\naccepted: what wrote it" in file
-        assert f"{tmp_path}/y: no file matches" in folder and "accepted" in folder
+        assert f"tag: got 'y', which is not in {tmp_path}, accepted: " in folder
+        assert f"{tmp_path}/z: no file matches" in empty and "accepted" in empty

@@ -1,0 +1,81 @@
+"""What DeepSpeed writes while it saves: each file summed on the way to the disk, errors kept until all ranks can hear.
+
+``engine.save_checkpoint`` meets the other ranks after writing: a rank that left it early would let them wait. So for
+the time of a save three methods of the engine are replaced on its instances, and put back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .summed_file import SummedFile
+
+__all__ = ["Writes", "watch_writes"]
+
+
+@dataclass
+class Writes:
+    """What one rank wrote in one save."""
+
+    sums: dict[str, list[int]] = field(default_factory=dict)
+    """[bytes, CRC-32] of each file that went through the checkpoint engine, by its absolute path."""
+    errors: list[Exception] = field(default_factory=list)
+    """Those of writing; the save went on after each."""
+    size: int = 0
+    """Bytes that were to be written, also those for which there was no room."""
+
+    def torch_save(self, state: Any, path: str, zipfile: bool) -> None:
+        """``torch.save``, as DeepSpeed calls it."""
+        file = SummedFile(Path(path))
+        try:
+            torch.save(state, file, _use_new_zipfile_serialization=zipfile)
+        finally:
+            self.size += file.size
+            file.close()
+        self.sums[os.path.abspath(path)] = [file.size, file.checksum]
+
+
+@contextmanager
+def watch_writes(engine: Any) -> Iterator[Writes]:
+    """Sum what the engine saves meanwhile, and keep the errors of writing instead of raising them."""
+    writes = Writes()
+    zipfile = getattr(engine.checkpoint_engine, "zipfile_serialization", None)
+
+    def keeping(write: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return write(*args, **kwargs)
+            except Exception as error:  # of any kind: a value that cannot be pickled raises what it likes
+                path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
+                writes.errors.append(OSError(f"{path}: {_text(error)}"))
+                return None
+
+        return attempt
+
+    def save(state_dict: Any, path: str) -> None:
+        writes.torch_save(state_dict, path, zipfile)  # type: ignore[arg-type]
+
+    places = [
+        (engine.checkpoint_engine, "save", save if isinstance(zipfile, bool) else None),
+        (engine.checkpoint_engine, "makedirs", None),
+        (engine, "_copy_recovery_script", None),
+    ]
+    before = [vars(owner).get(name) for owner, name, _ in places]
+    for owner, name, other in places:
+        setattr(owner, name, keeping(other or getattr(owner, name)))
+    try:
+        yield writes
+    finally:
+        for (owner, name, _), own in zip(places, before, strict=True):
+            delattr(owner, name) if own is None else setattr(owner, name, own)  # without one, its class's is found
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,143 @@
+"""Tags: which names a checkpoint may have, and which checkpoint ``engine.load_checkpoint`` means."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ..ranks import attempt, rank_and_world
+from .manifest import MANIFEST, CheckpointError, read_manifest
+from .publish import LATEST, replaced_or, unfinished
+from .team import Team
+
+__all__ = ["agree", "check_tag", "find_tag"]
+
+_UNFINISHED = unfinished(Path("x/")).name[:-1]
+
+
+def check_tag(tag: str) -> None:
+    """Whether a checkpoint can have this name.
+
+    Raises:
+        CheckpointError: it would not be found again, or lie elsewhere.
+    """
+    parts = tag.split("/")
+    wrong = [
+        part
+        for part in parts
+        if part in ("", ".", "..") or part != part.strip() or not part.isprintable() or part.startswith(_UNFINISHED)
+    ]
+    if wrong or parts[0] in (LATEST, "latest_universal", MANIFEST):
+        raise CheckpointError(
+            f"tag: got {tag!r}, accepted: the name of a folder, or of one in another as in 'a/b', without spaces "
+            f"around it, that is not {LATEST!r} and does not begin with {_UNFINISHED!r}"
+        )
+
+
+def agree(what: Mapping[str, Any], team: Team) -> None:
+    """Refuse arguments that differ between ranks that share a folder; collective.
+
+    Raises:
+        CheckpointError: on every rank; names the argument and which rank gave what.
+    """
+    by_rank, _ = attempt(lambda: dict(what))
+    wrong = []
+    for key in what:
+        given: dict[Any, list[int]] = {}
+        for rank, one in enumerate(by_rank):
+            given.setdefault(one[key], []).append(rank)  # type: ignore[index]
+        nodes = key == "folder" and len(team.ranks) < len(by_rank)  # each node may have its own
+        if len(given) > 1 and not nodes:
+            lines = "; ".join(f"{value!r} on rank(s) {', '.join(map(str, ranks))}" for value, ranks in given.items())
+            wrong.append(f"{key}: got {lines}, accepted: the same on all ranks")
+    if wrong:
+        raise CheckpointError("\n".join(wrong))
+
+
+def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> str | None:
+    """The checkpoint that is meant, as a path in ``load_dir``; collective.
+
+    Args:
+        load_dir: holds checkpoints.
+        tag: of one of them; None = the one that ``latest`` names (``latest_universal`` of universal ones), or, where a
+            kill in the first save left no ``latest``, the one that was saved last.
+        universal: ``checkpoint.load_universal`` is set.
+        team: the ranks that have this folder before them.
+
+    Returns:
+        None where there is no checkpoint; DeepSpeed then says so.
+
+    Raises:
+        CheckpointError: on every rank; ``latest`` or ``tag`` names what is no finished checkpoint.
+    """
+    agree({"tag": tag, "folder": os.path.abspath(load_dir)}, team)
+    found = team.ask_leader(lambda: _find(load_dir, tag, universal), CheckpointError)
+    agree({LATEST: found}, team)
+    return found
+
+
+def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
+    if tag is not None:
+        if any(part.startswith(_UNFINISHED) for part in PurePosixPath(tag).parts):
+            raise CheckpointError(f"tag: got {tag!r}, a save that was never finished, accepted: {_there(load_dir)}")
+        if not (load_dir / tag).is_dir() and replaced_or(load_dir / tag) == load_dir / tag:
+            raise CheckpointError(f"tag: got {tag!r}, which is not in {load_dir}, accepted: {_there(load_dir)}")
+        return _path_in(load_dir, tag)
+    latest = load_dir / ("latest_universal" if universal else LATEST)
+    if not os.path.lexists(latest):
+        return None if universal else _last_finished(load_dir)
+    try:
+        named = latest.read_text(encoding="utf-8").strip()
+        check_tag(named)
+        there = replaced_or(load_dir / named).is_dir()
+    except (OSError, ValueError) as problem:
+        text = str(problem) if isinstance(problem, OSError | UnicodeError) else "it holds no name of a folder"
+        raise CheckpointError(
+            f"{latest}: cannot be used ({text}); load a checkpoint by its tag: {_there(load_dir)}"
+        ) from None
+    if not there:
+        raise CheckpointError(
+            f"{latest}: names {named!r}, which is not there; load a checkpoint by its tag: {_there(load_dir)}"
+        )
+    return _path_in(load_dir, named)
+
+
+def _path_in(load_dir: Path, tag: str) -> str:
+    return str(Path(tag).parent / replaced_or(load_dir / tag).name)
+
+
+def _last_finished(load_dir: Path) -> str | None:
+    found = _finished(load_dir)
+    if not found:
+        return None
+    tag = max(found, key=lambda tag: (found[tag].get("saved", 0), tag))
+    if rank_and_world()[0] == 0:
+        print(f"warning: {load_dir / LATEST}: missing; {tag} was saved last", file=sys.stderr, flush=True)
+    return _path_in(load_dir, tag)
+
+
+def _finished(load_dir: Path) -> dict[str, dict[str, Any]]:
+    """Manifests of the checkpoints that are complete and were to be found without their tag, by tag."""
+    found = {}
+    for path in load_dir.iterdir() if load_dir.is_dir() else ():
+        try:
+            manifest = read_manifest(path, of_run=False)
+        except CheckpointError:
+            continue
+        if manifest.get(LATEST, True) and not manifest.get("universal"):
+            tag = path.name.removeprefix(f"{_UNFINISHED}replaced-")
+            found[tag] = manifest
+    return found
+
+
+def _there(load_dir: Path) -> str:
+    """What there is, for an error."""
+    try:
+        return ", ".join(sorted(p.parent.name for p in load_dir.glob(f"*/{MANIFEST}") if p.parent.name[0] != ".")) or (
+            "one that is there (none in this folder was saved by a coat engine)"
+        )
+    except OSError:
+        return "one that is there"
