@@ -1,9 +1,9 @@
 """Ranks that tell one another that they are alive, so that a rank that hangs is named and does not keep the others.
 
 A rank that is stopped, swapped out or dead lets the others wait in a collective until its timeout; what they say then
-is which collective it was, not who did not come. Here a thread of each rank sends a datagram to its neighbours every few
-seconds. A rank whose datagrams stop for :data:`SHARE` of the timeout of torch.distributed's default group is named on
-every rank, in one line, and the processes end with status :data:`STATUS`, before the collective gives up.
+is which collective it was, not who did not come. Here a thread of each rank sends a datagram to its neighbours every
+few seconds. A rank whose datagrams stop for :data:`SHARE` of the timeout of torch.distributed's default group is named
+on every rank, in one line, and the processes end with status :data:`STATUS`, before the collective gives up.
 
 Datagrams, and not torch.distributed's store: the store is held by a process that may itself be the one that hangs, and
 a client of a store that has gone away writes warnings at every normal end of a run. A neighbour counts only once a
