@@ -18,7 +18,7 @@ from ..checkpoint.universal_load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig
 from ..optim import CoatAdamW
-from . import cached_weights, coat_accessors, deepspeed_accessors, master_weights, round_robin, step
+from . import cached_weights, coat_accessors, deepspeed_accessors, heartbeat, master_weights, round_robin, step
 
 __all__ = ["ATTACHMENTS", "Attachment", "Built", "attach"]
 
@@ -165,6 +165,13 @@ ATTACHMENTS = (
         lambda b: step.write_16_bit_weights_in_the_step(b.zero),
         ("zero._optimizer_step", "zero.step"),
         "before the last, which wraps `step`: it would be lost here",
+    ),
+    Attachment(
+        "ranks hear of one another",
+        lambda b: b.ours or b.coat is not None,
+        lambda b: heartbeat.start(b.engine),
+        (),
+        "anywhere: replaces nothing",
     ),
     Attachment(
         "cached FP8 weights are dropped",
