@@ -164,7 +164,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     if coat is not None:
         del settings["coat"]
         _check_patched(model, coat)
-    if block and optimizer is None and not compressed:
+    if block and optimizer is None and not compressed and not _only_evaluates(given, settings):
         raise CoatConfigError('optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"')
     if isinstance(optimizer, torch.optim.Optimizer):
         _check_foreign(optimizer, block, compressed)
@@ -184,6 +184,13 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     engine, *others = original()(**{**given, "config": settings})
     attach(engine, coat)
     return engine, *others
+
+
+def _only_evaluates(given: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether this is ZeRO-3 without an optimizer, as the Trainer of transformers evaluates: it takes "optimizer" out
+    of the configuration and leaves the block. Nothing can be trained then."""
+    nothing = "optimizer" not in settings and "model_parameters" not in given
+    return nothing and look_up(settings, "zero_optimization.stage") == 3
 
 
 def _without_configuration(args: Any) -> Any:
