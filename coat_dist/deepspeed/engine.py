@@ -18,8 +18,10 @@ import torch
 from ..checkpoint.zero_partitions import base_optimizer
 from ..config import CoatConfig, CoatConfigError, load_json, look_up
 from ..optim import CoatAdamW
+from ..ranks import on_rank_0
 from .attach import attach
 from .compare_ranks import compare_ranks
+from .monitors import make_folders
 from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw
 from .refusals import check_deepspeed
@@ -172,6 +174,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         given["optimizer"] = _checked(optimizer, block, compressed, check)
     if coat is not None or compressed:
         compare_ranks(settings, coat, None if pipeline else model, given)
+        on_rank_0(lambda: make_folders(settings))
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
