@@ -18,8 +18,10 @@ import torch
 from ..checkpoint.zero_partitions import base_optimizer
 from ..config import CoatConfig, CoatConfigError, load_json, look_up
 from ..optim import CoatAdamW
+from ..ranks import on_rank_0
 from .attach import attach
 from .compare_ranks import compare_ranks
+from .monitors import make_folders
 from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw
 from .refusals import check_deepspeed
@@ -168,7 +170,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     if coat is not None:
         del settings["coat"]
         _check_patched(model, coat)
-    if block and optimizer is None and not compressed:
+    if block and optimizer is None and not compressed and not _only_evaluates(given, settings):
         raise CoatConfigError('optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"')
     if isinstance(optimizer, torch.optim.Optimizer):
         _check_foreign(optimizer, block, compressed)
@@ -176,6 +178,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         given["optimizer"] = _checked(optimizer, block, compressed, check)
     if coat is not None or compressed:
         compare_ranks(settings, coat, None if pipeline else model, given)
+        on_rank_0(lambda: make_folders(settings))
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
@@ -188,6 +191,13 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     engine, *others = original()(**{**given, "config": settings})
     attach(engine, coat)
     return engine, *others
+
+
+def _only_evaluates(given: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether this is ZeRO-3 without an optimizer, as the Trainer of transformers evaluates: it takes "optimizer" out
+    of the configuration and leaves the block. Nothing can be trained then."""
+    nothing = "optimizer" not in settings and "model_parameters" not in given
+    return nothing and look_up(settings, "zero_optimization.stage") == 3
 
 
 def _without_configuration(args: Any) -> Any:

@@ -57,7 +57,7 @@ def _known() -> dict[str, frozenset[str]]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     blocks = {name: _Asked({"type": ""} if name in ("optimizer", "scheduler") else {}) for name in _BLOCKS}
-    top = _Asked({"train_batch_size": 1, **blocks})
+    top = _Asked({"train_micro_batch_size_per_gpu": 1, **blocks})
     DeepSpeedConfig(top)
     known = {name: frozenset(block.asked | _MORE.get(name, set())) for name, block in blocks.items()}
     return {"": frozenset(top.asked | _ELSEWHERE), **known}

@@ -34,7 +34,7 @@ def check_names(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | No
         CoatConfigError: names the key and what was probably meant.
     """
     problems = [
-        f"{key}: unknown key (did you mean {json.dumps(meant)}?), accepted: in the \"coat\" block"
+        f'{key}: unknown key (did you mean {json.dumps(meant)}?), accepted: in the "coat" block'
         for key, meant in _misplaced(config)
     ]
     block = config.get("optimizer")

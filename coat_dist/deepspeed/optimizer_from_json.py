@@ -25,7 +25,7 @@ def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str
     problems = []
     for name, value in params.items():
         if name not in defaults:
-            close = difflib.get_close_matches(name, defaults, 1)
+            close = difflib.get_close_matches(name, defaults, 1, 0.7)
             hint = f' (did you mean "{close[0]}"?)' if close else ""
             problems.append(f"optimizer.params.{name}: unknown key{hint}, accepted: {', '.join(defaults)}")
         elif name in own:

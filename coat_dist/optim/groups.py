@@ -83,8 +83,8 @@ def split_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Args:
         groups: parameter groups. One with ``"moments"`` is taken as it is. Of the others, one whose parameters are all
             alike gets ``"moments"``; one that holds both kinds becomes two, at its place: first the parameters with
-            FP8 moments, then those with fp32 moments. Both halves have all options of the group, and a ``"name"`` of
-            its own each.
+            FP8 moments, then those with fp32 moments. Both halves have all options of the group; its ``"name"``, if it
+            has one, is followed by "/fp8" and "/fp32" (not of DeepSpeed's groups of experts, whose name means ranks).
 
     Returns:
         New groups; the given ones stay as they are.
@@ -102,10 +102,10 @@ def split_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         halves: dict[str, list[torch.Tensor]] = {"fp8": [], "fp32": []}
         for p in group["params"]:
             halves[_moments(p, tensor_parallel)].append(p)
-        both = all(halves.values())
+        renamed = all(halves.values()) and "name" in group and not group.get("moe")
         for moments, params in halves.items():
             if params:
-                name = {"name": f"{group['name']}/{moments}"} if both and "name" in group else {}
+                name = {"name": f"{group['name']}/{moments}"} if renamed else {}
                 result.append({**group, **name, "params": params, "moments": moments})
     return result
 

@@ -196,9 +196,12 @@ def test_hyperparameters_are_the_configurations_after_a_restart(work, tmp_path):
 def test_ranks_started_differently_are_told(work, tmp_path):
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--seed", "{rank}")
     for end in run_ranks(2, rank_main, argv):
-        assert end.startswith("CoatConfigError: ranks were started differently: ") and "seed: rank(s) " in end
+        assert (
+            end.startswith("CoatConfigError: ranks were started differently: ")
+            and "seed: 0 on rank 0, 1 on rank 1" in end
+        )
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--max-bad-steps", "{rank}1")
-    assert "arguments: rank(s) " in run_ranks(2, rank_main, argv)[0]
+    assert "arguments.max_bad_steps: 1 on rank 0, 11 on rank 1" in run_ranks(2, rank_main, argv)[0]
     assert not (tmp_path / "run").exists()
 
 

@@ -119,7 +119,10 @@ def failing(rank, world, changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gradient_clipping": [1.0, 0.5]}, ["ranks were started differently", "config: rank(s)"]),
+        (
+            {"gradient_clipping": [1.0, 0.5]},
+            ["ranks were started differently: gradient_clipping: 1.0 on rank 0, 0.5 on rank 1"],
+        ),
         (
             {
                 "coat": [
@@ -127,7 +130,7 @@ def failing(rank, world, changes):
                     {"optimizer": {"expand": False}, "activation": {"enabled": False}},
                 ]
             },
-            ["ranks were started differently", "coat: rank(s)"],
+            ["ranks were started differently: coat.optimizer.expand: true on rank 0, false on rank 1"],
         ),
         ({"coat": {}}, ["coat.activation.enabled: got true", "patch_model"]),
         ({"coat": {"optimizer": {"group_size": 3}}}, ["coat.optimizer.group_size: got 3"]),

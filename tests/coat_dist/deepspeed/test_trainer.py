@@ -1,4 +1,5 @@
-"""CoatAdamW in the Trainer of transformers, alone and with DeepSpeed; skipped where transformers is not installed."""
+"""CoatAdamW and the block in the Trainer of transformers, alone and with DeepSpeed, and under Accelerate; skipped where
+they are not installed."""
 
 import importlib.util
 
@@ -12,9 +13,10 @@ MISSING = [name for name in ("transformers", "accelerate") if importlib.util.fin
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 OPTIMIZER = {"type": "CoatAdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+BLOCK = {"optimizer": {"first_moment": "int8", "second_moment": "log8"}, "activation": {"enabled": False}}
 STAGES = {
     "zero-1": {"zero_optimization": {"stage": 1}, "optimizer": OPTIMIZER},
-    "zero-2": {"zero_optimization": {"stage": 2}, "optimizer": OPTIMIZER},
+    "zero-2": {"zero_optimization": {"stage": 2}, "optimizer": OPTIMIZER, "coat": BLOCK},
     # Threshold 0: parameters of these sizes would stay whole on every rank.
     "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "optimizer": OPTIMIZER},
 }
@@ -94,14 +96,17 @@ def ten_or_five_and_five(rank, world, folder, stage):
     weights = [[p.detach().float() for p in t.model.parameters()] for t in (whole, resumed)]
     same = all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     engine = type(resumed.model_wrapped).__name__ == "DeepSpeedEngine"
-    return losses_of(whole), losses_of(resumed), type(inner).__name__, kinds, same, engine
+    formats = {(g["first_moment"], g["second_moment"]) for g in inner.param_groups}
+    attached = getattr(resumed.model_wrapped, "coat_attached", ())
+    return losses_of(whole), losses_of(resumed), type(inner).__name__, kinds, same, engine, formats, attached
 
 
 @pytest.mark.parametrize("stage", [None, *STAGES])
 def test_the_trainer_trains_and_resumes(stage, tmp_path):
     results = run_ranks(1 if stage is None else 2, ten_or_five_and_five, str(tmp_path), stage)
-    for straight, again, name, kinds, same, engine in results:
-        assert engine == (stage is not None)
-        assert name == "CoatAdamW" and kinds == (["fp32", "fp8"] if stage is None else ["fp8"])
+    for straight, again, name, kinds, same, engine, formats, attached in results:
+        assert engine == bool(attached) == (stage is not None)
+        assert name == "CoatAdamW" and kinds == ["fp32", "fp8"]
+        assert formats == {("int8", "log8") if stage == "zero-2" else ("e4m3", "e4m3")}
         assert len(straight) == 10 and straight[-1] < 0.8 * straight[0]
         assert again[-5:] == straight[-5:] and same

@@ -1,0 +1,284 @@
+"""One block, one call, any caller: ``deepspeed.initialize`` builds what ``coat_dist.initialize`` would build."""
+
+import argparse
+import base64
+import copy
+import importlib.util
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
+from tests.support import run_ranks
+
+HF = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
+BLOCK = {"optimizer": {"first_moment": "int8", "second_moment": "log8"}, "activation": {"enabled": False}}
+WITH_BLOCK = {**CONFIG, "coat": BLOCK}
+BARE = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
+HJSON = "{ // a comment, and no comma after it\n" + json.dumps(WITH_BLOCK)[1:]
+
+
+def built(engine, rank):
+    """What an engine is: its groups, what is attached, and two losses."""
+    groups = [
+        [g.get(k) for k in ("name", "moments", "weight_decay", "first_moment", "second_moment", "lr")]
+        for g in engine.optimizer.optimizer.param_groups
+    ]
+    return groups, engine.coat_attached, train(engine, rank, 2)
+
+
+def as_lightning_calls(net, config, rank):
+    """The call of DeepSpeedStrategy in pytorch-lightning 2.6."""
+    import deepspeed
+
+    return deepspeed.initialize(
+        args=argparse.Namespace(device_rank=rank),
+        config=config,
+        model=net,
+        model_parameters=filter(lambda p: p.requires_grad, net.parameters()),
+        optimizer=None,
+        lr_scheduler=None,
+        dist_init_required=False,
+    )
+
+
+def every_form(rank, world, folder):
+    """By form of the configuration, what is built. The last two have no block."""
+    deepspeed = quiet_deepspeed()
+    import coat_dist
+
+    (folder / "ds.json").write_text(json.dumps(WITH_BLOCK))
+    (folder / "ds.hjson").write_text(HJSON)
+    encoded = base64.urlsafe_b64encode(json.dumps(WITH_BLOCK).encode()).decode()
+    start, found = deepspeed.initialize, {}
+    given = copy.deepcopy(WITH_BLOCK)
+    arguments = SimpleNamespace(deepspeed_config=given, local_rank=rank)
+    for name, call in {
+        "ours": lambda: coat_dist.initialize(model=model(), config=given),
+        "ours, by position": lambda: coat_dist.initialize(None, model(), *[None] * 8, given),
+        "dict": lambda: start(model=model(), config=given),
+        "path": lambda: start(model=model(), config=str(folder / "ds.json")),
+        "HJSON": lambda: start(model=model(), config=str(folder / "ds.hjson")),
+        "base64": lambda: start(model=model(), config=encoded),
+        "config_params": lambda: start(model=model(), config_params=given),
+        "args": lambda: start(args=arguments, model=model()),
+        "position": lambda: start(None, model(), None, None, None, None, 29500, None, None, None, given),
+        "Lightning": lambda: as_lightning_calls(model(), given, rank),
+    }.items():
+        found[name] = built(call()[0], rank)
+    assert given == WITH_BLOCK and arguments.deepspeed_config is given, "the caller's stay as they are"
+    make, plain = (lambda params: coat_dist.CoatAdamW(params, lr=1e-3)), copy.deepcopy(BARE)
+    net = model()
+    found["object"] = built(start(model=net, optimizer=make(net.parameters()), config=plain)[0], rank)
+    found["callable"] = built(start(model=model(), optimizer=make, config=plain)[0], rank)
+    assert plain == BARE
+    return found
+
+
+def test_every_form_of_the_configuration(tmp_path):
+    for found in run_ranks(2, every_form, tmp_path):
+        made, called = found.pop("object"), found.pop("callable")
+        expected = found["ours"]
+        assert [group[:4] for group in expected[0]] == [
+            ["decay/fp8", "fp8", 0.1, "int8"],
+            ["no_decay/fp32", "fp32", 0.0, "int8"],
+        ]
+        assert expected[1]
+        for form, one in found.items():
+            assert one == expected, form
+        assert made == called and made[1] == expected[1]
+        assert [group[1] for group in made[0]] == ["fp8"], "a user's own optimizer stays as the user built it"
+
+
+def signatures(rank, world):
+    import inspect
+
+    import deepspeed
+
+    import coat_dist
+
+    theirs, ours = (list(inspect.signature(f).parameters) for f in (deepspeed.initialize, coat_dist.initialize))
+    return theirs, ours
+
+
+def test_arguments_stand_in_deepspeeds_order():
+    ((theirs, ours),) = run_ranks(1, signatures)
+    assert ours == [*theirs, "kwargs"]
+
+
+def plain(rank, world):
+    """A program without block: what DeepSpeed is called with, and errors of names that are nearly ours."""
+    deepspeed = quiet_deepspeed()
+    import coat_dist
+
+    config = {**BARE, "a_key_of_another_library": 3, "_comment": "x", "optimizer": {"type": "AdamW"}}
+    config["optimizer"]["params"] = {"torch_adam": True}
+    handed, theirs = [], deepspeed.initialize.__wrapped__
+    own = theirs.__code__, theirs.__globals__["set_optimizer_flags"]
+    theirs.__globals__["set_optimizer_flags"] = lambda made, net: handed.append(made._param_dict)
+    engine = deepspeed.initialize(model=model(), config=config)[0]
+    theirs.__globals__["set_optimizer_flags"] = own[1]
+    untouched = handed[0] is config and not hasattr(engine, "coat_attached")
+    messages = []
+    block = {"coat": BLOCK}
+    coat_adamw = {"optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}}}
+    for changes, adamw in (
+        ({"caot": BLOCK}, False),
+        ({"optimizer": {"type": "Coat AdamW", "params": {"lr": 1e-3}}}, False),
+        (coat_adamw, True),
+        ({**block, **coat_adamw}, True),
+        ({"coat": {"activation": {"enabled": False}}, **coat_adamw}, True),
+        ({**coat_adamw, "gradient_cliping": 1.0}, False),
+        ({**coat_adamw, "coat": {}}, False),
+        ({**coat_adamw, "wandb": {"enabled": True}, "comet": {"enabled": True}}, False),
+        (block, False),
+    ):
+        net = model()
+        given = torch.optim.AdamW(net.parameters()) if adamw else None
+        for optimizer in (given, (lambda params: torch.optim.AdamW(params)) if adamw else given):
+            try:
+                deepspeed.initialize(model=net, optimizer=optimizer, config={**BARE, **changes})
+                messages.append("no error")
+            except coat_dist.CoatConfigError as error:
+                messages.append(str(error))
+    return untouched, messages
+
+
+def test_a_plain_program_is_left_alone_and_near_misses_are_not():
+    for untouched, messages in run_ranks(2, plain):
+        assert untouched
+        expected = (
+            'caot: unknown key (did you mean "coat"?)',
+            'optimizer.type: got "Coat AdamW" (did you mean "CoatAdamW"?)',
+            'optimizer.type: got "CoatAdamW" beside optimizer=AdamW, accepted: no optimizer argument, or a CoatAdamW',
+            "coat.optimizer: got a block beside optimizer=AdamW",
+            'optimizer.type: got "CoatAdamW" beside optimizer=AdamW',
+            'gradient_cliping: unknown key (did you mean "gradient_clipping"?), which DeepSpeed would ignore',
+            "coat.activation.enabled: got true, but no module of Sequential is patched",
+            "wandb.enabled: got true without wandb, accepted: false, or first: pip install wandb",
+            'optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"',
+        )
+        for i, message in enumerate(messages):
+            assert message.startswith(expected[i // 2]), message
+
+
+def groups_without_moments(rank, world):
+    """Groups that the caller made, with its schedules: by way of handing one over, groups, learning rates, losses."""
+    deepspeed = quiet_deepspeed()
+
+    found = {}
+    for way in ("callable", "after"):
+        net = model()
+        rest = [p for m in (net[0], net[2]) for p in m.parameters()]
+        handed = [
+            {"params": iter(rest), "weight_decay": 0.2, "lr": 1e-3, "name": "body"},
+            {"params": list(net[3].parameters()), "moments": "fp8", "weight_decay": 0.3},
+        ]
+        schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)  # noqa: E731
+        engine, optimizer, _, made = deepspeed.initialize(
+            model=net, model_parameters=handed, config=WITH_BLOCK, lr_scheduler=schedule if way == "callable" else None
+        )
+        made = made if way == "callable" else schedule(optimizer.optimizer)
+        losses = train(engine, rank, 1)
+        if way == "after":
+            made.step()
+        groups = [
+            [g.get("name"), g["moments"], g["weight_decay"], g["first_moment"], g["lr"]] for g in optimizer.param_groups
+        ]
+        found[way] = groups, losses
+    return found
+
+
+def test_groups_of_the_caller_are_split_in_place():
+    for found in run_ranks(2, groups_without_moments):
+        assert found["callable"] == found["after"]
+        assert found["after"][0] == [
+            ["body/fp8", "fp8", 0.2, "int8", 0.0005],
+            ["body/fp32", "fp32", 0.2, "int8", 0.0005],
+            [None, "fp8", 0.3, "int8", 0.0015],
+        ]
+
+
+def under_accelerate(rank, world):
+    """Accelerate with Trainer-like groups (decay, no decay) and its stand-ins for optimizer and schedule."""
+    quiet_deepspeed()
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    import coat_dist  # noqa: F401
+
+    config = copy.deepcopy(WITH_BLOCK)
+    config["optimizer"]["params"] = {"lr": "auto", "weight_decay": "auto"}
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch` does
+    accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    net = model()
+    matrices, vectors = ([p for p in net.parameters() if (p.ndim > 1) == whole] for whole in (True, False))
+    optimizer = DummyOptim(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1
+    )
+    schedule = DummyScheduler(
+        optimizer, lr_scheduler_callable=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.5**n)
+    )
+    engine, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+    groups, attached, losses = built(engine, rank)
+    return groups, bool(attached), losses[1] < losses[0]
+
+
+@pytest.mark.skipif(not HF, reason="transformers or accelerate is not installed")
+def test_accelerate():
+    for groups, attached, learns in run_ranks(2, under_accelerate):
+        assert attached and learns
+        assert [group[1:5] for group in groups] == [["fp8", 0.1, "int8", "log8"], ["fp32", 0.0, "int8", "log8"]]
+
+
+def under_the_trainer(rank, world, folder):
+    """The Trainer with ZeRO-3 and ``from_pretrained`` under ``zero.Init``: evaluates, trains; and refuses a flow."""
+    quiet_deepspeed()
+    import transformers
+
+    import coat_dist
+    from tests.coat_dist.deepspeed.test_trainer import Tokens, losses_of
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.LlamaConfig(vocab_size=61, num_key_value_heads=2, max_position_embeddings=32, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(f"{folder}/pretrained")
+
+    def trainer(block, stage):
+        settings = {
+            **{"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
+            "optimizer": {"type": "CoatAdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+            "coat": block,
+        }
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=3, learning_rate=0.01, weight_decay=0.1, per_device_train_batch_size=4,
+            save_strategy="no", logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, bf16=True,
+            deepspeed=settings,
+        )  # fmt: skip
+        net = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/pretrained")
+        partitioned = hasattr(net.model.norm.weight, "ds_shape")
+        return transformers.Trainer(
+            model=net, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens()
+        ), partitioned
+
+    trains, partitioned = trainer(BLOCK, 3)
+    trains.train()
+    inner = trains.model_wrapped.optimizer.optimizer
+    groups = [[g["moments"], g["weight_decay"], g["first_moment"], g["second_moment"]] for g in inner.param_groups]
+    kept = sorted({key for state in inner.state.values() for key in state})
+    evaluated = trainer(BLOCK, 3)[0].evaluate()["eval_loss"]
+    with pytest.raises(coat_dist.CoatConfigError) as refused:
+        trainer({}, 2)[0].train()
+    return partitioned, groups, kept, losses_of(trains), evaluated, str(refused.value)
+
+
+@pytest.mark.skipif(not HF, reason="transformers or accelerate is not installed")
+def test_the_trainer_with_zero_3_evaluation_and_a_flow_that_is_not_there(tmp_path):
+    ((partitioned, groups, kept, losses, evaluated, refused),) = run_ranks(1, under_the_trainer, str(tmp_path))
+    assert partitioned and groups == [["fp8", 0.1, "int8", "log8"], ["fp32", 0.0, "int8", "log8"]]
+    assert {"coat_m_q", "coat_v_q", "exp_avg"} <= {*kept}
+    assert losses[-1] < losses[0] and evaluated > 0
+    assert refused.startswith("coat.activation.enabled: got true, but no module of LlamaForCausalLM is patched")

@@ -1,0 +1,107 @@
+"""``deepspeed.initialize`` is changed when DeepSpeed is imported, or at once, once, and also after a reload.
+
+With a package of that name that is no DeepSpeed and records its calls; engines are in ``test_callers.py``.
+"""
+
+import functools
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+
+from coat_dist.deepspeed import engine, hook
+
+SOURCE = '''
+def initialize(args=None, model=None, config=None):
+    """Builds an engine."""
+    return ("DeepSpeed's", args, model, config)
+'''
+
+
+@pytest.fixture
+def package():
+    module = types.ModuleType("deepspeed")
+    exec(SOURCE, vars(module))
+    return module
+
+
+@pytest.fixture
+def calls(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    seen = []
+    monkeypatch.setattr(engine, "called_as_deepspeed", lambda args, kwargs: seen.append((args, kwargs)) or "ours")
+    return seen
+
+
+def test_a_name_that_was_bound_before_goes_the_same_way(package, calls):
+    bound, signature = package.initialize, inspect.signature(package.initialize)
+    hook.honour(package)
+    assert package.initialize is bound and bound(1, config=2) == "ours" and calls == [((1,), {"config": 2})]
+    assert (
+        inspect.signature(bound) == signature
+        and bound.__doc__ == "Builds an engine."
+        and bound.__name__ == "initialize"
+    )
+    assert engine.original()(3) == ("DeepSpeed's", 3, None, None)
+
+
+def test_a_second_time_nothing_is_changed(package, calls):
+    hook.honour(package)
+    before = package.initialize.__code__, package.initialize.__wrapped__
+    hook.honour(package)
+    hook.install()
+    assert (package.initialize.__code__, package.initialize.__wrapped__) == before
+    assert sum(type(finder).__name__ == "_AfterImport" for finder in sys.meta_path) == 1
+
+
+def test_what_others_wrapped_around_it_stays(package, calls):
+    inner = package.initialize
+
+    @functools.wraps(inner)
+    def wrapper(*args, **kwargs):
+        return "wrapped", inner(*args, **kwargs)
+
+    package.initialize = wrapper
+    hook.honour(package)
+    assert package.initialize(1) == ("wrapped", "ours")
+    assert engine.original()(1)[0] == "DeepSpeed's", "no way back into the wrapper, which would not end"
+
+
+def test_what_is_no_function_is_left_alone(package):
+    for given in (None, print, types.SimpleNamespace()):
+        package.initialize = given
+        hook.honour(package)
+        assert package.initialize is given
+    hook.honour(types.ModuleType("deepspeed"))
+
+
+def test_it_waits_for_the_import_and_survives_reloads(tmp_path):
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text(SOURCE)
+    program = """
+        import importlib, importlib.util, sys
+        import coat_dist
+        assert importlib.util.find_spec("deepspeed").origin.endswith("__init__.py")
+        assert "deepspeed" not in sys.modules
+        from deepspeed import initialize
+        import deepspeed
+        from coat_dist.deepspeed import engine
+        engine.called_as_deepspeed = lambda args, kwargs: "ours"
+        for again in (lambda: None, lambda: importlib.reload(coat_dist), lambda: importlib.reload(deepspeed)):
+            again()
+            assert initialize(1) == deepspeed.initialize(1) == "ours"
+            assert deepspeed.initialize.__wrapped__(1)[0] == "DeepSpeed's"
+        assert type(deepspeed.__spec__.loader).__name__ == "SourceFileLoader"
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,74 @@
+"""DeepSpeed's monitors, timers and profiler on an engine with CoatAdamW: they work, and change no loss.
+
+``test_profilers.py`` has the profilers over a patched model.
+"""
+
+import sys
+import types
+
+import pytest
+
+from coat_dist.config import CoatConfigError
+from coat_dist.deepspeed.monitors import make_folders, missing_packages
+from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
+from tests.support import run_ranks
+
+
+def everything_on(folder):
+    to = {"enabled": True, "output_path": f"{folder}/here"}
+    return {
+        "tensorboard": {**to, "job_name": "board"},
+        "csv_monitor": {**to, "job_name": "csv"},
+        "wandb": {"enabled": True, "project": "p"},
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "dump_state": True,
+        "comms_logger": {"enabled": True},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": f"{folder}/flops.txt"},
+        "steps_per_print": 1,
+    }
+
+
+def watched(rank, world, folder):
+    quiet_deepspeed()
+    import coat_dist
+
+    wandb, logged = types.ModuleType("wandb"), []  # stands for the package, which is not installed here
+    wandb.init = lambda **kwargs: logged.append(kwargs)
+    wandb.log = lambda data, step=None, commit=None: logged.append(data)
+    sys.modules["wandb"] = wandb
+    losses = [
+        train(coat_dist.initialize(model=model(), config={**CONFIG, **more})[0], rank, 3)
+        for more in ({}, everything_on(folder))
+    ]
+    refused = []
+    for key in ("tensorboard", "csv_monitor"):
+        with pytest.raises(CoatConfigError) as error:
+            more = {key: {"enabled": True, "output_path": f"{folder}/a file", "job_name": "x"}}
+            coat_dist.initialize(model=model(), config={**CONFIG, **more})
+        refused.append(str(error.value))
+    return losses, len(logged), refused
+
+
+def test_monitors_write_and_change_nothing(tmp_path):
+    (tmp_path / "a file").touch()
+    results = run_ranks(2, watched, tmp_path)
+    for losses, _, refused in results:
+        assert losses[0] == losses[1]
+        for key, message in zip(("tensorboard", "csv_monitor"), refused, strict=True):
+            assert message.startswith(f"{key}.output_path: cannot write {tmp_path}/a file/x (")
+    assert [logged > 1 for _, logged, _ in results] == [True, False], "wandb on rank 0 alone"
+    assert list(tmp_path.glob("here/board/events.out.tfevents.*"))
+    assert (tmp_path / "here" / "csv" / "Train_Samples_lr.csv").read_text().count("\n") >= 3
+    assert "Profile Summary at step" in (tmp_path / "flops.txt").read_text()
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = {key: {"enabled": True} for key in ("wandb", "comet", "csv_monitor")}
+    assert list(missing_packages(config)) == [
+        "wandb.enabled: got true without wandb, accepted: false, or first: pip install wandb",
+        "comet.enabled: got true without comet_ml, accepted: false, or first: pip install 'comet_ml>=3.41.0'",
+    ]
+    assert not list(missing_packages({"wandb": {"enabled": False}, "tensorboard": {}}))
+    make_folders({"tensorboard": {"enabled": False, "output_path": "/proc/nowhere"}})
