@@ -100,7 +100,7 @@ def measure_kernels(n: int) -> list[dict[str, Any]]:
     options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
     builders: dict[str, Callable[[list], torch.optim.Optimizer]] = {
         "torch fused AdamW": lambda p: torch.optim.AdamW(p, fused=True, capturable=True, **options),
-        "CoatAdamW": lambda p: CoatAdamW(p, **options),
+        "CoatAdamW": lambda p: CoatAdamW(p, capturable=True, **options),
     }
     copies = math.ceil(2**29 / (16 * n))  # ten times an H200's cache
     rows: list[dict[str, Any]] = []

@@ -20,6 +20,7 @@ Small tensors share a launch: ``kernels/table.py``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -28,13 +29,15 @@ import triton.language as tl
 from torch.autograd.graph import increment_version
 
 from ..reference.adamw import AdamWStep, AdamWTensors
+from ..reference.adamw_batch import written
 from ..reference.moments import MomentCodec
-from . import table
 from .adamw_fp32 import adamw_fp32_steps
+from .adamw_numbers import load_numbers, numbers_of_counts
 from .approximations import reciprocal, square_root
 from .launch import fast_launch
 from .master import join, split
 from .moments import constants, decode, encode, mix
+from .table import launches, sort
 
 __all__ = ["adamw_fp32_steps", "adamw_steps"]
 
@@ -130,12 +133,15 @@ def _update_tile(
 @fast_launch
 @triton.jit(do_not_specialize=["seed"])
 def _adamw_kernel(
-    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, low, copy,
+    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, low, copy, of_count,
     grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
-    M: tl.constexpr, V: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
+    if COUNTED:
+        rate, inverse_bias1, inverse_sqrt_bias2, count = load_numbers(of_count)
+        seed += count
     _update_tile(
         tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed,
         low, copy, grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1,
@@ -147,21 +153,24 @@ def _adamw_kernel(
 @fast_launch
 @triton.jit(do_not_specialize=["step"])
 def _adamw_table_kernel(
-    table, tensor_of_tile, step, grad_factor, lr, rate, decay, weight_decay,
+    table, grads, tensor_of_tile, step, of_counts, grad_factor, lr, rate, decay, weight_decay,
     beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
-    M: tl.constexpr, V: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, COUNTED: tl.constexpr,
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """The same for many tensors; ``kernels/table.py`` says what their table holds."""
+    """The same for many tensors; ``table.sort`` says what their table holds."""
     tile = tl.program_id(0)
-    row = table + tl.load(tensor_of_tile + tile) * 14
+    tensor = tl.load(tensor_of_tile + tile)
+    row = table + tensor * 13
+    if COUNTED:
+        rate, inverse_bias1, inverse_sqrt_bias2, step = load_numbers(of_counts + tensor * 4)
     n = tl.multiple_of(tl.load(row + 8), 16)
     _update_tile(
-        (tile - tl.load(row + 11)) * ROWS,
-        tl.multiple_of(tl.load(row).to(tl.pointer_type(PARAM)), 16),
-        tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(GRAD)), 16),
+        (tile - tl.load(row)) * ROWS,
+        tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(PARAM)), 16),
+        tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(GRAD)), 16),
         tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.uint8)), 16),
         tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16),
         tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.uint8)), 16),
@@ -169,8 +178,8 @@ def _adamw_table_kernel(
         tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(tl.bfloat16)), 16),
         tl.multiple_of(tl.load(row + 7).to(tl.pointer_type(tl.uint8)), 16),
         n, tl.load(row + 9), tl.load(row + 10) + step,
-        tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(tl.int16)), 16),
-        tl.multiple_of(tl.load(row + 13).to(tl.pointer_type(COPIED)), 16),
+        tl.multiple_of(tl.load(row + 11).to(tl.pointer_type(tl.int16)), 16),
+        tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(COPIED)), 16),
         grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
         GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST, M, V,
     )  # fmt: skip
@@ -211,25 +220,32 @@ def adamw_steps(
         V=constants(codec_v, tensors[0].param),
         num_warps=NUM_WARPS,
     )
-    kinds, single = table.sort(tensors)
-    for kind, many in kinds.items():
-        rows_of, tensor_of_tile = table.build(many, rows)
-        _adamw_table_kernel[(len(tensor_of_tile),)](
-            rows_of, tensor_of_tile, _int32(numbers.step), *scalars, **_stochastic(numbers, kind.stochastic),
-            LOW=kind.low, COPY=kind.copy is not None, PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad],
-            COPIED=_TYPES[kind.copy or kind.param], **options,
-        )  # fmt: skip
-    for param, grad, m, v, seed, low, copy in single:
+    found = launches(tensors, functools.partial(sort, rows=rows))
+    counted = tensors[0].count is not None
+    of_counts = scalars[0]
+    if counted:
+        of_counts = numbers_of_counts([tensors[i].count for i in (*found.order, *found.single)], numbers)
+    if found.table is not None:
+        grads = found.grads(tensors)
+        for kind, tensor_of_tile in zip(found.kinds, found.table.tensor_of_tile, strict=True):
+            _adamw_table_kernel[(len(tensor_of_tile),)](
+                found.table.table, grads, tensor_of_tile, _int32(numbers.step), of_counts, *scalars,
+                **_stochastic(numbers, kind.stochastic), LOW=kind.low, COPY=kind.copy is not None, COUNTED=counted,
+                PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad], COPIED=_TYPES[kind.copy or kind.param], **options,
+            )  # fmt: skip
+    for k, i in enumerate(found.single, len(found.order)):
+        param, grad, m, v, seed, low, copy, _ = tensors[i]
         groups = len(m.a)
         # the sum as int32, so that all share one compiled kernel
-        noise = 0 if seed is None else _int32(seed + numbers.step)
+        noise = 0 if seed is None else _int32(seed + (0 if counted else numbers.step))
         _adamw_kernel[(-(-groups // rows),)](
             param, grad, *m, *v, param.numel(), groups, noise, param if low is None else low,
-            param if copy is None else copy, *scalars, **_stochastic(numbers, seed is not None),
-            LOW=low is not None, COPY=copy is not None, **options,
+            param if copy is None else copy, of_counts[k] if counted else of_counts, *scalars,
+            **_stochastic(numbers, seed is not None), LOW=low is not None, COPY=copy is not None, COUNTED=counted,
+            **options,
         )  # fmt: skip
     # Kernels write by address, which torch does not see: autograd would take what it saved for unchanged.
-    increment_version([t for one in tensors for t in (one.param, one.copy) if t is not None])
+    increment_version(written(tensors))
 
 
 def _int32(x: int) -> int:

@@ -1,9 +1,8 @@
-"""One AdamW step with fp32 moments on many small tensors, in few launches.
+"""One AdamW step with fp32 moments on many tensors: one launch on a GPU, few calls on a CPU.
 
-A model has hundreds of norms and biases of a few thousand elements. One by one they cost some twelve launches each, all
-of them host time; torch's ``_foreach`` operations take a list of tensors a launch. The operations and their order are
-those of ``adamw_fp32_steps`` in ``reference/adamw.py``, so results are equal to the bit (on a GPU up to the contraction
-of a multiplication and an addition into one instruction).
+On a GPU the work is done by ``adamw_fp32_kernel.py``. On a CPU, where kernels are interpreted, torch's ``_foreach``
+operations take lists of tensors; the operations and their order are those of ``adamw_fp32_steps`` in
+``reference/adamw.py``, so results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -11,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
-from ..reference.adamw import AdamWStep, FP32Tensors
+from ..reference.adamw import AdamWStep, FP32Tensors, counted
+from ..reference.adamw_batch import Batch, written
 from ..reference.master import join, split
+from .adamw_fp32_kernel import step_contiguous
 
 __all__ = ["adamw_fp32_steps"]
 
@@ -23,11 +25,37 @@ BATCH_ELEMENTS = 1 << 22
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     """See :func:`coat_dist.reference.adamw.adamw_fp32_steps`."""
+    if isinstance(tensors, Batch):
+        on_gpu, dense = tensors.params[0].is_cuda, True
+    else:
+        on_gpu = tensors[0].param.is_cuda
+        dense = on_gpu and all(t.is_contiguous() for one in tensors for t in one if t is not None)
+    if on_gpu and dense:
+        step_contiguous(tensors, numbers)
+    elif on_gpu:
+        _by_way_of_contiguous(tensors, numbers)
+    else:
+        _step_in_batches(tensors, numbers)
+    if on_gpu:  # kernels write by address, which torch does not see
+        increment_version(written(tensors))
+
+
+def _by_way_of_contiguous(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
+    """With contiguous copies of what is not."""
+    copies = [one._replace(**{k: getattr(one, k).contiguous() for k in FP32Tensors._fields[:4]}) for one in tensors]
+    step_contiguous(copies, numbers)
+    for one, dense in zip(tensors, copies, strict=True):
+        for target, source in zip((one.param, *one[2:4]), (dense.param, *dense[2:4]), strict=True):
+            if source is not target:
+                target.copy_(source)
+
+
+def _step_in_batches(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     for batch in _batches(tensors):
-        *given, low, copies = (list(column) for column in zip(*batch, strict=True))
+        *given, low, copies, counts = (list(column) for column in zip(*batch, strict=True))
         params, grads, m, v = ([t.contiguous() for t in column] for column in given)
         master = _as_fp32(params) if low[0] is None else _join(params, low)
-        _step(master, grads, m, v, numbers)
+        _step(master, grads, m, v, counted(numbers, counts[0]))
         if copies[0] is not None:
             torch._foreach_copy_([copy.view(p.shape) for copy, p in zip(copies, params, strict=True)], master)
         if low[0] is not None:
@@ -42,12 +70,13 @@ def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None
 
 
 def _batches(tensors: Sequence[FP32Tensors]) -> Iterator[list[FP32Tensors]]:
-    """Tensors of equal types, as lists of mixed ones fall back to one launch each; without empty ones."""
+    """Tensors of equal types, as lists of mixed ones fall back to one call each, and of equal counts; no empty ones."""
     kinds: dict[tuple, list[FP32Tensors]] = {}
     for one in tensors:
         if one.param.numel():
             copied = None if one.copy is None else one.copy.dtype
-            kinds.setdefault((one.param.dtype, one.grad.dtype, one.low is None, copied), []).append(one)
+            count = None if one.count is None else int(one.count)
+            kinds.setdefault((one.param.dtype, one.grad.dtype, one.low is None, copied, count), []).append(one)
     for batch in kinds.values():
         first = elements = 0
         for i, one in enumerate(batch):

@@ -17,6 +17,7 @@ from ..reference.activation import (
     check_activation,
 )
 from ..reference.adamw import AdamWStep, AdamWTensors, FP32Tensors
+from ..reference.adamw_batch import Batch
 from ..reference.cross_entropy import LogitStats, merge, pow2
 from ..reference.gemm import code_products, exact_mm, scale_and_round
 from ..reference.master import join, split
@@ -38,6 +39,7 @@ __all__ = [
     "ActivationRows",
     "AdamWStep",
     "AdamWTensors",
+    "Batch",
     "FP32Tensors",
     "Heads",
     "LogitStats",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
+from operator import is_not
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -10,13 +12,18 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..ops import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
-from .checks import Pairs, check_step
+from .checks import Pairs, check_capturable, check_capture, check_step
+from .plan import Columns, Plan
+from .seeds import name_of, new_seed, noise_seed, taken_seeds
 from .sharded import is_dtensor, local, local_grad
-from .state import check_group, codecs, ensure_state, free_seeds, moment, stochastic
+from .state import check_group, codecs, ensure_state, moment, stochastic
 from .state import remainder as low_half
 from .state_dict import check_and_box, gather, unbox
 
 __all__ = ["CoatAdamW"]
+
+_PLANS = 1 << 10
+"""Plans that are kept, the oldest dropped: ZeRO-3 steps its sub-groups one by one, each as the group's parameter."""
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -76,6 +83,7 @@ class CoatAdamW(torch.optim.Optimizer):
         group_size: int = 128,
         stochastic_rounding: bool | str = "auto",
         master_weights: str = "parameter",
+        capturable: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -92,6 +100,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 group_size=group_size,
                 stochastic_rounding=stochastic_rounding,
                 master_weights=master_weights,
+                capturable=capturable,
             ),
         )
         if (declare := type(self).when_built) is not None:
@@ -113,6 +122,7 @@ class CoatAdamW(torch.optim.Optimizer):
             if not isinstance(param_group["params"], torch.Tensor | set):  # torch refuses a set: its order is not fixed
                 param_group = {**param_group, "params": list(param_group["params"])}
             check_group({**self.defaults, **param_group})
+            check_capturable({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -129,18 +139,62 @@ class CoatAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        todo = [[(p, grad) for p in group["params"] if (grad := p.grad) is not None] for group in self.param_groups]
+        check_capture(self.param_groups)
+        plans = self.__dict__.setdefault("_plans", {})
+        found = [self._find(i, group, plans) for i, group in enumerate(self.param_groups)]
+        unknown = [[] if columns else zip(params, grads, strict=True) for params, grads, _, columns in found]
+        todo = [list(pairs) for pairs in unknown]
         check_step(self.param_groups, self.state, todo, self.copies, self.grad_factor)
-        for group, pairs in zip(self.param_groups, todo, strict=True):
-            self._step_group(group, pairs)
+        for i, (group, pairs, (params, grads, plan, columns)) in enumerate(
+            zip(self.param_groups, todo, found, strict=True)
+        ):
+            if columns is not None:
+                self._step_again(group, plan, columns)
+            elif pairs:
+                self._step_group(group, pairs)
+                columns = self._columns(group, params, grads)
+                if columns is not None and (plan := Plan.of(columns, group["capturable"])):
+                    plans[i, id(params[0]), len(params)] = plan
+                    if len(plans) > _PLANS:
+                        plans.pop(next(iter(plans)))
         return loss
+
+    def _find(
+        self, i: int, group: Mapping[str, Any], plans: Mapping[tuple, Plan]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any, Columns | None]:
+        """A group's parameters that have a gradient, these gradients, and, if it holds of them, a plan with columns."""
+        params, grads = group["params"], [p.grad for p in group["params"]]
+        if not all(map(is_not, grads, repeat(None))):
+            params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        plan = plans.get((i, id(params[0]), len(params))) if params else None
+        columns = None if plan is None else self._columns(group, params, grads)
+        return params, grads, plan, columns if columns is not None and plan is not None and plan.fits(columns) else None
+
+    def _columns(
+        self, group: Mapping[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
+    ) -> Columns | None:
+        try:
+            return Columns(group, params, grads, self.state, self.copies, self.grad_factor)
+        except (TypeError, KeyError, AttributeError, RuntimeError):  # a tensor or a number that is not there
+            return None
+
+    def _step_again(self, group: Mapping[str, Any], plan: Plan, columns: Columns) -> None:
+        for step, device, batch in plan.batches(columns):
+            numbers = _numbers(group, step, device, self.grad_factor)
+            if group["moments"] == "fp8":
+                adamw_steps(batch, *codecs(group), numbers)
+            else:
+                adamw_fp32_steps(batch, numbers)
 
     def _step_group(self, group: Mapping[str, Any], pairs: Pairs) -> None:
         fp8 = group["moments"] == "fp8"
         noisy = any(stochastic(group))
         # From the first step on, even while "auto" rounds to nearest: keys of a state must not depend on the betas.
         seeded = fp8 and group["stochastic_rounding"] is not False
-        free: Iterator[int] | None = None
+        taken: set[int] | None = None
+        capturable = bool(group.get("capturable"))
+        places = {p: i for i, p in enumerate(group["params"])} if "param_names" in group else {}
         # Parameters of a group may differ in the steps they have taken, and in their device.
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
@@ -149,11 +203,12 @@ class CoatAdamW(torch.optim.Optimizer):
         for p, grad in pairs:
             state = ensure_state(self.state, p, group)
             if seeded and "coat_seed" not in state:
-                if free is None:
-                    free = free_seeds(self.state)
-                state["coat_seed"] = next(free)
+                if taken is None:
+                    taken = taken_seeds(self.state)
+                state["coat_seed"] = new_seed(name_of(group, places[p]) if places else None, taken)
             state["step"] += 1
-            key = state["step"], p.device
+            count = state["step"] if capturable else None
+            key = (1 if capturable else state["step"]), p.device
             target = self.copies.get(p)
             copy = None if target is None else target.contiguous()
             if is_dtensor(p):
@@ -162,14 +217,14 @@ class CoatAdamW(torch.optim.Optimizer):
             low = low_half(state, p.numel())
             if not fp8:
                 moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
-                plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments, low, copy))
+                plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments, low, copy, count))
                 if target is not None and copy is not None and copy is not target:
                     copied.append((target, copy))
                 continue
-            seed = _seed(state["coat_seed"]) if noisy else None
+            seed = noise_seed(state["coat_seed"]) if noisy else None
             # In the order of the shape's elements, whatever their order in memory: so are codes in every checkpoint.
             dense, g = p.contiguous(), grad.contiguous()
-            one = AdamWTensors(dense, g, moment(state, "first"), moment(state, "second"), seed, low, copy)
+            one = AdamWTensors(dense, g, moment(state, "first"), moment(state, "second"), seed, low, copy, count)
             if dense is p and g is grad and copy is target:
                 compressed.setdefault(key, []).append(one)
                 continue
@@ -218,6 +273,7 @@ class CoatAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         unbox(state["state"])
         super().__setstate__(state)
+        self.__dict__.pop("_plans", None)
         for group in self.param_groups:  # pickled by a release that had fewer options
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -244,8 +300,3 @@ def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_fac
         grad_factor,
         stochastic(group),
     )
-
-
-def _seed(ordinal: int) -> int:
-    """A uint32 for each parameter, far from one another: the step is added to it."""
-    return (ordinal * 0x9E3779B9) & 0xFFFFFFFF

@@ -12,15 +12,40 @@ from typing import Any
 
 import torch
 
+from ..ops.dispatch import use_kernels
 from .sharded import is_dtensor, local, refusal
-from .state import DTYPES, check_master, check_state, has_remainder, state_layout
+from .state import DTYPES, check_master, check_state, has_remainder, is_count, state_layout
 
-__all__ = ["Pairs", "check_step"]
+__all__ = ["Pairs", "check_capturable", "check_capture", "check_step"]
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Parameters of a group that have a gradient, each with it."""
 
 _COPIED = (torch.bfloat16, torch.float16)
+
+
+_NO_KERNELS = (
+    "for a parameter on {}, accepted: True for parameters on a CUDA GPU, whose step runs in kernels; False elsewhere"
+)
+
+
+def check_capturable(group: Mapping[str, Any]) -> None:
+    """Raise ValueError where a new group cannot be ``capturable``."""
+    params = group["params"]
+    for p in [params] if isinstance(params, torch.Tensor) else params:
+        p = p[1] if isinstance(p, tuple) else p
+        if group["capturable"] and isinstance(p, torch.Tensor) and p.device.type == "cpu" and not use_kernels(p):
+            raise ValueError(f"CoatAdamW capturable: got True {_NO_KERNELS.format(p.device)}")
+
+
+def check_capture(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RuntimeError, as torch's optimizers do, where a CUDA graph would keep the numbers of one step for ever."""
+    fixed = not all(group.get("capturable") for group in groups)
+    if fixed and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "CoatAdamW.step: capturable: got False in a parameter group while a CUDA graph is captured, accepted: True "
+            "in all groups; the graph would repeat the step's number, and with it bias correction and noise"
+        )
 
 
 def check_step(
@@ -52,6 +77,7 @@ def check_step(
                 and _state_fits(state, group, p.numel(), shape, device)
                 and (factor is None or factor.device == device)
                 and not (copies and p in copies or is_dtensor(p) or is_dtensor(grad) or "coat_p_low" in state)
+                and not group.get("capturable")
             ):
                 _look_closely(p, grad, state or {}, group, copies.get(p), factor, i)
 
@@ -60,7 +86,9 @@ def _state_fits(
     state: Mapping[str, Any], group: Mapping[str, Any], n: int, shape: torch.Size, device: torch.device
 ) -> bool:
     """Whether a state has what its group says of n elements, on this device."""
-    if type(state.get("step")) is not int or has_remainder(group) != ("coat_p_low" in state):
+    if not is_count(state.get("step")):
+        return False
+    if has_remainder(group) != ("coat_p_low" in state):
         return False
     for key, wanted, dtype in state_layout(group, n, shape):
         t = state.get(key)
@@ -106,6 +134,8 @@ def _look_closely(
             f"{what()}: got a parameter of strides {mine.stride()}, accepted: elements that do not overlap in memory"
         )
     check_master(p, group)
+    if group.get("capturable") and not use_kernels(mine):
+        raise ValueError(f"{what()}: capturable: got True {_NO_KERNELS.format(p.device)}")
     if factor is not None and factor.device != p.device:
         raise ValueError(f"CoatAdamW grad_factor: got one on {factor.device}, accepted: {p.device}, as the gradients")
     if copy is not None:
@@ -122,7 +152,7 @@ def _look_closely(
     if _state_fits(state, group, mine.numel(), p.shape, mine.device):
         return
     check_state(state, p, group, f"{what()}: state")
-    for key in (key for key, value in state.items() if isinstance(value, torch.Tensor)):
+    for key in (key for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"):
         value = local(state[key])
         if value.device != p.device or not (value.is_contiguous() if key.startswith("coat_") else not _overlaps(value)):
             raise ValueError(

@@ -80,7 +80,7 @@ def to_global(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str,
     shards, placements, groups = _layout(param, group["group_size"])
     result = dict(state)
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and not is_dtensor(value):
+        if isinstance(value, torch.Tensor) and key.startswith("coat_"):
             if len(value) < groups:
                 filling = value.new_zeros(groups - len(value), *value.shape[1:])
                 value = torch.cat([value, filling])

@@ -8,7 +8,8 @@ key                         type                                 content
 ``coat_m_q``, ``coat_v_q``  uint8 [groups, group_size]           codes: of the first, the second moment
 ``coat_m_a``, ``coat_v_a``  bfloat16 [groups]                    amax, rounded up
 ``coat_m_k``, ``coat_v_k``  uint8 [groups]                       spacing of the codes
-``step``                    int                                  steps taken
+``step``                    int                                  steps taken; with ``capturable`` a float32 scalar
+                                                                 on the parameter's device, as torch has it
 ``coat_seed``               int                                  unless stochastic rounding is off
 ==========================  ===================================  ========================================
 
@@ -29,8 +30,7 @@ parameter's shape for an fp32 moment and would hand out or convert raw codes wit
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from numbers import Real
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -54,9 +54,10 @@ __all__ = [
     "check_master",
     "check_state",
     "codecs",
+    "count",
     "ensure_state",
-    "free_seeds",
     "has_remainder",
+    "is_count",
     "moment",
     "new_remainder",
     "new_state",
@@ -84,7 +85,7 @@ GROUP_SIZES = (64, 128, 256)
 AUTO_BETA2 = 0.98
 """beta2 above which ``"stochastic_rounding": "auto"`` rounds the second moment stochastically (docs/numerics.md)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
+_UNSUPPORTED = ("amsgrad", "differentiable")
 
 
 _GETTERS = {which: itemgetter(*keys) for which, keys in _CODE_KEYS.items()}
@@ -137,7 +138,14 @@ def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
     return None if low is None else low.view(torch.int16).view(-1)[:n]
 
 
-def pack(first: Moment, second: Moment, step: int) -> dict[str, Any]:
+def is_count(step: Any) -> bool:
+    """Whether this is a number of steps, as far as can be said without reading a tensor."""
+    if isinstance(step, torch.Tensor):
+        return step.numel() == 1 and step.dtype == torch.float32
+    return type(step) is int and step >= 0
+
+
+def pack(first: Moment, second: Moment, step: int | torch.Tensor) -> dict[str, Any]:
     """The state that holds two encoded moments."""
     return {"step": step, **dict(zip(CODE_KEYS, (*first, *second), strict=True))}
 
@@ -149,9 +157,19 @@ def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     low = new_remainder(param, group)
     if group["moments"] == "fp32":
         zeros = {key: torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for key in FP32_KEYS.values()}
-        return {"step": 0, **zeros, **low}
+        return {"step": count(0, param, group), **zeros, **low}
     first, second = (codec.zeros(local(param).numel(), param.device) for codec in codecs(group))
-    return {**pack(first, second, 0), **low}
+    return {**pack(first, second, count(0, param, group)), **low}
+
+
+def count(step: int | torch.Tensor, param: torch.Tensor, group: Mapping[str, Any]) -> int | torch.Tensor:
+    """A number of steps as the state of a parameter holds it: an int, or with ``capturable`` torch's fp32 scalar on the
+    parameter's device."""
+    if not group.get("capturable"):
+        return int(step) if isinstance(step, torch.Tensor) else step
+    if isinstance(step, torch.Tensor):
+        return step.to(param.device, torch.float32).reshape(())
+    return torch.full((), float(step), dtype=torch.float32, device=param.device)
 
 
 def state_layout(
@@ -181,17 +199,9 @@ def ensure_state(
     state = states.setdefault(param, {})
     if "step" not in state:  # DeepSpeed may have put an empty dict there
         state.update(new_state(param, group))
+    elif isinstance(state["step"], torch.Tensor) != bool(group.get("capturable")):  # the option was changed
+        state["step"] = count(state["step"], param, group)
     return state
-
-
-def free_seeds(states: Mapping[Any, Any]) -> Iterator[int]:
-    """Values of ``coat_seed`` that no state has, from the smallest on.
-
-    The number of states that have one is no such value: where a state was replaced by one without (as by
-    ``import_moments``), it belongs to another parameter.
-    """
-    taken = {state.get("coat_seed") for state in states.values() if isinstance(state, Mapping)}
-    return (seed for seed in itertools.count() if seed not in taken)
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -222,7 +232,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     )
     for key in ("eps", "weight_decay"):
         require(key, "a number >= 0", number(group[key]))
-    for key in ("maximize", "expand"):
+    for key in ("maximize", "expand", "capturable"):
         require(key, "True or False", isinstance(group[key], bool))
     rounding = group["stochastic_rounding"]
     require("stochastic_rounding", "True, False or 'auto'", isinstance(rounding, bool) or rounding == "auto")
@@ -284,8 +294,8 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
         raise ValueError(f"{what}, coat_seed: got {seed!r}, accepted: an int >= 0, the parameter's ordinal")
     for key, wanted in expected.items():
         value = saved[key]
-        if not isinstance(wanted, torch.Tensor):
-            if not isinstance(value, int) or value < 0:
+        if key == "step":
+            if not is_count(value):
                 raise ValueError(f"{what}, {key}: got {value!r}, accepted: a count of steps")
         elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
             given = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

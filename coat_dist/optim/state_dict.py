@@ -15,7 +15,7 @@ import torch
 from .master import export_master
 from .moments import export_moments, import_moments
 from .sharded import from_global, is_dtensor, to_global
-from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
+from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, count, has_remainder, is_count
 
 __all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
 
@@ -66,7 +66,7 @@ def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             if optimizer._fp32_state_dict:
                 fp32 = group["moments"] == "fp32"
                 first, second = (state[k] for k in _MOMENTS) if fp32 else export_moments(p, state, group)
-                rest = {k: x for k, x in state.items() if not isinstance(x, torch.Tensor)}
+                rest = {k: x for k, x in state.items() if k == "step" or not isinstance(x, torch.Tensor)}
                 states[index] = {**rest, "exp_avg": first, "exp_avg_sq": second}
                 if has_remainder(group):
                     states[index]["master"] = export_master(p, state)
@@ -117,10 +117,21 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 if optimizer._fp32_state_dict:
                     state = _from_fp32(states[index], p, group, what)
                 else:
-                    state = from_global(states[index], p, group, what)
+                    state = from_global(_with_int(states[index], saved, what), p, group, what)
                 check_state(state, p, group, what)
+                state["step"] = count(state["step"], p, new)
                 states[index] = {k: Boxed(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     return {**state_dict, "state": states, "param_groups": new_groups}
+
+
+def _with_int(state: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    """A state whose count of steps is an int; with ``capturable`` it was saved as a tensor."""
+    step = state.get("step")
+    if not isinstance(step, torch.Tensor):
+        return state
+    if not (saved.get("capturable") and is_count(step) and step >= 0):
+        raise ValueError(f"{what}, step: got {step!r}, accepted: a count of steps; a tensor with capturable=True only")
+    return {**state, "step": int(step)}
 
 
 def _saved_groups(state_dict: Any) -> list[dict[str, Any]]:
@@ -170,7 +181,11 @@ def _check_options(new: dict[str, Any], group: dict[str, Any], i: int) -> None:
 
 def _own_layout(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     taken = {k: v for k, v in saved.items() if k in group or k not in _TORCH_ONLY}
-    return {**group, **taken, **{k: group[k] for k in LAYOUT_KEYS}}  # params too are the saved ones: indices
+    return {
+        **group,
+        **taken,
+        **{k: group[k] for k in (*LAYOUT_KEYS, "capturable")},
+    }  # params too are the saved ones: indices
 
 
 def _from_fp32(saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], what: str) -> dict[str, Any]:

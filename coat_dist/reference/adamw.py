@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ __all__ = [
     "adamw_fp32_steps",
     "adamw_step",
     "adamw_steps",
+    "counted",
 ]
 
 _CHUNK = 1 << 20
@@ -58,12 +59,23 @@ class AdamWStep:
     @cached_property
     def inverse_bias1(self) -> float:
         """1 / (1 - beta1**t)."""
-        return 1.0 / (1.0 - self.beta1**self.step)
+        return 1.0 / (1.0 - power(self.beta1, self.step))
 
     @cached_property
     def inverse_sqrt_bias2(self) -> float:
         """1 / sqrt(1 - beta2**t)."""
-        return 1.0 / math.sqrt(1.0 - self.beta2**self.step)
+        return 1.0 / math.sqrt(1.0 - power(self.beta2, self.step))
+
+
+def power(base: float, exponent: int) -> float:
+    """base**exponent by squaring, in fp64: multiplications alone, so that a kernel gets the same bits."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
 
 
 class AdamWTensors(NamedTuple):
@@ -76,6 +88,8 @@ class AdamWTensors(NamedTuple):
     seed: int | None = None
     low: torch.Tensor | None = None
     copy: torch.Tensor | None = None
+    count: torch.Tensor | None = None
+    """fp32 scalar on the parameter's device: the step, in place of that of :class:`AdamWStep`."""
 
 
 class FP32Tensors(NamedTuple):
@@ -87,6 +101,7 @@ class FP32Tensors(NamedTuple):
     second_moment: torch.Tensor
     low: torch.Tensor | None = None
     copy: torch.Tensor | None = None
+    count: torch.Tensor | None = None
 
 
 def adamw_step(
@@ -171,12 +186,17 @@ def adamw_fp32_step(
 def adamw_steps(
     tensors: Sequence[AdamWTensors], codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
 ) -> None:
-    """:func:`adamw_step` on many tensors of one device."""
+    """:func:`adamw_step` on many tensors of one device. Reads counts that are tensors on the host."""
     for one in tensors:
-        adamw_step(*one[:4], codec_m, codec_v, numbers, *one[4:])
+        adamw_step(*one[:4], codec_m, codec_v, counted(numbers, one.count), *one[4:-1])
 
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
-    """:func:`adamw_fp32_step` on many tensors of one device."""
+    """:func:`adamw_fp32_step` on many tensors of one device. Reads counts that are tensors on the host."""
     for one in tensors:
-        adamw_fp32_step(*one[:4], numbers, *one[4:])
+        adamw_fp32_step(*one[:4], counted(numbers, one.count), *one[4:-1])
+
+
+def counted(numbers: AdamWStep, count: torch.Tensor | None) -> AdamWStep:
+    """The numbers of the step that ``count`` says; None: as they are."""
+    return numbers if count is None else replace(numbers, step=int(count))

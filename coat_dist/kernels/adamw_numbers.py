@@ -1,0 +1,66 @@
+"""What a step's number says, computed on the device: for steps inside a CUDA graph, which counts them there."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..reference.adamw import AdamWStep
+from .launch import fast_launch
+
+__all__ = ["load_numbers", "numbers_of_counts"]
+
+
+@triton.jit
+def load_numbers(of_count):
+    """What :func:`numbers_of_counts` gives for one count: lr times the second, 1 / (1 - beta1**t),
+    1 / sqrt(1 - beta2**t), t."""
+    count = tl.load(of_count + 3).to(tl.int32)
+    return tl.load(of_count), tl.load(of_count + 1), tl.load(of_count + 2), count
+
+
+@triton.jit
+def _power(base, exponent):
+    """``reference/adamw.py`` has the same, to the bit."""
+    result = base * 0.0 + 1.0
+    for _ in range(32):
+        result = tl.where(exponent & 1 != 0, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["lr", "beta1", "beta2"])
+def _numbers_kernel(counts, out, lr, beta1, beta2):
+    """fp64 throughout, as on the host, and rounded once; ``lr`` and the betas are the bits of fp64 numbers."""
+    count = tl.load(counts + tl.program_id(0))
+    t = count.to(tl.int32)
+    out += tl.program_id(0) * 4
+    inverse_bias1 = 1.0 / (1.0 - _power(beta1.to(tl.int64).to(tl.float64, bitcast=True), t))
+    inverse_sqrt_bias2 = 1.0 / tl.sqrt(1.0 - _power(beta2.to(tl.int64).to(tl.float64, bitcast=True), t))
+    tl.store(out, (lr.to(tl.int64).to(tl.float64, bitcast=True) * inverse_bias1).to(tl.float32))
+    tl.store(out + 1, inverse_bias1.to(tl.float32))
+    tl.store(out + 2, inverse_sqrt_bias2.to(tl.float32))
+    tl.store(out + 3, count)
+
+
+def numbers_of_counts(counts: Sequence[torch.Tensor], numbers: AdamWStep) -> torch.Tensor:
+    """fp32 [counts, 4] on the device of ``counts``, which are fp32 scalars; see :func:`load_numbers`.
+
+    The bits are those of the same numbers computed on the host (:class:`AdamWStep`). With a learning rate that is a
+    tensor the first is nothing.
+    """
+    together = torch.stack(list(counts))
+    out = together.new_empty(len(together), 4)
+    lr = 0.0 if isinstance(numbers.lr, torch.Tensor) else numbers.lr
+    _numbers_kernel[(len(together),)](together, out, *map(_bits, (lr, numbers.beta1, numbers.beta2)), num_warps=1)
+    return out
+
+
+def _bits(x: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", x))[0]

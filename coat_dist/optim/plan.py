@@ -1,0 +1,138 @@
+"""What a step takes over from the last one: that its tensors fit one another, and what kernels keep of them.
+
+To check and gather the tensors of one parameter takes some 10 us of Python. A model of hundreds of small tensors would
+wait for that, as their kernel takes less. So what a step finds of a parameter group is compared, as lists of numbers
+and by functions written in C (``map``), with what was found in a step that checked everything: which tensors there are,
+where they lie and how large they are. Where only gradients lie elsewhere, the checks hold, and columns of tensors go to
+the kernel as they are; everything else takes the long way.
+
+A plan holds numbers and no tensors, so that it keeps no state in memory that somebody moved or replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+
+from ..ops import Batch
+from .seeds import noise_seed
+from .state import CODE_KEYS, FP32_KEYS, has_remainder, stochastic
+
+__all__ = ["Columns", "Plan"]
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""Exactly: of other subclasses, DTensor among them, addresses and sizes may not be what they seem."""
+_shape, _dtype = map(attrgetter, ("shape", "dtype"))
+_address, _numel, _device = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.get_device
+_is_contiguous = torch.Tensor.is_contiguous
+_step, _seed, _low = map(itemgetter, ("step", "coat_seed", "coat_p_low"))
+_moments = {"fp8": itemgetter(*CODE_KEYS), "fp32": itemgetter(*FP32_KEYS.values())}
+_options = itemgetter("moments", "group_size", "capturable")
+
+
+class Columns:
+    """The tensors of a step over those parameters of a group that have a gradient, column by column."""
+
+    def __init__(
+        self,
+        group: Mapping[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: Mapping[torch.Tensor, Any],
+        copies: Mapping[torch.Tensor, torch.Tensor],
+        grad_factor: torch.Tensor | None,
+    ) -> None:
+        """Raises TypeError, KeyError, AttributeError or RuntimeError where some of this is not there."""
+        self.params, self.grads = params, grads
+        self.states: list[Any] = list(map(states.get, params))
+        self.moments = list(chain.from_iterable(map(_moments[group["moments"]], self.states)))
+        self.lows = list(map(_low, self.states)) if has_remainder(group) else None
+        self.copies = [copies[p] for p in params] if copies else None
+        self.counts = list(map(_step, self.states))
+        counted = self.counts if group["capturable"] else ()
+        self.seeds = list(map(_seed, self.states)) if group["moments"] == "fp8" and any(stochastic(group)) else None
+        self.held = [*self.moments, *(self.lows or ()), *(self.copies or ()), *counted]
+        placed = [*params, *self.held]
+        self.addresses = list(map(_address, grads))
+        self.plain = (
+            _PLAIN.issuperset(map(type, params))
+            and _PLAIN.issuperset(map(type, grads))
+            and all(map(_is_contiguous, params))
+            and all(map(_is_contiguous, grads))
+        )
+        # With equal addresses and sizes, memory is what it was, on the device where it was.
+        self.facts = (
+            _options(group),
+            self.seeds,
+            list(map(id, params)),
+            list(map(len, self.states)),
+            list(map(_address, placed)),
+            list(map(_numel, placed)),
+            list(map(_shape, grads)),
+            list(map(_dtype, grads)),
+            list(map(_device, grads)),
+            None if grad_factor is None else grad_factor.device,
+        )
+
+
+class Plan:
+    """A group's parameters as they were stepped, and how to do it again."""
+
+    def __init__(self, columns: Columns, capturable: bool) -> None:
+        """From what a step has found, after that step."""
+        self._facts, self._capturable = columns.facts, capturable
+        self._seeds = None if columns.seeds is None else list(map(noise_seed, columns.seeds))
+        self._ages = [] if capturable else list(columns.counts)
+        # stepped together: parameters of one device and, where the host counts, of one age
+        together: dict[tuple[int, torch.device], list[int]] = {}
+        for i, p in enumerate(columns.params):
+            together.setdefault((0 if capturable else columns.counts[i], p.device), []).append(i)
+        self._together: list[tuple[list[int], torch.device, dict]] = [(x, key[1], {}) for key, x in together.items()]
+
+    @classmethod
+    def of(cls, columns: Columns, capturable: bool) -> Plan | None:
+        """A plan for the steps after this one; None where they have to look at every tensor again."""
+        held = columns.held
+        plain = columns.plain and _PLAIN.issuperset(map(type, held)) and all(map(_is_contiguous, held))
+        once = len(set(map(id, columns.params))) == len(columns.params)
+        return cls(columns, capturable) if plain and once else None
+
+    def fits(self, columns: Columns) -> bool:
+        """Whether what was checked holds of these tensors, too."""
+        if self._facts != columns.facts or not columns.plain:
+            return False
+        return self._capturable or (self._ages == columns.counts and set(map(type, columns.counts)) == {int})
+
+    def batches(self, columns: Columns) -> Iterator[tuple[int, torch.device, Batch]]:
+        """Count the step, and give what is stepped together: the step's number, the device and the tensors.
+
+        ``columns`` are those that fit. With ``capturable`` the number is 1 and the counts are on the device.
+        """
+        if self._capturable:
+            torch._foreach_add_(columns.counts, 1)
+        for positions, device, kept in self._together:
+            step = 1
+            if not self._capturable:
+                step = self._ages[positions[0]] + 1
+                for i in positions:
+                    self._ages[i] = step
+                    columns.states[i]["step"] = step
+            yield step, device, self._batch(columns, positions, kept)
+
+    def _batch(self, columns: Columns, positions: list[int], kept: dict) -> Batch:
+        counts = columns.counts if self._capturable else None
+        names = "params", "grads", "moments", "seeds", "lows", "copies", "counts", "addresses"
+        values: tuple = (columns.params, columns.grads, columns.moments, self._seeds, columns.lows, columns.copies)
+        values = (*values, counts, columns.addresses)
+        if len(positions) < len(columns.params):
+            wide = len(columns.moments) // len(columns.params)
+            of_moments = [wide * i + j for i in positions for j in range(wide)]
+            values = tuple(
+                None if x is None else [x[i] for i in (of_moments if x is columns.moments else positions)]
+                for x in values
+            )
+        return Batch(**dict(zip(names, values, strict=True)), kept=kept)

@@ -1,0 +1,56 @@
+"""Which noise a parameter draws: the number ``coat_seed`` in its state, for stochastic rounding.
+
+It is chosen once, when a state is made, and travels in checkpoints. A parameter that has a name gets the checksum of
+that name: the same alone and among others, whenever it is added, on every rank and in every run. A parameter without a
+name has nothing that tells it from its like before and after a restart. An object's identity does not outlive the
+process; contents are equal where parameters start at zero or one, differ between ranks and runs, and would have to be
+read from the device; a position depends on the others. Those get the smallest number that is free, in the order of
+their first steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["name_of", "new_seed", "noise_seed", "taken_seeds"]
+
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_LEADING = re.compile(r"^(?:module\.)+")
+"""What torch.compile, checkpointing, FSDP and DistributedDataParallel add to the names of what they wrap."""
+
+
+def noise_seed(seed: int) -> int:
+    """uint32 of a ``coat_seed``, far from that of its neighbours: the step is added to it."""
+    return (seed * 0x9E3779B9) & 0xFFFFFFFF
+
+
+def taken_seeds(states: Mapping[Any, Any]) -> set[int]:
+    """The values of ``coat_seed`` that states have."""
+    return {state["coat_seed"] for state in states.values() if isinstance(state, Mapping) and "coat_seed" in state}
+
+
+def new_seed(name: str | None, taken: set[int]) -> int:
+    """A ``coat_seed`` that is not ``taken``, to which it is added.
+
+    Two names in 2**32 have the same checksum (among 1000 names, one case in 10**4); the later one then takes another.
+    """
+    found = next(seed for seed in _candidates(name) if seed not in taken)
+    taken.add(found)
+    return found
+
+
+def _candidates(name: str | None) -> Iterator[int]:
+    if name is None:
+        return itertools.count()
+    plain = _LEADING.sub("", _WRAPPERS.sub("", name))
+    return (zlib.crc32(f"{plain}{'#' * i}".encode()) for i in itertools.count())
+
+
+def name_of(group: Mapping[str, Any], i: int) -> str | None:
+    """Name of a group's parameter; None where it has none, as where DeepSpeed has put one shard for all parameters."""
+    names = group.get("param_names")
+    return names[i] if names is not None and len(names) == len(group["params"]) else None
