@@ -4,7 +4,7 @@
         --model configs/models/tiny.json --data DATA_PREFIX --train-steps 100 --output runs/first
 
 Exit status: 0 done, or stopped and saved on request; 2 a setting, file or checkpoint that cannot be used; 3 too many
-steps in a row with a non-finite loss or gradient norm.
+steps in a row with a non-finite loss or gradient norm; 4 another rank has ended or does not answer.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
+
+# Warnings of torch's C++ threads about a connection that has ended with its rank, in place of the line that says why.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
 import torch
 
@@ -29,7 +31,7 @@ from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
 from launch.model.gpt import flops_per_token
-from launch.training import arguments, build, checkpoint, runtime
+from launch.training import arguments, build, checkpoint, failing, runtime
 from launch.training.folders import Folders, open_folders
 from launch.training.loop import BadSteps, Batch, Loop, Progress
 from launch.training.memory import MemoryReport
@@ -157,15 +159,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = arguments.parse(argv)
         p = plan(args, int(os.environ.get("WORLD_SIZE", 1)))
-        device = runtime.start(args.local_rank)
+        device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
         ending = train(p, device, stop)
     except (*USER_ERRORS, BadSteps) as problem:
-        if rank:
-            # Rank 0 has most likely said the same, and then the launcher ends this rank before it repeats it.
-            time.sleep(3)
-        print(f"{f'rank {rank}: ' if rank else ''}error: {problem}", file=sys.stderr, flush=True)
+        failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2
+    except (torch.distributed.DistError, RuntimeError) as problem:
+        if not failing.of_another_rank(problem):
+            raise
+        failing.end(
+            f"a collective failed, because another rank has ended or did not come: {problem}", rank, consequence=True
+        )
+        return 4
     stop.leave()
     if rank == 0:
         print(ending, flush=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -35,7 +35,7 @@ class Writes:
         """``torch.save``, as DeepSpeed calls it."""
         file = SummedFile(Path(path))
         try:
-            torch.save(state, file, _use_new_zipfile_serialization=zipfile)
+            torch.save(state, cast(IO[bytes], file), _use_new_zipfile_serialization=zipfile)
         finally:
             self.size += file.size
             file.close()

@@ -58,6 +58,8 @@ def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
         )
     if manifest.get("unfinished"):
         raise CheckpointError(f"{checkpoint}: was never finished, accepted: a checkpoint whose saving had ended")
+    if of_run and not manifest.keys() & {"progress", "run"} and _is_files(manifest.get("files")):
+        raise CheckpointError(f"{checkpoint}: says of no run what it was, accepted: a checkpoint of launch/pretrain.py")
     needed = _CONTENT if of_run else {"files": _is_files}
     if wrong := [key for key, fits in needed.items() if not fits(manifest.get(key))]:
         raise CheckpointError(f"{path}: is damaged, {', '.join(wrong)} missing or of another kind than was written")

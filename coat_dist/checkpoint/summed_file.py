@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,8 @@ _SYNC_EVERY = 1 << 26
 """Bytes after which the disk is set to work, while the rest is still being made."""
 _BESIDE = 1 << 20
 """From this many bytes on, one thread sums while the other writes."""
+_PIECE = 1 << 24
+"""Bytes written at once."""
 
 
 class SummedFile:
@@ -33,22 +36,24 @@ class SummedFile:
     def __init__(self, path: Path) -> None:
         self.path, self.size, self.checksum = path, 0, 0
         self._problem: OSError | None = None
-        self._unsynced, self._syncing = 0, None  # type: int, Future | None
+        self._unsynced = 0
+        self._syncing: Future[None] | None = None
         self._file = path.open("wb", buffering=0)
         self._summing, self._disk = (ThreadPoolExecutor(1) for _ in range(2))
 
     def write(self, data: Any) -> int:
         """All of ``data``; a later error is raised by :meth:`close`."""
-        view = memoryview(data).cast("B")
-        self.size += len(view)
-        if len(view) < _BESIDE:
-            self.checksum = zlib.crc32(view, self.checksum)
-            self._write(view)
-            return len(view)
-        summed = self._summing.submit(zlib.crc32, view, self.checksum)
-        self._write(view)
+        whole = memoryview(data).cast("B")
+        self.size += len(whole)
+        if len(whole) < _BESIDE:
+            self.checksum = zlib.crc32(whole, self.checksum)
+            self._write(whole)
+            return len(whole)
+        summed = self._summing.submit(zlib.crc32, whole, self.checksum)
+        for start in range(0, len(whole), _PIECE):
+            self._write(whole[start : start + _PIECE])
         self.checksum = summed.result()  # before returning: the memory is the caller's
-        return len(view)
+        return len(whole)
 
     def flush(self) -> None:
         """Nothing is held back."""
@@ -96,7 +101,7 @@ class SummedFile:
             self._try(self._syncing.result)
             self._syncing = None
 
-    def _try(self, do: Any) -> None:
+    def _try(self, do: Callable[[], object]) -> None:
         try:
             do()
         except OSError as problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..ranks import attempt, gather, rank_and_world
 
@@ -40,10 +40,11 @@ class Team:
         Raises:
             error: on every rank, what it raised on any.
         """
-        answers, problems = attempt(lambda: function() if self.leads else None)
+        ask: Callable[[], T | None] = function if self.leads else lambda: None
+        answers, problems = attempt(ask)
         if problems:
             raise error("\n".join(dict.fromkeys(problems.values())))
-        return answers[self.ranks[0]]  # type: ignore[return-value]  # this rank was asked
+        return cast(T, answers[self.ranks[0]])
 
 
 def everyone() -> Team:

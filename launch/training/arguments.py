@@ -64,6 +64,13 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--local_rank", "--local-rank", type=whole_number, default=None, help="set by the launcher; LOCAL_RANK works as well"
     )
+    g.add_argument(
+        "--distributed-timeout-minutes",
+        type=float,
+        default=None,
+        metavar="MINUTES",
+        help="how long ranks wait for one that does not come (default: torch's, 10 with NCCL and 30 with gloo)",
+    )
 
     g = p.add_argument_group("model")
     g.add_argument(
@@ -175,6 +182,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 
     for name in ("tensor-parallel", "train-steps", "max-bad-steps", "eval-steps"):
         require(name, getattr(args, name.replace("-", "_")) >= 1, "an integer >= 1")
+    minutes = args.distributed_timeout_minutes
+    require("distributed-timeout-minutes", minutes is None or 0.1 <= minutes <= 1e5, "minutes, 0.1 or more")
     for name in ("warmup-steps", "eval-interval", "save-interval", "keep-last", "num-workers"):
         require(name, getattr(args, name.replace("-", "_")) >= 0, "an integer >= 0")
     for name in ("lr", "min-lr"):

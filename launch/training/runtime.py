@@ -8,6 +8,7 @@ import random
 import signal
 import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ __all__ = [
 ]
 
 
-def start(local_rank: int | None) -> torch.device:
+def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch.device:
     """Join the other ranks and return this rank's device. Sets up nothing of Megatron's.
+
+    Collectives fail after ``timeout_minutes``; None = torch's default, 10 under NCCL and 30 under gloo.
 
     Raises:
         CoatConfigError: not started by a launcher, or more ranks than GPUs.
@@ -60,7 +63,8 @@ def start(local_rank: int | None) -> torch.device:
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if not dist.is_initialized():
         # By ourselves, because DeepSpeed does not pass the device on, and NCCL then guesses it from the rank.
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+        timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, device_id=device if gpu else None)
     deepspeed.init_distributed(verbose=False)
     return device
 

@@ -1,0 +1,77 @@
+"""How a rank ends that cannot go on: with one line, after which the screen shows nothing of ours or of torch's.
+
+All ranks have met the same error, most of the time. Rank 0 says it and stays for a moment, because it may hold the
+store that the others are connected to, which would complain in lines of their own. The others leave without a word if
+they have nothing to add.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["end", "of_another_rank"]
+
+KEY = "coat_dist/error"
+WAIT = 1.5
+"""Seconds in which the rank that fails first has said what it has to say."""
+
+
+def end(line: str, rank: int, consequence: bool = False) -> None:
+    """Print ``line`` unless another rank has said it, or a launcher ends this rank because another has failed.
+
+    Args:
+        consequence: the error is that another rank has ended: what that one has said is enough.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from a launcher whose other rank has failed: nothing to be saved
+    _tell_torchrun(line)
+    store = dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
+    if store is None:
+        time.sleep(2 * WAIT if rank else 0)  # rank 0 has most likely said the same, and the launcher ends this rank
+    said = _said(store) if store is not None and (rank or consequence) else None
+    if said is None or not (consequence or said == line):
+        print(f"{f'rank {rank}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
+        _say(store, line)
+    if rank == 0 and store is not None and dist.get_world_size() > 1:
+        time.sleep(2 * WAIT)
+
+
+def of_another_rank(problem: Exception) -> bool:
+    """Whether a collective or the store failed, which has its reason in another rank."""
+    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore")
+    return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
+
+
+def _said(store: Any) -> str | None:
+    """What another rank has printed as its last line, if one does so within a moment."""
+    try:
+        store.set_timeout(timedelta(seconds=WAIT))
+        return store.get(KEY).decode()
+    except (RuntimeError, ValueError):  # nothing came, or the store has gone
+        return None
+
+
+def _say(store: Any, line: str) -> None:
+    with suppress(RuntimeError):
+        if store is not None:
+            store.set(KEY, line)
+
+
+def _tell_torchrun(line: str) -> None:
+    """torchrun ends with a summary of its own; this is how the line comes into it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": f"error: {line}", "timestamp": str(int(time.time()))}
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": f"error: {line}", "extraInfo": extra}}, file)
+        except OSError as problem:
+            print(f"note: {path}: {problem}", file=sys.stderr, flush=True)
