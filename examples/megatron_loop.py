@@ -1,13 +1,15 @@
-"""A Megatron-core GPT whose layers run the FP8 precision flow, in Megatron's own loop; no DeepSpeed.
+"""A Megatron-core GPT whose layers run the FP8 precision flow, in Megatron's own loop, with FP8 moments; no DeepSpeed.
 
     torchrun --nproc_per_node 2 examples/megatron_loop.py
 
-Model, DistributedDataParallel, distributed optimizer, schedule, forward and backward, checkpoints: all Megatron's own.
-patch_model is all that is added. Ranks are data-parallel. The model learns to continue sequences of numbers, on GPUs
-where there are some. With a folder behind the command it saves there every ten steps, and goes on from the last save.
+DistributedDataParallel, distributed optimizer, schedule, forward and backward, and checkpoints are Megatron's own. What
+is added: patch_model, and get_megatron_optimizer in the place of Megatron's. Ranks are data-parallel. The model learns
+to continue sequences of numbers, on GPUs where there are some. With a folder behind the command it saves there every
+ten steps, and goes on from the last save.
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,60 +19,60 @@ import torch.nn.functional as F
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from megatron_patches import gpt_layer_spec, initialize_model_parallel, patch_model
+from megatron_patches import get_megatron_optimizer, gpt_layer_spec, initialize_model_parallel, patch_model
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 30, 2, 4, 32
 gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-if gpu:
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
-initialize_model_parallel()  # where there is no GPU, Megatron finds the CPU from here on
 
-sizes = dict(num_layers=2, hidden_size=128, num_attention_heads=4, ffn_hidden_size=256)
-llama = dict(gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, normalization="RMSNorm")
-types = dict(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, use_cpu_initialization=not gpu)
-layers = TransformerConfig(**sizes, **llama, **types, hidden_dropout=0.0, attention_dropout=0.0)
-model = GPTModel(
-    layers, gpt_layer_spec(layers), vocab_size=64, max_sequence_length=SEQUENCE, position_embedding_type="rope"
-).to(device, torch.bfloat16)
-report = patch_model(model, {"coat": {}})  # before DistributedDataParallel wraps the model
-if dist.get_rank() == 0:
-    print(report)
-ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-model = DistributedDataParallel(layers, ddp, model)
-layers.no_sync_func, layers.finalize_model_grads_func = model.no_sync, finalize_model_grads
-options = OptimizerConfig(
-    optimizer="adam",
-    lr=1e-3,
-    min_lr=1e-4,
-    weight_decay=0.1,
-    adam_beta2=0.95,
-    clip_grad=1.0,
-    bf16=True,
-    params_dtype=torch.bfloat16,
-    use_distributed_optimizer=True,
-)
-optimizer = get_megatron_optimizer(options, [model])
-scheduler = OptimizerParamScheduler(
-    optimizer,
-    init_lr=0.0,
-    max_lr=1e-3,
-    min_lr=1e-4,
-    lr_warmup_steps=2,
-    lr_decay_steps=STEPS,
-    lr_decay_style="cosine",
-    start_wd=0.1,
-    end_wd=0.1,
-    wd_incr_steps=STEPS,
-    wd_incr_style="constant",
-)
-forward_backward = get_forward_backward_func()
+
+def build():
+    """Patched model, optimizer, schedule, and the report of what was patched."""
+    sizes = dict(num_layers=2, hidden_size=128, num_attention_heads=4, ffn_hidden_size=256)
+    llama = dict(gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, normalization="RMSNorm")
+    types = dict(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, use_cpu_initialization=not gpu)
+    layers = TransformerConfig(**sizes, **llama, **types, hidden_dropout=0.0, attention_dropout=0.0)
+    model = GPTModel(
+        layers, gpt_layer_spec(layers), vocab_size=64, max_sequence_length=SEQUENCE, position_embedding_type="rope"
+    ).to(device, torch.bfloat16)
+    coat = {"coat": {}}  # or a DeepSpeed configuration, of which the block is read
+    report = patch_model(model, coat)  # before DistributedDataParallel wraps the model
+    if dist.get_rank() == 0:
+        print(report)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    model = DistributedDataParallel(layers, ddp, model)
+    layers.no_sync_func, layers.finalize_model_grads_func = model.no_sync, finalize_model_grads
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        min_lr=1e-4,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        clip_grad=1.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(options, [model], coat=coat)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-3,
+        min_lr=1e-4,
+        lr_warmup_steps=2,
+        lr_decay_steps=STEPS,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=STEPS,
+        wd_incr_style="constant",
+    )
+    return model, optimizer, scheduler, report
 
 
 def batches(step):
@@ -89,54 +91,69 @@ def forward_step(iterator, model):
     return losses, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
 
 
-def state(loading):
+def state(model, optimizer, loading):
     """What a checkpoint holds: on saving its content, on loading the places for it."""
     weights = model.module.sharded_state_dict()
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
+    kind = {"distrib_optim_sharding_type": "fully_reshardable"}
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, loading, metadata=kind)}
 
 
-def save(folder, step):
+def save(folder, step, model, optimizer, scheduler):
     target = folder / f"step{step}"
     if dist.get_rank() == 0:
+        shutil.rmtree(target, ignore_errors=True)  # of a save that did not end
         target.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save({**state(False), "scheduler": scheduler.state_dict(), "step": step}, str(target))
+    dist_checkpointing.save(
+        {**state(model, optimizer, False), "scheduler": scheduler.state_dict(), "step": step}, str(target)
+    )
     if dist.get_rank() == 0:
         (folder / "latest.new").write_text(target.name)
         (folder / "latest.new").replace(folder / "latest")
     dist.barrier()
 
 
-def resume(folder):
+def resume(folder, model, optimizer, scheduler):
     """Load the last checkpoint; the steps that it has behind it."""
     if not (folder / "latest").exists():
         return 0
-    loaded = dist_checkpointing.load(state(True), str(folder / (folder / "latest").read_text()))
+    loaded = dist_checkpointing.load(state(model, optimizer, True), str(folder / (folder / "latest").read_text()))
     model.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
     return loaded["step"]
 
 
-folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-losses = []
-for step in range(resume(folder) if folder else 0, STEPS):
-    model.zero_grad_buffer()
-    optimizer.zero_grad()
-    done = forward_backward(
-        forward_step_func=forward_step,
-        data_iterator=batches(step),
-        model=[model],
-        num_microbatches=MICRO_BATCHES,
-        seq_length=SEQUENCE,
-        micro_batch_size=MICRO_BATCH,
-        forward_only=False,
-    )
-    optimizer.step()
-    scheduler.step(1)
-    losses.append(torch.stack([micro["loss"] for micro in done]).mean().item())
-    if dist.get_rank() == 0 and step % 5 == 0:
-        print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
-    if folder and (step + 1) % 10 == 0:
-        save(folder, step + 1)
-dist.destroy_process_group()
+def train(folder):
+    if gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+    initialize_model_parallel()  # where there is no GPU, Megatron finds the CPU from here on
+    model, optimizer, scheduler, report = build()
+    forward_backward = get_forward_backward_func()
+    losses = []
+    for step in range(resume(folder, model, optimizer, scheduler) if folder else 0, STEPS):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        done = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=batches(step),
+            model=[model],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        optimizer.step()
+        scheduler.step(1)
+        losses.append(torch.stack([micro["loss"] for micro in done]).mean().item())
+        if dist.get_rank() == 0 and step % 5 == 0:
+            print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
+        if folder and (step + 1) % 10 == 0:
+            save(folder, step + 1, model, optimizer, scheduler)
+    dist.destroy_process_group()
+    return report, optimizer, losses
+
+
+if __name__ == "__main__":  # dist_checkpointing starts a process that imports this file
+    report, optimizer, losses = train(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

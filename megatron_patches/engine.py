@@ -115,8 +115,9 @@ def _one_model(model: Any) -> nn.Module:
 
 def _patch(model: nn.Module, coat: CoatConfig | None) -> tuple[PatchReport | None, bool]:
     """The report of the patched model, if it is patched, and whether it was patched just now."""
-    known = {id(m.coat_patch_report): m.coat_patch_report for m in model.modules() if hasattr(m, "coat_patch_report")}
-    before: PatchReport | None = next(iter(known.values()), None)  # type: ignore[arg-type]
+    before: PatchReport | None = next(
+        (vars(m)["coat_patch_report"] for m in model.modules() if "coat_patch_report" in vars(m)), None
+    )
     if coat is None or not coat.activation.enabled:
         return before, False
     if before is None:

@@ -73,10 +73,8 @@ def check(name: str) -> list[float]:
     losses = names["losses"]
     assert len(losses) == STEPS and losses[-1] < losses[0], losses
     optimizer = names.get("optimizer")
-    if name == "torch_loop":
-        _has_fp8_moments(optimizer)
-    elif name != "megatron_loop":
-        _has_fp8_moments(optimizer.optimizer)
+    _has_fp8_moments(optimizer if name == "torch_loop" else optimizer.optimizer)
+    if "deepspeed" in name:
         assert names["scheduler"] is None
     if "megatron" in name:
         assert names["report"].patched and not names["report"].left
@@ -87,7 +85,7 @@ def check(name: str) -> list[float]:
 
 
 def _has_fp8_moments(optimizer: Any) -> None:
-    assert type(optimizer).__name__ == "CoatAdamW"
+    assert any(kind.__name__ == "CoatAdamW" for kind in type(optimizer).__mro__)
     assert any("coat_m_q" in state for state in optimizer.state.values())
 
 

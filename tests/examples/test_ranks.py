@@ -1,13 +1,15 @@
 """Each example from inside, on one and two ranks (gloo); ``tests/gpu/test_examples.py`` has GPUs."""
 
 import os
+import runpy
+import sys
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from tests.examples.run import CHECKED, ROOT, check
-from tests.support import run_ranks
+from tests.examples.run import CHECKED, EXAMPLES, ROOT, check
+from tests.support import run_ranks, saves_by_dist_checkpointing
 
 
 def example(rank, world, name):
@@ -23,3 +25,22 @@ def test_learns_with_what_it_claims(name, world):
     results = run_ranks(world, example, name)
     if name == "megatron_deepspeed":
         assert len({tuple(losses) for losses in results}) == 1, "tensor-parallel ranks have one loss"
+
+
+def megatron_loop(rank, world, folder):
+    program = str(EXAMPLES / "megatron_loop.py")
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(sys, "argv", [program, folder]),
+        saves_by_dist_checkpointing(),
+    ):
+        return runpy.run_path(program, run_name="__main__")["losses"]
+
+
+def test_megatrons_loop_goes_on_from_its_last_save(tmp_path):
+    (whole,) = run_ranks(1, megatron_loop, str(tmp_path))
+    (tmp_path / "latest").write_text("step20")
+    (rest,) = run_ranks(1, megatron_loop, str(tmp_path))
+    assert rest == whole[20:]
+    assert (tmp_path / "latest").read_text() == "step30"

@@ -22,7 +22,7 @@ def losses(patch: bool, device: str, steps: int = 20, rank: int = 0) -> list[flo
     config = OptimizerConfig(
         optimizer="adam", lr=3e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
     )
-    optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, [wrapped])
     curve = []
     for step in range(steps):
         wrapped.zero_grad_buffer()

@@ -7,25 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
 STEPS, ACCUMULATION = 3, 2
-
-
-class OnCPU(TorchFunctionMode):
-    """Megatron's optimizers ask for CUDA tensors by name."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        result = function(*args, **kwargs)
-        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return result.replace("torch.", "torch.cuda.")
-        return result
 
 
 def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.bfloat16, **changes: Any):
@@ -70,7 +56,7 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
         overlap_param_gather=distributed,
         clip_grad=1.0,
     )
-    optimizer = get_megatron_optimizer(options, [ddp], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(options, [ddp])
 
     names = {id(p): n for n, p in model.named_parameters()}
     used, original = [], flow_weights.quantize_input
@@ -102,15 +88,14 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
 
 def _in_loop(rank, world, tp, distributed):
     """Losses with and without fusion, with and without the cache; fp32 parameters, then bf16."""
-    with OnCPU():
-        runs = {}
-        for dtype, fusion, weights in itertools.product(
-            (torch.float32, torch.bfloat16), (False, True), ("on_use", "cached")
-        ):
-            if distributed and dtype == torch.float32:
-                continue
-            runs[dtype, fusion, weights] = _train(rank, world, tp, distributed, fusion, weights, dtype)
-        return runs
+    runs = {}
+    for dtype, fusion, weights in itertools.product(
+        (torch.float32, torch.bfloat16), (False, True), ("on_use", "cached")
+    ):
+        if distributed and dtype == torch.float32:
+            continue
+        runs[dtype, fusion, weights] = _train(rank, world, tp, distributed, fusion, weights, dtype)
+    return runs
 
 
 @pytest.mark.parametrize(("tp", "distributed"), [(1, False), (1, True), (2, False)], ids=["DP", "ZeRO", "TP and SP"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from contextlib import contextmanager
+import warnings
 
 import pytest
 import torch
@@ -11,11 +10,14 @@ import torch
 from coat_dist.config import CoatConfigError
 from coat_dist.config import OptimizerConfig as Moments
 from megatron_patches.compat import older_than
-from tests.support import run_ranks
+from tests.support import run_ranks, saves_by_dist_checkpointing
 
 STEPS, SAVED_AFTER = 6, 3
-FORMATS = ["torch", "dp_zero_gather_scatter"]
-FORMATS += ["fully_sharded_model_space"] if older_than("0.15") else ["fully_reshardable", "dp_reshardable"]
+OLD = older_than("0.15")
+DIST = "fully_sharded_bucket_space" if OLD else "fully_reshardable"
+"""One of Megatron's torch_dist formats; "torch" stands for its files of one rank each."""
+OTHERS = ["dp_zero_gather_scatter"] if OLD else ["dp_zero_gather_scatter", "dp_reshardable"]
+COAT = {"coat": {"optimizer": {"stochastic_rounding": True}}}
 
 
 class Run:
@@ -117,72 +119,76 @@ def _same(left, right):
     return left == right
 
 
-@contextmanager
-def _with_a_child_process():
-    """Megatron's dist_checkpointing starts a process and leaves it: daemons may not, and tests leave none."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+def _train_and_resume(rank, world, folder, kinds):
+    """Losses of a whole run and what became of it when it was saved and resumed, by format; and the run."""
+    with saves_by_dist_checkpointing():
+        from megatron.core import parallel_state
 
-    process = multiprocessing.current_process()
-    process._config["daemon"] = False
-    try:
-        yield
-    finally:
-        if (queue := filesystem_async._results_queue) is not None:
-            queue._manager.shutdown()
+        from megatron_patches import initialize_model_parallel
+
+        if not parallel_state.model_parallel_is_initialized():
+            initialize_model_parallel(1)
+        run = Run(COAT)
+        losses = run.train(range(SAVED_AFTER))
+        saved = run.bytes()
+        for kind in kinds:
+            run.save(folder / kind, kind)
+        rest = run.train(range(SAVED_AFTER, STEPS))
+        end, resumed = run.bytes(), {}
+        for kind in kinds:
+            again = Run(COAT)
+            again.load(folder / kind, kind)
+            loaded = again.bytes()
+            resumed[kind] = _same(loaded, saved), again.train(range(SAVED_AFTER, STEPS)) == rest
+            resumed[kind] += (_same(again.bytes(), end),)
+        return losses + rest, resumed, run
 
 
-def _train_and_resume(rank, world, folder):
-    with _with_a_child_process():
-        return _runs(folder)
-
-
-def _runs(folder):
-    import warnings
-
-    from megatron_patches import initialize_model_parallel
-
-    initialize_model_parallel(1)
+def _all(rank, world, folder):
+    losses, resumed, run = _train_and_resume(rank, world, folder, ["torch", DIST])
     adamw = Run().train(range(STEPS))
-    plain = Run()
-    run = Run({"coat": {"optimizer": {"stochastic_rounding": True}}})
-    first = run.train(range(SAVED_AFTER))
-    plain.train(range(1))  # without Transformer Engine Megatron saves and loads AdamW only after a step
-    saved = run.bytes()
-    for kind in FORMATS:
-        run.save(folder / kind, kind)
-    rest = run.train(range(SAVED_AFTER, STEPS))
-    end = run.bytes()
-    resumed = {}
-    for kind in FORMATS:
-        again = Run({"coat": {"optimizer": {"stochastic_rounding": True}}})
-        again.load(folder / kind, kind)
-        found = again.bytes()
-        resumed[kind] = _same(found, saved), again.train(range(SAVED_AFTER, STEPS)) == rest, _same(again.bytes(), end)
-    # Without codes, with other formats, and into Megatron's AdamW: moments in fp32 carry on.
-    kind = FORMATS[2]
+    # Without codes, and with other formats: moments in fp32 carry on.
     anew = Run({"coat": {}})
-    anew.load(folder / kind, kind, coat_codes=False)
+    anew.load(folder / DIST, DIST, coat_codes=False)
     other = Run({"coat": {"optimizer": {"first_moment": "int8", "second_moment": "log8"}}})
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        other.load(folder / kind, kind)
+        other.load(folder / DIST, DIST)
     said = [str(w.message) for w in warned if "rounded anew" in str(w.message)]
-    plain.load(folder / FORMATS[-1], FORMATS[-1])  # the one that torch's AdamW can load: it has a "step"
-    carried = [r.train(range(SAVED_AFTER, STEPS)) for r in (anew, other, plain)]
-
+    carried = [r.train(range(SAVED_AFTER, STEPS)) for r in (anew, other)]
     inner = run.inner()
     groups = [(g["wd_mult"], g["moments"], {tuple(inner.state[p]) for p in g["params"]}) for g in inner.param_groups]
     coded = [p for g in inner.param_groups if g["moments"] == "fp8" for p in g["params"]]
     held = sum(t.numel() * t.element_size() for p in coded for t in inner.state[p].values() if torch.is_tensor(t))
     counts = held, sum(p.numel() for p in coded), sum(p.numel() for p in run.model.parameters() if p.dim() > 1)
-    return dict(
-        adamw=adamw, losses=first + rest, resumed=resumed, carried=carried, said=said, groups=groups, counts=counts
-    )
+    return dict(adamw=adamw, losses=losses, resumed=resumed, carried=carried, said=said, groups=groups, counts=counts)
+
+
+def _more_formats(rank, world, folder):
+    """Also what Megatron's own AdamW makes of such a checkpoint, where it can load any without Transformer Engine."""
+    losses, resumed, _ = _train_and_resume(rank, world, folder, OTHERS)
+    carried = []
+    if not older_than("0.16"):
+        plain = Run()
+        plain.train(range(1))  # AdamW's places in a checkpoint exist after a step
+        plain.load(folder / "dp_reshardable", "dp_reshardable")
+        carried = plain.train(range(SAVED_AFTER, STEPS))
+    return losses, resumed, carried
+
+
+def _alone(rank, world, folder):
+    from megatron_patches import initialize_model_parallel
+
+    initialize_model_parallel(1)
+    run = Run(COAT)
+    run.load(folder, DIST, coat_codes=False)
+    return run.inner().steps(), run.train(range(1))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return run_ranks(2, _train_and_resume, tmp_path_factory.mktemp("megatron"))
+    folder = tmp_path_factory.mktemp("megatron")
+    return [{**run, "folder": folder} for run in run_ranks(2, _all, folder)]
 
 
 def test_losses_follow_adamw(runs):
@@ -200,7 +206,7 @@ def test_moments_are_fp8_and_sharded(runs):
     assert mine == whole // 2 and 2.0 < held / mine < 2.1
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["torch", DIST])
 def test_a_run_resumes_to_the_bit(runs, kind):
     for run in runs:
         assert run["resumed"][kind] == (True, True, True)
@@ -212,6 +218,20 @@ def test_moments_without_their_codes_carry_on(runs):
             assert losses != run["losses"][SAVED_AFTER:]
             assert losses == pytest.approx(run["losses"][SAVED_AFTER:], rel=0.02)
         assert len(run["said"]) == 1
+
+
+@pytest.mark.skipif(OLD, reason="no format of 0.14 changes the number of ranks with the numpy of today")
+def test_another_number_of_ranks(runs):
+    """One rank goes on where two have stopped: it has no codes for its shards, and rounds moments anew."""
+    ((steps, losses),) = run_ranks(1, _alone, runs[0]["folder"] / DIST)
+    assert steps == SAVED_AFTER and losses[0] < 0.9 * runs[0]["losses"][0]
+
+
+@pytest.mark.slow
+def test_other_formats_and_megatrons_adamw(tmp_path):
+    for losses, resumed, carried in run_ranks(2, _more_formats, tmp_path):
+        assert resumed == dict.fromkeys(OTHERS, (True, True, True))
+        assert not carried or carried == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
 
 
 @pytest.mark.parametrize(

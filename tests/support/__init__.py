@@ -1,7 +1,7 @@
 """What tests of several folders share: ranks in processes of their own, and ways to watch a model."""
 
 from .models import Adds, residuals_apart
-from .processes import held_elsewhere, megatron_on_one_rank
+from .processes import held_elsewhere, megatron_on_one_rank, saves_by_dist_checkpointing
 from .ranks import free_port, run_ranks, start_ranks
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "megatron_on_one_rank",
     "residuals_apart",
     "run_ranks",
+    "saves_by_dist_checkpointing",
     "start_ranks",
 ]

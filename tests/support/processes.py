@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,22 @@ def megatron_on_one_rank() -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@contextmanager
+def saves_by_dist_checkpointing() -> Iterator[None]:
+    """For a rank of a test that saves with Megatron's dist_checkpointing, which starts a process and leaves it behind.
+
+    Ranks are daemons, which may have no children, and a test leaves no process.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if (queue := getattr(filesystem_async, "_results_queue", None)) is not None:
+            queue._manager.shutdown()
 
 
 @contextmanager
