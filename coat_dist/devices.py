@@ -8,8 +8,8 @@ compute capability  kernels           FP8 conversion                            
 below, and AMD      no: definitions   torch's casts                                fp64 sums
 ==================  ================  ===========================================  ==================================
 
-``COAT_FP8_ARITHMETIC=1`` in the environment takes any GPU for one of the second line: to test it, and to measure what it
-costs, on a GPU that has the instructions.
+``COAT_FP8_ARITHMETIC=1`` in the environment takes any GPU for one of the second line: to test it, and to measure what
+it costs, on a GPU that has the instructions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def switched_on(name: str) -> bool:
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
-    """Whether kernels run on the device of ``tensor``: a CUDA device of compute capability 8.0, with Triton installed."""
+    """Whether kernels run on the device of ``tensor``: CUDA, compute capability 8.0, Triton installed."""
     return tensor.is_cuda and _runs_kernels(tensor.get_device())
 
 
@@ -72,12 +72,12 @@ def has_fp8(tensor: torch.Tensor) -> bool:
 
 
 _ARITHMETIC = (
-    "FP8 is converted by integer arithmetic, with the same codes, and FP8 products are BF16 products of the codes, so "
-    "the FP8 flow saves memory but no time. How much slower a step is: docs/support.md, GPUs"
+    "FP8 numbers are converted by integer arithmetic, with the same codes, and FP8 products run as BF16 products of "
+    "the codes. How much slower that is than with FP8 instructions: docs/support.md, GPUs"
 )
 _DEFINITIONS = (
-    "no kernels: every operation is its definition in plain torch, and FP8 products are fp64 sums. How much slower that "
-    "is: docs/support.md, GPUs"
+    "no kernels: every operation is its definition in plain torch, and FP8 products are fp64 sums. How much slower "
+    "that is than kernels: docs/support.md, GPUs"
 )
 
 
@@ -113,6 +113,8 @@ def _below(device: int, needed: tuple[int, int]) -> str:
 def _say(device: int, why: str, what: str) -> None:
     """Warn, once for each GPU of this process and on one rank: rank 0, and ranks whose GPU is of another kind than the
     first of their machine, which rank 0 does not know."""
+    if torch.compiler.is_compiling():  # said by what is not compiled: the optimizer's step
+        return
     rank = rank_and_world()[0] or int(os.environ.get("RANK") or 0)
     if rank == 0 or torch.cuda.get_device_capability(device) != torch.cuda.get_device_capability(0):
-        warnings.warn(f"coat: GPU {device} ({torch.cuda.get_device_name(device)}): {why}: {what}", stacklevel=2)
+        warnings.warn(f"coat_dist: GPU {device} ({torch.cuda.get_device_name(device)}): {why}: {what}", stacklevel=2)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-__all__ = ["FP8_GEMM_CAPABILITY", "SUPPORTED", "check", "main", "versions"]
+__all__ = ["SUPPORTED", "check", "main", "paths", "versions"]
 
 # The ranges of setup.py that matter at run time.
 SUPPORTED = {
@@ -25,7 +25,6 @@ SUPPORTED = {
     "megatron-core": ">=0.14,<0.17",
     "triton": ">=3.6,<3.9",
 }
-FP8_GEMM_CAPABILITY = (8, 9)  # Ada is the first with FP8 matrix instructions
 
 
 def versions() -> dict[str, str | None]:
@@ -75,25 +74,34 @@ def check(installed: dict[str, str | None] | None = None) -> Iterator[tuple[str,
         yield "warning", "C compiler: none of cc, gcc, clang found; Triton cannot build its launchers on a GPU machine"
     if os.environ.get("COAT_REFERENCE") == "1":
         yield "warning", "COAT_REFERENCE=1: the plain torch definitions are used everywhere, kernels are off"
+    if os.environ.get("COAT_FP8_ARITHMETIC") == "1":
+        yield "warning", "COAT_FP8_ARITHMETIC=1: FP8 instructions are not used, conversion is arithmetic, products BF16"
 
 
 def paths() -> dict[str, str]:
     """What runs each part on this machine: the optimizer's step, quantization, and FP8 GEMMs."""
     import torch
 
+    from coat_dist.devices import has_fp8
     from coat_dist.ops.dispatch import use_kernels
 
     if not torch.cuda.is_available():
-        return {part: "definition in plain torch (no GPU)" for part in ("optimizer step", "quantization", "FP8 GEMM")}
-    fast = torch.cuda.get_device_capability() >= FP8_GEMM_CAPABILITY
-    kernels = use_kernels(torch.empty(0, device="cuda"))
-    return {
-        "optimizer step": "Triton kernel" if kernels else "definition in plain torch",
-        "quantization": "Triton kernels" if kernels else "definition in plain torch",
-        "FP8 GEMM": "torch._scaled_mm"
-        if fast
-        else f"definition: compute capability below {FP8_GEMM_CAPABILITY} has no FP8",
-    }
+        return {part: "definition in plain torch (no GPU)" for part in PARTS}
+    first = torch.empty(0, device="cuda")
+    return paths_with(use_kernels(first), has_fp8(first))
+
+
+PARTS = ("optimizer step", "quantization", "FP8 GEMM")
+
+
+def paths_with(kernels: bool, fp8: bool) -> dict[str, str]:
+    """:func:`paths` on a GPU that runs kernels, and has FP8 instructions, or not."""
+    if not kernels:
+        return dict(zip(PARTS, ("definition in plain torch",) * 2 + ("definition: fp64 sums",), strict=True))
+    if not fp8:
+        slower = "Triton kernel, FP8 conversion by integer arithmetic"
+        return dict(zip(PARTS, (slower, slower, "BF16 products of the codes: no FP8 tensor cores"), strict=True))
+    return dict(zip(PARTS, ("Triton kernel", "Triton kernels", "torch._scaled_mm"), strict=True))
 
 
 def main() -> int:

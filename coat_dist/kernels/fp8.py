@@ -52,10 +52,10 @@ class Format(NamedTuple):
     """An FP8 format as compile-time constants. ``lowest`` is the biased fp32 exponent of its smallest normal number;
     ``power`` the exponent of its largest, 1.75 * 2**power.
 
-    ``native``: numbers are converted by instructions; otherwise by :func:`code_bits` and :func:`from_fp8`. ``fast``: the
-    GPU's approximations may be used; false in the interpreter, whose own conversion to FP8 does not round to nearest.
-    ``fp8`` is what a tile of codes is made of: bytes for E4M3 codes on a GPU without FP8 instructions, as Triton does not
-    know the type there. E5M2 is known everywhere, so bytes are always E4M3.
+    ``native``: numbers become codes by instructions; otherwise by :func:`code_bits`, also in the interpreter, whose own
+    conversion does not round to nearest. ``fast``: the GPU's approximations may be used; not in the interpreter.
+    ``fp8`` is what a tile of codes is made of: bytes for E4M3 on a GPU without FP8 instructions, where Triton does not
+    know the type. It knows E5M2 everywhere, so bytes are always E4M3.
     """
 
     fp8: tl.dtype

@@ -22,8 +22,8 @@ A key finer than Triton's costs a detour; a coarser one would run the wrong kern
 specialization. Everything else takes Triton's path: the first call of each key, other types of arguments, hooks of
 profilers, ``torch.compile``, the interpreter, and versions of Triton that have not been compared.
 
-All tensors lie on one device. The launch happens there, whichever device is current. Below compute capability 8.9 Triton
-does not know E4M3, so it gets such tensors as bytes (``fp8.py`` reads and writes them).
+All tensors lie on one device. The launch happens there, whichever device is current. Below compute capability 8.9
+Triton does not know E4M3, so it gets such tensors as bytes, which ``fp8.py`` reads and writes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ from triton.runtime.jit import JITFunction
 
 from ..devices import has_fp8
 
-__all__ = ["FastLaunch", "as_bytes", "cdiv", "fast_launch", "next_power_of_2"]
+__all__ = ["FastLaunch", "as_bytes", "cdiv", "fast_launch", "forget", "next_power_of_2"]
 
 COMPARED = ("3.6.", "3.8.")
 """Versions of Triton whose specialization and launch have been compared with what is done here."""
+
+_WRAPPED: list[FastLaunch] = []
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)  # exactly: the address of another subclass need not be that of its data
 
@@ -89,7 +91,17 @@ def next_power_of_2(n: int) -> int:
 
 def fast_launch(kernel: Any) -> Any:
     """:class:`FastLaunch` around what ``triton.jit`` made; an interpreted function stays as it is."""
-    return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel
+    if not isinstance(kernel, JITFunction):
+        return kernel
+    _WRAPPED.append(FastLaunch(kernel))
+    return _WRAPPED[-1]
+
+
+def forget() -> None:
+    """Have every kernel's next launch ask Triton: after ``COAT_FP8_ARITHMETIC`` was changed in a running program, since
+    a GPU does not change and keys do not hold it."""
+    for kernel in _WRAPPED:
+        kernel._plans.clear()
 
 
 class FastLaunch:
@@ -130,8 +142,8 @@ class FastLaunch:
 
 
 def as_bytes(value: Any) -> Any:
-    """E4M3 tensors as bytes, all else as it is: what kernels take on GPUs where Triton does not know that type. It makes
-    no difference to the key: a compiled kernel is called with addresses."""
+    """E4M3 tensors as bytes, all else as it is: what kernels take on GPUs where Triton does not know that type. Keys
+    hold E4M3 all the same: a compiled kernel is called with addresses."""
     is_e4m3 = isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn
     return value.view(torch.uint8) if is_e4m3 else value
 

@@ -58,3 +58,15 @@ def test_report_program():
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("python", "torch", "deepspeed", "megatron-core", "GPU", "optimizer step", "FP8 GEMM"):
         assert word in done.stdout
+
+
+def test_paths_of_each_kind_of_gpu():
+    native, old, none = (report.paths_with(*has) for has in ((True, True), (True, False), (False, False)))
+    assert native.keys() == old.keys() == none.keys()
+    assert native["FP8 GEMM"] == "torch._scaled_mm" and "BF16" in old["FP8 GEMM"] and "definition" in none["FP8 GEMM"]
+    assert "arithmetic" in old["optimizer step"] and "arithmetic" not in native["optimizer step"]
+
+
+def test_switches_of_the_environment_are_named(monkeypatch):
+    monkeypatch.setenv("COAT_FP8_ARITHMETIC", "1")
+    assert [level for level, text in report.check(GOOD) if text.startswith("COAT_FP8_ARITHMETIC=1")] == ["warning"]

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+from coat_dist.devices import KERNEL_CAPABILITY
+
+ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= KERNEL_CAPABILITY
 DEVICE = "cuda" if ON_GPU else "cpu"
 
 

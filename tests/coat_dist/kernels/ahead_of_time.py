@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that is not there: what a call would launch, down to machine code by Triton's own ptxas."""
+"""Kernels compiled for a GPU that is not there: what a call would launch, down to machine code by Triton's ptxas."""
 
 from __future__ import annotations
 

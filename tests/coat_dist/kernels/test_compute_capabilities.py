@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs without FP8 instructions (8.0: A100, 8.6), which have none of them; from 8.9 on they have."""
+"""Kernels compile for GPUs without FP8 instructions (8.0: A100, 8.6), and then hold none; from 8.9 on they do."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.support import run_ranks  # noqa: E402
 from .ahead_of_time import compiled_for, conversions  # noqa: E402
 from .test_recompiles import run_all  # noqa: E402
 
-FEW = ("default", "stochastic, e5m2, large seed", "int8, log8, stochastic", "remainder, copy, stochastic")
+FEW = ("default", "stochastic, e5m2, large seed")
 
 
 def adamw_steps(variants):
@@ -48,10 +48,10 @@ def without_fp8(rank, world, capability, variants, whole_flow):
 
 def with_fp8(rank, world):
     with compiled_for((9, 0)) as made:
-        adamw_steps(["default", "e5m2"])
-        some_of_the_flow(20)
+        adamw_steps(["default"])
+        quantize.quantize_both(torch.zeros(20, 64), E5M2, torch.ones(()))
     found = {one.name for one in made if conversions(one.ptx)}
-    assert {"_adamw_kernel", "_adamw_table_kernel", "_tensor_kernel", "_compress_kernel"} <= found, found
+    assert {"_adamw_kernel", "_adamw_table_kernel", "_tensor_kernel"} <= found, found
 
 
 def test_kernels_for_8_0_convert_by_arithmetic():
@@ -65,7 +65,7 @@ def test_kernels_for_9_0_convert_by_instructions():
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=str)
 def test_every_variant_for_gpus_without_fp8(capability):
-    run_ranks(1, without_fp8, capability, tuple(VARIANTS), True)
+    run_ranks(1, without_fp8, capability, tuple(VARIANTS), True, timeout=900.0)
 
 
 def test_e4m3_tensors_are_launched_as_bytes_without_fp8():

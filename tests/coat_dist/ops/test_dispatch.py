@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from coat_dist import ops
+from coat_dist.devices import KERNEL_CAPABILITY
 from coat_dist.ops import dispatch
 from coat_dist.ops.dispatch import use_kernels
 from coat_dist.reference import adamw
@@ -30,7 +31,7 @@ def test_cpu_tensors_run_definitions_unless_kernels_are_forced(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu_tensors_run_kernels_unless_definitions_are_forced(monkeypatch):
     x = torch.zeros(2, device="cuda")
-    assert use_kernels(x) == (torch.cuda.get_device_capability() >= (8, 9))
+    assert use_kernels(x) == (torch.cuda.get_device_capability() >= KERNEL_CAPABILITY)
     monkeypatch.setenv("COAT_REFERENCE", "1")
     assert not use_kernels(x)
 
