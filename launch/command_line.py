@@ -17,7 +17,8 @@ __all__ = ["Parser", "local_path", "number", "whole_number"]
 _ARGUMENT = re.compile(r"argument ([^:]+): (.*)", re.DOTALL)
 _CHOICE = re.compile(r"invalid choice: (.*) \(choose from (.*)\)", re.DOTALL)
 _REQUIRED = "the following arguments are required: "
-_NUMBER = re.compile(r"-(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|-inf(?:inity)?|-nan", re.IGNORECASE)
+_NEGATIVE = re.compile(r"-(?:\.?\d|inf|nan)", re.IGNORECASE)
+_LARGEST = 10**12
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,8 +35,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, prefix: str = "", meant: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.prefix, self.meant = prefix, dict(meant or {})
-        # Its own pattern knows no exponents: `--lr -1e-4` would lack a value.
-        self._negative_number_matcher = re.compile(rf"(?:{_NUMBER.pattern})$", re.IGNORECASE)
+        # Its own pattern knows no exponents and lists: `--lr -1e-4` would lack a value.
+        self._negative_number_matcher = _NEGATIVE
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         """Refuse what is no option before anything else: a misspelt one is also one that is missing."""
@@ -101,8 +102,8 @@ class Parser(argparse.ArgumentParser):
 
 def whole_number(text: str) -> int:
     """A whole number, as a type of an option."""
-    if re.fullmatch(r"[-+]?[0-9]+", text) is None:
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number in digits")
+    if re.fullmatch(r"[-+]?[0-9]{1,20}", text) is None or abs(int(text)) >= _LARGEST:
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number in digits, below {_LARGEST:.0e}")
     return int(text)
 
 

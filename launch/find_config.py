@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from coat_dist import CoatConfigError
+from coat_dist.config import load_json
 
-__all__ = ["find_config"]
+__all__ = ["find_config", "read_config"]
 
 # setup.py puts the project's `configs` into this package; in a clone, installed as editable or not, it is beside it.
 _IN_PACKAGE, _BESIDE_IT = Path(__file__).with_name("configs"), Path(__file__).parents[1] / "configs"
@@ -35,3 +36,16 @@ def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "
     if name in names and path.parent in (Path(), Path(kind), Path("configs", kind)):
         return _FOLDER / kind / f"{name}.json"
     raise CoatConfigError(f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}")
+
+
+def read_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> dict[str, Any]:
+    """The object in the file that :func:`find_config` gives.
+
+    Raises:
+        CoatConfigError: there is no such file, or it holds no JSON object; names the option.
+    """
+    path = find_config(option, given, kind)
+    try:
+        return load_json(path)
+    except CoatConfigError as problem:
+        raise CoatConfigError(f"{option}: {str(problem).removeprefix('config: ')}") from None

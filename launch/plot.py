@@ -12,6 +12,12 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from launch.interrupts import leave_quietly, raise_again
+
+if __name__ == "__main__":
+    leave_quietly("plot")
+
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,16 +93,31 @@ def _trailing_mean(values: list[float], window: int) -> list[float]:
 
 
 def _check_output(path: Path) -> None:
-    """Refuse a name without a format, to which matplotlib adds one, and a file that is no picture of its format."""
+    """Refuse a name without a format, to which matplotlib adds one, a file that is no picture of its format, and a
+    place that cannot be written."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    def refuse(what: str, accepted: str) -> None:
+        raise ValueError(f"--output: got {path}, {what}accepted: {accepted}")
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if not path.suffix:
-        raise ValueError(f"--output: got {path}, accepted: a file name that ends in .png, .pdf, .svg")
+        refuse("", "a file name that ends in .png, .pdf, .svg")
+    if path.suffix[1:].lower() not in formats:
+        refuse("", f"a file name that ends in one of {', '.join(formats)}")
     begin = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}.get(path.suffix.lower(), b"")
-    if path.exists():
-        with path.open("rb") as file:
-            if not file.read(len(begin)) == begin and path.stat().st_size:
-                raise ValueError(
-                    f"--output: got {path}, which is there and no {path.suffix} picture, accepted: another"
-                )
+    try:
+        if path.is_dir():
+            refuse("which is a folder, ", "a file")
+        if path.exists():
+            with path.open("rb") as file:
+                if file.read(len(begin)) != begin and path.stat().st_size:
+                    refuse(f"which is there and no {path.suffix} picture, ", "another")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as problem:
+        refuse("", f"a file to write to ({problem})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.smooth < 1:
             raise ValueError(f"--smooth: got {args.smooth}, accepted: an integer >= 1")
+        _check_output(Path(args.output))
         for run in args.runs:
             path = Path(run)
             records = read_metrics(path)
@@ -117,9 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(f"{run}: holds no steps")
             name = path.name if path.is_dir() else path.parent.name or path.stem
             runs[name if name not in runs else run] = records
-        _check_output(Path(args.output))
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        draw(runs, args.output, args.smooth)
+        draw(runs, Path(args.output), args.smooth)
     except FileNotFoundError as problem:
         print(
             f"error: {problem.filename} does not exist, accepted: a folder with metrics.jsonl, or such a file",
@@ -129,9 +149,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("plot: interrupted", file=sys.stderr)
+        return 130
     print(f"wrote {args.output}")
     return 0
 
 
 if __name__ == "__main__":
+    raise_again()
     sys.exit(main())

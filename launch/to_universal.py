@@ -3,8 +3,8 @@
     python launch/to_universal.py --load runs/first/checkpoints --output runs/first/universal
     deepspeed --num_gpus 4 launch/pretrain.py ... --load runs/first/universal
 
-It may be of pretrain.py, of any DeepSpeed program, or a checkpoint-N of transformers' Trainer. The options of DeepSpeed's
-own ds_to_universal.py are taken too:
+It may be of pretrain.py, of any DeepSpeed program, or a checkpoint-N of transformers' Trainer. The options of
+DeepSpeed's own ds_to_universal.py are taken too:
 
     python launch/to_universal.py --input_folder out/global_step100 --output_folder out/global_step100_universal
 
@@ -22,6 +22,11 @@ from pathlib import Path
 # A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.interrupts import leave_quietly, raise_again
+
+if __name__ == "__main__":
+    leave_quietly("to_universal")
 
 import os
 import shutil
@@ -155,5 +160,6 @@ def _how_to_load(source: Source, final: Path) -> str:
 
 
 if __name__ == "__main__":
+    raise_again()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, whose classes are in the files, looks for GPUs
     sys.exit(main())

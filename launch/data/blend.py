@@ -14,6 +14,7 @@ from launch.prep import DataError
 __all__ = ["DataInfo", "check_one_tokenizer", "parse_blend", "parse_split", "read_info", "without_suffix"]
 
 _SUFFIXES = (".bin", ".idx")
+_FORGIVEN = (*_SUFFIXES, ".json")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DataInfo:
 
 
 def without_suffix(given: str) -> str:
-    """``given`` without the ``.bin`` or ``.idx`` of one of a data set's files, and ``~`` as the home folder.
+    """``given`` without the ``.bin``, ``.idx`` or ``.json`` of one of a data set's files, and ``~`` as the home folder.
 
     Args:
         given: ``PREFIX`` or ``WEIGHT PREFIX``. A data set whose prefix really ends so is left as it is.
@@ -47,8 +48,8 @@ def without_suffix(given: str) -> str:
     if not space or _number(weight) is None:
         weight, space, prefix = "", "", given
     prefix = os.path.expanduser(prefix.strip())
-    if prefix.endswith(_SUFFIXES) and not Path(f"{prefix}.idx").exists():
-        prefix = prefix[: -len(_SUFFIXES[0])]
+    if prefix.endswith(_FORGIVEN) and not Path(f"{prefix}.idx").exists():
+        prefix = prefix.rpartition(".")[0]
     return weight + space + prefix
 
 
@@ -67,7 +68,9 @@ def read_info(prefix: str) -> DataInfo:
             )
     try:
         content = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
-        info = DataInfo(int(content["vocab_size"]), int(content["eod"]), content.get("tokenizer_digest"), content.get("tokenizer"))
+        info = DataInfo(
+            int(content["vocab_size"]), int(content["eod"]), content.get("tokenizer_digest"), content.get("tokenizer")
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
         raise DataError(
             f"data: {prefix}.json cannot be used ({problem!r}), accepted: a finished prepare_data.py output, or an "

@@ -121,7 +121,7 @@ class SentencePieceTokenizer:
     def __init__(self, path: str | Path, eod: str | int | None = None) -> None:
         import sentencepiece
 
-        self.file: Path | None = Path(path)
+        self.file: Path | None = Path(path).expanduser()
         if not self.file.is_file():
             raise DataError(f"--tokenizer: {path} does not exist, accepted: sentencepiece:FILE with a .model file")
         self._library = sentencepiece.SentencePieceProcessor()

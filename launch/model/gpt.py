@@ -11,9 +11,9 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 
 from coat_dist import CoatConfigError
-from coat_dist.config import explain, load_json
+from coat_dist.config import explain
 from coat_dist.reference.activation import ACTIVATIONS
-from launch.find_config import find_config
+from launch.find_config import read_config
 from launch.model.experts import ExpertsConfig
 
 __all__ = ["ModelConfig", "build_model", "flops_per_token", "load_model_config", "parameter_count"]
@@ -142,7 +142,7 @@ def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> Model
     Raises:
         CoatConfigError: no such file, unknown key, wrong type or contradictory sizes; names the key.
     """
-    values = load_json(find_config("--model", given, "models"))
+    values = read_config("--model", given, "models")
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:

@@ -54,7 +54,13 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         metavar="PATH",
         help="files or folders (recursive); 'stdlib' is the running Python's own standard library",
     )
-    p.add_argument("--output", type=local_path, required=True, metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx and PREFIX.json")
+    p.add_argument(
+        "--output",
+        type=local_path,
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX.bin, PREFIX.idx and PREFIX.json",
+    )
     p.add_argument(
         "--tokenizer",
         required=True,

@@ -35,7 +35,7 @@ def _compare(then: Any, now: dict[str, Any], what: str) -> None:
 @contextlib.contextmanager
 def locked(prefix: str, parts: Path) -> Iterator[None]:
     """Make the output folder and hold a lock on it; the system drops the lock of a process that dies."""
-    if not Path(prefix).name or Path(prefix).is_dir():
+    if not Path(prefix).name or os.path.isdir(prefix):
         raise DataError(
             f"--output: got {prefix!r}, which is a folder, accepted: a folder and the beginning of a file name"
         )

@@ -139,6 +139,16 @@ def _start_worker() -> None:
     threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Ctrl-C comes afterwards, and never to processes that are started meanwhile: they inherit what is blocked."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def tokenize(job: Job, shards: list[list[Piece]], workers: int, quiet: bool) -> list[dict[str, Any]]:
     """Run the shards that are not there yet; the counts of all, in order."""
     results: dict[int, dict[str, Any]] = {}
@@ -164,7 +174,8 @@ def tokenize(job: Job, shards: list[list[Piece]], workers: int, quiet: bool) -> 
             context = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
             try:
-                futures = {pool.submit(run_shard, job, number, shards[number]): number for number in todo}
+                with _unheard():  # or a worker that is still importing would print where it was
+                    futures = {pool.submit(run_shard, job, number, shards[number]): number for number in todo}
                 for future in as_completed(futures):
                     results[futures[future]] = future.result()
                     bar.update(sizes[futures[future]])

@@ -62,7 +62,11 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--deepspeed", action="store_true", help="accepted for habit; DeepSpeed always runs")
     g.add_argument(
-        "--local_rank", "--local-rank", type=whole_number, default=None, help="set by the launcher; LOCAL_RANK works as well"
+        "--local_rank",
+        "--local-rank",
+        type=whole_number,
+        default=None,
+        help="set by the launcher; LOCAL_RANK works as well",
     )
     g.add_argument(
         "--distributed-timeout-minutes",
@@ -120,7 +124,10 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--warmup-steps", type=whole_number, default=0, help="steps from 0 to the peak")
     g.add_argument(
-        "--lr-decay-steps", type=whole_number, default=None, help="step at which --min-lr is reached (default: --train-steps)"
+        "--lr-decay-steps",
+        type=whole_number,
+        default=None,
+        help="step at which --min-lr is reached (default: --train-steps)",
     )
     g.add_argument(
         "--max-bad-steps",
@@ -150,7 +157,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder for checkpoints; also saves at the end and on SIGTERM, SIGINT",
     )
-    g.add_argument("--save-interval", type=whole_number, default=0, help="steps between checkpoints; 0 = only at the end")
+    g.add_argument(
+        "--save-interval", type=whole_number, default=0, help="steps between checkpoints; 0 = only at the end"
+    )
     g.add_argument("--keep-last", type=whole_number, default=0, help="checkpoints kept in --save; 0 = all")
     g.add_argument(
         "--load",
@@ -190,6 +199,12 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name.replace("-", "_"))
         require(name, value is None or value >= 0, "a number >= 0")
     require("lr-decay-steps", args.lr_decay_steps is None or args.lr_decay_steps >= 1, "an integer >= 1")
+    end = args.lr_decay_steps or args.train_steps
+    require(
+        "warmup-steps",
+        args.lr_schedule == "constant" or args.warmup_steps <= max(end, 0),
+        f"0 to {'--lr-decay-steps' if args.lr_decay_steps else '--train-steps'} ({end})",
+    )
     require("seed", 0 <= args.seed < 2**31, "an integer from 0 to 2^31 - 1")
     require(
         "stop-at-step", args.stop_at_step is None or 1 <= args.stop_at_step <= args.train_steps, "1 to --train-steps"

@@ -13,7 +13,7 @@ from launch.data import dataset as data
 from launch.model.experts import scale_aux_loss
 from launch.model.gpt import build_model
 from launch.training.loop import Batch
-from launch.training.plan import Plan
+from launch.training.plan import Plan, as_typed
 
 __all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss"]
 
@@ -86,18 +86,19 @@ def datasets(p: Plan) -> list[Any]:
     """Train, valid and test set; the last two are None where there is no evaluation, the last where it has no share."""
     a = p.args
     asked = a.eval_steps * p.batch.micro * p.dp if a.eval_interval else 0
-    return list(
-        data.build_datasets(
-            a.data,
-            a.split,
-            p.model.seq_length,
-            train_samples=a.train_steps * p.batch.total,
-            valid_samples=asked,
-            test_samples=asked if data.parse_split(a.split)[2] else 0,
-            seed=a.seed,
-            cache_dir=a.data_cache,
+    with as_typed():
+        return list(
+            data.build_datasets(
+                a.data,
+                a.split,
+                p.model.seq_length,
+                train_samples=a.train_steps * p.batch.total,
+                valid_samples=asked,
+                test_samples=asked if data.parse_split(a.split)[2] else 0,
+                seed=a.seed,
+                cache_dir=a.data_cache,
+            )
         )
-    )
 
 
 def batch_iterator(p: Plan, dataset: Any, dp_rank: int, consumed: int = 0) -> Iterator[Batch]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,13 +60,21 @@ def open_folders(args: argparse.Namespace, locks: ExitStack) -> Folders:
 
 def _look(args: argparse.Namespace) -> Folders:
     source = require_loadable(args.load, args.save)
-    try:
+    with _readable("--save"):
         superseded = _check_save(args, source)
+    with _readable("--output"):
         _check_output(args, source)
+    with _readable("--tensorboard"):
         _check_tensorboard(args, source)
-    except OSError as problem:
-        raise CoatConfigError(f"--save, --output, --tensorboard: cannot be read ({problem})") from problem
     return Folders(source, superseded)
+
+
+@contextmanager
+def _readable(option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise CoatConfigError(f"{option}: cannot be read ({problem}), accepted: a folder to write to") from problem
 
 
 def _lock(args: argparse.Namespace, locks: ExitStack) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +15,9 @@ from launch.model.gpt import ModelConfig, load_model_config, parameter_count
 from launch.training.schedule import Schedule
 from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "as_typed", "plan"]
+
+_OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,16 @@ class Plan:
         }
 
 
+@contextmanager
+def as_typed() -> Iterator[None]:
+    """Errors of data name what was typed, not the parameter of a function that it became."""
+    try:
+        yield
+    except data.DataError as problem:
+        name, colon, rest = str(problem).partition(":")
+        raise data.DataError(f"{_OPTIONS.get(name, name)}{colon}{rest}") from None
+
+
 def plan(args: argparse.Namespace, world: int) -> Plan:
     """Read and check every setting.
 
@@ -67,15 +81,19 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
     tp = args.tensor_parallel
     settings, coat = load_settings(args.deepspeed_config, tp=tp)
     model = load_model_config(args.model, args.model_override)
-    prefixes, _ = data.parse_blend(args.data)
-    infos = [data.read_info(prefix) for prefix in prefixes]
-    data.check_one_tokenizer(prefixes, infos)
+    with as_typed():
+        prefixes, _ = data.parse_blend(args.data)
+        infos = [data.read_info(prefix) for prefix in prefixes]
+        data.check_one_tokenizer(prefixes, infos)
     model = model.with_vocab(max(info.vocab_size for info in infos))
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
     model.check_parallel(tp, args.sequence_parallel)
+    lr = peak_lr(args, settings)
+    if args.min_lr > lr:
+        raise CoatConfigError(f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})")
     schedule = Schedule(
-        lr=peak_lr(args, settings),
+        lr=lr,
         min_lr=args.min_lr,
         warmup_steps=args.warmup_steps,
         decay_steps=args.lr_decay_steps or args.train_steps,

@@ -11,7 +11,7 @@ from typing import Any
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import decode_base64, load_json, look_up
 from coat_dist.deepspeed.refusals import check_deepspeed
-from launch.find_config import find_config
+from launch.find_config import read_config
 
 __all__ = ["BatchSizes", "batch_sizes", "load_settings", "peak_lr"]
 
@@ -70,7 +70,7 @@ def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | 
 def _read(given: str) -> dict[str, Any]:
     if not os.path.exists(given) and decode_base64(given) is not None:
         return load_json(given)
-    return load_json(find_config("--deepspeed_config", given, "deepspeed"))
+    return read_config("--deepspeed_config", given, "deepspeed")
 
 
 @dataclass(frozen=True)
