@@ -51,11 +51,9 @@ TINY = tl.constexpr(2.0**-126)  # smallest normal fp32, to the bit; a smaller li
 class Format(NamedTuple):
     """An FP8 format as compile-time constants. ``lowest`` is the biased fp32 exponent of its smallest normal number;
     ``power`` the exponent of its largest, 1.75 * 2**power.
-
-    ``native``: numbers become codes by instructions; otherwise by :func:`code_bits`, also in the interpreter, whose own
+    ``native``: numbers become codes by instructions, otherwise by :func:`code_bits`, as in the interpreter, whose own
     conversion does not round to nearest. ``fast``: the GPU's approximations may be used; not in the interpreter.
-    ``fp8`` is what a tile of codes is made of: bytes for E4M3 on a GPU without FP8 instructions, where Triton does not
-    know the type. It knows E5M2 everywhere, so bytes are always E4M3.
+    ``fp8`` is what codes are made of: bytes for E4M3 where a GPU has no FP8 instructions, as Triton has no E4M3 there.
     """
 
     fp8: tl.dtype
@@ -69,13 +67,10 @@ class Format(NamedTuple):
 
 
 _CONSTANTS = {
-    (fmt.name, fast, native): Format(
-        tl.uint8 if fmt is E4M3 and fast and not native else fp8,
-        fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, fast, native,
-    )
-    for fmt, fp8, lowest, power in ((E4M3, tl.float8e4nv, 121, 8), (E5M2, tl.float8e5, 113, 15))
-    for fast, native in ((False, False), (True, False), (True, True))
-}  # fmt: skip
+    (fmt.name, fast, native): Format(fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, fast, native)
+    for fast, native, e4m3 in ((False, False, tl.float8e4nv), (True, False, tl.uint8), (True, True, tl.float8e4nv))
+    for fmt, fp8, lowest, power in ((E4M3, e4m3, 121, 8), (E5M2, tl.float8e5, 113, 15))
+}
 
 
 def constants(fmt: FP8Format, tensor: torch.Tensor) -> Format:
@@ -103,8 +98,8 @@ def code_bits(y, C: tl.constexpr):
     exponent = tl.maximum(size & 0x7F800000, C.lowest << 23)
     offset = exponent + ((23 - C.mantissa_bits) << 23)
     total = size.to(tl.float32, bitcast=True) + offset.to(tl.float32, bitcast=True)
-    steps = total.to(tl.int32, bitcast=True) - offset
-    code = steps + (exponent >> (23 - C.mantissa_bits)) - (C.lowest << C.mantissa_bits)
+    code = total.to(tl.int32, bitcast=True) - offset  # steps; codes below the exponent come on top
+    code += (exponent >> (23 - C.mantissa_bits)) - (C.lowest << C.mantissa_bits)
     return tl.where(magnitude > INF_BITS, 0x7F, code | ((bits >> 24) & 0x80))
 
 
@@ -116,11 +111,11 @@ def to_fp8(y, C: tl.constexpr):
 
 @triton.jit
 def from_fp8(codes):
-    """The values, fp32, of a tile of codes as :class:`Format` says what they are made of."""
+    """fp32 values of a tile of codes, which are made of what :class:`Format` says."""
     if codes.dtype == tl.uint8:  # the bits of fp32, but for the exponent's bias, which differs by 120
         bits = codes.to(tl.int32)
-        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
-        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
+        value = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
         value = (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
     else:
         value = codes.to(tl.float32)

@@ -89,7 +89,7 @@ def test_every_fp32_number_gets_the_code_of_the_instruction_and_of_torch(fmt):
     n, a = (fp8._CONSTANTS[fmt.name, True, value] for value in (True, False))
     for first in range(-(2**31), 2**31, chunk):
         _encode[(chunk // BLOCK,)](first, native, arithmetic, N=n, A=a, BLOCK=BLOCK)
-        x = torch.arange(first, first + chunk, device="cuda", dtype=torch.int32).view(torch.float32)
+        x = (torch.arange(chunk, device="cuda") + first).to(torch.int32).view(torch.float32)
         number = ~x.isnan()
         assert torch.equal(native[number], arithmetic[number]), first
         assert (arithmetic[~number] == 0x7F).all()
