@@ -8,6 +8,7 @@ the block is said in ``deepspeed/refusals.py``.
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import difflib
 import json
@@ -22,17 +23,8 @@ from pydantic_core import PydanticCustomError
 
 from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
 
-__all__ = [
-    "COMMENTS",
-    "ActivationConfig",
-    "CoatConfig",
-    "CoatConfigError",
-    "OptimizerConfig",
-    "decode_base64",
-    "explain",
-    "load_json",
-    "look_up",
-]
+__all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "explain", "load_json", "look_up"]
+__all__ += ["COMMENTS", "decode_base64"]
 
 
 COMMENTS = ("_", "#", "/", "$")
@@ -156,10 +148,10 @@ class CoatConfig(_Block):
             CoatConfigError: the configuration cannot be read, or the block or its name is wrong.
         """
         settings = config if isinstance(config, Mapping) else load_json(config)
-        wrong = [key for key in settings if _misspells_coat(key, settings)]
-        if wrong:
-            hint = 'unknown key (did you mean "coat"?), accepted: "coat"'
-            raise CoatConfigError("\n".join(f"{key}: {hint}" for key in wrong))
+        if wrong := [key for key in settings if _misspells_coat(key, settings)]:
+            raise CoatConfigError(
+                "\n".join(f'{key}: unknown key (did you mean "coat"?), accepted: "coat"' for key in wrong)
+            )
         block = settings.get("coat")
         return None if block is None else cls.parse(block)
 
@@ -228,15 +220,11 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_hjson(text: str) -> Any:
     """What DeepSpeed reads beyond JSON: comments and trailing commas. None where the text is not that either."""
-    try:
-        import hjson  # comes with DeepSpeed
-    except ImportError:
-        return None
-    try:
-        loaded = hjson.loads(text, object_pairs_hook=_no_duplicates)
-    except hjson.HjsonDecodeError:
-        return None
-    return loaded
+    import hjson
+
+    with contextlib.suppress(hjson.HjsonDecodeError):
+        return hjson.loads(text, object_pairs_hook=_no_duplicates)
+    return None
 
 
 def decode_base64(given: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Any model under DeepSpeed ZeRO with FP8 moments: coat_dist.initialize in the place of deepspeed.initialize.
+"""Any model under DeepSpeed ZeRO with FP8 moments: a DeepSpeed program with one more import.
 
     deepspeed --num_gpus 2 examples/deepspeed_any_model.py
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import coat_dist
+import coat_dist  # noqa: F401  from here on, deepspeed.initialize honours the "coat" block
 
 if not torch.cuda.is_available():  # or DeepSpeed compiles an operation first, for faster sums between CPU processes
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -25,7 +25,7 @@ model = torch.nn.Sequential(
     torch.nn.LayerNorm(512),
     torch.nn.Linear(512, 64),
 )
-engine, optimizer, _, scheduler = coat_dist.initialize(model=model, config="examples/deepspeed.json")
+engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config="examples/deepspeed.json")
 
 rank = dist.get_rank()
 data = torch.Generator().manual_seed(1 + rank)

@@ -4,8 +4,8 @@
     deepspeed --num_gpus 2 examples/trainer.py --deepspeed
 
 Needs transformers and accelerate: pip install 'coat-dist[hf]'. A small Llama learns to continue sequences of numbers,
-on GPUs where there are some. With DeepSpeed the optimizer is named in DeepSpeed's configuration: this Trainer uses an
-AdamW of its own when it is handed an optimizer there. All parameters are then in one group with FP8 moments.
+on GPUs where there are some. With DeepSpeed, optimizer and block are part of DeepSpeed's configuration, as in any other
+program; the Trainer fills in what is "auto" from its arguments.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import transformers
 import coat_dist
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--deepspeed", action="store_true", help="ZeRO-2, with the optimizer named in the configuration")
+parser.add_argument("--deepspeed", action="store_true", help="ZeRO-2, with the block in its configuration")
 parser.add_argument("--local_rank", type=int, help="given by the deepspeed command")
 with_deepspeed = parser.parse_args().deepspeed
 gpu = torch.cuda.is_available()
@@ -43,11 +43,12 @@ if with_deepspeed:
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "train_micro_batch_size_per_gpu": "auto",
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
         "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+        "coat": {"activation": {"enabled": False}},
     }
 else:
     optimizer = coat_dist.CoatAdamW(coat_dist.param_groups(model, weight_decay=0.1), lr=0.01)

@@ -1,7 +1,8 @@
 """The one list of what ``coat_dist.initialize`` replaces on the objects that DeepSpeed returns, and in which order.
 
-Always on instances: DeepSpeed's modules and classes stay as they are. Nothing else in this project replaces a method of
-DeepSpeed; a test compares real engines with this list. ``engine.coat_attached`` holds the names of what was attached.
+Always on instances: DeepSpeed's classes stay as they are. Nothing else in this project replaces a method of DeepSpeed
+(``hook.py`` changes one function, ``deepspeed.initialize``); a test compares real engines with this list.
+``engine.coat_attached`` holds the names of what was attached.
 """
 
 from __future__ import annotations

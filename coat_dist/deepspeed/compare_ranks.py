@@ -36,7 +36,7 @@ def compare_ranks(
     _take_device(given.get("args"))
     compared: dict[str, Any] = {**settings, "coat": coat and coat.model_dump()}
     if model is not None:
-        compared["parameters of the model"] = _parameters(model)
+        compared["model.parameters"] = _parameters(model)
     check_same_on_all_ranks(compared)
 
 

@@ -1,8 +1,8 @@
-"""``coat_dist.initialize``: ``deepspeed.initialize`` with the ``"coat"`` block applied.
+"""``coat_dist.initialize``, and ``deepspeed.initialize`` after ``import coat_dist``: the ``"coat"`` block applied.
 
 The block is parsed once, checked against DeepSpeed's settings (``refusals.py``), taken out of a copy of the
 configuration and turned into arguments of DeepSpeed's public call. On the engine that it returns, some methods are then
-replaced: ``attach.py`` lists them. Without a block and without ``"type": "CoatAdamW"`` the call is passed on as it is.
+replaced: ``attach.py`` lists them. Without a block and without a CoatAdamW, DeepSpeed builds what it would build.
 """
 
 from __future__ import annotations

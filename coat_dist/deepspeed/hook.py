@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -29,9 +29,14 @@ def install() -> None:
 
 def honour(deepspeed: types.ModuleType) -> None:
     """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed."""
-    given = getattr(deepspeed, "initialize", None)  # none in a folder of that name that is no DeepSpeed
-    function = inspect.unwrap(given, stop=_is_ours) if callable(given) else None
-    if not isinstance(function, types.FunctionType) or function.__closure__ or _is_ours(function):
+    given: Any = getattr(deepspeed, "initialize", None)
+    if not callable(given):  # a folder of that name that is no DeepSpeed
+        return
+    function = inspect.unwrap(given, stop=_is_ours)
+    if _is_ours(function):
+        return
+    if not isinstance(function, types.FunctionType) or function.__closure__:  # put there by another library
+        deepspeed.initialize = _around(given)  # type: ignore[attr-defined]
         return
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -51,6 +56,14 @@ def _called(*args: Any, **kwargs: Any) -> Any:
     from coat_dist.deepspeed.engine import called_as_deepspeed
 
     return called_as_deepspeed(args, kwargs)
+
+
+def _around(given: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(given)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        return _called(*args, **kwargs)
+
+    return initialize
 
 
 class _AfterImport:

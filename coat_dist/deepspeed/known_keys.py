@@ -22,7 +22,6 @@ _ELSEWHERE = {
     "inference",  # read by transformers
 }
 """Top-level keys that are read by other code than DeepSpeed's class of configurations."""
-_MORE = {"checkpoint": {"async_io"}, "activation_checkpointing": {"profile"}}
 
 
 class _Asked(dict):
@@ -59,7 +58,7 @@ def _known() -> dict[str, frozenset[str]]:
     blocks = {name: _Asked({"type": ""} if name in ("optimizer", "scheduler") else {}) for name in _BLOCKS}
     top = _Asked({"train_micro_batch_size_per_gpu": 1, **blocks})
     DeepSpeedConfig(top)
-    known = {name: frozenset(block.asked | _MORE.get(name, set())) for name, block in blocks.items()}
+    known = {name: frozenset(block.asked) for name, block in blocks.items()}
     return {"": frozenset(top.asked | _ELSEWHERE), **known}
 
 

@@ -209,3 +209,22 @@ def test_evaluation_without_a_valid_split_is_refused(work, tmp_path):
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--eval-interval", "2")
     argv[argv.index("--split") + 1] = "100,0,0"
     assert "split: valid gets 0 of " in run_ranks(1, rank_main, argv)[0]
+
+
+def test_deepspeeds_monitors_watch_a_run(work, tmp_path):
+    watched = {
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "watched"), "job_name": "csv"},
+        "tensorboard": {"enabled": True, "output_path": str(tmp_path / "watched"), "job_name": "board"},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "flops.txt")},
+        **{"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True},
+    }
+    argv = command(work, tmp_path / "run", configuration(tmp_path, 2, **watched), steps=2)
+    assert run_ranks(2, rank_main, argv)[0].startswith("finished 2 steps")
+    assert (tmp_path / "watched" / "csv" / "Train_Samples_lr.csv").exists()
+    assert list(tmp_path.glob("watched/board/events.out.tfevents.*"))
+    assert "Profile Summary" in (tmp_path / "flops.txt").read_text()
+    argv = command(work, tmp_path / "other", configuration(tmp_path, 2, comet={"enabled": True}))
+    for end in run_ranks(2, rank_main, argv):
+        assert end.startswith(
+            "CoatConfigError: comet.enabled: got true without comet_ml, accepted: false, or first: pip"
+        )

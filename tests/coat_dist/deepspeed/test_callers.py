@@ -282,3 +282,36 @@ def test_the_trainer_with_zero_3_evaluation_and_a_flow_that_is_not_there(tmp_pat
     assert {"coat_m_q", "coat_v_q", "exp_avg"} <= {*kept}
     assert losses[-1] < losses[0] and evaluated > 0
     assert refused.startswith("coat.activation.enabled: got true, but no module of LlamaForCausalLM is patched")
+
+
+def after_one_group(rank, world, folder):
+    """A checkpoint of one group with FP8 moments, as programs had it that named the type without a block."""
+    deepspeed = quiet_deepspeed()
+    import torch.distributed as dist
+
+    import coat_dist
+
+    net = model()
+    old = deepspeed.initialize(model=net, optimizer=coat_dist.CoatAdamW(net.parameters(), lr=3e-3), config=BARE)[0]
+    train(old, rank, 3)
+    old.save_checkpoint(folder, tag="old")
+    vector = coat_dist.safe_get_full_moment(net[2].weight, "second")
+    by_name = {k: v for k, v in CONFIG.items() if k != "coat"}
+    new = deepspeed.initialize(model=model(), config=by_name)[0]
+    with pytest.raises(ValueError) as refused:
+        new.load_checkpoint(folder, tag="old")
+    dist.barrier()
+    if rank == 0:
+        coat_dist.convert_to_universal(f"{folder}/old", f"{folder}/universal")
+    dist.barrier()
+    net = model()
+    new = deepspeed.initialize(model=net, config={**by_name, "checkpoint": {"load_universal": True}})[0]
+    new.load_checkpoint(folder, tag="universal")
+    same = torch.equal(coat_dist.safe_get_full_moment(net[2].weight, "second"), vector)
+    return str(refused.value), same, [g["moments"] for g in new.optimizer.optimizer.param_groups]
+
+
+def test_checkpoints_of_other_groups_are_refused_and_load_as_universal_ones(tmp_path):
+    for refused, same, moments in run_ranks(2, after_one_group, str(tmp_path)):
+        assert "or other parameters or groups: " in refused and "convert_to_universal" in refused
+        assert same and moments == ["fp8", "fp32"]

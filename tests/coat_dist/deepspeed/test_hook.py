@@ -71,8 +71,17 @@ def test_what_others_wrapped_around_it_stays(package, calls):
     assert engine.original()(1)[0] == "DeepSpeed's", "no way back into the wrapper, which would not end"
 
 
-def test_what_is_no_function_is_left_alone(package):
-    for given in (None, print, types.SimpleNamespace()):
+def test_what_another_library_put_there_is_called_by_ours(package, calls):
+    inner = package.initialize
+    package.initialize = lambda *args: ("theirs", inner(*args))  # does not say what it wraps
+    for _ in range(2):
+        hook.honour(package)
+        assert package.initialize(1) == "ours" and engine.original()(2)[0] == "theirs"
+        assert engine.original()(2)[1][0] == "DeepSpeed's"
+
+
+def test_a_package_that_is_no_deepspeed_is_left_alone(package):
+    for given in (None, types.SimpleNamespace()):
         package.initialize = given
         hook.honour(package)
         assert package.initialize is given

@@ -1,0 +1,69 @@
+"""What ranks that were started differently are told: keys, values, ranks."""
+
+import concurrent.futures
+import threading
+
+import pytest
+
+from coat_dist import ranks
+from coat_dist.config import CoatConfigError
+
+
+def compare(monkeypatch, *everyone):
+    """The message on every rank of a world whose ranks hold these values; the exchanges are played in lockstep."""
+    barrier, box = threading.Barrier(len(everyone)), {}
+    local = threading.local()
+
+    def gather(mine):
+        local.round = getattr(local, "round", 0) + 1
+        box[local.round, local.rank] = mine
+        barrier.wait(10)
+        return [box[local.round, rank] for rank in range(len(everyone))]
+
+    def run(rank):
+        local.rank = rank
+        with pytest.raises(CoatConfigError) as error:
+            ranks.check_same_on_all_ranks(everyone[rank])
+        return str(error.value)
+
+    monkeypatch.setattr(ranks, "gather", gather)
+    with concurrent.futures.ThreadPoolExecutor(len(everyone)) as pool:
+        messages = set(pool.map(run, range(len(everyone))))
+    (message,) = messages
+    assert message.startswith("ranks were started differently: ")
+    return message.removeprefix("ranks were started differently: ")
+
+
+def test_keys_values_and_ranks(monkeypatch):
+    base = {"gradient_clipping": 1.0, "optimizer": {"params": {"betas": [0.9, 0.95], "lr": 1e-3}}}
+    other = {"gradient_clipping": 1.0, "optimizer": {"params": {"betas": [0.9, 0.99], "lr": 1e-3}}, "more": True}
+    assert compare(monkeypatch, base, base, other, base) == (
+        "optimizer.params.betas: [0.9, 0.95] on ranks 0-1, 3, [0.9, 0.99] on rank 2; "
+        "more: absent on ranks 0-1, 3, true on rank 2"
+    )
+    assert compare(monkeypatch, {"zero": {}}, {"zero": {"stage": 1}}) == (
+        "zero: {} on rank 0, absent on rank 1; zero.stage: absent on rank 0, 1 on rank 1"
+    )
+
+
+def test_the_first_parameter_that_differs(monkeypatch):
+    layers = [[f"{i}.weight", [64, 64], "torch.float32", True] for i in range(1000)]
+    others = [*layers[:7], ["7.weight", [64, 32], "torch.float32", True], *layers[8:500]]
+    assert compare(monkeypatch, {"parameters": layers}, {"parameters": others}) == (
+        'parameters[7]: ["7.weight", [64, 64], "torch.float32", true] on rank 0, '
+        '["7.weight", [64, 32], "torch.float32", true] on rank 1'
+    )
+
+
+def test_the_message_is_of_bounded_length(monkeypatch):
+    world = [{f"key {i}": str(rank) * 10_000 for i in range(100)} for rank in range(8)]
+    message = compare(monkeypatch, *world)
+    assert "and 92 more keys" in message and "and" in message and len(message) < 8 * 5 * 160
+    assert "4 more values" in message
+
+
+def test_equal_values_are_compared_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(ranks, "gather", lambda mine: calls.append(mine) or [mine, mine])
+    ranks.check_same_on_all_ranks({"a": {"b": 1}})
+    assert len(calls) == 1 and len(calls[0]) == 64, "a digest, and nothing more"
