@@ -36,12 +36,13 @@ def param_groups(
         **defaults: further keys for every group.
 
     Returns:
-        Groups in a fixed order, without empty ones; each has ``params``, ``name``, ``weight_decay`` and ``moments``.
+        Groups in a fixed order, without empty ones; each has ``params``, ``names`` (of the
+        parameters, from which :class:`CoatAdamW` derives their noise), ``name``, ``weight_decay`` and ``moments``.
 
     Raises:
         ValueError: a parameter listed twice, nothing to train, or a key in ``defaults`` that this function sets.
     """
-    if reserved := {"params", "name", "moments"} & set(defaults):
+    if reserved := {"params", "names", "name", "moments"} & set(defaults):
         raise ValueError(f"param_groups: got {', '.join(sorted(reserved))}, accepted: keys that it does not set itself")
     named = list(
         model_or_named_params.named_parameters()
@@ -54,12 +55,14 @@ def param_groups(
             raise ValueError(f"param_groups: got {name!r}, which is {first_name[id(p)]!r} again, accepted: each once")
         first_name[id(p)] = name
     tensor_parallel = any(hasattr(p, "tensor_model_parallel") for _, p in named)
-    members: dict[str, list[torch.nn.Parameter]] = {key: [] for key in _ORDER}
-    for _, p in named:
+    members: dict[str, list[tuple[str, torch.nn.Parameter]]] = {key: [] for key in _ORDER}
+    for name, p in named:
         if p.requires_grad:
             vector = len(getattr(p, "ds_shape", p.shape)) < 2
             replicated = tensor_parallel and not getattr(p, "tensor_model_parallel", False)
-            members[f"{'no_decay' if vector else 'decay'}/{'fp32' if vector or replicated else 'fp8'}"].append(p)
+            members[f"{'no_decay' if vector else 'decay'}/{'fp32' if vector or replicated else 'fp8'}"].append(
+                (name, p)
+            )
     if not any(members.values()):
         raise ValueError(
             f"param_groups: got {len(named)} parameters and none to train, accepted: at least one that "
@@ -67,12 +70,13 @@ def param_groups(
         )
     return [
         {
-            "params": params,
+            "params": [p for _, p in found],
+            "names": [name for name, _ in found],
             "name": key,
             "moments": key.split("/")[1],
             "weight_decay": weight_decay if key.startswith("decay") else 0.0,
             **defaults,
         }
-        for key, params in members.items()
-        if params
+        for key, found in members.items()
+        if found
     ]
