@@ -24,7 +24,7 @@ from benchmarks.timing import median, stages_ms, wall_ms
 from coat_dist import CoatAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
-PROBLEMS = {
+PROBLEMS: dict[str, list[tuple[int, ...]]] = {
     # 25 blocks of six 512-wide matrices and six vectors, as transformers have: 52 million parameters
     "300 tensors": [s for _ in range(25) for s in (*[(512, 512)] * 4, (1024, 512), (512, 1024), *[(512,)] * 6)],
     "300 tensors of 4096": [(64, 64)] * 300,
@@ -72,7 +72,8 @@ def measure(problem: str, name: str, moving: bool, repeat: int) -> dict[str, Any
     params, sets = tensors(PROBLEMS[problem])
     optimizer = build(name, params, capturable=False)
     turn = itertools.cycle(sets if moving else sets[:1])
-    walls, hosts = [], []
+    walls: list[float] = []
+    hosts: list[float] = []
     for kind in ["warm-up"] * 5 + ["wall", "host"] * repeat:
         give(params, next(turn))
         torch.cuda.synchronize()

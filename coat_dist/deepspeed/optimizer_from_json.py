@@ -77,6 +77,8 @@ def build_coat_adamw(
             f"model_parameters: {len(chosen) - len(named)} of {len(chosen)} are not parameters of the model"
         )
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
+    for group in groups:
+        del group["names"]  # ZeRO puts shards in the parameters' place
     return make, groups
 
 

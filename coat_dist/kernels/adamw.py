@@ -221,10 +221,10 @@ def adamw_steps(
         num_warps=NUM_WARPS,
     )
     found = launches(tensors, functools.partial(sort, rows=rows))
-    counted = tensors[0].count is not None
+    counted = tensors[0].step_count is not None
     of_counts = scalars[0]
     if counted:
-        of_counts = numbers_of_counts([tensors[i].count for i in (*found.order, *found.single)], numbers)
+        of_counts = numbers_of_counts([tensors[i].step_count for i in (*found.order, *found.single)], numbers)
     if found.table is not None:
         grads = found.grads(tensors)
         for kind, tensor_of_tile in zip(found.kinds, found.table.tensor_of_tile, strict=True):

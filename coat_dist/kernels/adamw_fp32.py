@@ -75,7 +75,7 @@ def _batches(tensors: Sequence[FP32Tensors]) -> Iterator[list[FP32Tensors]]:
     for one in tensors:
         if one.param.numel():
             copied = None if one.copy is None else one.copy.dtype
-            count = None if one.count is None else int(one.count)
+            count = None if one.step_count is None else int(one.step_count)
             kinds.setdefault((one.param.dtype, one.grad.dtype, one.low is None, copied, count), []).append(one)
     for batch in kinds.values():
         first = elements = 0

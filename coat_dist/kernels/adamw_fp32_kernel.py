@@ -126,8 +126,8 @@ def step_contiguous(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     found = launches(tensors, _sort)
     if found.table is None:
         return
-    grads, counted = found.grads(tensors), tensors[0].count is not None
-    of_counts = numbers_of_counts([tensors[i].count for i in found.order], numbers) if counted else grads  # type: ignore[misc]
+    grads, counted = found.grads(tensors), tensors[0].step_count is not None
+    of_counts = numbers_of_counts([tensors[i].step_count for i in found.order], numbers) if counted else grads
     lr, lr_is_tensor = numbers.lr, isinstance(numbers.lr, torch.Tensor)
     for kind, tensor_of_tile in zip(found.kinds, found.table.tensor_of_tile, strict=True):
         _adamw_fp32_kernel[(len(tensor_of_tile),)](

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -49,7 +50,7 @@ def _numbers_kernel(counts, out, lr, beta1, beta2):
     tl.store(out + 3, count)
 
 
-def numbers_of_counts(counts: Sequence[torch.Tensor], numbers: AdamWStep) -> torch.Tensor:
+def numbers_of_counts(counts: Sequence[Any], numbers: AdamWStep) -> torch.Tensor:
     """fp32 [counts, 4] on the device of ``counts``, which are fp32 scalars; see :func:`load_numbers`.
 
     The bits are those of the same numbers computed on the host (:class:`AdamWStep`). With a learning rate that is a

@@ -217,7 +217,7 @@ def _build(
         first, *more = order
         pick = operator.itemgetter(*order) if more else lambda column: (column[first],)
     rows = (x for many in kinds.values() for member in many for x in (member.tiles, *member.row))
-    counted = tensors[0].count is not None
+    counted = tensors[0].step_count is not None
     key = (device, counted, *((kind, len(many)) for kind, many in kinds.items()), *rows)
     table = _tables.get(key)
     if table is None or not _usable(table, stream, device):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
-from operator import is_not
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -13,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ..ops import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
 from .checks import Pairs, check_capturable, check_capture, check_step
-from .plan import Columns, Plan
+from .plan import Columns, Plan, Plans
 from .seeds import name_of, new_seed, noise_seed, taken_seeds
 from .sharded import is_dtensor, local, local_grad
 from .state import check_group, codecs, ensure_state, moment, stochastic
@@ -21,9 +19,6 @@ from .state import remainder as low_half
 from .state_dict import check_and_box, gather, unbox
 
 __all__ = ["CoatAdamW"]
-
-_PLANS = 1 << 10
-"""Plans that are kept, the oldest dropped: ZeRO-3 steps its sub-groups one by one, each as the group's parameter."""
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -57,9 +52,15 @@ class CoatAdamW(torch.optim.Optimizer):
         stochastic_rounding: round codes stochastically instead of to nearest: those of both moments (True), of none
             (False), or those of the second moment while ``betas[1]`` is above 0.98 ("auto"). There rounding to nearest
             drops changes of the second moment that are smaller than half a code step, and the moment drifts
-            (docs/numerics.md). The noise depends on the order in which parameters got their state, the step and the
-            element, so runs are reproducible and resume exactly.
+            (docs/numerics.md). The noise is a function of the parameter's name, the step and the element: a parameter
+            draws the same alone and among others, whenever it is added, and no two draw the same. Names are those of
+            (name, parameter) pairs or of :func:`coat_dist.optim.param_groups`. Without names noise goes by the order in
+            which parameters took their first steps, as nothing else tells a parameter from its like after a restart
+            (``optim/seeds.py``); runs are reproducible and resume exactly with and without.
         master_weights: "parameter" or "bf16_remainder".
+        capturable: count steps on the device, so that :meth:`step` can be captured in a CUDA graph and replayed: the
+            same bits as without. Needs parameters on a CUDA GPU. In a graph a learning rate that is a number stays what
+            it was; a tensor on the GPU is read in every replay.
 
     Raises:
         ValueError, TypeError: names the option, what was given and what is accepted.
@@ -134,50 +135,34 @@ class CoatAdamW(torch.optim.Optimizer):
             ValueError: sizes, devices or layouts of a parameter, its gradient, state or copy do not fit one another,
                 as after a parameter was enlarged through ``.data``. Each names the parameter's group and index; no
                 parameter and no state has been changed then.
+            RuntimeError: a CUDA graph is being captured, and a group is not ``capturable``.
         """
+        # Under torch.compile a step is what it is without, to the bit: outside graphs.
+        return self._step_outside_graphs(closure) if torch.compiler.is_compiling() else self._step(closure)
+
+    @torch._disable_dynamo
+    def _step_outside_graphs(self, closure: Callable[[], Any] | None) -> Any:
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         check_capture(self.param_groups)
-        plans = self.__dict__.setdefault("_plans", {})
-        found = [self._find(i, group, plans) for i, group in enumerate(self.param_groups)]
-        unknown = [[] if columns else zip(params, grads, strict=True) for params, grads, _, columns in found]
-        todo = [list(pairs) for pairs in unknown]
-        check_step(self.param_groups, self.state, todo, self.copies, self.grad_factor)
-        for i, (group, pairs, (params, grads, plan, columns)) in enumerate(
-            zip(self.param_groups, todo, found, strict=True)
-        ):
-            if columns is not None:
-                self._step_again(group, plan, columns)
+        plans: Plans = self.__dict__.setdefault("_plans", Plans())
+        found = [
+            plans.find(i, group, self.state, self.copies, self.grad_factor) for i, group in enumerate(self.param_groups)
+        ]
+        unknown = [[] if one.plan else list(zip(one.params, one.grads, strict=True)) for one in found]
+        check_step(self.param_groups, self.state, unknown, self.copies, self.grad_factor)
+        for group, pairs, one in zip(self.param_groups, unknown, found, strict=True):
+            if one.plan and one.columns:
+                self._step_again(group, one.plan, one.columns)
             elif pairs:
                 self._step_group(group, pairs)
-                columns = self._columns(group, params, grads)
-                if columns is not None and (plan := Plan.of(columns, group["capturable"])):
-                    plans[i, id(params[0]), len(params)] = plan
-                    if len(plans) > _PLANS:
-                        plans.pop(next(iter(plans)))
+                plans.learn(one, group, self.state, self.copies, self.grad_factor)
         return loss
-
-    def _find(
-        self, i: int, group: Mapping[str, Any], plans: Mapping[tuple, Plan]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any, Columns | None]:
-        """A group's parameters that have a gradient, these gradients, and, if it holds of them, a plan with columns."""
-        params, grads = group["params"], [p.grad for p in group["params"]]
-        if not all(map(is_not, grads, repeat(None))):
-            params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
-        plan = plans.get((i, id(params[0]), len(params))) if params else None
-        columns = None if plan is None else self._columns(group, params, grads)
-        return params, grads, plan, columns if columns is not None and plan is not None and plan.fits(columns) else None
-
-    def _columns(
-        self, group: Mapping[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
-    ) -> Columns | None:
-        try:
-            return Columns(group, params, grads, self.state, self.copies, self.grad_factor)
-        except (TypeError, KeyError, AttributeError, RuntimeError):  # a tensor or a number that is not there
-            return None
 
     def _step_again(self, group: Mapping[str, Any], plan: Plan, columns: Columns) -> None:
         for step, device, batch in plan.batches(columns):
@@ -194,7 +179,7 @@ class CoatAdamW(torch.optim.Optimizer):
         seeded = fp8 and group["stochastic_rounding"] is not False
         taken: set[int] | None = None
         capturable = bool(group.get("capturable"))
-        places = {p: i for i, p in enumerate(group["params"])} if "param_names" in group else {}
+        places: dict[torch.Tensor, int] = {}
         # Parameters of a group may differ in the steps they have taken, and in their device.
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
@@ -205,7 +190,8 @@ class CoatAdamW(torch.optim.Optimizer):
             if seeded and "coat_seed" not in state:
                 if taken is None:
                     taken = taken_seeds(self.state)
-                state["coat_seed"] = new_seed(name_of(group, places[p]) if places else None, taken)
+                    places = {p: i for i, p in enumerate(group["params"])}
+                state["coat_seed"] = new_seed(name_of(group, places[p]), taken)
             state["step"] += 1
             count = state["step"] if capturable else None
             key = (1 if capturable else state["step"]), p.device

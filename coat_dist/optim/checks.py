@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from ..ops.dispatch import use_kernels
+from .counts import is_count
+from .seeds import name_of
 from .sharded import is_dtensor, local, refusal
-from .state import DTYPES, check_master, check_state, has_remainder, is_count, state_layout
+from .state import DTYPES, check_master, check_state, has_remainder, state_layout
 
 __all__ = ["Pairs", "check_capturable", "check_capture", "check_step"]
 
@@ -112,8 +114,8 @@ def _look_closely(
 
     def what() -> str:
         j = next(j for j, other in enumerate(group["params"]) if other is p)
-        name = f" ({group['param_names'][j]})" if "param_names" in group else ""
-        return f"CoatAdamW.step: group {i}, parameter {j}{name}, of shape {tuple(p.shape)}"
+        name = name_of(group, j)
+        return f"CoatAdamW.step: group {i}, parameter {j}{f' ({name})' if name else ''}, of shape {tuple(p.shape)}"
 
     mine = local(p)
     accepted = "accepted: dense float32, bfloat16 or float16"

@@ -36,12 +36,13 @@ def param_groups(
         **defaults: further keys for every group.
 
     Returns:
-        Groups in a fixed order, without empty ones; each has ``params``, ``name``, ``weight_decay`` and ``moments``.
+        Groups in a fixed order, without empty ones; each has ``params``, ``names`` (of the
+        parameters, from which :class:`CoatAdamW` derives their noise), ``name``, ``weight_decay`` and ``moments``.
 
     Raises:
         ValueError: a parameter listed twice, nothing to train, or a key in ``defaults`` that this function sets.
     """
-    if reserved := {"params", "name", "moments"} & set(defaults):
+    if reserved := {"params", "names", "name", "moments"} & set(defaults):
         raise ValueError(f"param_groups: got {', '.join(sorted(reserved))}, accepted: keys that it does not set itself")
     named = list(
         model_or_named_params.named_parameters()
@@ -54,11 +55,11 @@ def param_groups(
             raise ValueError(f"param_groups: got {name!r}, which is {first_name[id(p)]!r} again, accepted: each once")
         first_name[id(p)] = name
     tensor_parallel = _tensor_parallel(p for _, p in named)
-    members: dict[str, list[torch.nn.Parameter]] = {key: [] for key in _ORDER}
-    for _, p in named:
+    members: dict[str, list[tuple[str, torch.nn.Parameter]]] = {key: [] for key in _ORDER}
+    for name, p in named:
         if p.requires_grad:
             decay = "no_decay" if _is_vector(p) else "decay"
-            members[f"{decay}/{_moments(p, tensor_parallel)}"].append(p)
+            members[f"{decay}/{_moments(p, tensor_parallel)}"].append((name, p))
     if not any(members.values()):
         raise ValueError(
             f"param_groups: got {len(named)} parameters and none to train, accepted: at least one that "
@@ -66,14 +67,15 @@ def param_groups(
         )
     return [
         {
-            "params": params,
+            "params": [p for _, p in found],
+            "names": [name for name, _ in found],
             "name": key,
             "moments": key.split("/")[1],
             "weight_decay": weight_decay if key.startswith("decay") else 0.0,
             **defaults,
         }
-        for key, params in members.items()
-        if params
+        for key, found in members.items()
+        if found
     ]
 
 
@@ -93,21 +95,26 @@ def split_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for group in groups:
         params = group["params"]
         listed.append({**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)})
-    tensor_parallel = _tensor_parallel(p for group in listed for p in group["params"])
+    tensor_parallel = _tensor_parallel(_tensor(p) for group in listed for p in group["params"])
     result: list[dict[str, Any]] = []
     for group in listed:
         if "moments" in group or not group["params"]:
             result.append(group)
             continue
-        halves: dict[str, list[torch.Tensor]] = {"fp8": [], "fp32": []}
+        halves: dict[str, list[Any]] = {"fp8": [], "fp32": []}
         for p in group["params"]:
-            halves[_moments(p, tensor_parallel)].append(p)
+            halves[_moments(_tensor(p), tensor_parallel)].append(p)
         renamed = all(halves.values()) and "name" in group and not group.get("moe")
         for moments, params in halves.items():
             if params:
                 name = {"name": f"{group['name']}/{moments}"} if renamed else {}
                 result.append({**group, **name, "params": params, "moments": moments})
     return result
+
+
+def _tensor(p: Any) -> torch.Tensor:
+    """A parameter of a group, which may stand there with its name."""
+    return p[1] if isinstance(p, tuple) else p
 
 
 def _is_vector(p: torch.Tensor) -> bool:

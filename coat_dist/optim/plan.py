@@ -12,8 +12,9 @@ A plan holds numbers and no tensors, so that it keeps no state in memory that so
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
-from operator import attrgetter, itemgetter
+from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import attrgetter, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..ops import Batch
 from .seeds import noise_seed
 from .state import CODE_KEYS, FP32_KEYS, has_remainder, stochastic
 
-__all__ = ["Columns", "Plan"]
+__all__ = ["Columns", "Found", "Plan", "Plans"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Exactly: of other subclasses, DTensor among them, addresses and sizes may not be what they seem."""
@@ -136,3 +137,56 @@ class Plan:
                 for x in values
             )
         return Batch(**dict(zip(names, values, strict=True)), kept=kept)
+
+
+@dataclass
+class Found:
+    """What a step finds of a group: parameters with a gradient, their gradients, and a plan if one holds of them."""
+
+    key: tuple[int, int, int]
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    plan: Plan | None = None
+    columns: Columns | None = None
+
+
+class Plans:
+    """The plans of an optimizer. A group may have several: ZeRO-3 steps its sub-groups one by one, each as the group's
+    only parameter."""
+
+    LIMIT = 1 << 10
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[int, int, int], Plan] = {}
+
+    def find(self, i: int, group: Mapping[str, Any], *rest: Any) -> Found:
+        """For group number ``i``; ``rest`` as :class:`Columns` takes it: states, copies, gradient factor."""
+        params: list[torch.Tensor] = group["params"]
+        grads: list[Any] = [p.grad for p in params]
+        if not all(map(is_not, grads, repeat(None))):
+            params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        found = Found((i, id(params[0]) if params else 0, len(params)), params, grads)
+        plan = self._plans.get(found.key)
+        columns = None if plan is None else _columns(found, group, *rest)
+        if plan is not None and columns is not None and plan.fits(columns):
+            found.plan, found.columns = plan, columns
+        return found
+
+    def learn(self, found: Found, group: Mapping[str, Any], *rest: Any) -> None:
+        """Make a plan of what has been found, checked and stepped."""
+        columns = _columns(found, group, *rest)
+        if columns is None or (plan := Plan.of(columns, group["capturable"])) is None:
+            return
+        self._plans[found.key] = plan
+        if len(self._plans) > self.LIMIT:
+            self._plans.pop(next(iter(self._plans)))
+
+
+def _columns(found: Found, group: Mapping[str, Any], *rest: Any) -> Columns | None:
+    if not _PLAIN.issuperset(map(type, found.params)):
+        return None
+    try:
+        return Columns(group, found.params, found.grads, *rest)
+    except (TypeError, KeyError, AttributeError, RuntimeError):  # a tensor or a number that is not there
+        return None

@@ -51,6 +51,9 @@ def _candidates(name: str | None) -> Iterator[int]:
 
 
 def name_of(group: Mapping[str, Any], i: int) -> str | None:
-    """Name of a group's parameter; None where it has none, as where DeepSpeed has put one shard for all parameters."""
-    names = group.get("param_names")
-    return names[i] if names is not None and len(names) == len(group["params"]) else None
+    """Name of a group's parameter, as torch keeps it or as :func:`coat_dist.optim.param_groups` gives it.
+
+    None where it has none, as where DeepSpeed has put one shard for all parameters.
+    """
+    names = group.get("param_names", group.get("names"))
+    return names[i] if isinstance(names, list) and len(names) == len(group["params"]) else None

@@ -39,6 +39,7 @@ import torch
 
 from ..formats import ALWAYS_EXPANDED
 from ..ops import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
+from .counts import as_count, is_count
 from .sharded import local, refusal
 
 __all__ = [
@@ -54,10 +55,8 @@ __all__ = [
     "check_master",
     "check_state",
     "codecs",
-    "count",
     "ensure_state",
     "has_remainder",
-    "is_count",
     "moment",
     "new_remainder",
     "new_state",
@@ -138,13 +137,6 @@ def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
     return None if low is None else low.view(torch.int16).view(-1)[:n]
 
 
-def is_count(step: Any) -> bool:
-    """Whether this is a number of steps, as far as can be said without reading a tensor."""
-    if isinstance(step, torch.Tensor):
-        return step.numel() == 1 and step.dtype == torch.float32
-    return type(step) is int and step >= 0
-
-
 def pack(first: Moment, second: Moment, step: int | torch.Tensor) -> dict[str, Any]:
     """The state that holds two encoded moments."""
     return {"step": step, **dict(zip(CODE_KEYS, (*first, *second), strict=True))}
@@ -157,19 +149,9 @@ def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     low = new_remainder(param, group)
     if group["moments"] == "fp32":
         zeros = {key: torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for key in FP32_KEYS.values()}
-        return {"step": count(0, param, group), **zeros, **low}
+        return {"step": as_count(0, param, group), **zeros, **low}
     first, second = (codec.zeros(local(param).numel(), param.device) for codec in codecs(group))
-    return {**pack(first, second, count(0, param, group)), **low}
-
-
-def count(step: int | torch.Tensor, param: torch.Tensor, group: Mapping[str, Any]) -> int | torch.Tensor:
-    """A number of steps as the state of a parameter holds it: an int, or with ``capturable`` torch's fp32 scalar on the
-    parameter's device."""
-    if not group.get("capturable"):
-        return int(step) if isinstance(step, torch.Tensor) else step
-    if isinstance(step, torch.Tensor):
-        return step.to(param.device, torch.float32).reshape(())
-    return torch.full((), float(step), dtype=torch.float32, device=param.device)
+    return {**pack(first, second, as_count(0, param, group)), **low}
 
 
 def state_layout(
@@ -200,7 +182,7 @@ def ensure_state(
     if "step" not in state:  # DeepSpeed may have put an empty dict there
         state.update(new_state(param, group))
     elif isinstance(state["step"], torch.Tensor) != bool(group.get("capturable")):  # the option was changed
-        state["step"] = count(state["step"], param, group)
+        state["step"] = as_count(state["step"], param, group)
     return state
 
 

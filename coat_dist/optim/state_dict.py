@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from .counts import as_count, is_count
 from .master import export_master
 from .moments import export_moments, import_moments
 from .sharded import from_global, is_dtensor, to_global
-from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, count, has_remainder, is_count
+from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
 
 __all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
 
@@ -119,7 +120,7 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 else:
                     state = from_global(_with_int(states[index], saved, what), p, group, what)
                 check_state(state, p, group, what)
-                state["step"] = count(state["step"], p, new)
+                state["step"] = as_count(state["step"], p, new)
                 states[index] = {k: Boxed(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     return {**state_dict, "state": states, "param_groups": new_groups}
 

@@ -88,7 +88,7 @@ class AdamWTensors(NamedTuple):
     seed: int | None = None
     low: torch.Tensor | None = None
     copy: torch.Tensor | None = None
-    count: torch.Tensor | None = None
+    step_count: torch.Tensor | None = None
     """fp32 scalar on the parameter's device: the step, in place of that of :class:`AdamWStep`."""
 
 
@@ -101,7 +101,7 @@ class FP32Tensors(NamedTuple):
     second_moment: torch.Tensor
     low: torch.Tensor | None = None
     copy: torch.Tensor | None = None
-    count: torch.Tensor | None = None
+    step_count: torch.Tensor | None = None
 
 
 def adamw_step(
@@ -188,13 +188,13 @@ def adamw_steps(
 ) -> None:
     """:func:`adamw_step` on many tensors of one device. Reads counts that are tensors on the host."""
     for one in tensors:
-        adamw_step(*one[:4], codec_m, codec_v, counted(numbers, one.count), *one[4:-1])
+        adamw_step(*one[:4], codec_m, codec_v, counted(numbers, one.step_count), *one[4:-1])
 
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     """:func:`adamw_fp32_step` on many tensors of one device. Reads counts that are tensors on the host."""
     for one in tensors:
-        adamw_fp32_step(*one[:4], counted(numbers, one.count), *one[4:-1])
+        adamw_fp32_step(*one[:4], counted(numbers, one.step_count), *one[4:-1])
 
 
 def counted(numbers: AdamWStep, count: torch.Tensor | None) -> AdamWStep:
