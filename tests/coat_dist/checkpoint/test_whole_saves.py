@@ -236,9 +236,8 @@ def kinds(rank, world, folder):
     wrong.extend(["unverified"] * (not all(map(torch.equal, before, weights(engine)))))
     model = Path(folder, "tools", "mp_rank_00_model_states.pt")
     os.truncate(model, model.stat().st_size - 30)
-    wrong.extend(
-        ["unverified, cut"] * (f"{model}: is damaged or cut off" not in str(told(engine.load_checkpoint, folder)))
-    )
+    cut = str(told(engine.load_checkpoint, folder))
+    wrong.extend(["unverified, cut"] * (f"{model}: is damaged or cut off" not in cut))
     return wrong
 
 
