@@ -31,9 +31,12 @@ def initialize(
     model_parameters: Iterable | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    *,
+    distributed_port: int | None = None,
     mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
     config: Any = None,
+    mesh_param: Any = None,
     config_params: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
@@ -68,26 +71,21 @@ def initialize(
             "megatron_patches.MPUAdapter(), or another object with them"
         )
     mpu = MPUAdapter() if mpu is None else mpu
-    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
-    coat = CoatConfig.from_deepspeed(given[0]) if len(given) == 1 else None  # any other number is refused below
+    sources = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    coat = CoatConfig.from_deepspeed(sources[0]) if len(sources) == 1 else None  # any other number is refused below
     report, patched_here = _patch(model, coat)
     try:
         if not any(hasattr(p, SUMMED) for p in model.parameters()):
             install_replicated_grad_hooks(model)
         if not hasattr(model, "universal_checkpoint_info"):
             model.universal_checkpoint_info = universal_checkpoint_info(model)  # type: ignore[assignment]
-        engine, *others = coat_dist.initialize(
-            args,
-            model,
-            optimizer,
-            model_parameters,
-            training_data,
-            lr_scheduler,
-            mpu=mpu,
-            config=config,
-            config_params=config_params,
-            **kwargs,
-        )
+        given = {
+            **{"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters},
+            **{"training_data": training_data, "lr_scheduler": lr_scheduler, "distributed_port": distributed_port},
+            **{"mpu": mpu, "dist_init_required": dist_init_required, "collate_fn": collate_fn, "config": config},
+            **{"mesh_param": mesh_param, "config_params": config_params, **kwargs},
+        }
+        engine, *others = coat_dist.initialize(**{name: value for name, value in given.items() if value is not None})
     except BaseException:
         if patched_here:
             unpatch_model(model)

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from megatron_patches.compat import older_than
 from tests.examples.run import CHECKED, EXAMPLES, ROOT, check
 from tests.support import run_ranks, saves_by_dist_checkpointing
 
@@ -38,6 +39,7 @@ def megatron_loop(rank, world, folder):
         return runpy.run_path(program, run_name="__main__")["losses"]
 
 
+@pytest.mark.skipif(older_than("0.15"), reason="megatron-core 0.14 saves in this format with numpy 1 only")
 def test_megatrons_loop_goes_on_from_its_last_save(tmp_path):
     (whole,) = run_ranks(1, megatron_loop, str(tmp_path))
     (tmp_path / "latest").write_text("step20")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import inspect
 import json
 import os
 
@@ -224,6 +225,17 @@ def test_models_and_configurations_that_are_accepted(one_rank_alone):
 )
 def test_what_is_refused(one_rank_alone, case, said):
     assert said in one_rank_alone[1][case][1]
+
+
+def test_arguments_are_deepspeeds_in_their_order():
+    import deepspeed
+
+    import megatron_patches
+
+    theirs, ours = (
+        inspect.signature(inspect.unwrap(f)).parameters for f in (deepspeed.initialize, megatron_patches.initialize)
+    )
+    assert list(ours) == [*theirs, "kwargs"]
 
 
 def _forms(tmp_path):
