@@ -19,7 +19,7 @@ def start(program, *argv, folder, first_import, rank="0", ignored=False):
     body = (
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.2)\nprint('went on', flush=True)\n"
     )
-    (folder / f"{first_import}.py").write_text(body + "os._exit(0)\n")
+    (folder / f"{first_import}.py").write_text(body + "\nos._exit(0)\n")
     return subprocess.run(
         [sys.executable, str(ROOT / "launch" / f"{program}.py"), *argv],
         env={**os.environ, "PYTHONPATH": str(folder), "RANK": rank},
