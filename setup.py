@@ -16,6 +16,7 @@ REQUIRES = [
     "packaging>=23",
     "tqdm>=4.66,<5",
     "tokenizers>=0.20,<1",
+    "huggingface_hub>=0.20,<3",
     "sentencepiece>=0.2,<0.3",
     "psutil>=5.9,<8",
     "pyarrow>=17",
