@@ -17,6 +17,7 @@ REQUIRES = [
     "hjson>=3",
     "tqdm>=4.66,<5",
     "tokenizers>=0.20,<1",
+    "huggingface_hub>=0.20,<3",
     "sentencepiece>=0.2,<0.3",
     "psutil>=5.9,<8",
     "pyarrow>=17",

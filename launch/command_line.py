@@ -86,7 +86,8 @@ class Parser(argparse.ArgumentParser):
     def _in_our_words(self, message: str) -> str:
         """argparse's message as "--option: got ..., accepted: ..."."""
         if message.startswith(_REQUIRED):
-            return f"{message.removeprefix(_REQUIRED)}: missing, accepted: a value for each ({self.prog} --help)"
+            names = [one.partition("/")[0] for one in message.removeprefix(_REQUIRED).split(", ")]
+            return f"{', '.join(names)}: missing, accepted: a value for each ({self.prog} --help)"
         about = _ARGUMENT.fullmatch(message)
         if about is None:
             return message

@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / 
 CHANGES = ROOT / "CHANGELOG.md"  # also names files of before
 FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith((".", "runs"))]
 FILES = [str(p.relative_to(ROOT)) for folder in FOLDERS for p in folder.rglob("*")] + [p.name for p in ROOT.iterdir()]
-ELSEWHERE = {"zero_to_fp32.py"}
+ELSEWHERE = {"ds_to_universal.py", "zero_to_fp32.py"}
 """Files that pages name and that are not of this repository: DeepSpeed's."""
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..config import CoatConfig
 from ..ranks import check_same_on_all_ranks
+from .without_launcher import prepare
 
 __all__ = ["compare_ranks"]
 
@@ -32,6 +33,7 @@ def compare_ranks(
     import deepspeed
 
     if not dist.is_initialized() and given.get("dist_init_required") is not False:
+        prepare()
         deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
     _take_device(given.get("args"))
     compared: dict[str, Any] = {**settings, "coat": coat and coat.model_dump()}

@@ -120,6 +120,8 @@ class StopSignal:
         now = time.monotonic()
         if self.name is None:
             self.name, self._first = signal.Signals(number).name, now
+            if os.environ.get("RANK", "0") == "0":  # at once: a launcher's own words about it may take a screen
+                os.write(2, f"{self.name}: stopping after this step; a second one stops at once\n".encode())
         elif now - self._first > self._echo:
             os._exit(128 + number)
 

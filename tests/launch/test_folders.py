@@ -121,6 +121,11 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):
         assert f"--{name}" in refused(tmp_path, f"--{name}", tmp_path / "file")
         assert f"--{name}: got" in refused(tmp_path, f"--{name}", tmp_path / "file" / "inside")
     assert "--load: got" in refused(tmp_path, "--load", tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place in (tmp_path / "link", tmp_path / "link" / "inside", "/proc/x", "/dev/null", tmp_path / ("x" * 300)):
+        for name in ("save", "output", "tensorboard"):
+            assert refused(tmp_path, f"--{name}", place).startswith(f"--{name}: "), place
+    assert "--load: got" in refused(tmp_path, "--load", tmp_path / "link")
     (tmp_path / "latest").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match="cannot be read"):
         opened("--load", tmp_path)

@@ -67,7 +67,7 @@ def test_an_installed_program_finds_configurations_from_an_empty_folder(installe
     more = ["--model", model, "--deepspeed_config", config, "--data", "nowhere", "--train-steps", "1"]
     ended = run(installed / "launch/pretrain.py", *more, folder=tmp_path, path=[installed])
     assert ended.returncode == 2  # both were read, for data comes next
-    assert ended.stderr.splitlines()[-1].startswith("error: data: nowhere.bin does not exist")
+    assert ended.stderr.splitlines()[-1].startswith("error: --data: nowhere.bin does not exist")
 
 
 def test_a_file_comes_before_a_name(tmp_path, monkeypatch):

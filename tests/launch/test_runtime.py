@@ -28,6 +28,19 @@ def test_first_signal_is_a_request_and_its_echo_nothing(number):
         stop.restore()
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_says_at_once_that_it_was_asked_to_stop(rank, monkeypatch, capfd):
+    monkeypatch.setenv("RANK", rank)
+    stop = runtime.StopSignal(echo_seconds=60)
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        line = "SIGINT: stopping after this step; a second one stops at once\n"
+        assert capfd.readouterr().err == (line if rank == "0" else "")
+    finally:
+        stop.restore()
+
+
 def test_a_later_signal_ends_at_once():
     program = """
         import os, signal, time

@@ -1,0 +1,47 @@
+"""``python program.py``: this process is the only rank; and what launchers set is left alone."""
+
+import os
+
+import pytest
+import torch
+
+from coat_dist.deepspeed import without_launcher
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *without_launcher._OF_OTHERS)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what the test leaves is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(without_launcher, "find_spec", lambda name: None)
+
+
+def test_a_process_of_its_own_is_the_only_rank(capsys):
+    without_launcher.prepare()
+    assert [os.environ[name] for name in NAMES[:4]] == ["0", "1", "0", "127.0.0.1"]
+    assert int(os.environ["MASTER_PORT"]) > 0
+    assert capsys.readouterr().err.startswith("note: started without a launcher, so this process is the only rank")
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_PORT", "SLURM_NTASKS"])
+def test_what_a_launcher_says_is_left_alone(name, monkeypatch, capsys):
+    monkeypatch.setenv(name, "4")
+    without_launcher.prepare()
+    assert {n: os.environ[n] for n in NAMES if n in os.environ} == {name: "4"} and not capsys.readouterr().err
+
+
+def test_mpi_is_asked_where_there_is_some(monkeypatch):
+    monkeypatch.setattr(without_launcher, "find_spec", lambda name: object())
+    without_launcher.prepare()
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_no_operation_is_compiled_without_a_gpu():
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
+    without_launcher.prepare()
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False

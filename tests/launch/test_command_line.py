@@ -1,0 +1,218 @@
+"""What people type wrong: one line, from one rank, before anything is read or built."""
+
+import argparse
+import json
+
+import pytest
+
+from coat_dist import CoatConfigError
+from launch import command_line, plot, prepare_data, to_universal
+from launch.command_line import Parser, local_path, number, whole_number
+from launch.data.dataset import parse_blend, read_info, without_suffix
+from launch.prep import DataError
+from launch.training import arguments
+from launch.training.arguments import parse
+from launch.training.plan import plan
+from tests.launch.tiny_data import make
+
+REQUIRED = ["--deepspeed_config", "zero2", "--model", "tiny", "--data", "d", "--train-steps", "100"]
+
+
+def said(capsys, call, *argv):
+    """The one line that a program prints, with status 2."""
+    capsys.readouterr()
+    try:
+        status = call(list(argv))
+    except SystemExit as leaving:
+        status = leaving.code
+    out, err = capsys.readouterr()
+    assert status == 2 and not out and err.count("\n") == 1 and "usage" not in err, err
+    return err.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--tran-steps", "4"], "--tran-steps: no such option (did you mean --train-steps?)"),
+        (["--train-step=4"], "--train-step: no such option (did you mean --train-steps?)"),
+        (["--train_steps", "4"], "--train_steps: no such option (did you mean --train-steps?)"),
+        (["--learning-rate", "1"], "--learning-rate: no such option (did you mean --lr?)"),
+        (["--train-iters", "1"], "--train-iters: no such option (did you mean --train-steps?)"),
+        (["-lr", "1"], "-lr: no such option (did you mean --lr?)"),
+        (["--nonsense"], "--nonsense: no such option, accepted: what pretrain.py --help lists"),
+        (["--lr"], "--lr: got no value, accepted: one"),
+        (["--data"], "--data: got no value, accepted: one or more"),
+        (["--overwrite=1"], "--overwrite: got '1', accepted: no value"),
+        (["--lr-schedule", "cosin"], "--lr-schedule: got 'cosin', accepted: cosine, linear, constant"),
+        (["--train-steps", "1e6"], "--train-steps: got '1e6', accepted: a whole number in digits, below 1e+12"),
+        (["--train-steps", "4k"], "--train-steps: got '4k', accepted: a whole number in digits, below 1e+12"),
+        (["--train-steps", "9" * 30], f"--train-steps: got '{'9' * 30}', accepted: a whole number in digits"),
+        (["--lr", "nan"], "--lr: got 'nan', accepted: a number, such as 3e-4"),
+        (["--save", ""], "--save: got '', accepted: a path"),
+        (["--overwrite", "junk"], "'junk' belongs to no option"),
+    ],
+)
+def test_pretrain_says_one_line(capsys, wrong, message):
+    assert said(capsys, parse, *REQUIRED, *wrong).startswith(f"error: {message}")
+
+
+def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsys):
+    line = said(capsys, parse, *REQUIRED[:-2], "--tran-steps", "4")
+    assert line == "error: --tran-steps: no such option (did you mean --train-steps?)"
+    assert said(capsys, parse, *REQUIRED[2:]).startswith("error: --deepspeed_config: missing")
+
+
+@pytest.mark.parametrize(
+    ("program", "argv", "message"),
+    [
+        (prepare_data.main, ["--tokeniser", "x"], "prepare_data: error: --tokeniser: no such option (did you mean --t"),
+        (prepare_data.main, ["--append_eod"], "prepare_data: error: --append_eod: no such option (did you mean --appe"),
+        (plot.main, ["--smoth", "1"], "error: --smoth: no such option (did you mean --smooth?)"),
+        (plot.main, [], "error: RUN: missing, accepted: a value for each (plot.py --help)"),
+        (to_universal.main, ["--outptu", "x"], "error: --outptu: no such option (did you mean --output?)"),
+        (to_universal.main, ["--load", "x"], "error: one of the arguments --output --output_folder"),
+    ],
+)
+def test_so_do_the_others(capsys, program, argv, message):
+    assert said(capsys, program, *argv).startswith(message)
+
+
+def test_other_ranks_wait_for_rank_0_and_print_no_help(capsys, monkeypatch):
+    slept = []
+    monkeypatch.setattr(command_line.time, "sleep", slept.append)
+    monkeypatch.setenv("RANK", "3")
+    assert said(capsys, parse, *REQUIRED, "--nonsense").startswith("rank 3: error: --nonsense") and slept == [10]
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "--train-steps" in capsys.readouterr().out
+
+
+def test_values_that_begin_with_a_dash():
+    p = Parser()
+    p.add_argument("--x", type=number)
+    p.add_argument("--n", type=whole_number)
+    p.add_argument("--split")
+    args = p.parse_args(["--x", "-1e-4", "--n", "-3", "--split", "-1,2"])
+    assert (args.x, args.n, args.split) == (-1e-4, -3, "-1,2")
+
+
+def test_a_home_folder_also_behind_an_equals_sign(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    args = parse([*REQUIRED, "--save=~/runs", "--data", "~/d.bin"])
+    assert args.save == "/home/somebody/runs" and args.data == ["/home/somebody/d"]
+    with pytest.raises(argparse.ArgumentTypeError):
+        local_path("a\0b")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--lr", "-1e-4"], "--lr: got -0.0001, accepted: a number >= 0"),
+        (["--lr-decay-steps", "0"], "--lr-decay-steps: got 0, accepted: an integer >= 1"),
+        (["--warmup-steps", "101"], r"--warmup-steps: got 101, accepted: 0 to --train-steps \(100\)"),
+    ],
+)
+def test_numbers_out_of_range(more, message):
+    with pytest.raises(CoatConfigError, match=f"^{message}$"):
+        parse([*REQUIRED, *more])
+
+
+def test_tensorboard_that_is_not_installed_is_named_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+    with pytest.raises(CoatConfigError, match="^--tensorboard: needs the package .*pip install tensorboard$"):
+        parse([*REQUIRED, "--tensorboard", "x"])
+    parse(REQUIRED)
+
+
+def test_files_of_a_data_set_are_its_prefix(tmp_path, monkeypatch):
+    prefix = make(tmp_path / "a dätaset")
+    for suffix in ("", ".bin", ".idx", ".json"):
+        assert parse_blend([prefix + suffix]) == ([prefix], None)
+        assert parse_blend([f"0.3 {prefix}{suffix}"]) == ([prefix], [0.3])
+        assert parse_blend(["0.3", prefix + suffix]) == ([prefix], [0.3])
+        assert without_suffix(f"2 {prefix}{suffix}") == f"2 {prefix}"
+    with pytest.raises(DataError, match="every prefix once"):
+        parse_blend([prefix, f"{prefix}.bin"])
+    really = make(tmp_path / "x.bin")  # a prefix that ends so
+    assert parse_blend([really]) == ([really], None) and parse_blend([f"{really}.idx"]) == ([really], None)
+    with pytest.raises(DataError, match=r"data: .*b\.bin does not exist, .* has .*a dätaset"):
+        read_info(str(tmp_path / "b"))
+
+
+def test_errors_name_what_was_typed(tmp_path):
+    one = make(tmp_path / "one", tokenizer="bpe:512")
+    two = make(tmp_path / "two", tokenizer="hf:org/name", tokenizer_digest="e" * 64)
+    (tmp_path / "bad.json").write_text("{")
+    mistakes = {
+        f"--data: {two} was made with another tokenizer than {one}: with hf:org/name .*, not bpe:512 .*; accepted: one "
+        "tokenizer for all": ["--data", one, two],
+        "--data: .*none.bin does not exist, accepted: ": ["--data", str(tmp_path / "none.bin")],
+        "--model: got tinny, accepted: a file, or one of configs/models: .*tiny, tiny-moe": ["--model", "tinny"],
+        "--model: .*bad.json is not JSON": ["--model", str(tmp_path / "bad.json")],
+        "--deepspeed_config: got zero4, accepted: .*zero2, zero2-bf16": ["--deepspeed_config", "zero4"],
+        "--deepspeed_config: .*bad.json is not JSON": ["--deepspeed_config", str(tmp_path / "bad.json")],
+        "--min-lr: got 1.0, accepted: 0 to the peak learning rate": ["--min-lr", "1"],
+        "--tensor-parallel: got 3, accepted: a divisor of the number of ranks": ["--tensor-parallel", "3"],
+    }
+    for message, typed in mistakes.items():
+        with pytest.raises((CoatConfigError, DataError), match=f"^{message}"):
+            plan(parse([*REQUIRED, "--data", one, *typed]), 1)
+    assert plan(parse([*REQUIRED, "--data", f"{one}.bin"]), 1).identity()["data"]["paths"] == [one]
+
+
+def test_outputs_are_tried_first(tmp_path, capsys):
+    """In ways that stop root, too: a file as a folder, a system's own folder, a link to nowhere, a name too long."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("some text")
+    (tmp_path / "in/metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
+    before = sorted(tmp_path.rglob("*"))
+    prepare = ["--input", str(tmp_path / "in"), "--tokenizer", "bytes", "--output"]
+    for folder in (tmp_path / "file", tmp_path / "file/x", tmp_path / "link", "/proc/x"):
+        line = said(capsys, prepare_data.main, *prepare, f"{folder}/x")
+        assert line.startswith("prepare_data: error: --output: cannot write ")
+        line = said(capsys, plot.main, str(tmp_path / "in"), "--output", f"{folder}/x.png")
+        assert line.startswith(f"error: --output: got {folder}/x.png, accepted: a file to write to")
+    assert "--output: cannot write" in said(capsys, prepare_data.main, *prepare, str(tmp_path / ("x" * 300)))
+    assert "a file name that ends in one of" in said(capsys, plot.main, str(tmp_path / "in"), "--output", "x.docx")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_text_that_is_too_small_for_its_vocabulary(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("hello world " * 30)
+    argv = ["--input", str(tmp_path / "a.txt"), "--tokenizer", "bpe:32000", "--workers", "1"]
+    assert prepare_data.main([*argv, "--output", str(tmp_path / "x")]) == 0
+    vocabulary = json.loads((tmp_path / "x.json").read_text())["vocab_size"]
+    warning = f"got bpe:32000, but the text is enough for {vocabulary} tokens only; the vocabulary is {vocabulary}"
+    assert capsys.readouterr().err == f"prepare_data: warning: --tokenizer: {warning}\n" and vocabulary < 300
+    assert prepare_data.main([*argv, "--output", str(tmp_path / "y"), "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants, file_download
+
+    (tmp_path / "a.txt").write_text("hello world " * 30)
+    argv = ["--input", str(tmp_path / "a.txt"), "--workers", "1", "--quiet", "--output"]
+    assert prepare_data.main([*argv, str(tmp_path / "x"), "--tokenizer", "bpe:260"]) == 0
+    cache = tmp_path / "hub"
+    for module in (constants, file_download.constants):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(cache))
+    line = said(capsys, prepare_data.main, *argv, str(tmp_path / "y"), "--tokenizer", "hf:org/name")
+    assert line.startswith("prepare_data: error: --tokenizer: got hf:org/name, which is neither here nor in the Hug")
+    assert "hf:PATH of a folder" in line and str(cache) in line and "hf download org/name tokenizer.json" in line
+    snapshot = cache / "models--org--name/snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (cache / "models--org--name/refs").mkdir()
+    (cache / "models--org--name/refs/main").write_text("0123")
+    (snapshot / "tokenizer.json").write_bytes((tmp_path / "x.tokenizer.json").read_bytes())
+    assert prepare_data.main([*argv, str(tmp_path / "y"), "--tokenizer", "hf:org/name"]) == 0
+    assert (tmp_path / "y.bin").read_bytes() == (tmp_path / "x.bin").read_bytes()
+    (tmp_path / "empty").mkdir()
+    line = said(capsys, prepare_data.main, *argv, str(tmp_path / "z"), "--tokenizer", f"hf:{tmp_path / 'empty'}")
+    assert "a folder without tokenizer.json" in line
