@@ -46,6 +46,7 @@ def _one(bench: Bench, rank: int, kind: int, number: int, text: str) -> tuple[st
     resumed, right = bench.resume(folder)
     if not right:
         return resumed, False
+    folder = bench.fresh(bench.a)
     again = bench.run([["load", str(folder)], ["train", STEPS], arm, *saving[-2:], ["save", str(folder)]], timeout=15)
     if len(again.results("save")[0]) != 2 or again.results("save")[0][1] is not None:
         return f"a later save fails: {describe(again)}", False
