@@ -22,8 +22,8 @@ def cases(bench: Bench, few: int | None) -> Iterator[Case]:
     for rank, events in enumerate(bench.events):
         writes = [n for n, event in enumerate(events, 1) if event[0] in ("write", "open")]
         syncs = [n for n, event in enumerate(events, 1) if event[0] in ("fsync", "fdatasync")]
-        every += [(rank, disk.NO_SPACE, n) for n in some(writes, 6)]
-        every += [(rank, disk.NO_SYNC, n) for n in some(syncs, 2)]
+        every += [(rank, disk.NO_SPACE, n) for n in some(writes, 3)]
+        every += [(rank, disk.NO_SYNC, n) for n in some(syncs, 1)]
         every += [(rank, disk.READ_ONLY, 1)]
     for rank, kind, number in every if few is None else some(every, few):
         where, text = SAYS[kind]

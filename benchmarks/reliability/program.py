@@ -120,7 +120,8 @@ class _Program:
         if self.run.program == COAT:
             import coat_dist
 
-            initialize = coat_dist.initialize
+            if not hasattr(initialize, "__wrapped__"):  # a coat_dist that leaves deepspeed.initialize as it is
+                initialize = coat_dist.initialize
         torch.manual_seed(0)
         config = self.run.config()
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=self.run.stage == 3):
