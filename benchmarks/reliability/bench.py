@@ -138,6 +138,8 @@ def some(items: list[Any], count: int) -> list[Any]:
     """``count`` of them, evenly, with the first and the last."""
     if len(items) <= count:
         return items
+    if count == 1:
+        return items[-1:]
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
