@@ -49,8 +49,6 @@ LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(threading.__file__).parent, Path(dist.__file__).parents[2], Path(__file__).parents[1])
 )
-    str(Path(file).parent) + os.sep for file in (threading.__file__, dist.__file__, Path(__file__).parent)
-)
 """Where frames are not the program's: Python's own library, what is installed beside torch, and coat_dist."""
 
 _running: Heartbeat | None = None
