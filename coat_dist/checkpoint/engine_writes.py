@@ -43,8 +43,13 @@ class Writes:
 
 
 @contextmanager
-def watch_writes(engine: Any) -> Iterator[Writes]:
-    """Sum what the engine saves meanwhile, and keep the errors of writing instead of raising them."""
+def watch_writes(engine: Any, temporary: Path | None = None) -> Iterator[Writes]:
+    """Sum what the engine saves meanwhile, and keep the errors of writing instead of raising them.
+
+    Args:
+        engine: DeepSpeed's.
+        temporary: a folder in which scripts are made that DeepSpeed copies beside checkpoints (``zero_to_fp32.py``).
+    """
     writes = Writes()
     zipfile = getattr(engine.checkpoint_engine, "zipfile_serialization", None)
 
@@ -62,10 +67,21 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
     def save(state_dict: Any, path: str) -> None:
         writes.torch_save(state_dict, path, zipfile)  # type: ignore[arg-type]
 
+    copy = engine._copy_recovery_script
+
+    def copy_whole(folder: str) -> None:
+        copy(str(temporary))
+        for script in temporary.glob("*.py"):  # type: ignore[union-attr]
+            place = Path(folder) / script.name
+            if place.exists() and place.read_bytes() == script.read_bytes() and place != script:
+                script.unlink()
+            else:
+                os.replace(script, place)
+
     places = [
         (engine.checkpoint_engine, "save", save if isinstance(zipfile, bool) else None),
         (engine.checkpoint_engine, "makedirs", None),
-        (engine, "_copy_recovery_script", None),
+        (engine, "_copy_recovery_script", None if temporary is None else copy_whole),
     ]
     before = [vars(owner).get(name) for owner, name, _ in places]
     for owner, name, other in places:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ranks import raise_everywhere
+from .publish import LATEST
 from .tags import find_tag
 from .team import team_of
 from .whole import check_whole
@@ -75,6 +76,8 @@ def load_whole_checkpoints(engine: Any) -> None:
         tag = find_tag(Path(load_dir), None if tag is None else str(tag), universal, team)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
             check_whole(Path(load_dir) / tag, team, verify)
+            if not load_optimizer_states and not universal:
+                raise_everywhere(functools.partial(_weights_of_latest, engine, Path(load_dir), tag))
             request = Request(Path(load_dir), tag, load_module_strict, load_optimizer_states and not load_module_only)
             for check, accepted in checks.values():
                 raise_everywhere(functools.partial(check, request), accepted)
@@ -94,3 +97,17 @@ def load_whole_checkpoints(engine: Any) -> None:
 
     load_checkpoint.coat_checks = checks  # type: ignore[attr-defined]
     engine.load_checkpoint = load_checkpoint
+
+
+def _weights_of_latest(engine: Any, load_dir: Path, tag: str) -> list[str]:
+    """At stage 3, weights alone come from DeepSpeed's fp32 reader, which looks at ``latest`` and not at the tag."""
+    if not engine.zero_optimization_partition_weights() or engine.has_moe_layers:
+        return []
+    latest = load_dir / LATEST
+    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    if named == tag:
+        return []
+    return [
+        f"load_optimizer_states: got False with tag {tag!r} and zero_optimization.stage 3, where {latest} names "
+        f"{named!r}; accepted: the checkpoint that it names (DeepSpeed reads that one), or load_module_only=True alone"
+    ]

@@ -71,14 +71,16 @@ def save_whole_checkpoints(engine: Any) -> None:
         if tag is None:
             tag = f"global_step{engine.global_steps}"
         tag, state = str(tag), {} if client_state is None else client_state
-        _together(lambda: _check(save_dir, tag, state), "save_checkpoint")
+        _, problems = attempt(lambda: _check(save_dir, tag, state))
+        if problems:
+            raise CheckpointError("\n".join(dict.fromkeys(problems.values())))
         options = {"save_latest": bool(save_latest), "exclude_frozen_parameters": bool(exclude_frozen_parameters)}
         agree({"tag": tag, "folder": os.path.abspath(save_dir), **options}, team)
         final = Path(save_dir) / tag
         temporary = unfinished(final)
         _together((lambda: begin(final)) if team.leads else None, f"cannot write {save_dir}")
         try:
-            with watch_writes(engine) as writes:
+            with watch_writes(engine, temporary) as writes:
                 original(
                     save_dir,
                     tag=str(temporary.relative_to(save_dir)),
