@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from . import disk
 from .bench import STEPS, Bench, Case, describe, short, some
@@ -34,15 +35,15 @@ def cases(bench: Bench, few: int | None) -> Iterator[Case]:
 
 def _one(bench: Bench, rank: int, kind: int, number: int, text: str) -> tuple[str, bool]:
     folder = bench.fresh(bench.a)
-    arm = ["arm", str(folder), {str(rank): [kind, number]}]
-    saving = [["load", str(folder)], ["train", STEPS], arm, ["save", str(folder)], ["disarm"]]
+    arm: list[Any] = ["arm", str(folder), {str(rank): [kind, number]}]
+    saving: list[list[Any]] = [["load", str(folder)], ["train", STEPS], arm, ["save", str(folder)], ["disarm"]]
     out = bench.run(saving, timeout=15)
     errors = out.errors()
     if not all(errors):
         return describe(out), False
-    silent = [r for r, error in enumerate(errors) if text not in error or str(folder) not in error]
+    silent = [r for r, e in enumerate(errors) if e and (text not in e or str(folder) not in e)]
     if silent:
-        return f"rank {silent[0]} does not say so: {short(errors[silent[0]])}", False
+        return f"rank {silent[0]} does not say so: {short(errors[silent[0]] or '')}", False
     resumed, right = bench.resume(folder)
     if not right:
         return resumed, False

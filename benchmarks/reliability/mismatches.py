@@ -107,9 +107,9 @@ def _named(out: Any, keys: tuple[str, ...], state: list[str] | None = None) -> t
         return describe(out), False
     if not all(errors):
         return (describe(out) if any(errors) else "goes on, without an error"), False
-    unnamed = [r for r, e in enumerate(errors) if not any(key in e for key in keys)]
+    unnamed = [r for r, e in enumerate(errors) if e and not any(key in e for key in keys)]
     if unnamed:
-        return f"rank {unnamed[0]}'s error names no key: {short(errors[unnamed[0]])}", False
+        return f"rank {unnamed[0]}'s error names no key: {short(errors[unnamed[0]] or '')}", False
     changed = [r for r, found in enumerate(out.results("digest")) if len(set(found)) > 1]
     if changed:
         return "names the key, and has changed the engine", False

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Run:
         self,
         program: str,
         stage: int,
-        actions: list[list[Any]],
+        actions: Sequence[Sequence[Any]],
         world: int = 2,
         width: int = 64,
         groups: int = 1,

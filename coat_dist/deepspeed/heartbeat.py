@@ -79,7 +79,7 @@ def group_timeout() -> float:
     """Seconds after which collectives of the default group give up."""
     group = dist.distributed_c10d._get_default_group()
     for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
+        options: Any = getattr(group._get_backend(device), "options", None)
         if hasattr(options, "_timeout"):
             return options._timeout.total_seconds()
     return dist.distributed_c10d.default_pg_timeout.total_seconds()

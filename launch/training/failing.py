@@ -33,7 +33,7 @@ def end(line: str, rank: int, consequence: bool = False) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from a launcher whose other rank has failed: nothing to be saved
     _tell_torchrun(line)
-    store = dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
+    store = _own_store() if dist.is_initialized() else None
     if store is None:
         time.sleep(2 * WAIT if rank else 0)  # rank 0 has most likely said the same, and the launcher ends this rank
     said = None
@@ -50,6 +50,12 @@ def of_another_rank(problem: Exception) -> bool:
     """Whether a collective or the store failed, which has its reason in another rank."""
     words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore")
     return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
+
+
+def _own_store() -> Any:
+    """A connection of its own to the default store: another thread's may be waiting."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def _said(store: Any, seconds: float) -> str | None:
