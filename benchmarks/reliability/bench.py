@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,9 @@ class Bench:
         self.a, self.both = work / "a", work / "both"
         self._reference()
 
-    def run(self, actions: list[list[Any]], limit: float = LIMIT, hung: int | None = None, **settings: Any) -> Outcome:
+    def run(
+        self, actions: Sequence[Sequence[Any]], limit: float = LIMIT, hung: int | None = None, **settings: Any
+    ) -> Outcome:
         """Run the program's ranks to their end; ``settings`` are those of :class:`Run`."""
         return start(Run(self.program, **{"stage": self.stage, **settings}, actions=actions), self.reports, limit, hung)
 
@@ -62,7 +65,13 @@ class Bench:
         out = self.run(steps)
         _succeeded(out)
         shutil.copytree(folder, self.a)
-        again = [["load", str(folder)], ["train", STEPS], ["digest"], ["arm", str(folder), {}], ["save", str(folder)]]
+        again: list[list[Any]] = [
+            ["load", str(folder)],
+            ["train", STEPS],
+            ["digest"],
+            ["arm", str(folder), {}],
+            ["save", str(folder)],
+        ]
         after = self.run([*again, ["disarm"], ["train", STEPS], ["digest"]])
         _succeeded(after)
         shutil.copytree(folder, self.both)
@@ -138,6 +147,8 @@ def some(items: list[Any], count: int) -> list[Any]:
     """``count`` of them, evenly, with the first and the last."""
     if len(items) <= count:
         return items
+    if count == 1:
+        return items[-1:]
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 

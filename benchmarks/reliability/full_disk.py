@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from . import disk
 from .bench import STEPS, Bench, Case, describe, short, some
@@ -22,8 +23,8 @@ def cases(bench: Bench, few: int | None) -> Iterator[Case]:
     for rank, events in enumerate(bench.events):
         writes = [n for n, event in enumerate(events, 1) if event[0] in ("write", "open")]
         syncs = [n for n, event in enumerate(events, 1) if event[0] in ("fsync", "fdatasync")]
-        every += [(rank, disk.NO_SPACE, n) for n in some(writes, 6)]
-        every += [(rank, disk.NO_SYNC, n) for n in some(syncs, 2)]
+        every += [(rank, disk.NO_SPACE, n) for n in some(writes, 3)]
+        every += [(rank, disk.NO_SYNC, n) for n in some(syncs, 1)]
         every += [(rank, disk.READ_ONLY, 1)]
     for rank, kind, number in every if few is None else some(every, few):
         where, text = SAYS[kind]
@@ -34,18 +35,19 @@ def cases(bench: Bench, few: int | None) -> Iterator[Case]:
 
 def _one(bench: Bench, rank: int, kind: int, number: int, text: str) -> tuple[str, bool]:
     folder = bench.fresh(bench.a)
-    arm = ["arm", str(folder), {str(rank): [kind, number]}]
-    saving = [["load", str(folder)], ["train", STEPS], arm, ["save", str(folder)], ["disarm"]]
+    arm: list[Any] = ["arm", str(folder), {str(rank): [kind, number]}]
+    saving: list[list[Any]] = [["load", str(folder)], ["train", STEPS], arm, ["save", str(folder)], ["disarm"]]
     out = bench.run(saving, timeout=15)
     errors = out.errors()
     if not all(errors):
         return describe(out), False
-    silent = [r for r, error in enumerate(errors) if text not in error or str(folder) not in error]
+    silent = [r for r, e in enumerate(errors) if e and (text not in e or str(folder) not in e)]
     if silent:
-        return f"rank {silent[0]} does not say so: {short(errors[silent[0]])}", False
+        return f"rank {silent[0]} does not say so: {short(errors[silent[0]] or '')}", False
     resumed, right = bench.resume(folder)
     if not right:
         return resumed, False
+    folder = bench.fresh(bench.a)
     again = bench.run([["load", str(folder)], ["train", STEPS], arm, *saving[-2:], ["save", str(folder)]], timeout=15)
     if len(again.results("save")[0]) != 2 or again.results("save")[0][1] is not None:
         return f"a later save fails: {describe(again)}", False

@@ -8,7 +8,7 @@ from .bench import STEPS, Bench, Case, points, some
 
 __all__ = ["cases"]
 
-A_FILE = 6
+A_FILE = 5
 """Moments of each file and rank."""
 
 

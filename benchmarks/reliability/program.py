@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Run:
         self,
         program: str,
         stage: int,
-        actions: list[list[Any]],
+        actions: Sequence[Sequence[Any]],
         world: int = 2,
         width: int = 64,
         groups: int = 1,
@@ -120,7 +121,8 @@ class _Program:
         if self.run.program == COAT:
             import coat_dist
 
-            initialize = coat_dist.initialize
+            if not hasattr(initialize, "__wrapped__"):  # a coat_dist that leaves deepspeed.initialize as it is
+                initialize = coat_dist.initialize
         torch.manual_seed(0)
         config = self.run.config()
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=self.run.stage == 3):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import disk
@@ -22,20 +22,20 @@ def cases(bench: Bench, few: int | None) -> Iterator[Case]:
             if few is not None and (how == "kill" or rank):
                 continue
             name = f"rank {rank} {'killed' if how == 'kill' else 'stopped'} in a step"
-            actions = [["train", STEPS], ["end", rank, how], ["train", STEPS]]
+            step = [["train", STEPS], ["end", rank, how], ["train", STEPS]]
             yield Case(
                 f"{'dead' if how == 'kill' else 'hung'} rank", bench.stage, name, *_one(bench, rank, actions, how)
             )
         if few is None:
             folder = str(bench.fresh(bench.a))
             middle = len(bench.events[rank]) // 2
-            actions = [["load", folder], ["train", STEPS]]
+            actions: list[list[Any]] = [["load", folder], ["train", STEPS]]
             actions += [["arm", folder, {str(rank): [disk.STOP_BEFORE, middle]}], ["save", folder], ["train", STEPS]]
             name = f"rank {rank} stopped in a save"
             yield Case("hung rank", bench.stage, name, *_one(bench, rank, actions, "stop"))
 
 
-def _one(bench: Bench, rank: int, actions: list[list[Any]], how: str) -> tuple[str, bool]:
+def _one(bench: Bench, rank: int, actions: Sequence[Sequence[Any]], how: str) -> tuple[str, bool]:
     hung = rank if how == "stop" else None
     out = bench.run(actions, limit=TIMEOUT + MORE, hung=hung, timeout=TIMEOUT)
     other = 1 - rank

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..optim.state import LAYOUT_KEYS
 from .load_checks import Request, check_before_load
 from .zero_files import MODEL, MODEL3, read
+from .zero_partitions import base_optimizer
 
 __all__ = ["check_native_loads"]
 
@@ -29,8 +32,9 @@ _ACCEPTED = (
 def check_native_loads(engine: Any) -> None:
     """Let ``engine.load_checkpoint`` refuse checkpoints of another layout with a ``ValueError``, on every rank.
 
-    What the error names: ZeRO stage, data- and tensor-parallel size, where parameters lie in the flat shards. Loads
-    without optimizer states are left to DeepSpeed. ``coat_dist.initialize`` calls it for CoatAdamW.
+    What the error names: ZeRO stage, data- and tensor-parallel size, where parameters lie in the flat shards, how
+    moments are stored. Loads without optimizer states are left to DeepSpeed. ``coat_dist.initialize`` calls it for
+    CoatAdamW.
     """
     check_before_load(engine, "native", functools.partial(_problems, engine), _ACCEPTED)
 
@@ -63,7 +67,9 @@ def _problems(engine: Any, request: Request) -> list[str]:
     if problems:
         return problems
     path = Path(engine._get_zero_ckpt_name(str(request.load_dir), request.tag))
-    return _layout(engine.optimizer, path) if path.is_file() else [f"{path}: missing"]
+    if not path.is_file():
+        return [f"{path}: missing"]
+    return _layout(engine.optimizer, path) or _storage(engine.optimizer, path)
 
 
 def _layout(zero: Any, path: Path) -> list[str]:
@@ -88,6 +94,23 @@ def _layout(zero: Any, path: Path) -> list[str]:
     return [
         f"{path}: zero_optimization.round_robin_gradients or parameter_alignment, or other parameters or groups: "
         f"{wrong[0]} is at {_at(there)} in the checkpoint and at {_at(here)} in this run"
+    ]
+
+
+def _storage(zero: Any, path: Path) -> list[str]:
+    """Whether moments and master weights are stored as this run stores them."""
+    optimizer = base_optimizer(zero)
+    saved = read(path)["optimizer_state_dict"]
+    states = saved.get("optimizer_state_dict" if "fp32_flat_groups" in saved else "base_optimizer_state")
+    if optimizer is None or not isinstance(states, Mapping):
+        return []
+    if states["state"] and not any(key in group for group in states["param_groups"] for key in LAYOUT_KEYS):
+        return [f"{path}: optimizer.type: checkpoint has states of another optimizer, this run has CoatAdamW"]
+    return [
+        f"{path}: {key} of parameter group {i}: checkpoint has {theirs[key]!r}, this run has {ours[key]!r}"
+        for i, (theirs, ours) in enumerate(zip(states["param_groups"], optimizer.param_groups, strict=False))
+        for key in LAYOUT_KEYS
+        if key in theirs and theirs[key] != ours[key]
     ]
 
 

@@ -45,7 +45,11 @@ SHORTEST = 5.0
 """Seconds; shorter silences end nothing, however short the timeout is."""
 NEIGHBOURS = 64
 """Up to so many others hear of a rank."""
-LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "deepspeed", "coat_dist", "threading.py"))
+LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(threading.__file__).parent, Path(dist.__file__).parents[2], Path(__file__).parents[1])
+)
+"""Where frames are not the program's: Python's own library, what is installed beside torch, and coat_dist."""
 
 _running: Heartbeat | None = None
 
@@ -75,7 +79,7 @@ def group_timeout() -> float:
     """Seconds after which collectives of the default group give up."""
     group = dist.distributed_c10d._get_default_group()
     for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
+        options: Any = getattr(group._get_backend(device), "options", None)
         if hasattr(options, "_timeout"):
             return options._timeout.total_seconds()
     return dist.distributed_c10d.default_pg_timeout.total_seconds()
@@ -223,7 +227,7 @@ def _place() -> str:
     """Where the main thread is: file, line and function of the program, not of the libraries that it has called."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
-    while frame is not None and any(part in frame.f_code.co_filename for part in LIBRARIES):
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:

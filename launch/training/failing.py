@@ -33,10 +33,12 @@ def end(line: str, rank: int, consequence: bool = False) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from a launcher whose other rank has failed: nothing to be saved
     _tell_torchrun(line)
-    store = dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
+    store = _own_store() if dist.is_initialized() else None
     if store is None:
         time.sleep(2 * WAIT if rank else 0)  # rank 0 has most likely said the same, and the launcher ends this rank
-    said = _said(store) if store is not None and (rank or consequence) else None
+    said = None
+    if store is not None and (rank or consequence):
+        said = _said(store, 3 * WAIT if consequence else WAIT)
     if said is None or not (consequence or said == line):
         print(f"{f'rank {rank}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
         _say(store, line)
@@ -50,10 +52,16 @@ def of_another_rank(problem: Exception) -> bool:
     return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
 
 
-def _said(store: Any) -> str | None:
+def _own_store() -> Any:
+    """A connection of its own to the default store: another thread's may be waiting."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
+
+
+def _said(store: Any, seconds: float) -> str | None:
     """What another rank has printed as its last line, if one does so within a moment."""
     try:
-        store.set_timeout(timedelta(seconds=WAIT))
+        store.set_timeout(timedelta(seconds=seconds))
         return store.get(KEY).decode()
     except (RuntimeError, ValueError):  # nothing came, or the store has gone
         return None

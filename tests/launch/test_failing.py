@@ -1,0 +1,44 @@
+"""The line of a rank that fails is printed once, by one rank."""
+
+import io
+import json
+import os
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from launch.training import failing
+from tests.support import run_ranks
+
+
+def fail(rank, world, lines, folder):
+    """Every rank ends with its line; None: a collective fails because of another rank."""
+    screen = sys.stderr = io.StringIO()
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}.json"
+    line = lines[rank]
+    failing.end(line or "Connection closed by peer", rank, consequence=line is None)
+    sys.stderr = sys.__stderr__
+    with open(f"{folder}/{rank}.json", encoding="utf-8") as file:
+        return screen.getvalue(), json.load(file)["message"]["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize(
+    "lines, screens",
+    [
+        (("one", "one"), ("error: one\n", "")),
+        (("one", "two"), ("error: one\n", "rank 1: error: two\n")),
+        ((None, "two"), ("", "rank 1: error: two\n")),
+        (("one", None), ("error: one\n", "")),
+    ],
+)
+def test_one_line(lines, screens, tmp_path):
+    found = run_ranks(2, fail, lines, str(tmp_path))
+    assert tuple(screen for screen, _ in found) == screens
+    assert [told for _, told in found] == [f"error: {line or 'Connection closed by peer'}" for line in lines]
+
+
+def test_what_comes_from_another_rank():
+    text = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24466"
+    assert failing.of_another_rank(RuntimeError(text)) and failing.of_another_rank(dist.DistBackendError("NCCL"))
+    assert not failing.of_another_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
