@@ -22,6 +22,7 @@ from torch import nn
 
 from coat_dist.config import CoatConfigError
 from coat_dist.config import OptimizerConfig as MomentsConfig
+from coat_dist.deepspeed.replicated_grads import SUMMED
 from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
@@ -82,6 +83,12 @@ def _check_config(config: Any, model_chunks: Sequence[nn.Module]) -> None:
     ):
         if given != accepted:
             raise CoatConfigError(f"{key}: got {given!r}, accepted with CoatAdamW: {accepted!r} ({why})")
+    hooked = [n for chunk in model_chunks for n, p in chunk.named_parameters() if getattr(p, SUMMED, False)]
+    if hooked:
+        raise CoatConfigError(
+            f"model_chunks: got replicated-gradient hooks (on {hooked[0]}), accepted: none, as Megatron's loop sums "
+            "these gradients itself"
+        )
 
 
 def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) -> MomentsConfig:

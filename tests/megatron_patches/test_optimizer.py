@@ -279,3 +279,15 @@ def test_what_is_refused(coat, options, said):
     with pytest.raises(CoatConfigError) as caught:
         Run(coat, **options)
     assert said in str(caught.value)
+
+
+def test_gradients_that_would_be_summed_twice_are_refused():
+    from megatron.core.optimizer import OptimizerConfig
+
+    from megatron_patches import get_megatron_optimizer
+
+    run = Run(COAT)
+    next(run.model.parameters()).coat_replicated_grad = True  # as install_replicated_grad_hooks leaves it
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
+    with pytest.raises(CoatConfigError, match="model_chunks: got replicated-gradient hooks"):
+        get_megatron_optimizer(config, [run.model], coat=COAT)
