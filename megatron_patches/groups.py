@@ -71,6 +71,8 @@ class MPUAdapter:
         ValueError: Megatron pipeline parallelism, which needs Megatron's own schedule.
     """
 
+    coat_mpu = True  # by this `deepspeed.initialize` knows it, after `import coat_dist`
+
     def __init__(self) -> None:
         if not parallel_state.model_parallel_is_initialized():
             raise RuntimeError("mpu: Megatron's groups do not exist yet; call initialize_model_parallel first")

@@ -123,13 +123,15 @@ def _settings_of(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _is_ours(given: Mapping[str, Any]) -> bool:
-    """Whether a block, CoatAdamW's name or a CoatAdamW is among the arguments of ``deepspeed.initialize``.
+    """Whether something of this project is among the arguments of ``deepspeed.initialize``: a block, CoatAdamW's name, a
+    CoatAdamW, a patched model, or the mpu of ``megatron_patches``, beside which gradients need more sums.
 
     Raises:
-        CoatConfigError: something that is nearly one of them.
+        CoatConfigError: something that is nearly a block or CoatAdamW's name.
     """
-    optimizer = given.get("optimizer")
-    if isinstance(optimizer, CoatAdamW):
+    if isinstance(given.get("optimizer"), CoatAdamW) or getattr(given.get("mpu"), "coat_mpu", False):
+        return True
+    if isinstance(given.get("model"), torch.nn.Module) and _is_patched(given["model"]):
         return True
     for source in _sources(given):
         settings = _settings_of({"config": source}) or {}
@@ -234,7 +236,7 @@ def _checked(make: Callable, block: bool, compressed: bool, check: Callable[...,
 
 
 def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
-    patched = any(getattr(type(m), "coat_patched", False) for m in model.modules())
+    patched = _is_patched(model)
     if coat.activation.enabled and not patched:
         raise CoatConfigError(
             f"coat.activation.enabled: got true, but no module of {type(model).__name__} is patched; accepted: call "
@@ -245,6 +247,10 @@ def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
         raise CoatConfigError(
             "coat.activation.enabled: got false, but the model is patched; accepted: true, or an unpatched model"
         )
+
+
+def _is_patched(model: torch.nn.Module) -> bool:
+    return any(getattr(type(m), "coat_patched", False) for m in model.modules())
 
 
 def _size(mpu: Any, *names: str) -> int:

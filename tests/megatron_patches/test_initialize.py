@@ -61,6 +61,8 @@ def _train(engine, steps):
 
 def _one_call(rank, world):
     """One call, and the same done by hand, over two tensor-parallel ranks with sequence parallelism."""
+    import deepspeed
+
     import coat_dist
     import megatron_patches as mp
 
@@ -89,6 +91,9 @@ def _one_call(rank, world):
     start = coat_dist.initialize
     refused["bare"] = _refusal(lambda: start(model=bare, config=off, mpu=mp.MPUAdapter()))
     refused["plain"] = _refusal(lambda: start(model=bare, config=plain, mpu=mp.MPUAdapter(), optimizer=adamw))
+    refused["plain, by DeepSpeed's own call"] = _refusal(
+        lambda: deepspeed.initialize(model=bare, config=plain, mpu=mp.MPUAdapter(), optimizer=adamw)
+    )
     refused["no mpu"] = _refusal(lambda: start(model=bare, config=off))
     patch_model(half, CONFIG)
     refused["patched"] = _refusal(lambda: start(model=half, config=CONFIG, mpu=mp.MPUAdapter()))
@@ -124,6 +129,7 @@ def test_a_call_that_fails_leaves_a_model_for_the_next_one(two_ranks):
     {
         "bare": "decoder.layers.0.input_layernorm.weight, ...",
         "plain": "decoder.layers.0.input_layernorm.weight, ...",
+        "plain, by DeepSpeed's own call": "decoder.layers.0.input_layernorm.weight, ...",
         "patched": "decoder.layers.0.input_layernorm.weight, ...",
         "heads": "decoder.layers.0.self_attention.q_layernorm.weight, ...",
         "no mpu": "mpu: got none for a model with tensor_model_parallel_size 2",
