@@ -108,3 +108,15 @@ def test_errors_are_one_line_with_status_2(work, tmp_path):
         text
     )
     assert text.count("unknown key") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [DEEPSPEED, TORCHRUN], ids=["deepspeed", "torchrun"])
+def test_a_misspelt_option_is_one_line_of_one_rank(launcher, work, tmp_path):
+    """``-m slow``: the ranks import everything before they look at their arguments."""
+    process = begin(launcher, [*command(work, tmp_path / "run", configuration(tmp_path, 2)), "--learning-rate", "1"])
+    text = output_of(process)
+    assert process.returncode != 0 and "usage: " not in text
+    assert text.count("no such option") == 1, text
+    assert "error: --learning-rate: no such option (did you mean --lr?)\n" in text
+    assert not (tmp_path / "run").exists()

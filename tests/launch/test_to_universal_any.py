@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from coat_dist.checkpoint.manifest import read_manifest, verify
+from coat_dist.checkpoint.manifest import read_manifest, sync_files, verify
 from launch import to_universal
 from tests.coat_dist.deepspeed.small_engine import model, quiet_deepspeed, train
 from tests.support import run_ranks
@@ -231,3 +231,22 @@ def test_interrupted(saved, tmp_path, monkeypatch, capsys):
     assert main("--load", saved[0], "--output", tmp_path / "out") == 130
     assert capsys.readouterr().err == "to_universal: interrupted; nothing was changed\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_of_another_program_is_verified(saved, tmp_path, capsys):
+    """Engines of ``coat_dist.initialize`` list their files; nothing in it says what the run was."""
+    tag = shutil.copytree(saved[0] / "global_step3", tmp_path / "save/global_step3")
+    (tmp_path / "save/latest").write_text("global_step3")
+    files = sync_files(tag)
+    (tag / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    assert main("--load", tmp_path / "save", "--output", tmp_path / "out") == 0
+    assert read_manifest(tmp_path / "out/global_step3")["progress"] == {"step": 3}
+    states = next(tag.glob("*optim_states.pt"))
+    whole = states.read_bytes()
+    states.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    capsys.readouterr()
+    assert main("--load", tag, "--output", tmp_path / "out2") == 2
+    assert f"{states.name}: damaged" in capsys.readouterr().err and not (tmp_path / "out2").exists()
+    (tag / "manifest.json").write_text(json.dumps({"format": 1, "unfinished": True}))
+    assert main("--load", tag, "--output", tmp_path / "out2") == 2
+    assert "was never finished" in capsys.readouterr().err
