@@ -1,5 +1,7 @@
 """A small model under each way of ZeRO: its engine, some steps, and every byte of its state."""
 
+import inspect
+
 import torch
 
 # More than these models have parameters. DeepSpeed's own size is 500 million elements, and where torch is told to be
@@ -66,7 +68,8 @@ def build(settings, model=None, **options):
     named = list(model.named_parameters())
     groups = param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
     groups += param_groups([(n, p) for n, p in named if n == "scale"], 0.0) if hasattr(model, "scale") else []
-    engine, *_ = deepspeed.initialize(
+    # DeepSpeed's own function, which `import coat_dist` leads to ours.
+    engine, *_ = inspect.unwrap(deepspeed.initialize)(
         model=model, model_parameters=groups, optimizer=lambda g: CoatAdamW(g, lr=0.01, **options), config=config
     )
     return engine
