@@ -192,11 +192,12 @@ def adamw_steps(
     tensors: Sequence[AdamWTensors], codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
 ) -> None:
     """See :func:`coat_dist.reference.adamw.adamw_steps`."""
+    first = tensors[0]
     lr, lr_is_tensor = numbers.lr, isinstance(numbers.lr, torch.Tensor)
     rate, decay = (0.0, 0.0) if lr_is_tensor else (lr * numbers.inverse_bias1, 1.0 - lr * numbers.weight_decay)
     rows = TILE_ELEMENTS // codec_m.group_size
     scalars = (
-        tensors[0].grad if numbers.grad_factor is None else numbers.grad_factor,
+        first.grad if numbers.grad_factor is None else numbers.grad_factor,
         lr,
         rate,
         decay,
@@ -215,13 +216,13 @@ def adamw_steps(
         LR_IS_TENSOR=lr_is_tensor,
         SCALED=numbers.grad_factor is not None,
         MAXIMIZE=numbers.maximize,
-        FAST=tensors[0].param.is_cuda,
-        M=constants(codec_m, tensors[0].param),
-        V=constants(codec_v, tensors[0].param),
+        FAST=first.param.is_cuda,
+        M=constants(codec_m, first.param),
+        V=constants(codec_v, first.param),
         num_warps=NUM_WARPS,
     )
     found = launches(tensors, functools.partial(sort, rows=rows))
-    counted = tensors[0].step_count is not None
+    counted = first.step_count is not None
     of_counts = scalars[0]
     if counted:
         of_counts = numbers_of_counts([tensors[i].step_count for i in (*found.order, *found.single)], numbers)

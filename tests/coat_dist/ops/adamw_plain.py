@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from coat_dist.kernels import adamw as kernels
-from coat_dist.kernels import adamw_fp32
+from coat_dist.kernels import adamw_fp32, adamw_fp32_kernel
 from coat_dist.reference import adamw as reference
 from coat_dist.reference.adamw import AdamWStep, FP32Tensors
 from coat_dist.reference.master import join, split
@@ -88,3 +88,37 @@ def check_fp32_steps(
             else:  # an addition may or may not be contracted with the multiplication before it
                 rtol = 2e-2 if x.dtype != torch.float32 else 1e-5
                 assert torch.allclose(x.float(), y.float(), rtol=rtol, atol=1e-6)
+
+
+def check_fp32_kernel(
+    device="cpu", param=torch.float32, grad=torch.float32, low=False, copy=None, counted=False, **numbers
+):
+    """One launch a kind, of tensors of any size and alignment, against the definition."""
+    numbers = replace(NUMBERS, **numbers)
+
+    def build():
+        g = torch.Generator().manual_seed(0)
+        found = []
+        for i, n in enumerate((16, 7, 0, 1024, 2049, 48)):
+            p, grad_, m, v = (torch.randn(n + i % 2, generator=g)[i % 2 :].to(device) for _ in range(4))
+            one = FP32Tensors(p.to(param), grad_.to(grad), m, v.square(), **extras(n, device, low, copy))
+            found.append(one)
+        return found
+
+    mine, theirs = build(), build()
+    if counted:
+        count = torch.tensor(float(numbers.step), device=device)
+        mine = [one._replace(step_count=count) for one in mine]
+        adamw_fp32_kernel.step_contiguous(mine, replace(numbers, step=1))
+    else:
+        adamw_fp32_kernel.step_contiguous(mine, numbers)
+    reference.adamw_fp32_steps(theirs, numbers)
+    for a, b in zip(mine, theirs, strict=True):
+        p, q = ((x.param if x.low is None else join(x.param, x.low)) for x in (a, b))
+        # the interpreter truncates to bfloat16; sums of terms of size 1 differ by the rounding of their terms
+        for x, y in ((p, q), (a.first_moment, b.first_moment), (a.second_moment, b.second_moment)):
+            eps = torch.finfo(x.dtype).eps
+            assert ((x.double() - y.double()).abs() <= eps * (1.01 * y.double().abs() + 1)).all()
+        if copy is not None:
+            eps = torch.finfo(copy).eps
+            assert ((a.copy.double() - q.double()).abs() <= 1.01 * eps * q.double().abs() + 1e-6).all()

@@ -244,6 +244,38 @@ def test_fp32_moments_with_remainders_and_copies(plain, param, low):
     plain.check_fp32_steps(DEVICE, getattr(torch, param), low=low, copy=torch.bfloat16)
 
 
+FP32_KERNEL = {
+    "default": {},
+    "bf16 gradients": {"grad": torch.bfloat16},
+    "remainder, copy": {"param": torch.bfloat16, "low": True, "copy": torch.bfloat16},
+    "fp16": {"param": torch.float16, "grad": torch.float16},
+    "maximize": {"maximize": True, "lr": 0.05},
+    "counted on the device": {"counted": True, "step": 12},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("variant", FP32_KERNEL)
+def test_the_kernel_of_fp32_moments_agrees_with_the_definition(plain, variant):
+    plain.check_fp32_kernel(DEVICE, **FP32_KERNEL[variant])
+
+
+@interpreted
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.95, 0.98), (0.0, 0.5)])
+def test_numbers_computed_on_the_device_have_the_bits_of_the_hosts(plain, betas):
+    from coat_dist.kernels.adamw_numbers import numbers_of_counts
+
+    steps = [1, 2, 3, 7, 100, 1023, 4097, 99_999, 2**24]
+    found = numbers_of_counts(
+        [torch.tensor(float(t), device=DEVICE) for t in steps], AdamWStep(3e-4, *betas, 1e-8, 0.1, 1)
+    )
+    for row, step in zip(found.cpu(), steps, strict=True):
+        one = AdamWStep(3e-4, *betas, 1e-8, 0.1, step)
+        wanted = (one.lr * one.inverse_bias1, one.inverse_bias1, one.inverse_sqrt_bias2, float(step))
+        assert torch.equal(row, torch.tensor(wanted, dtype=torch.float64).float()), step
+        assert math.isclose(one.inverse_bias1, 1 / (1 - betas[0] ** step), rel_tol=1e-9)
+
+
 def test_fp32_moments_of_many_tensors_need_few_calls(monkeypatch):
     """Two hundred small tensors of two dtypes: two batches, whatever their number."""
     pytest.importorskip("triton")
