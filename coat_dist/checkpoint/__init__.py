@@ -12,8 +12,9 @@ Saving, which is ``engine.save_checkpoint`` of a coat engine:
 Loading a checkpoint that DeepSpeed wrote, into an engine of the same layout:
 
 1. ``tags`` and ``whole``: which checkpoint is meant, and whether its files are what the manifest says.
-2. ``load_checks``: calls these and whatever else must be checked before ``engine.load_checkpoint`` changes anything, with one answer on all
-   ranks. ``native_check`` is such a check: whether stage, numbers of ranks and places of parameters are the engine's.
+2. ``load_checks``: calls these and whatever else must be checked before ``engine.load_checkpoint`` changes anything,
+   with one answer on all ranks. ``native_check`` is such a check: whether stage, numbers of ranks and places of
+   parameters are the engine's.
 3. DeepSpeed loads it.
 
 Universal checkpoints, for another layout (ZeRO stage, numbers of ranks, optimizer):
