@@ -77,7 +77,7 @@ def _judge(bench: Bench, damage: Damage, out: Outcome, number: int) -> tuple[str
         return f"fails, and has changed the engine: {short(first)}", False, False
     unnamed = [r for r, e in enumerate(errors) if e and not any(name in e for name in damage.files)]
     if unnamed:
-        return f"rank {unnamed[0]}'s error names no file: {short(errors[unnamed[0]] or '')}", False, True
+        return f"rank {unnamed[0]}'s error names no file: {short(errors[unnamed[0]])}", False, True
     return "every rank names the file; the engine is as it was", True, True
 
 

@@ -23,9 +23,7 @@ def cases(bench: Bench, few: int | None) -> Iterator[Case]:
                 continue
             name = f"rank {rank} {'killed' if how == 'kill' else 'stopped'} in a step"
             step = [["train", STEPS], ["end", rank, how], ["train", STEPS]]
-            yield Case(
-                f"{'dead' if how == 'kill' else 'hung'} rank", bench.stage, name, *_one(bench, rank, actions, how)
-            )
+            yield Case(f"{'dead' if how == 'kill' else 'hung'} rank", bench.stage, name, *_one(bench, rank, step, how))
         if few is None:
             folder = str(bench.fresh(bench.a))
             middle = len(bench.events[rank]) // 2
