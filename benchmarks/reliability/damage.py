@@ -103,7 +103,7 @@ def _damages(both: Path) -> list[Damage]:
             found.append(Damage(f"{name}: {kind}", functools.partial(_on, do, tag, name), (name,)))
     for what in ("optim_states.pt", "model_states.pt"):
         ranks = [name for name in names if name.endswith(what)]
-        if len(ranks) == 2:
+        if len({(both / tag / name).read_bytes() for name in ranks}) == 2:  # equal files may change places
             found.append(
                 Damage(f"{what} of ranks 0 and 1: swapped", functools.partial(_swap, tag, ranks), tuple(ranks))
             )
