@@ -78,7 +78,7 @@ def measure(engine: Any, folder: Path, repeat: int) -> dict[str, list[float]]:
             tag = {"DeepSpeed": "plain", "DeepSpeed and fsync": "synced", "whole": "whole"}.get(name)
             if tag is not None and dist.get_rank() == 0:
                 shutil.rmtree(folder / tag, ignore_errors=True)  # each writes new files
-            os.sync()  # what the one before left in memory
+            sync(folder) if dist.get_rank() == 0 else None  # what the one before left in memory
             dist.barrier()
             times[name].append(wall_ms(call, synchronize=torch.cuda.is_available()))
     return {name: values[1:] for name, values in times.items()}

@@ -1,18 +1,20 @@
 """Checkpoints on disk: folders that survive a kill, ZeRO's files, DeepSpeed's universal format.
 
-Saving (``launch/pretrain.py``, any DeepSpeed engine):
+Saving, which is ``engine.save_checkpoint`` of a coat engine:
 
-1. ``lock``: one program at a time writes to a folder.
+1. ``lock``: one program at a time writes to a folder (``launch/pretrain.py``).
 2. ``save``: DeepSpeed and the caller write into a folder with a temporary name. An error on one rank is one on all.
+   ``engine_writes`` and ``summed_file`` take checksums meanwhile; ``team`` says which ranks share a folder.
 3. ``manifest``: every file is brought to disk; ``manifest.json`` lists size and checksum of each.
 4. ``publish``: the folder gets its final name, ``latest`` names it, older checkpoints are removed.
    ``durable`` holds the writes that 1 to 4 are made of.
 
 Loading a checkpoint that DeepSpeed wrote, into an engine of the same layout:
 
-1. ``publish.find`` and ``manifest.verify``: which checkpoint a folder means, and whether its files are whole.
-2. ``load_checks``: whatever must be checked before ``engine.load_checkpoint`` changes anything, with one answer on all
-   ranks. ``native_check`` is such a check: whether stage, numbers of ranks and places of parameters are the engine's.
+1. ``tags`` and ``whole``: which checkpoint is meant, and whether its files are what the manifest says.
+2. ``load_checks``: calls these and whatever else must be checked before ``engine.load_checkpoint`` changes anything,
+   with one answer on all ranks. ``native_check`` is such a check: whether stage, numbers of ranks and places of
+   parameters are the engine's.
 3. DeepSpeed loads it.
 
 Universal checkpoints, for another layout (ZeRO stage, numbers of ranks, optimizer):

@@ -40,8 +40,11 @@ class Team:
         Raises:
             error: on every rank, what it raised on any.
         """
-        ask: Callable[[], T | None] = function if self.leads else lambda: None
-        answers, problems = attempt(ask)
+
+        def ask() -> T | None:
+            return function() if self.leads else None
+
+        answers, problems = attempt(ask)  # type: ignore[arg-type]  # mypy cannot join T and None
         if problems:
             raise error("\n".join(dict.fromkeys(problems.values())))
         return cast(T, answers[self.ranks[0]])
