@@ -61,7 +61,7 @@ class Bench:
     def _reference(self) -> None:
         """The undisturbed run, whose states every other run is compared with."""
         folder = self.work / "case"
-        steps = [["train", STEPS], ["save", str(folder)], ["digest"]]
+        steps: list[list[Any]] = [["train", STEPS], ["save", str(folder)], ["digest"]]
         out = self.run(steps)
         _succeeded(out)
         shutil.copytree(folder, self.a)
@@ -108,7 +108,7 @@ class Bench:
 def describe(out: Outcome) -> str:
     """In a few words, why ranks did not do what they were asked for."""
     errors = out.errors()
-    first = short(next(filter(None, errors), None) or "")
+    first = short(next(filter(None, errors), None))
     if all(errors):
         return first
     if None in out.status:
@@ -122,9 +122,9 @@ def describe(out: Outcome) -> str:
     return "loads other bytes than were saved, without an error"
 
 
-def short(text: str) -> str:
+def short(text: str | None) -> str:
     """The beginning of a message, on one line, without this machine's folders."""
-    return re.sub(r"(/[\w.@+-]+)+/(?=[\w.@+-]+)", "", " ".join(text.split()))[:120]
+    return re.sub(r"(/[\w.@+-]+)+/(?=[\w.@+-]+)", "", " ".join((text or "").split()))[:120]
 
 
 def points(bench: Bench, a_file: int) -> list[tuple[str, int, int, int]]:

@@ -77,7 +77,7 @@ def _judge(bench: Bench, damage: Damage, out: Outcome, number: int) -> tuple[str
         return f"fails, and has changed the engine: {short(first)}", False, False
     unnamed = [r for r, e in enumerate(errors) if e and not any(name in e for name in damage.files)]
     if unnamed:
-        return f"rank {unnamed[0]}'s error names no file: {short(errors[unnamed[0]] or '')}", False, True
+        return f"rank {unnamed[0]}'s error names no file: {short(errors[unnamed[0]])}", False, True
     return "every rank names the file; the engine is as it was", True, True
 
 
@@ -103,7 +103,7 @@ def _damages(both: Path) -> list[Damage]:
             found.append(Damage(f"{name}: {kind}", functools.partial(_on, do, tag, name), (name,)))
     for what in ("optim_states.pt", "model_states.pt"):
         ranks = [name for name in names if name.endswith(what)]
-        if len(ranks) == 2:
+        if len({(both / tag / name).read_bytes() for name in ranks}) == 2:  # equal files may change places
             found.append(
                 Damage(f"{what} of ranks 0 and 1: swapped", functools.partial(_swap, tag, ranks), tuple(ranks))
             )

@@ -43,7 +43,7 @@ def _one(bench: Bench, rank: int, kind: int, number: int, text: str) -> tuple[st
         return describe(out), False
     silent = [r for r, e in enumerate(errors) if e and (text not in e or str(folder) not in e)]
     if silent:
-        return f"rank {silent[0]} does not say so: {short(errors[silent[0]] or '')}", False
+        return f"rank {silent[0]} does not say so: {short(errors[silent[0]])}", False
     resumed, right = bench.resume(folder)
     if not right:
         return resumed, False

@@ -79,7 +79,7 @@ def cases(bench: Bench, few: int | None) -> Iterator[Case]:
 
 
 def _loading(bench: Bench, settings: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, bool]:
-    actions = [["train", 1], ["digest"], ["load", str(bench.both)], ["digest"]]
+    actions: list[list[Any]] = [["train", 1], ["digest"], ["load", str(bench.both)], ["digest"]]
     return _named(bench.run(actions, timeout=10, **settings), keys, bench.states["B"])
 
 
@@ -109,7 +109,7 @@ def _named(out: Any, keys: tuple[str, ...], state: list[str] | None = None) -> t
         return (describe(out) if any(errors) else "goes on, without an error"), False
     unnamed = [r for r, e in enumerate(errors) if e and not any(key in e for key in keys)]
     if unnamed:
-        return f"rank {unnamed[0]}'s error names no key: {short(errors[unnamed[0]] or '')}", False
+        return f"rank {unnamed[0]}'s error names no key: {short(errors[unnamed[0]])}", False
     changed = [r for r, found in enumerate(out.results("digest")) if len(set(found)) > 1]
     if changed:
         return "names the key, and has changed the engine", False

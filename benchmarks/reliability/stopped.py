@@ -22,10 +22,8 @@ def cases(bench: Bench, few: int | None) -> Iterator[Case]:
             if few is not None and (how == "kill" or rank):
                 continue
             name = f"rank {rank} {'killed' if how == 'kill' else 'stopped'} in a step"
-            step = [["train", STEPS], ["end", rank, how], ["train", STEPS]]
-            yield Case(
-                f"{'dead' if how == 'kill' else 'hung'} rank", bench.stage, name, *_one(bench, rank, actions, how)
-            )
+            step: list[list[Any]] = [["train", STEPS], ["end", rank, how], ["train", STEPS]]
+            yield Case(f"{'dead' if how == 'kill' else 'hung'} rank", bench.stage, name, *_one(bench, rank, step, how))
         if few is None:
             folder = str(bench.fresh(bench.a))
             middle = len(bench.events[rank]) // 2
