@@ -123,8 +123,8 @@ def _settings_of(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _is_ours(given: Mapping[str, Any]) -> bool:
-    """Whether something of this project is among the arguments of ``deepspeed.initialize``: a block, CoatAdamW's name, a
-    CoatAdamW, a patched model, or the mpu of ``megatron_patches``, beside which gradients need more sums.
+    """Whether something of this project is among the arguments of ``deepspeed.initialize``: a block, CoatAdamW's name,
+    a CoatAdamW, a patched model, or the mpu of ``megatron_patches``, beside which gradients need more sums.
 
     Raises:
         CoatConfigError: something that is nearly a block or CoatAdamW's name.
