@@ -123,6 +123,7 @@ def test_a_plan_keeps_no_state_in_memory():
 
 
 @pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter; on GPUs: tests/gpu/test_capturable.py")
 @pytest.mark.parametrize("options", [{}, {"betas": (0.9, 0.95)}, {"lr": torch.tensor(0.1)}], ids=str)
 def test_steps_counted_in_tensors_have_the_bits_of_steps_counted_in_numbers(monkeypatch, options):
     """With kernels, which here are interpreted."""
