@@ -11,7 +11,15 @@ import torch.distributed as dist
 
 from .config import CoatConfigError
 
-__all__ = ["attempt", "check_same_on_all_ranks", "gather", "on_rank_0", "raise_everywhere", "rank_and_world"]
+__all__ = [
+    "attempt",
+    "check_same_on_all_ranks",
+    "gather",
+    "on_rank_0",
+    "raise_everywhere",
+    "rank_and_world",
+    "say_ranks",
+]
 
 T = TypeVar("T")
 
@@ -145,13 +153,13 @@ def _who_has_what(texts: list[str | None]) -> str:
         value = "absent" if text is None else text
         if len(value) > _SHOWN_CHARACTERS:
             value = value[: _SHOWN_CHARACTERS - 3] + "..."
-        parts.append(f"{value} on rank{'s' if len(having) > 1 else ''} {_ranges(having)}")
+        parts.append(f"{value} on {say_ranks(having)}")
     more = [f"{len(parts) - 4} more values"] if len(parts) > 4 else []
     return ", ".join(parts[:4] + more)
 
 
-def _ranges(numbers: list[int]) -> str:
-    """``0-3, 6``"""
+def say_ranks(numbers: list[int]) -> str:
+    """``rank 2``, ``ranks 0-3, 6``."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][-1] == n - 1:
@@ -159,4 +167,4 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([n])
     texts = ["-".join(map(str, run)) for run in runs]
-    return ", ".join(texts[:6] + (["..."] if len(texts) > 6 else []))
+    return f"rank{'s' if len(numbers) > 1 else ''} " + ", ".join(texts[:6] + (["..."] if len(texts) > 6 else []))

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..config import CoatConfig
 from ..ranks import check_same_on_all_ranks
-from .without_launcher import prepare
+from .roll_call import answer
 
 __all__ = ["compare_ranks"]
 
@@ -30,11 +29,7 @@ def compare_ranks(
     Raises:
         CoatConfigError: on every rank; names the keys that differ, with the values and the ranks that have them.
     """
-    import deepspeed
-
-    if not dist.is_initialized() and given.get("dist_init_required") is not False:
-        prepare()
-        deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
+    answer(True, given)
     _take_device(given.get("args"))
     compared: dict[str, Any] = {**settings, "coat": coat and coat.model_dump()}
     if model is not None:

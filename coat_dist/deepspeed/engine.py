@@ -26,6 +26,7 @@ from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw
 from .refusals import check_deepspeed
 from .replicated_grads import check_replicated_grads
+from .roll_call import answer
 
 __all__ = ["called_as_deepspeed", "initialize"]
 
@@ -84,6 +85,7 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     given = {name: value for name, value in bound.items() if value is not None}
     if _is_ours(given):
         return _initialize(given)
+    answer(False, given)
     if not callable(given.get("optimizer")) or isinstance(given["optimizer"], torch.optim.Optimizer):
         return start(*args, **kwargs)
     # What it makes is seen only when DeepSpeed calls it.
@@ -181,6 +183,8 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     if coat is not None or compressed:
         compare_ranks(settings, coat, None if pipeline else model, given)
         on_rank_0(lambda: make_folders(settings))
+    else:
+        answer(isinstance(optimizer, CoatAdamW), given)
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:

@@ -1,0 +1,71 @@
+"""Ranks of which some have a ``"coat"`` block or a CoatAdamW and others neither: told apart before they would meet.
+
+A rank with a block compares its settings with all others', in a collective. One without would go straight on into
+DeepSpeed's collectives, the two would not fit, and the ranks would wait for each other until a timeout that names
+nobody. So each call of ``deepspeed.initialize`` leaves a word in torch.distributed's store: a rank with a block waits
+for those of all others, one without waits for nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from ..config import CoatConfigError
+from ..ranks import rank_and_world, say_ranks
+from .heartbeat import group_timeout
+from .without_launcher import prepare
+
+__all__ = ["answer"]
+
+_calls = itertools.count()  # of this process: all ranks of a program build their engines in the same order
+
+
+def answer(ours: bool, given: dict[str, Any]) -> None:
+    """Say whether this rank's call has a block or a CoatAdamW; where it has, wait until every rank has said so.
+
+    Args:
+        ours: whether it has.
+        given: the arguments of ``deepspeed.initialize``, by name.
+
+    Raises:
+        CoatConfigError: some ranks have one and others have not; on all ranks that have, and on those of the others
+            that come later.
+    """
+    call = next(_calls)
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if not dist.is_initialized() and given.get("dist_init_required") is not False and (ours or several):
+        _as_deepspeed_will(given)  # else it is DeepSpeed's to say what a program without a launcher lacks
+    rank, world = rank_and_world()
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() and world > 1 else None
+    if store is None:
+        return
+    key = f"coat_dist/initialize/{call}"
+    store.set(f"{key}/{rank}", str(int(ours)))
+    with_, without = (store.add(f"{key}/{kind}", int(ours == kind)) for kind in (True, False))
+    patience = time.monotonic() + group_timeout()
+    while ours and not without and with_ < world and time.monotonic() < patience:
+        time.sleep(0.02)
+        with_, without = (store.add(f"{key}/{kind}", 0) for kind in (True, False))
+    if with_ and without:
+        _refuse(store, key, world)
+
+
+def _as_deepspeed_will(given: dict[str, Any]) -> None:
+    import deepspeed
+
+    prepare()
+    deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
+
+
+def _refuse(store: Any, key: str, world: int) -> None:
+    said = {r: store.get(f"{key}/{r}") == b"1" for r in range(world) if store.check([f"{key}/{r}"])}
+    have, lack = ([r for r, ours in said.items() if ours is kind] for kind in (True, False))
+    raise CoatConfigError(
+        f'ranks were started differently: a "coat" block or a CoatAdamW on {say_ranks(have)}, neither on '
+        f"{say_ranks(lack)}; accepted: the same configuration on all ranks"
+    )
