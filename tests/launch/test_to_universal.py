@@ -31,7 +31,11 @@ LEGS = {
 }
 
 
-@pytest.mark.parametrize("case", LEGS)
+OFTEN = ("stages 1, 3, 2 and TP 1, 2, 1", "fp32 moments, FP8, fp32")
+"""The others take up what ``tests/coat_dist/checkpoint/test_matrix.py`` has in small: ``pytest -m slow``."""
+
+
+@pytest.mark.parametrize("case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.slow) for c in LEGS])
 def test_three_legs_are_one_run(work, tmp_path, case):
     """Twelve steps, converted after the fourth and eighth: the losses of a run without a break."""
     straight = None
