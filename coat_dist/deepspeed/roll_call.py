@@ -2,8 +2,8 @@
 
 A rank with a block compares its settings with all others', in a collective. One without would go straight on into
 DeepSpeed's collectives, the two would not fit, and the ranks would wait for each other until a timeout that names
-nobody. So each call of ``deepspeed.initialize`` leaves a word in torch.distributed's store: a rank with a block waits
-for those of all others, one without waits for nobody.
+nobody. So each call of ``deepspeed.initialize`` leaves a word in torch.distributed's store, and looks whether all
+others have left the same. DeepSpeed's first collective would wait for the others as well.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from .without_launcher import prepare
 
 __all__ = ["answer"]
 
+PATIENCE = 20.0
+"""Seconds that a rank without a block waits for the others: in a program of DeepSpeed's alone, ranks may build different
+numbers of engines."""
+
 _calls = itertools.count()  # of this process: all ranks of a program build their engines in the same order
 
 
 def answer(ours: bool, given: dict[str, Any]) -> None:
-    """Say whether this rank's call has a block or a CoatAdamW; where it has, wait until every rank has said so.
+    """Say whether this rank's call has a block or a CoatAdamW, and wait until every rank has said so.
 
     Args:
         ours: whether it has.
         given: the arguments of ``deepspeed.initialize``, by name.
 
     Raises:
-        CoatConfigError: some ranks have one and others have not; on all ranks that have, and on those of the others
-            that come later.
+        CoatConfigError: some ranks have one and others have not; on every rank, but for those without that have waited
+            for :data:`PATIENCE`.
     """
     call = next(_calls)
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -47,8 +51,8 @@ def answer(ours: bool, given: dict[str, Any]) -> None:
     key = f"coat_dist/initialize/{call}"
     store.set(f"{key}/{rank}", str(int(ours)))
     with_, without = (store.add(f"{key}/{kind}", int(ours == kind)) for kind in (True, False))
-    patience = time.monotonic() + group_timeout()
-    while ours and not without and with_ < world and time.monotonic() < patience:
+    end = time.monotonic() + (group_timeout() if ours else PATIENCE)
+    while with_ + without < world and not (with_ and without) and time.monotonic() < end:
         time.sleep(0.02)
         with_, without = (store.add(f"{key}/{kind}", 0) for kind in (True, False))
     if with_ and without:
@@ -64,6 +68,10 @@ def _as_deepspeed_will(given: dict[str, Any]) -> None:
 
 def _refuse(store: Any, key: str, world: int) -> None:
     said = {r: store.get(f"{key}/{r}") == b"1" for r in range(world) if store.check([f"{key}/{r}"])}
+    store.add(f"{key}/read", 1)
+    end = time.monotonic() + 2.0
+    while store.add(f"{key}/read", 0) < len(said) and time.monotonic() < end:
+        time.sleep(0.02)  # the store ends with the process of rank 0
     have, lack = ([r for r, ours in said.items() if ours is kind] for kind in (True, False))
     raise CoatConfigError(
         f'ranks were started differently: a "coat" block or a CoatAdamW on {say_ranks(have)}, neither on '

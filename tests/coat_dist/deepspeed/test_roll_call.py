@@ -14,29 +14,42 @@ SAID = (
 )
 
 
-def one_without(rank, world, plain_first):
+def one_without(rank, world, late):
     deepspeed = quiet_deepspeed()
     import coat_dist  # noqa: F401
-    from coat_dist.deepspeed import roll_call
 
     config = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
     net = model()
     plain = {"model": net, "optimizer": torch.optim.AdamW(net.parameters(), lr=1e-2), "config": config}
     train(deepspeed.initialize(**plain)[0], rank)  # by all: an earlier engine is nobody's mistake
+    time.sleep(1.0 if rank == late else 0.0)
     try:
-        if rank == 0:
-            time.sleep(1.0 if plain_first else 0.0)
-            deepspeed.initialize(model=model(), config=CONFIG)
-        elif plain_first:
-            roll_call.answer(False, plain)  # all that its call would do before DeepSpeed's collectives
-        else:
-            time.sleep(1.0)
-            deepspeed.initialize(**plain)
+        deepspeed.initialize(**({"model": model(), "config": CONFIG} if rank == 0 else plain))
     except ValueError as error:
         return str(error)
     return None
 
 
 def test_a_rank_without_a_block_is_named_before_ranks_would_wait_for_each_other():
-    assert run_ranks(2, one_without, False) == [SAID, SAID]
-    assert run_ranks(2, one_without, True) == [SAID, None]
+    for late in (0, 1):
+        assert run_ranks(2, one_without, late) == [SAID, SAID]
+
+
+def alone(rank, world):
+    """One rank builds an engine that the other does not build."""
+    from torch import distributed as dist
+
+    from coat_dist.deepspeed import roll_call
+
+    roll_call.PATIENCE = 0.2
+    started = time.monotonic()
+    if rank == 1:
+        roll_call.answer(False, {})
+    waited = time.monotonic() - started
+    dist.barrier()
+    return waited
+
+
+def test_a_rank_without_a_block_does_not_wait_for_long():
+    at_once, some = run_ranks(2, alone)
+    assert at_once < 0.1 and 0.2 <= some < 5.0
