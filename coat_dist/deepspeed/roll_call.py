@@ -23,7 +23,7 @@ from .without_launcher import prepare
 __all__ = ["answer"]
 
 PATIENCE = 20.0
-"""Seconds that a rank without a block waits for the others: in a program of DeepSpeed's alone, ranks may build different
+"""Seconds that a rank without a block waits for the others: in a program of DeepSpeed's alone, ranks may build unequal
 numbers of engines."""
 
 _calls = itertools.count()  # of this process: all ranks of a program build their engines in the same order
