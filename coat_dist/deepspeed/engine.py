@@ -23,7 +23,7 @@ from .attach import attach
 from .compare_ranks import compare_ranks
 from .monitors import make_folders
 from .near_misses import check_names
-from .optimizer_from_json import build_coat_adamw
+from .optimizer_from_json import build_coat_adamw, list_parameters
 from .refusals import check_deepspeed
 from .replicated_grads import check_replicated_grads
 
@@ -178,7 +178,9 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         _check_foreign(optimizer, block, compressed)
     elif callable(optimizer):
         given["optimizer"] = _checked(optimizer, block, compressed, check)
-    if coat is not None or compressed:
+    if (parameters := given.get("model_parameters")) is not None:
+        given["model_parameters"] = list_parameters(parameters)
+    if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
         compare_ranks(settings, coat, None if pipeline else model, given)
         on_rank_0(lambda: make_folders(settings))
     if compressed or isinstance(optimizer, CoatAdamW):
