@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..config import CoatConfig
 from ..ranks import check_same_on_all_ranks
+from .same_call import wait_for_the_others
 from .without_launcher import prepare
 
 __all__ = ["compare_ranks"]
@@ -38,6 +39,7 @@ def compare_ranks(
         prepare()
         deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
     _take_device(given.get("args"))
+    wait_for_the_others()
     compared: dict[str, Any] = {**settings, "coat": coat and coat.model_dump()}
     if model is not None:
         compared["model.parameters"] = _parameters(model)

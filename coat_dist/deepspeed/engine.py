@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from ..checkpoint.zero_partitions import base_optimizer
 from ..config import CoatConfig, CoatConfigError, load_json, look_up
 from ..optim import CoatAdamW
-from ..ranks import on_rank_0
+from ..ranks import on_rank_0, rank_and_world
 from .attach import attach
 from .compare_ranks import compare_ranks
 from .monitors import make_folders
@@ -26,6 +27,7 @@ from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw, list_parameters
 from .refusals import check_deepspeed
 from .replicated_grads import check_replicated_grads
+from .same_call import leave_note
 
 __all__ = ["called_as_deepspeed", "initialize"]
 
@@ -84,6 +86,8 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     given = {name: value for name, value in bound.items() if value is not None}
     if _is_ours(given):
         return _initialize(given)
+    if given.get("model") is not None:
+        leave_note(given)
     if not callable(given.get("optimizer")) or isinstance(given["optimizer"], torch.optim.Optimizer):
         return start(*args, **kwargs)
     # What it makes is seen only when DeepSpeed calls it.
@@ -123,8 +127,8 @@ def _settings_of(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _is_ours(given: Mapping[str, Any]) -> bool:
-    """Whether something of this project is among the arguments of ``deepspeed.initialize``: a block, CoatAdamW's name, a
-    CoatAdamW, a patched model, or the mpu of ``megatron_patches``, beside which gradients need more sums.
+    """Whether something of this project is among the arguments of ``deepspeed.initialize``: a block, CoatAdamW's
+    name, a CoatAdamW, a patched model, or the mpu of ``megatron_patches``, beside which gradients need more sums.
 
     Raises:
         CoatConfigError: something that is nearly a block or CoatAdamW's name.
@@ -183,6 +187,8 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
         compare_ranks(settings, coat, None if pipeline else model, given)
         on_rank_0(lambda: make_folders(settings))
+        named = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
+        _warn_of_no_effect(coat, named or look_up(settings, "optimizer.type"))
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
@@ -249,6 +255,16 @@ def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
         raise CoatConfigError(
             "coat.activation.enabled: got false, but the model is patched; accepted: true, or an unpatched model"
         )
+
+
+def _warn_of_no_effect(coat: CoatConfig | None, optimizer: str | None) -> None:
+    if coat is None or coat.activation.enabled or optimizer in (None, "CoatAdamW") or rank_and_world()[0] != 0:
+        return
+    warnings.warn(
+        f'coat: nothing is compressed, as activation.enabled is false and the optimizer is "{optimizer}"; FP8 '
+        'moments need "optimizer": {"type": "CoatAdamW"}',
+        stacklevel=4,
+    )
 
 
 def _is_patched(model: torch.nn.Module) -> bool:

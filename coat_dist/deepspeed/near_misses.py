@@ -82,8 +82,8 @@ def _misnamed_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _misplaced(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Keys of the block at the top level or in DeepSpeed's ``optimizer``, or in the ``params`` of another optimizer, which
-    may have options like ours: only names that nothing else has. What was meant, and where it belongs."""
+    """Keys of the block at the top level or in DeepSpeed's ``optimizer``; in the ``params`` of another optimizer, which
+    may have options like ours, only names that nothing else has. What was meant, and where it belongs."""
     for prefix, block in (("", config), ("optimizer.", config.get("optimizer"))):
         for key, value in block.items() if isinstance(block, Mapping) else ():
             if meant := _key_of_the_block(str(key), value):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -174,12 +175,20 @@ def other_groups(rank, world):
             messages.append([len(group["params"]) for group in engine.optimizer.optimizer.param_groups])
         except coat_dist.CoatConfigError as error:
             messages.append(str(error))
-    return messages
+    without = {
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "coat": {"activation": {"enabled": False}},
+    }
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        deepspeed.initialize(model=net, model_parameters=net.parameters(), config={**CONFIG, **without})
+    return messages, [str(w.message) for w in said if "nothing is compressed" in str(w.message)]
 
 
 def test_groups_that_differ_between_ranks_are_named():
-    first, second = run_ranks(2, other_groups)
+    (first, said), (second, repeated) = run_ranks(2, other_groups)
     assert first == second
+    assert len(said) == 1 and 'the optimizer is "AdamW"' in said[0] and not repeated, "a block without any effect"
     lr, order, optimizer, clip, same = first
     start = "ranks were started differently: "
     assert lr == start + "model_parameters.0.lr: 0.001 on rank 0, 0.002 on rank 1"
