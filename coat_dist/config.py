@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
 
 __all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "explain", "load_json", "look_up"]
-__all__ += ["COMMENTS", "decode_base64"]
+__all__ += ["COMMENTS", "decode_base64", "misspells_coat"]
 
 
 COMMENTS = ("_", "#", "/", "$")
@@ -148,7 +148,7 @@ class CoatConfig(_Block):
             CoatConfigError: the configuration cannot be read, or the block or its name is wrong.
         """
         settings = config if isinstance(config, Mapping) else load_json(config)
-        if wrong := [key for key in settings if _misspells_coat(key, settings)]:
+        if wrong := [key for key in settings if misspells_coat(key, settings)]:
             raise CoatConfigError(
                 "\n".join(f'{key}: unknown key (did you mean "coat"?), accepted: "coat"' for key in wrong)
             )
@@ -172,16 +172,17 @@ class CoatConfig(_Block):
             raise CoatConfigError("\n".join(explain("coat", cls, e) for e in error.errors())) from None
 
 
-def _misspells_coat(key: Any, settings: Mapping[str, Any]) -> bool:
-    """Whether a key is nearly "coat": in other letters ("Coat"), with more of them ("coat_config") or, of an object,
-    with one letter wrong or two exchanged."""
+def misspells_coat(key: Any, settings: Mapping[str, Any]) -> bool:
+    """Whether a key is nearly "coat": in other letters ("Coat"), with more of them ("coat_config"), two exchanged
+    ("caot") or, of an object that could be the block, with one letter wrong."""
     letters = "".join(c for c in str(key).lower() if c.isalnum())
     if key == "coat" or str(key).startswith(COMMENTS):
         return False
     if letters.startswith("coat") or sorted(letters) == sorted("coat"):
         return True
     near = difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75 and abs(len(letters) - 4) <= 1
-    return near and isinstance(settings[key], Mapping)
+    block = settings[key]
+    return near and isinstance(block, Mapping) and (not block or bool({*block} & {*CoatConfig.model_fields}))
 
 
 def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:

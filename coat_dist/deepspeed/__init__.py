@@ -1,7 +1,7 @@
 """The DeepSpeed side: ``coat_dist.initialize``, what it refuses, and what it replaces on DeepSpeed's objects.
 
 - ``engine.py`` is ``initialize``; ``compare_ranks.py`` and ``optimizer_from_json.py`` are steps of it. By ``hook.py``
-  calls of ``deepspeed.initialize`` go the same way.
+  calls of ``deepspeed.initialize`` go the same way; ``roll_call.py`` finds ranks whose calls went another.
 - ``refusals.py`` says which DeepSpeed settings are refused: by the table in ``refusal_rules.py``, by ``json_types.py``
   where a value is of a wrong kind, by ``near_misses.py`` and ``known_keys.py`` where a name is wrong, and by
   ``monitors.py`` where a package is not installed.

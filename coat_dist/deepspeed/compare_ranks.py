@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ def compare_ranks(
         settings: DeepSpeed's configuration without the block.
         coat: the block.
         model: None where ranks hold different parts of it, as with pipelines.
-        given: the arguments of ``deepspeed.initialize``, by name.
+        given: the arguments of ``deepspeed.initialize``, by name. The groups of ``model_parameters`` and those of an
+            optimizer are compared where there is a model: ranks that step with other options, each on its own shards,
+            would train on silently.
 
     Raises:
         CoatConfigError: on every rank; names the keys that differ, with the values and the ranks that have them.
@@ -34,6 +36,11 @@ def compare_ranks(
     compared: dict[str, Any] = {**settings, "coat": coat and coat.model_dump()}
     if model is not None:
         compared["model.parameters"] = _parameters(model)
+        names = {id(p): name for name, p in model.named_parameters()}
+        optimizer = given.get("optimizer")
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else None
+        compared["model_parameters"] = _groups(given.get("model_parameters"), names)
+        compared["optimizer.param_groups"] = _groups(groups, names)
     check_same_on_all_ranks(compared)
 
 
@@ -58,3 +65,26 @@ def _parameters(model: torch.nn.Module) -> list[list[Any]]:
         for n, m in model.named_modules()
         for p in m.parameters(recurse=False)
     ]
+
+
+def _groups(listed: Iterable[Any] | None, names: Mapping[int, str]) -> dict[str, Any]:
+    """Options of parameter groups, or of a list of parameters as one group, and the names of what is in each."""
+    groups = list(listed or [])
+    if groups and not isinstance(groups[0], Mapping):
+        groups = [{"params": groups}]
+    return {
+        str(i): {
+            **{str(key): _plain(value) for key, value in group.items() if key != "params"},
+            "params": [names.get(id(p[1] if isinstance(p, tuple) else p), "unknown") for p in group["params"]],
+        }
+        for i, group in enumerate(groups)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What is the same on every rank where ranks agree: no device, no address in memory."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

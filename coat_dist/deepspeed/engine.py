@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +19,12 @@ import torch
 from ..checkpoint.zero_partitions import base_optimizer
 from ..config import CoatConfig, CoatConfigError, load_json, look_up
 from ..optim import CoatAdamW
-from ..ranks import on_rank_0
+from ..ranks import on_rank_0, rank_and_world
 from .attach import attach
 from .compare_ranks import compare_ranks
 from .monitors import make_folders
 from .near_misses import check_names
-from .optimizer_from_json import build_coat_adamw
+from .optimizer_from_json import build_coat_adamw, list_parameters
 from .refusals import check_deepspeed
 from .replicated_grads import check_replicated_grads
 from .roll_call import answer
@@ -180,11 +181,15 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         _check_foreign(optimizer, block, compressed)
     elif callable(optimizer):
         given["optimizer"] = _checked(optimizer, block, compressed, check)
-    if coat is not None or compressed:
+    if (parameters := given.get("model_parameters")) is not None:
+        given["model_parameters"] = list_parameters(parameters)
+    if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
         compare_ranks(settings, coat, None if pipeline else model, given)
         on_rank_0(lambda: make_folders(settings))
+        named = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
+        _warn_of_no_effect(coat, named or look_up(settings, "optimizer.type"))
     else:
-        answer(isinstance(optimizer, CoatAdamW), given)
+        answer(False, given)
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
@@ -251,6 +256,16 @@ def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
         raise CoatConfigError(
             "coat.activation.enabled: got false, but the model is patched; accepted: true, or an unpatched model"
         )
+
+
+def _warn_of_no_effect(coat: CoatConfig | None, optimizer: str | None) -> None:
+    if coat is None or coat.activation.enabled or optimizer in (None, "CoatAdamW") or rank_and_world()[0] != 0:
+        return
+    warnings.warn(
+        f'coat: nothing is compressed, as activation.enabled is false and the optimizer is "{optimizer}"; FP8 '
+        'moments need "optimizer": {"type": "CoatAdamW"}',
+        stacklevel=4,
+    )
 
 
 def _is_patched(model: torch.nn.Module) -> bool:

@@ -43,6 +43,7 @@ def honour(deepspeed: types.ModuleType) -> None:
     functools.update_wrapper(copy, function)
     del copy.__wrapped__  # type: ignore[attr-defined]
     function.__wrapped__ = copy  # type: ignore[attr-defined]
+    function.__signature__ = inspect.signature(copy)  # type: ignore[attr-defined]
     function.__code__ = _called.__code__
 
 

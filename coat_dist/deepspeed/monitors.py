@@ -33,7 +33,10 @@ def missing_packages(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_there(module: str) -> bool:
-    return module in sys.modules or importlib.util.find_spec(module) is not None
+    """Not a folder of that name without code either, such as runs leave in the current one."""
+    loaded = sys.modules.get(module)
+    spec = importlib.util.find_spec(module) if loaded is None else loaded.__spec__
+    return loaded is not None if spec is None else spec.origin is not None
 
 
 def make_folders(config: Mapping[str, Any]) -> None:

@@ -6,21 +6,34 @@ uncompressed. Keys that are merely unknown are looked for beside a block or Coat
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from ..config import ActivationConfig, CoatConfigError
+from ..config import COMMENTS, ActivationConfig, CoatConfigError, OptimizerConfig, look_up, misspells_coat
 from ..optim import CoatAdamW
 
 __all__ = ["check_names"]
 
-_OPTIMIZER = {"first_moment", "second_moment", "stochastic_rounding", "master_weights"}
-_ACTIVATION = {"forward_scales", "grad_format", "fp8_gather", "tp_invariant", "bf16_layers"}
-"""Keys that only the block has, so that no other program's configuration is refused."""
+
+def _letters(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+_DISTINCT = {
+    _letters(key.partition(".")[2]): key
+    for key in (
+        *("optimizer.first_moment", "optimizer.second_moment", "optimizer.stochastic_rounding"),
+        *("optimizer.master_weights", "activation.forward_scales", "activation.grad_format"),
+        *("activation.fp8_gather", "activation.tp_invariant", "activation.bf16_layers"),
+    )
+}
+"""Keys that only the block has, so that no other program's configuration is refused, by their letters."""
 
 
 def check_names(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -34,36 +47,77 @@ def check_names(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | No
         CoatConfigError: names the key and what was probably meant.
     """
     problems = [
-        f'{key}: unknown key (did you mean {json.dumps(meant)}?), accepted: in the "coat" block'
-        for key, meant in _misplaced(config)
+        f"{key}: unknown key (did you mean {json.dumps(meant)}?), accepted: {where}"
+        for key, meant, where in (*_misplaced(config), *_nested("", config))
     ]
-    block = config.get("optimizer")
-    name = block.get("type") if isinstance(block, Mapping) else None
-    if not isinstance(optimizer, CoatAdamW) and isinstance(name, str) and _misspells_coat_adamw(name):
-        problems.append(f'optimizer.type: got {json.dumps(name)} (did you mean "CoatAdamW"?), accepted: "CoatAdamW"')
+    if not isinstance(optimizer, CoatAdamW):
+        problems += _misnamed_optimizer(config)
     if problems:
         raise CoatConfigError("\n".join(problems))
 
 
-def _misspells_coat_adamw(name: str) -> bool:
-    letters = "".join(c for c in name.lower() if c.isalnum())
-    if name == "CoatAdamW":
+def _misspells_coat_adamw(name: Any) -> bool:
+    if name == "CoatAdamW" or not isinstance(name, str):
         return False
+    letters = _letters(name)
     return letters.startswith("coat") or difflib.SequenceMatcher(None, letters, "coatadamw").ratio() > 0.8
 
 
-def _misplaced(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Keys of the block at the top level or in DeepSpeed's ``optimizer``, and where they belong."""
-    found = []
+def _misnamed_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
+    """CoatAdamW by nearly its name, or in a place where DeepSpeed does not look for an optimizer's name."""
+    block = config.get("optimizer")
+    name = block.get("type") if isinstance(block, Mapping) else None
+    if _misspells_coat_adamw(name):
+        yield f'optimizer.type: got {json.dumps(name)} (did you mean "CoatAdamW"?), accepted: "CoatAdamW"'
+    elsewhere = {"optimizer": block, "optimizer.type": name} if name != "CoatAdamW" else {}
+    if isinstance(block, Mapping):
+        elsewhere |= {f"optimizer.{key}": value for key, value in block.items() if key != "type"}
+    for key, value in config.items():
+        if key != "optimizer" and not str(key).startswith(COMMENTS) and isinstance(value, Mapping):
+            elsewhere[f"{key}.type"] = value.get("type")
+    for key, value in elsewhere.items():
+        if "CoatAdamW" in (value if isinstance(value, list | tuple) else [value]):
+            accepted = 'an object with its settings, "type" among them' if key == "optimizer" else 'as "optimizer.type"'
+            yield f"{key}: got {json.dumps(value)}, accepted: {accepted}"
+
+
+def _misplaced(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Keys of the block at the top level or in DeepSpeed's ``optimizer``; in the ``params`` of another optimizer, which
+    may have options like ours, only names that nothing else has. What was meant, and where it belongs."""
     for prefix, block in (("", config), ("optimizer.", config.get("optimizer"))):
         for key, value in block.items() if isinstance(block, Mapping) else ():
-            if key in _OPTIMIZER:
-                found.append((f"{prefix}{key}", f"coat.optimizer.{key}"))
-            elif key in _ACTIVATION:
-                found.append((f"{prefix}{key}", f"coat.activation.{key}"))
-            elif key == "activation" and isinstance(value, Mapping) and value:
-                if {*value} <= {*ActivationConfig.model_fields}:
-                    found.append((f"{prefix}{key}", "coat.activation"))
-            elif prefix and key == "coat":
-                found.append((f"{prefix}{key}", "coat"))
-    return found
+            if meant := _key_of_the_block(str(key), value):
+                yield f"{prefix}{key}", f"coat.{meant}", 'in the "coat" block'
+    params = look_up(config, "optimizer.params")
+    for key in params if isinstance(params, Mapping) and look_up(config, "optimizer.type") != "CoatAdamW" else ():
+        if meant := _distinct(str(key)):
+            yield f"optimizer.params.{key}", f"coat.{meant}", 'in the "coat" block, or here with "type": "CoatAdamW"'
+
+
+def _distinct(key: str) -> str | None:
+    near = difflib.get_close_matches(_letters(key), _DISTINCT, 1, 0.9)
+    return _DISTINCT[near[0]] if near and not key.startswith(COMMENTS) else None
+
+
+def _key_of_the_block(key: str, value: Any) -> str | None:
+    """The block's key that a key must mean: a name that only the block has, or nearly; or a value that only it has."""
+    if meant := _distinct(key):
+        return meant
+    if key == "activation" and isinstance(value, Mapping):
+        return "activation" if {*value} & {*ActivationConfig.model_fields} else None
+    for name, model in (("optimizer", OptimizerConfig), ("activation", ActivationConfig)):
+        if key in model.model_fields and key != "enabled" and isinstance(value, str | int):
+            with contextlib.suppress(ValidationError):
+                model.model_validate({key: value})
+                return f"{name}.{key}"
+    return None
+
+
+def _nested(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The block inside another one, where nobody reads it."""
+    for owner, block in config.items():
+        if isinstance(block, Mapping) and owner != "coat" and not str(owner).startswith(COMMENTS):
+            for key in block:
+                if isinstance(block[key], Mapping) and (key == "coat" or misspells_coat(key, block)):
+                    yield f"{prefix}{owner}.{key}", "coat", "at the top level"
+            yield from _nested(f"{prefix}{owner}.", block)

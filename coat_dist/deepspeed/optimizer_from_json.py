@@ -14,7 +14,7 @@ from ..config import CoatConfig
 from ..optim import CoatAdamW, param_groups, split_groups
 from ..optim.state import check_group
 
-__all__ = ["build_coat_adamw", "check_params"]
+__all__ = ["build_coat_adamw", "check_params", "list_parameters"]
 
 
 def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str]:
@@ -67,7 +67,7 @@ def build_coat_adamw(
     def make(groups: list[dict[str, Any]]) -> CoatAdamW:
         return CoatAdamW(_experts_apart(groups), **options)
 
-    listed = list(parameters) if parameters is not None else None
+    listed = None if parameters is None else list(parameters)
     if listed and isinstance(listed[0], Mapping):
         return make, split_groups(listed)
     chosen = None if listed is None else {id(p) for p in listed}
@@ -82,6 +82,15 @@ def build_coat_adamw(
     return make, groups
 
 
+def list_parameters(parameters: Iterable[Any]) -> list[Any]:
+    """Parameters, or groups of them, which may be iterators, as lists that can be read again."""
+
+    def listed(params: Any) -> list[Any]:
+        return [params] if isinstance(params, torch.Tensor) else list(params)
+
+    return [{**p, "params": listed(p["params"])} if isinstance(p, Mapping) else p for p in parameters]
+
+
 def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameters of DeepSpeed's experts (``deepspeed.moe``) in groups of their own: they are sharded over other ranks.
 
@@ -89,10 +98,7 @@ def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
-    def listed(params: Any) -> list[Any]:
-        return [params] if isinstance(params, torch.Tensor) else list(params)
-
-    groups = [{**group, "params": listed(group["params"])} for group in groups]
+    groups = list_parameters(groups)
     if not any(is_moe_param(p) for group in groups for p in group["params"]):
         return groups
     named = [{"name": f"group {i}", **group} for i, group in enumerate(groups)]

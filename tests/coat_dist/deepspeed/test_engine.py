@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -149,6 +150,52 @@ def test_errors_reach_every_rank(changes, words):
     for message in run_ranks(2, failing, changes):
         for word in words:
             assert word in message
+
+
+def other_groups(rank, world):
+    """Messages for parameter groups that differ between ranks, given as groups or as those of an optimizer."""
+    deepspeed = quiet_deepspeed()
+    import coat_dist
+
+    plain, messages = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}, []
+    for case in ("lr", "order", "object", "object and clip", "same"):
+        net = model()
+        params = list(net.parameters())
+        given = {
+            "lr": {"model_parameters": [{"params": iter(params), "lr": 1e-3 * (1 + rank)}]},
+            "order": {"model_parameters": [{"params": params[::-1] if rank else params}]},
+            "same": {"model_parameters": ({"params": (p for p in params)} for _ in range(1))},
+        }.get(case, {})
+        settings = {**plain, "gradient_clipping": 1.0 + rank} if case == "object and clip" else plain
+        if case.startswith("object"):
+            lr = 1e-3 * (1 + rank if case == "object" else 1)
+            given = {"optimizer": coat_dist.CoatAdamW(params, lr=torch.tensor(lr) if rank else lr)}
+        try:
+            engine, *_ = deepspeed.initialize(model=net, config=settings if "object" in case else CONFIG, **given)
+            messages.append([len(group["params"]) for group in engine.optimizer.optimizer.param_groups])
+        except coat_dist.CoatConfigError as error:
+            messages.append(str(error))
+    without = {
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "coat": {"activation": {"enabled": False}},
+    }
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        deepspeed.initialize(model=net, model_parameters=net.parameters(), config={**CONFIG, **without})
+    return messages, [str(w.message) for w in said if "nothing is compressed" in str(w.message)]
+
+
+def test_groups_that_differ_between_ranks_are_named():
+    (first, said), (second, repeated) = run_ranks(2, other_groups)
+    assert first == second
+    assert len(said) == 1 and 'the optimizer is "AdamW"' in said[0] and not repeated, "a block without any effect"
+    lr, order, optimizer, clip, same = first
+    start = "ranks were started differently: "
+    assert lr == start + "model_parameters.0.lr: 0.001 on rank 0, 0.002 on rank 1"
+    assert order.startswith(start + "model_parameters.0.params: [")
+    assert optimizer.startswith(start + "optimizer.param_groups.0.lr: 0.001 on rank 0, 0.002")
+    assert "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1" in clip
+    assert same == [1, 1], "iterators are read once, and split into both kinds"
 
 
 def made_by_callables(rank, world):

@@ -39,6 +39,7 @@ def calls(monkeypatch, package):
 
 def test_a_name_that_was_bound_before_goes_the_same_way(package, calls):
     bound, signature = package.initialize, inspect.signature(package.initialize)
+    arguments = inspect.getfullargspec(bound)
     hook.honour(package)
     assert package.initialize is bound and bound(1, config=2) == "ours" and calls == [((1,), {"config": 2})]
     assert (
@@ -46,6 +47,7 @@ def test_a_name_that_was_bound_before_goes_the_same_way(package, calls):
         and bound.__doc__ == "Builds an engine."
         and bound.__name__ == "initialize"
     )
+    assert inspect.getfullargspec(bound) == arguments
     assert engine.original()(3) == ("DeepSpeed's", 3, None, None)
 
 

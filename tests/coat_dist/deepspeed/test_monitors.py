@@ -3,6 +3,7 @@
 ``test_profilers.py`` has the profilers over a patched model.
 """
 
+import importlib
 import sys
 import types
 
@@ -72,3 +73,14 @@ def test_packages_that_are_missing_are_named(monkeypatch):
     ]
     assert not list(missing_packages({"wandb": {"enabled": False}, "tensorboard": {}}))
     make_folders({"tensorboard": {"enabled": False, "output_path": "/proc/nowhere"}})
+
+
+def test_a_folder_of_runs_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "comet_ml" / "run-1").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = {"comet": {"enabled": True}}
+    for _ in range(2):
+        (line,) = missing_packages(config)
+        assert line.startswith("comet.enabled: got true without comet_ml")
+        importlib.import_module("comet_ml")  # the folder, which is in sys.modules then
+    monkeypatch.delitem(sys.modules, "comet_ml")

@@ -12,6 +12,7 @@ from tests.coat_dist.configurations import config
 
 PLAIN = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 OTHERS = {"boat": 1, "cost": 0.1, "cat": [1], "context": {}, "activation": "gelu", "format": "x", "_coat": {}, "a": {}}
+OTHERS |= {"chat": {"model": "x"}, "group_size": 7, "loss": "mse", "own": {"type": "AdamW"}, "_own": {"coat": {}}}
 
 
 def problem(settings):
@@ -53,10 +54,36 @@ def test_configurations_of_others_are_left_alone():
         ({"optimizer": {"type": "AdamW", "second_moment": "log8"}}, "optimizer.second_moment", "coat.optimizer."),
         ({"optimizer": {"first_moment": "int8"}}, "optimizer.first_moment", "coat.optimizer.first_moment"),
         ({"optimizer": {"type": "AdamW", "coat": {}}}, "optimizer.coat", "coat"),
+        ({"scheduler": {"type": "WarmupLR", "coat": {}}}, "scheduler.coat", "coat"),
+        ({"zero_optimization": {"offload_param": {"Coat": {}}}}, "zero_optimization.offload_param.Coat", "coat"),
+        ({"First-Momment": "int8"}, "First-Momment", "coat.optimizer.first_moment"),
+        ({"group_size": 64}, "group_size", "coat.optimizer.group_size"),
+        ({"forward": "quantized"}, "forward", "coat.activation.forward"),
+        ({"activation": {"enabled": True, "forwrd": 1}}, "activation", "coat.activation"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"first_moment": "int8"}}},
+            "optimizer.params.first_moment",
+            "coat.optimizer.first_moment",
+        ),
     ],
 )
 def test_keys_of_the_block_outside_of_it(changes, key, meant):
     assert problem({**PLAIN, **changes}).startswith(f'{key}: unknown key (did you mean "{meant}')
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"optimizer": "CoatAdamW"}, "optimizer"),
+        ({"optimizer": {"name": "CoatAdamW"}}, "optimizer.name"),
+        ({"optimizer": {"type": ["CoatAdamW"]}}, "optimizer.type"),
+        ({"optimiser": {"type": "CoatAdamW"}}, "optimiser.type"),
+    ],
+)
+def test_coat_adamw_where_no_optimizer_is_named(changes, key):
+    line = problem({**PLAIN, **changes})
+    accepted = 'an object with its settings, "type" among them' if key == "optimizer" else 'as "optimizer.type"'
+    assert line.startswith(f"{key}: got ") and line.endswith(f"accepted: {accepted}")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +111,7 @@ def test_keys_that_deepspeed_would_ignore(changes, start):
     assert problem(settings).startswith(start)
     del settings["coat"]
     assert problem(settings).startswith(start), "without a block, CoatAdamW is enough"
-    if not any("optimizer" in key for key in changes):
+    if not any("optimizer" in key or key == "group_size" for key in changes):
         settings["optimizer"] = {"type": "AdamW"}
         check_deepspeed(settings)
 
