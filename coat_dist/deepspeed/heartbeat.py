@@ -140,8 +140,10 @@ class Heartbeat(threading.Thread):
     def _tell(self, ranks: Any, message: dict[str, Any]) -> None:
         data = json.dumps({"token": self._token, "rank": self.rank, **message}).encode()
         for rank in ranks:
-            address = self._socket.getsockname() if rank == self.rank else self._addresses[rank]
-            with suppress(OSError):  # of one that has gone; whether it was to go is judged by its silence
+            with suppress(
+                OSError
+            ):  # of one that has gone, whose silence is judged; or our socket, closed by the thread
+                address = self._socket.getsockname() if rank == self.rank else self._addresses[rank]
                 self._socket.sendto(data, address)
 
     def _listen(self, until: float) -> None:

@@ -68,6 +68,12 @@ def test_ranks_that_wait_or_leave_end_nothing():
         assert not notes, "both ranks are at the same place"
 
 
+def test_the_thread_may_have_closed_its_socket_before_it_is_woken():
+    closed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    closed.close()
+    Heartbeat._tell(types.SimpleNamespace(rank=0, _token="", _addresses={}, _socket=closed), [0], {"wake": True})
+
+
 def elsewhere(rank, world):
     notes = []
     heartbeat._write = notes.append
