@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -11,7 +14,15 @@ import torch.distributed as dist
 
 from .config import CoatConfigError
 
-__all__ = ["attempt", "check_same_on_all_ranks", "gather", "on_rank_0", "raise_everywhere", "rank_and_world"]
+__all__ = [
+    "attempt",
+    "check_same_on_all_ranks",
+    "gather",
+    "on_rank_0",
+    "raise_everywhere",
+    "rank_and_world",
+    "tell_torchrun",
+]
 
 T = TypeVar("T")
 
@@ -160,3 +171,15 @@ def _ranges(numbers: list[int]) -> str:
             runs.append([n])
     texts = ["-".join(map(str, run)) for run in runs]
     return ", ".join(texts[:6] + (["..."] if len(texts) > 6 else []))
+
+
+def tell_torchrun(line: str) -> None:
+    """Have torchrun, which ends with a summary of its own, repeat ``line`` there; nothing under other launchers."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": line, "extraInfo": extra}}, file)
+        except OSError as problem:
+            print(f"note: {path}: {problem}", file=sys.stderr, flush=True)

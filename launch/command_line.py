@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import math
 import os
 import re
@@ -13,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "local_path", "number", "tell_torchrun", "whole_number"]
+__all__ = ["Parser", "local_path", "number", "whole_number"]
 
 _ARGUMENT = re.compile(r"argument ([^:]+): (.*)", re.DOTALL)
 _CHOICE = re.compile(r"invalid choice: (.*) \(choose from (.*)\)", re.DOTALL)
@@ -56,7 +55,10 @@ class Parser(argparse.ArgumentParser):
         if rank:
             time.sleep(10)  # rank 0 says the same, and then the launcher ends this rank before it repeats it
         line = " ".join(self._in_our_words(message).split("\n"))
-        tell_torchrun(f"{self.prefix}error: {line}")
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from coat_dist.ranks import tell_torchrun  # late: it brings torch, for which nobody waits without torchrun
+
+            tell_torchrun(f"{self.prefix}error: {line}")
         who = f"rank {rank}: " if rank else ""
         print(f"{who}{self.prefix}error: {line}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -126,18 +128,6 @@ def local_path(text: str) -> str:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a path")
     return os.path.expanduser(text)
-
-
-def tell_torchrun(line: str) -> None:
-    """Have torchrun, which ends with a summary of its own, repeat ``line`` there; nothing under other launchers."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": line, "extraInfo": extra}}, file)
-        except OSError as problem:
-            print(f"note: {path}: {problem}", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

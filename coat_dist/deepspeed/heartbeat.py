@@ -33,7 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..ranks import gather, rank_and_world
+from ..ranks import gather, rank_and_world, tell_torchrun
 
 __all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "start"]
 
@@ -244,4 +244,5 @@ def _write(line: str) -> None:
 
 def _end_process(line: str) -> None:
     _write(line)
+    tell_torchrun(line)
     os._exit(STATUS)

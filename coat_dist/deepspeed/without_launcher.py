@@ -39,8 +39,8 @@ def prepare() -> None:
 def leave_out_compiled_operation() -> None:
     """Before DeepSpeed makes its backend, which it also does where torch.distributed is initialized already.
 
-    Without a GPU it then compiles an operation, half a minute of work for faster sums between processes of one host, and
-    waits for ever if an earlier compilation was killed. It is left out, and gloo sums.
+    Without a GPU it then compiles an operation, half a minute of work for faster sums between processes of one host,
+    and waits for ever if an earlier compilation was killed. It is left out, and gloo sums.
     """
     import deepspeed
 

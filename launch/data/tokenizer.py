@@ -153,7 +153,7 @@ class SentencePieceTokenizer:
 
 
 def load(spec: str, eod: str | int | None = None) -> Tokenizer:
-    """The tokenizer of a command-line value: ``bytes``, ``sentencepiece:FILE`` or ``hf:`` with FILE, FOLDER or org/name.
+    """The tokenizer of a command-line value: ``bytes``, ``sentencepiece:FILE`` or ``hf:`` (a file, folder or name).
 
     Raises:
         DataError: unknown kind, or the file cannot be used.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from launch.command_line import tell_torchrun
+from coat_dist.ranks import tell_torchrun
 
 __all__ = ["end", "of_another_rank"]
 
