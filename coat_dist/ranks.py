@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +22,7 @@ __all__ = [
     "raise_everywhere",
     "rank_and_world",
     "say_ranks",
+    "tell_torchrun",
 ]
 
 T = TypeVar("T")
@@ -168,3 +172,15 @@ def say_ranks(numbers: list[int]) -> str:
             runs.append([n])
     texts = ["-".join(map(str, run)) for run in runs]
     return f"rank{'s' if len(numbers) > 1 else ''} " + ", ".join(texts[:6] + (["..."] if len(texts) > 6 else []))
+
+
+def tell_torchrun(line: str) -> None:
+    """Have torchrun, which ends with a summary of its own, repeat ``line`` there; nothing under other launchers."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": line, "extraInfo": extra}}, file)
+        except OSError as problem:
+            print(f"note: {path}: {problem}", file=sys.stderr, flush=True)

@@ -14,9 +14,6 @@ import torch.nn.functional as F
 
 import coat_dist  # noqa: F401  from here on, deepspeed.initialize honours the "coat" block
 
-if not torch.cuda.is_available():  # or DeepSpeed compiles an operation first, for faster sums between CPU processes
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
 torch.manual_seed(0)
 model = torch.nn.Sequential(
     torch.nn.Embedding(64, 256),

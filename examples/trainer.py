@@ -38,10 +38,6 @@ model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, ma
 
 config, optimizers = None, (None, None)
 if with_deepspeed:
-    if not gpu:  # or DeepSpeed compiles an operation first, for faster sums between CPU processes
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "bf16": {"enabled": "auto"},

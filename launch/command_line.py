@@ -55,6 +55,10 @@ class Parser(argparse.ArgumentParser):
         if rank:
             time.sleep(10)  # rank 0 says the same, and then the launcher ends this rank before it repeats it
         line = " ".join(self._in_our_words(message).split("\n"))
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from coat_dist.ranks import tell_torchrun  # late: it brings torch, for which nobody waits without torchrun
+
+            tell_torchrun(f"{self.prefix}error: {line}")
         who = f"rank {rank}: " if rank else ""
         print(f"{who}{self.prefix}error: {line}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -145,7 +145,12 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
             open_parts(prefix, parts, settings, args.overwrite)
             summary = {"input_bytes": sum(f.size for f in files), "files": len(files), "settings": settings}
             shards = cut_into_shards(files, args.shard_bytes, None if args.dtype is None else np.dtype(args.dtype))
-            summary |= _write(args, tokenizer, shards, parts, skipped)
+            try:
+                summary |= _write(args, tokenizer, shards, parts, skipped)
+            except DataError:  # nothing is finished: the corrected command must not find other settings
+                if not any(parts.glob("[0-9]*.json")):
+                    shutil.rmtree(parts, ignore_errors=True)
+                raise
             write_json(f"{prefix}.json", summary)  # last: it vouches for the others
         shutil.rmtree(parts, ignore_errors=True)
     return summary
@@ -182,6 +187,7 @@ def _write(
         skipped.update(result["skipped"])
     totals = {key: sum(r[key] for r in results) for key in ("documents", "tokens", "text_bytes")}
     if not totals["documents"]:
+        shutil.rmtree(parts, ignore_errors=True)
         raise DataError(
             f"--input: no document in {' '.join(args.input)} (left out: {dict(skipped) or 'nothing'}), "
             "accepted: one or more"

@@ -101,7 +101,8 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
         if isinstance(now, str):
             wrong.append(f"{checkpoint / name}: {now}")
         elif now != [size, checksum][: len(now)]:
-            wrong.append(f"{checkpoint / name}: damaged (is {now[0]} bytes, was {size})")
+            why = f"is {now[0]} bytes, was {size}" if now[0] != size else "its checksum is not that of the manifest"
+            wrong.append(f"{checkpoint / name}: damaged ({why})")
     wrong += team.ask_leader(lambda: _foreign(checkpoint, files), CheckpointError)
     if wrong := list(dict.fromkeys(line for lines in gather(wrong) for line in lines)):
         raise CheckpointError(f"{checkpoint} is damaged, load another one:\n" + "\n".join(wrong))

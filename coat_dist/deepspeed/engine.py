@@ -28,6 +28,7 @@ from .optimizer_from_json import build_coat_adamw, list_parameters
 from .refusals import check_deepspeed
 from .replicated_grads import check_replicated_grads
 from .roll_call import answer
+from .without_launcher import leave_out_compiled_operation
 
 __all__ = ["called_as_deepspeed", "initialize"]
 
@@ -199,6 +200,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     given.pop("config_params", None)
     if (args := given.get("args")) is not None:
         given["args"] = _without_configuration(args)
+    leave_out_compiled_operation()
     engine, *others = original()(**{**given, "config": settings})
     attach(engine, coat)
     return engine, *others

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..ranks import gather, rank_and_world
+from ..ranks import gather, rank_and_world, tell_torchrun
 
 __all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "start"]
 
@@ -140,8 +140,10 @@ class Heartbeat(threading.Thread):
     def _tell(self, ranks: Any, message: dict[str, Any]) -> None:
         data = json.dumps({"token": self._token, "rank": self.rank, **message}).encode()
         for rank in ranks:
-            address = self._socket.getsockname() if rank == self.rank else self._addresses[rank]
-            with suppress(OSError):  # of one that has gone; whether it was to go is judged by its silence
+            with suppress(
+                OSError
+            ):  # of one that has gone, whose silence is judged; or our socket, closed by the thread
+                address = self._socket.getsockname() if rank == self.rank else self._addresses[rank]
                 self._socket.sendto(data, address)
 
     def _listen(self, until: float) -> None:
@@ -242,4 +244,5 @@ def _write(line: str) -> None:
 
 def _end_process(line: str) -> None:
     _write(line)
+    tell_torchrun(line)
     os._exit(STATUS)

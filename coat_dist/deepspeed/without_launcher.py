@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["prepare"]
+__all__ = ["leave_out_compiled_operation", "prepare"]
 
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
@@ -20,13 +20,9 @@ def prepare() -> None:
     """Let ``deepspeed.init_distributed`` work here; before torch.distributed is initialized.
 
     Without any launcher, DeepSpeed asks mpi4py which rank this is, and fails where that is not installed: this process
-    is then made the only rank. Without a GPU, DeepSpeed compiles an operation at the first start, half a minute of
-    work for faster sums between processes of one host: it is left out, and gloo sums.
+    is then made the only rank.
     """
-    import deepspeed
-
-    if not torch.cuda.is_available() and deepspeed.accelerator.get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_compiled_operation()
     if any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS)) or find_spec("mpi4py") is not None:
         return
     with socket.socket() as free:
@@ -38,3 +34,15 @@ def prepare() -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def leave_out_compiled_operation() -> None:
+    """Before DeepSpeed makes its backend, which it also does where torch.distributed is initialized already.
+
+    Without a GPU it then compiles an operation, half a minute of work for faster sums between processes of one host,
+    and waits for ever if an earlier compilation was killed. It is left out, and gloo sums.
+    """
+    import deepspeed
+
+    if not torch.cuda.is_available() and deepspeed.accelerator.get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

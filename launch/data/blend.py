@@ -114,7 +114,7 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights of ``["a", "b"]``, ``["0.3 a", "0.7 b"]`` or Megatron's ``["0.3", "a", "0.7", "b"]``.
 
     Raises:
-        DataError: nothing given, weights on some only, or a weight that is not a positive number.
+        DataError: nothing given, an empty prefix, weights on some only, or a weight that is not a positive number.
     """
     given: list[tuple[str, float | None]] = []
     pending: float | None = None
@@ -128,7 +128,7 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
         else:
             given.append((path, pending))
             pending = None
-    if pending is not None or not given:
+    if pending is not None or not given or not all(prefix.strip() for prefix, _ in given):
         raise DataError(f"data: got {list(paths)}, accepted: PREFIX ... or 'WEIGHT PREFIX' ...")
     weights = [w for _, w in given if w is not None]
     if weights and len(weights) < len(given):

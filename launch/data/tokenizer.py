@@ -153,7 +153,7 @@ class SentencePieceTokenizer:
 
 
 def load(spec: str, eod: str | int | None = None) -> Tokenizer:
-    """The tokenizer of a command-line value: ``bytes``, ``hf:FILE_OR_FOLDER`` or ``sentencepiece:FILE``.
+    """The tokenizer of a command-line value: ``bytes``, ``sentencepiece:FILE`` or ``hf:`` (a file, folder or name).
 
     Raises:
         DataError: unknown kind, or the file cannot be used.
@@ -168,7 +168,8 @@ def load(spec: str, eod: str | int | None = None) -> Tokenizer:
     if kind == "sentencepiece" and path:
         return SentencePieceTokenizer(path, eod)
     raise DataError(
-        f"--tokenizer: got {spec!r}, accepted: bpe:VOCABSIZE, hf:FILE_OR_FOLDER, sentencepiece:FILE, bytes, none"
+        f"--tokenizer: got {spec!r}, accepted: bpe:VOCABSIZE, hf:FILE, hf:FOLDER, hf:org/name, "
+        "sentencepiece:FILE, bytes, none"
     )
 
 

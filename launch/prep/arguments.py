@@ -50,6 +50,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         "--input",
         type=local_path,
         nargs="+",
+        action="extend",
         required=True,
         metavar="PATH",
         help="files or folders (recursive); 'stdlib' is the running Python's own standard library",
@@ -65,7 +66,8 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         "--tokenizer",
         required=True,
         metavar="KIND",
-        help="bpe:VOCABSIZE (trained on the input), hf:FILE_OR_FOLDER, sentencepiece:FILE, bytes, none (token files)",
+        help="bpe:VOCABSIZE (trained on the input), hf:FILE, FOLDER or org/name, sentencepiece:FILE, "
+        "bytes, none (token files)",
     )
     p.add_argument(
         "--workers", type=_number, default=len(os.sched_getaffinity(0)), help="processes (default: one a core)"

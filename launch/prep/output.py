@@ -21,7 +21,9 @@ def _compare(then: Any, now: dict[str, Any], what: str) -> None:
     """Refuse to continue or keep what other settings made."""
     then = then if isinstance(then, dict) else {}
     changed = [
-        f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
+        "files_digest: names, sizes or times of input files are not those of then"
+        if key == "files_digest"
+        else f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]

@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument(
         "--distributed-timeout-minutes",
-        type=float,
+        type=number,
         default=None,
         metavar="MINUTES",
         help="how long ranks wait for one that does not come (default: torch's, 10 with NCCL and 30 with gloo)",
@@ -85,7 +85,12 @@ def parser() -> argparse.ArgumentParser:
         help="description: a path, or a name in configs/models such as llama2-7b",
     )
     g.add_argument(
-        "--model-override", nargs="+", default=[], metavar="KEY=VALUE", help="replace values of the description"
+        "--model-override",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace values of the description",
     )
     g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
     g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")

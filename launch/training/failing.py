@@ -7,8 +7,6 @@ they have nothing to add.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sys
 import time
@@ -17,6 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from coat_dist.ranks import tell_torchrun
 
 __all__ = ["end", "of_another_rank"]
 
@@ -32,7 +32,7 @@ def end(line: str, rank: int, consequence: bool = False) -> None:
         consequence: the error is that another rank has ended: what that one has said is enough.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from a launcher whose other rank has failed: nothing to be saved
-    _tell_torchrun(line)
+    tell_torchrun(f"error: {line}")
     store = _own_store() if dist.is_initialized() else None
     if store is None:
         time.sleep(2 * WAIT if rank else 0)  # rank 0 has most likely said the same, and the launcher ends this rank
@@ -71,15 +71,3 @@ def _say(store: Any, line: str) -> None:
     with suppress(RuntimeError):
         if store is not None:
             store.set(KEY, line)
-
-
-def _tell_torchrun(line: str) -> None:
-    """torchrun ends with a summary of its own; this is how the line comes into it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": f"error: {line}", "timestamp": str(int(time.time()))}
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": f"error: {line}", "extraInfo": extra}}, file)
-        except OSError as problem:
-            print(f"note: {path}: {problem}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from coat_dist import CoatConfigError
 from launch import command_line, plot, prepare_data, to_universal
 from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import parse_blend, read_info, without_suffix
+from launch.model.gpt import load_model_config
 from launch.prep import DataError
 from launch.training import arguments
 from launch.training.arguments import parse
@@ -89,6 +90,28 @@ def test_other_ranks_wait_for_rank_0_and_print_no_help(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         parse(["--help"])
     assert "--train-steps" in capsys.readouterr().out
+
+
+def test_torchrun_repeats_the_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    line = said(capsys, parse, *REQUIRED, "--nonsense")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == line
+
+
+def test_overrides_given_twice_all_count():
+    args = parse([*REQUIRED, "--model-override", "num_layers=1", "--model-override", "seq_length=8", "num_layers=3"])
+    model = load_model_config(args.model, args.model_override)
+    assert (model.num_layers, model.seq_length) == (3, 8)
+
+
+def test_a_file_that_describes_no_model_is_one_line(tmp_path):
+    (tmp_path / "data.json").write_text('{"tokens": 4, "documents": 1, "settings": {}}')
+    with pytest.raises(CoatConfigError) as error:
+        load_model_config(tmp_path / "data.json")
+    assert str(error.value).startswith(
+        f"--model: {tmp_path}/data.json describes no model, accepted: an object with num_"
+    )
+    assert "\n" not in str(error.value)
 
 
 def test_values_that_begin_with_a_dash():

@@ -93,7 +93,17 @@ def test_bad_arguments(tmp_path, monkeypatch):
         with pytest.raises(DataError, match="split: got"):
             parse_split(split)
     assert parse_split("969,30,1") == pytest.approx([0.969, 0.03, 0.001]) and parse_split("5") == [1.0, 0.0, 0.0]
-    for paths in ([], ["0.5"], ["0.5", "0.5", "a"], ["0.5 a", "b"], ["0 a"], ["-1 a", "2 b"], ["nan a"], ["a", "a"]):
+    for paths in (
+        [],
+        ["0.5"],
+        ["0.5", "0.5", "a"],
+        ["0.5 a", "b"],
+        ["0 a"],
+        [""],
+        ["-1 a", "2 b"],
+        ["nan a"],
+        ["a", "a"],
+    ):
         with pytest.raises(DataError, match="data: got"):
             parse_blend(paths)
     assert parse_blend(["2 a b", "3 c"]) == (["a b", "c"], [2.0, 3.0])

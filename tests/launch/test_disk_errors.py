@@ -208,3 +208,9 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path):
     assert "rank0.pt: missing" in said and "script.py: damaged (is 7 bytes, was " in said
     assert "random_rank_00000.pt: cannot be read (" in said and "Input/output error" in said
     assert "step00000002/script.py: is empty" in empty and left == ["latest", "step00000001"]
+
+
+def test_changed_bytes_are_not_said_to_be_a_length(tmp_path):
+    (tmp_path / "x.pt").write_bytes(b"abc")
+    with pytest.raises(CheckpointError, match=r"x.pt: damaged \(its checksum is not that of the manifest\)"):
+        verify(tmp_path, {"x.pt": [3, 1]})

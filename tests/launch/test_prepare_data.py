@@ -80,6 +80,24 @@ def test_other_settings_are_refused_unless_overwritten(tmp_path):
         run("--input", tmp_path / "in.txt", "--output", tmp_path / "half")
 
 
+def test_a_corrected_command_is_not_one_of_other_settings(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"body": "xyz"}\n')
+    for wrong in ("empty.txt", "bad.jsonl"):
+        with pytest.raises(DataError, match=r"no document in|no key 'text'"):
+            run("--input", tmp_path / wrong, "--output", tmp_path / "out")
+        assert not (tmp_path / "out.parts").exists()
+    run("--input", tmp_path / "bad.jsonl", "--text-key", "body", "--output", tmp_path / "out")
+    assert decoded(tmp_path / "out") == ["xyz"]
+
+
+def test_two_inputs_are_both_read(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    run("--input", tmp_path / "a.txt", "--input", tmp_path / "b.txt", "--output", tmp_path / "out")
+    assert sorted(decoded(tmp_path / "out")) == ["a", "b"]
+
+
 @pytest.mark.parametrize("name", ["x.bin", "x.idx", "x.json"])
 def test_files_of_others_are_not_replaced(tmp_path, name):
     (tmp_path / "in.txt").write_text("xyz")

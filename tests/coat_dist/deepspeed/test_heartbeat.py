@@ -1,5 +1,6 @@
 """Ranks that hear of one another: one that is stopped is named by all others, and nothing else ends a run."""
 
+import json
 import os
 import signal
 import socket
@@ -66,6 +67,22 @@ def test_ranks_that_wait_or_leave_end_nothing():
     for ended, notes, _, alive in run_ranks(2, some_leave):
         assert not ended and not alive
         assert not notes, "both ranks are at the same place"
+
+
+def test_the_thread_may_have_closed_its_socket_before_it_is_woken():
+    closed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    closed.close()
+    Heartbeat._tell(types.SimpleNamespace(rank=0, _token="", _addresses={}, _socket=closed), [0], {"wake": True})
+
+
+def test_torchrun_repeats_the_line(monkeypatch, tmp_path):
+    ended = []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(heartbeat.os, "_exit", ended.append)
+    monkeypatch.setattr(heartbeat, "_write", ended.append)
+    heartbeat._end_process("error: rank 1 has not answered")
+    assert ended == ["error: rank 1 has not answered", heartbeat.STATUS]
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == ended[0]
 
 
 def elsewhere(rank, world):
