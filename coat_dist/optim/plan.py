@@ -27,8 +27,8 @@ __all__ = ["Columns", "Found", "Plan", "Plans"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Exactly: of other subclasses, DTensor among them, addresses and sizes may not be what they seem."""
-_shape, _dtype = map(attrgetter, ("shape", "dtype"))
-_address, _numel, _device = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.get_device
+_shape, _dtype, _bytes = map(attrgetter, ("shape", "dtype", "nbytes"))
+_address, _device = torch.Tensor.data_ptr, torch.Tensor.get_device
 _is_contiguous = torch.Tensor.is_contiguous
 _step, _seed, _low = map(itemgetter, ("step", "coat_seed", "coat_p_low"))
 _moments = {"fp8": itemgetter(*CODE_KEYS), "fp32": itemgetter(*FP32_KEYS.values())}
@@ -65,16 +65,18 @@ class Columns:
             and all(map(_is_contiguous, params))
             and all(map(_is_contiguous, grads))
         )
-        # With equal addresses and sizes, memory is what it was, on the device where it was.
+        # With equal addresses and sizes in bytes, memory is what it was, on the device where it was: nothing is written
+        # beyond. Types and shapes of what steps read and write are apart, as memory may have been freed and used again.
+        seen = [*params, *(self.copies or ()), *grads]
         self.facts = (
             _options(group),
             self.seeds,
             list(map(id, params)),
             list(map(len, self.states)),
             list(map(_address, placed)),
-            list(map(_numel, placed)),
-            list(map(_shape, grads)),
-            list(map(_dtype, grads)),
+            list(map(_bytes, self.held)),
+            list(map(_shape, seen)),
+            list(map(_dtype, seen)),
             list(map(_device, grads)),
             None if grad_factor is None else grad_factor.device,
         )
