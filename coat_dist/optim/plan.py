@@ -156,10 +156,13 @@ class Plans:
     """The plans of an optimizer. A group may have several: ZeRO-3 steps its sub-groups one by one, each as the group's
     only parameter."""
 
-    LIMIT = 1 << 10
+    LIMIT = 1 << 16
+    """Parameters in all plans together, each of which takes up to a kilobyte. Where other parameters have a gradient in
+    each step there would be no end of plans; thousands of groups of one parameter should find theirs."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, int, int], Plan] = {}
+        self._held = 0
 
     def find(self, i: int, group: Mapping[str, Any], *rest: Any) -> Found:
         """For group number ``i``; ``rest`` as :class:`Columns` takes it: states, copies, gradient factor."""
@@ -180,9 +183,13 @@ class Plans:
         columns = _columns(found, group, *rest)
         if columns is None or (plan := Plan.of(columns, group["capturable"])) is None:
             return
+        if found.key not in self._plans:
+            self._held += len(found.params)
         self._plans[found.key] = plan
-        if len(self._plans) > self.LIMIT:
-            self._plans.pop(next(iter(self._plans)))
+        while self._held > self.LIMIT and len(self._plans) > 1:
+            oldest = next(iter(self._plans))
+            del self._plans[oldest]
+            self._held -= oldest[-1]  # its number of parameters
 
 
 def _columns(found: Found, group: Mapping[str, Any], *rest: Any) -> Columns | None:

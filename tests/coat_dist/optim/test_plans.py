@@ -151,6 +151,23 @@ def test_what_does_not_fit_any_more_is_refused_though_it_lies_where_it_lay(chang
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 
+def test_other_gradients_in_each_step_make_no_endless_plans(monkeypatch):
+    monkeypatch.setattr(plan.Plans, "LIMIT", 5)
+    params = [torch.nn.Parameter(torch.ones(16)) for _ in range(3)]
+    optimizer = CoatAdamW(params)
+    train(params, optimizer, 0, 16, lambda i, j: not (i + 1) >> j & 1)
+    sizes = [key[-1] for key in optimizer._plans._plans]
+    assert sum(sizes) == optimizer._plans._held <= 5 and len(sizes) > 1
+
+
+def test_thousands_of_groups_find_their_plans(monkeypatch):
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(1500)]
+    optimizer = CoatAdamW([{"params": [p], "moments": "fp32"} for p in params])
+    train(params, optimizer, 0, 1)
+    monkeypatch.setattr(plan.Plans, "learn", lambda *_: pytest.fail("a group has no plan"))
+    train(params, optimizer, 1, 2)
+
+
 def test_a_plan_keeps_no_state_in_memory():
     params, optimizer = build()
     train(params, optimizer, 0, 3)
