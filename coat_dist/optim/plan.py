@@ -36,7 +36,10 @@ _options = itemgetter("moments", "group_size", "capturable")
 
 
 class Columns:
-    """The tensors of a step over those parameters of a group that have a gradient, column by column."""
+    """The tensors of a step over those parameters of a group that have a gradient, column by column.
+
+    Parameters and gradients are contiguous.
+    """
 
     def __init__(
         self,
@@ -59,12 +62,6 @@ class Columns:
         self.held = [*self.moments, *(self.lows or ()), *(self.copies or ()), *counted]
         placed = [*params, *self.held]
         self.addresses = list(map(_address, grads))
-        self.plain = (
-            _PLAIN.issuperset(map(type, params))
-            and _PLAIN.issuperset(map(type, grads))
-            and all(map(_is_contiguous, params))
-            and all(map(_is_contiguous, grads))
-        )
         # With equal addresses and sizes in bytes, memory is what it was, on the device where it was: nothing is written
         # beyond. Types and shapes of what steps read and write are apart, as memory may have been freed and used again.
         seen = [*params, *(self.copies or ()), *grads]
@@ -99,14 +96,12 @@ class Plan:
     @classmethod
     def of(cls, columns: Columns, capturable: bool) -> Plan | None:
         """A plan for the steps after this one; None where they have to look at every tensor again."""
-        held = columns.held
-        plain = columns.plain and _PLAIN.issuperset(map(type, held)) and all(map(_is_contiguous, held))
         once = len(set(map(id, columns.params))) == len(columns.params)
-        return cls(columns, capturable) if plain and once else None
+        return cls(columns, capturable) if _plain(columns.held) and once else None
 
     def fits(self, columns: Columns) -> bool:
         """Whether what was checked holds of these tensors, too."""
-        if self._facts != columns.facts or not columns.plain:
+        if self._facts != columns.facts:
             return False
         return self._capturable or (self._ages == columns.counts and set(map(type, columns.counts)) == {int})
 
@@ -193,9 +188,14 @@ class Plans:
 
 
 def _columns(found: Found, group: Mapping[str, Any], *rest: Any) -> Columns | None:
-    if not _PLAIN.issuperset(map(type, found.params)):
-        return None
     try:
-        return Columns(group, found.params, found.grads, *rest)
+        if _plain(found.params) and _plain(found.grads):
+            return Columns(group, found.params, found.grads, *rest)
     except (TypeError, KeyError, AttributeError, RuntimeError):  # a tensor or a number that is not there
-        return None
+        pass
+    return None
+
+
+def _plain(tensors: list[Any]) -> bool:
+    """Whether a tensor's address and size say where its elements lie."""
+    return _PLAIN.issuperset(map(type, tensors)) and all(map(_is_contiguous, tensors))
