@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -260,7 +261,10 @@ class CoatAdamW(torch.optim.Optimizer):
         unbox(state["state"])
         super().__setstate__(state)
         self.__dict__.pop("_plans", None)
-        for group in self.param_groups:  # pickled by a release that had fewer options
+        # pickled by a release that had fewer options
+        given = {key: option.default for key, option in inspect.signature(CoatAdamW).parameters.items()}
+        self.defaults = {**{k: v for k, v in given.items() if k != "params"}, **self.defaults}
+        for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 

@@ -27,8 +27,8 @@ __all__ = ["Columns", "Found", "Plan", "Plans"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Exactly: of other subclasses, DTensor among them, addresses and sizes may not be what they seem."""
-_shape, _dtype = map(attrgetter, ("shape", "dtype"))
-_address, _numel, _device = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.get_device
+_shape, _dtype, _bytes = map(attrgetter, ("shape", "dtype", "nbytes"))
+_address, _device = torch.Tensor.data_ptr, torch.Tensor.get_device
 _is_contiguous = torch.Tensor.is_contiguous
 _step, _seed, _low = map(itemgetter, ("step", "coat_seed", "coat_p_low"))
 _moments = {"fp8": itemgetter(*CODE_KEYS), "fp32": itemgetter(*FP32_KEYS.values())}
@@ -36,7 +36,10 @@ _options = itemgetter("moments", "group_size", "capturable")
 
 
 class Columns:
-    """The tensors of a step over those parameters of a group that have a gradient, column by column."""
+    """The tensors of a step over those parameters of a group that have a gradient, column by column.
+
+    Parameters and gradients are contiguous.
+    """
 
     def __init__(
         self,
@@ -59,22 +62,18 @@ class Columns:
         self.held = [*self.moments, *(self.lows or ()), *(self.copies or ()), *counted]
         placed = [*params, *self.held]
         self.addresses = list(map(_address, grads))
-        self.plain = (
-            _PLAIN.issuperset(map(type, params))
-            and _PLAIN.issuperset(map(type, grads))
-            and all(map(_is_contiguous, params))
-            and all(map(_is_contiguous, grads))
-        )
-        # With equal addresses and sizes, memory is what it was, on the device where it was.
+        # With equal addresses and sizes in bytes, memory is what it was, on the device where it was: nothing is written
+        # beyond. Types and shapes of what steps read and write are apart, as memory may have been freed and used again.
+        seen = [*params, *(self.copies or ()), *grads]
         self.facts = (
             _options(group),
             self.seeds,
             list(map(id, params)),
             list(map(len, self.states)),
             list(map(_address, placed)),
-            list(map(_numel, placed)),
-            list(map(_shape, grads)),
-            list(map(_dtype, grads)),
+            list(map(_bytes, self.held)),
+            list(map(_shape, seen)),
+            list(map(_dtype, seen)),
             list(map(_device, grads)),
             None if grad_factor is None else grad_factor.device,
         )
@@ -97,14 +96,12 @@ class Plan:
     @classmethod
     def of(cls, columns: Columns, capturable: bool) -> Plan | None:
         """A plan for the steps after this one; None where they have to look at every tensor again."""
-        held = columns.held
-        plain = columns.plain and _PLAIN.issuperset(map(type, held)) and all(map(_is_contiguous, held))
         once = len(set(map(id, columns.params))) == len(columns.params)
-        return cls(columns, capturable) if plain and once else None
+        return cls(columns, capturable) if _plain(columns.held) and once else None
 
     def fits(self, columns: Columns) -> bool:
         """Whether what was checked holds of these tensors, too."""
-        if self._facts != columns.facts or not columns.plain:
+        if self._facts != columns.facts:
             return False
         return self._capturable or (self._ages == columns.counts and set(map(type, columns.counts)) == {int})
 
@@ -154,10 +151,13 @@ class Plans:
     """The plans of an optimizer. A group may have several: ZeRO-3 steps its sub-groups one by one, each as the group's
     only parameter."""
 
-    LIMIT = 1 << 10
+    LIMIT = 1 << 16
+    """Parameters in all plans together, each of which takes up to a kilobyte. Where other parameters have a gradient in
+    each step there would be no end of plans; thousands of groups of one parameter should find theirs."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, int, int], Plan] = {}
+        self._held = 0
 
     def find(self, i: int, group: Mapping[str, Any], *rest: Any) -> Found:
         """For group number ``i``; ``rest`` as :class:`Columns` takes it: states, copies, gradient factor."""
@@ -178,15 +178,24 @@ class Plans:
         columns = _columns(found, group, *rest)
         if columns is None or (plan := Plan.of(columns, group["capturable"])) is None:
             return
+        if found.key not in self._plans:
+            self._held += len(found.params)
         self._plans[found.key] = plan
-        if len(self._plans) > self.LIMIT:
-            self._plans.pop(next(iter(self._plans)))
+        while self._held > self.LIMIT and len(self._plans) > 1:
+            oldest = next(iter(self._plans))
+            del self._plans[oldest]
+            self._held -= oldest[-1]  # its number of parameters
 
 
 def _columns(found: Found, group: Mapping[str, Any], *rest: Any) -> Columns | None:
-    if not _PLAIN.issuperset(map(type, found.params)):
-        return None
     try:
-        return Columns(group, found.params, found.grads, *rest)
+        if _plain(found.params) and _plain(found.grads):
+            return Columns(group, found.params, found.grads, *rest)
     except (TypeError, KeyError, AttributeError, RuntimeError):  # a tensor or a number that is not there
-        return None
+        pass
+    return None
+
+
+def _plain(tensors: list[Any]) -> bool:
+    """Whether a tensor's address and size say where its elements lie."""
+    return _PLAIN.issuperset(map(type, tensors)) and all(map(_is_contiguous, tensors))

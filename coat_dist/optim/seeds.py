@@ -56,4 +56,6 @@ def name_of(group: Mapping[str, Any], i: int) -> str | None:
     None where it has none, as where DeepSpeed has put one shard for all parameters.
     """
     names = group.get("param_names", group.get("names"))
-    return names[i] if isinstance(names, list) and len(names) == len(group["params"]) else None
+    if not isinstance(names, list) or len(names) != len(group["params"]):
+        return None
+    return names[i] if isinstance(names[i], str) else None

@@ -73,7 +73,15 @@ def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                     states[index]["master"] = export_master(p, state)
             elif is_dtensor(p):
                 states[index] = to_global(state, p, group)
-    return {**state_dict, "state": states}
+    return {**state_dict, "state": states, "param_groups": list(map(_without_news, state_dict["param_groups"]))}
+
+
+def _without_news(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without keys that earlier releases did not have, where loading goes on as well without them.
+
+    A distributed checkpoint loads what the optimizer has by then, and fails where the checkpoint lacks one of its keys.
+    """
+    return {k: v for k, v in group.items() if k != "names" and (k != "capturable" or v)}
 
 
 class Boxed:

@@ -1,13 +1,15 @@
 """Kernels compile for GPUs without FP8 instructions (8.0: A100, 8.6), and then hold none; from 8.9 on they do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
 from coat_dist.formats import E4M3, E5M2  # noqa: E402
-from coat_dist.kernels import adamw, launch, norm, quantize  # noqa: E402
-from coat_dist.reference.adamw import AdamWTensors  # noqa: E402
+from coat_dist.kernels import adamw, adamw_fp32_kernel, launch, norm, quantize  # noqa: E402
+from coat_dist.reference.adamw import AdamWTensors, FP32Tensors  # noqa: E402
 from tests.coat_dist.ops.adamw_problems import NUMBERS, VARIANTS, extras, one_step, problem  # noqa: E402
 from tests.support import run_ranks  # noqa: E402
 
@@ -18,13 +20,21 @@ FEW = ("default", "stochastic, e5m2, large seed")
 
 
 def adamw_steps(variants):
-    """A step of each variant, and one of tensors that share a launch. Steps with fp32 moments have no kernel."""
+    """A step of each variant, one of tensors that share a launch, those that count on the device, and fp32 moments."""
     for name in variants:
         options = VARIANTS[name]
         tensors, numbers = problem(4096, **options), options.get("numbers", NUMBERS)
         one_step(adamw, *tensors, numbers, options.get("seed"), **extras(4096, **options))
     many = [problem(4096) for _ in range(2)]
     adamw.adamw_steps([AdamWTensors(*x[:4]) for x in many], *many[0][4:], NUMBERS)
+    counted = [AdamWTensors(*x[:4], step_count=torch.ones(())) for x in many]
+    adamw.adamw_steps(counted, *many[0][4:], NUMBERS)
+    adamw.adamw_steps(counted[:1], *many[0][4:], NUMBERS)
+    flat, half, low = torch.zeros(129), torch.zeros(129).bfloat16(), torch.zeros(129, dtype=torch.int16)
+    rest = {"low": low, "copy": half}
+    on_device = replace(NUMBERS, lr=torch.ones(()), grad_factor=torch.ones(()), maximize=True)
+    adamw_fp32_kernel.step_contiguous([FP32Tensors(flat[:128], *[flat[:128]] * 3)], NUMBERS)
+    adamw_fp32_kernel.step_contiguous([FP32Tensors(half, *[flat] * 3, **rest, step_count=torch.ones(()))], on_device)
 
 
 def some_of_the_flow(tokens):
@@ -42,6 +52,7 @@ def without_fp8(rank, world, capability, variants, whole_flow):
         run_all(20) if whole_flow else some_of_the_flow(20)
     names = {one.name for one in made}
     assert {"_adamw_kernel", "_adamw_table_kernel", "_tensor_kernel"} <= names, names
+    assert {"_adamw_fp32_kernel", "_numbers_kernel"} <= names, names
     for one in made:
         assert not conversions(one.ptx), (one.name, conversions(one.ptx)[0])
 

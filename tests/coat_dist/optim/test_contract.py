@@ -161,12 +161,15 @@ def test_a_state_dict_that_is_none_says_so(change, word):
 def test_an_optimizer_pickled_with_fewer_options_goes_on():
     params, optimizer = build()
     step(params, optimizer)
-    for group in optimizer.param_groups:
-        for key in ("maximize", "master_weights"):
-            del group[key]
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        for key in ("maximize", "master_weights", "capturable"):
+            del options[key]
     for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert again.param_groups[0]["maximize"] is False
         step(again.param_groups[0]["params"], again)
+        again.load_state_dict(again.state_dict())
+        again.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        assert again.param_groups[-1]["capturable"] is False
 
 
 def test_codes_of_another_memory_order_are_loaded_as_rows():

@@ -113,6 +113,61 @@ def test_what_changes_between_steps_is_seen(monkeypatch, change):
     assert all(torch.equal(a, b) and a.any() for a, b in pairs)
 
 
+def in_its_memory(tensor, dtype):
+    """As many elements of another type at the same address, as after memory was freed and used again."""
+    return tensor.view(-1).view(dtype)[: tensor.numel()].view(tensor.shape)
+
+
+def misfits():
+    def a_narrower_state(params, optimizer):
+        state = optimizer.state[params[3]]
+        state["exp_avg"] = in_its_memory(state["exp_avg"], torch.bfloat16)
+
+    def narrower_amaxes(params, optimizer):
+        state = optimizer.state[params[0]]
+        state["coat_v_a"] = in_its_memory(state["coat_v_a"], torch.uint8)
+
+    def another_shape(params, optimizer):
+        params[0].data = params[0].data.view(-1)
+
+    def a_copy_of_integers(params, optimizer):
+        optimizer.copies = {p: in_its_memory(copy, torch.int16) for p, copy in optimizer.copies.items()}
+
+    def a_wide_copy(params, optimizer):
+        optimizer.copies = {p: torch.zeros(p.shape) for p in params}
+
+    return [v for v in locals().values()]
+
+
+@pytest.mark.parametrize("change", misfits(), ids=lambda change: change.__name__)
+def test_what_does_not_fit_any_more_is_refused_though_it_lies_where_it_lay(change):
+    params, optimizer = build()
+    optimizer.copies = {p: torch.zeros(p.shape, dtype=torch.bfloat16) for p in params}
+    train(params, optimizer, 0, 3)
+    change(params, optimizer)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match="CoatAdamW.step: group [01], parameter 0"):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+
+def test_other_gradients_in_each_step_make_no_endless_plans(monkeypatch):
+    monkeypatch.setattr(plan.Plans, "LIMIT", 5)
+    params = [torch.nn.Parameter(torch.ones(16)) for _ in range(3)]
+    optimizer = CoatAdamW(params)
+    train(params, optimizer, 0, 16, lambda i, j: not (i + 1) >> j & 1)
+    sizes = [key[-1] for key in optimizer._plans._plans]
+    assert sum(sizes) == optimizer._plans._held <= 5 and len(sizes) > 1
+
+
+def test_thousands_of_groups_find_their_plans(monkeypatch):
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(1500)]
+    optimizer = CoatAdamW([{"params": [p], "moments": "fp32"} for p in params])
+    train(params, optimizer, 0, 1)
+    monkeypatch.setattr(plan.Plans, "learn", lambda *_: pytest.fail("a group has no plan"))
+    train(params, optimizer, 1, 2)
+
+
 def test_a_plan_keeps_no_state_in_memory():
     params, optimizer = build()
     train(params, optimizer, 0, 3)

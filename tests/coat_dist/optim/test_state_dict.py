@@ -6,8 +6,10 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from coat_dist.optim import CoatAdamW
+from coat_dist.optim import CoatAdamW, param_groups
 
 from .common import assert_same_state, equal_bytes, make, train
 
@@ -125,3 +127,29 @@ def test_foreign_and_damaged_checkpoints_say_what_to_do():
     optimizer.state[p] = fp32
     with pytest.raises(ValueError, match="import_moments"):
         optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_distributed_checkpoints_of_earlier_releases_load(tmp_path, lr):
+    """Their groups have neither the names of parameters nor ``capturable``."""
+    runs = []
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+        optimizer = CoatAdamW(param_groups(model, 0.1), lr=lr)
+        runs.append((model, optimizer))
+    model, optimizer = runs[0]
+    model(torch.ones(2, 16)).square().sum().backward()
+    optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer)
+    saved["param_groups"] = [
+        {k: v for k, v in g.items() if k not in ("names", "capturable")} for g in saved["param_groups"]
+    ]
+    dcp.save(saved, checkpoint_id=tmp_path)
+    others, other = runs[1]
+    found = get_optimizer_state_dict(others, other)
+    dcp.load(found, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(others, other, found)
+    assert_same_state(optimizer, other)
+    assert other.param_groups[0]["names"] == ["0.weight", "1.weight"]
+    assert other.param_groups[0]["capturable"] is False
