@@ -33,13 +33,14 @@ class Writes:
 
     def torch_save(self, state: Any, path: str, zipfile: bool) -> None:
         """``torch.save``, as DeepSpeed calls it."""
-        file = SummedFile(Path(path))
+        file = SummedFile(Path(path), zipfile and torch.serialization.get_crc32_options())
         try:
             torch.save(state, cast(IO[bytes], file), _use_new_zipfile_serialization=zipfile)
         finally:
             self.size += file.size
             file.close()
-        self.sums[os.path.abspath(path)] = [file.size, file.checksum]
+        if file.checksum is not None:
+            self.sums[os.path.abspath(path)] = [file.size, file.checksum]
 
 
 @contextmanager
