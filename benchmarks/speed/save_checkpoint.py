@@ -4,7 +4,8 @@
 
 One engine, whose `save_checkpoint` is DeepSpeed's own and the whole one in turns, on the device that there is. Plain
 DeepSpeed leaves data in the system's memory; "and fsync" is the time until a second program has brought its files to
-disk. Times are by the host's clock: medians, and ratios to plain DeepSpeed in the same run.
+disk. Times are by the host's clock, and of this rank's processor (all threads; what other programs do beside it counts
+less there): medians, and ratios to plain DeepSpeed in the same run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,8 @@ def sync(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def measure(engine: Any, folder: Path, repeat: int) -> dict[str, list[float]]:
-    """Milliseconds of each way, by its name."""
+def measure(engine: Any, folder: Path, repeat: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds of each way, by its name: by the clock, and of the processor."""
     whole_save, whole_load = engine.save_checkpoint, engine.load_checkpoint
     plain_save = whole_save.__wrapped__
 
@@ -73,6 +75,7 @@ def measure(engine: Any, folder: Path, repeat: int) -> dict[str, list[float]]:
         "load, verified": lambda: whole_load(str(folder), tag="whole"),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
+    busy: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeat + 1):
         for name, call in ways.items():
             tag = {"DeepSpeed": "plain", "DeepSpeed and fsync": "synced", "whole": "whole"}.get(name)
@@ -80,8 +83,11 @@ def measure(engine: Any, folder: Path, repeat: int) -> dict[str, list[float]]:
                 shutil.rmtree(folder / tag, ignore_errors=True)  # each writes new files
             sync(folder) if dist.get_rank() == 0 else None  # what the one before left in memory
             dist.barrier()
+            before = time.process_time()
             times[name].append(wall_ms(call, synchronize=torch.cuda.is_available()))
-    return {name: values[1:] for name, values in times.items()}
+            busy[name].append(1000 * (time.process_time() - before))
+    times, busy = ({name: values[1:] for name, values in of.items()} for of in (times, busy))
+    return times, busy
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -102,7 +108,7 @@ def main() -> None:
     engine = build(arguments)
     folder: list[Any] = [tempfile.mkdtemp(dir=arguments.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
-    times = measure(engine, Path(folder[0]), arguments.repeat)
+    times, busy = measure(engine, Path(folder[0]), arguments.repeat)
     if dist.get_rank() == 0:
         size = sum(p.stat().st_size for p in Path(folder[0], "whole").iterdir())
         shutil.rmtree(folder[0])
@@ -111,15 +117,18 @@ def main() -> None:
                 "way": name,
                 "ms": median(values),
                 "all_ms": values,
+                "processor_ms": median(busy[name]),
                 "to DeepSpeed": median(values) / median(times["DeepSpeed"]),
                 "to DeepSpeed and fsync": median(values) / median(times["DeepSpeed and fsync"]),
+                "processor, to DeepSpeed": median(busy[name]) / median(busy["DeepSpeed"]),
             }
             for name, values in times.items()
         ]
         print(f"{size / 1e6:.0f} MB, ZeRO-{arguments.stage}, {dist.get_world_size()} rank(s)")
         for row in rows:
             ratios = f"{row['to DeepSpeed']:.2f} x, with fsync {row['to DeepSpeed and fsync']:.2f} x"
-            print(f"{row['way']:<22} {row['ms']:8.0f} ms  {ratios}", flush=True)
+            processor = f"processor {row['processor_ms']:.0f} ms, {row['processor, to DeepSpeed']:.2f} x"
+            print(f"{row['way']:<22} {row['ms']:8.0f} ms  {ratios}; {processor}", flush=True)
         result = {**options(arguments, "folder"), "ranks": dist.get_world_size(), "bytes": size, "ways": rows}
         print("wrote", write_result("speed/save-checkpoint", result, arguments.output))
     dist.barrier()

@@ -4,7 +4,7 @@ Saving, which is ``engine.save_checkpoint`` of a coat engine:
 
 1. ``lock``: one program at a time writes to a folder (``launch/pretrain.py``).
 2. ``save``: DeepSpeed and the caller write into a folder with a temporary name. An error on one rank is one on all.
-   ``engine_writes`` and ``summed_file`` take checksums meanwhile; ``team`` says which ranks share a folder.
+   ``engine_writes``, ``summed_file`` and ``checksums`` take checksums meanwhile; ``team``: which ranks share a folder.
 3. ``manifest``: every file is brought to disk; ``manifest.json`` lists size and checksum of each.
 4. ``publish``: the folder gets its final name, ``latest`` names it, older checkpoints are removed.
    ``durable`` holds the writes that 1 to 4 are made of.

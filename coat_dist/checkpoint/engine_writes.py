@@ -1,7 +1,7 @@
 """What DeepSpeed writes while it saves: each file summed on the way to the disk, errors kept until all ranks can hear.
 
 ``engine.save_checkpoint`` meets the other ranks after writing: a rank that left it early would let them wait. So for
-the time of a save three methods of the engine are replaced on its instances, and put back.
+the time of a save some methods of the engine are replaced on its instances, and put back.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class Writes:
 
     def torch_save(self, state: Any, path: str, zipfile: bool) -> None:
         """``torch.save``, as DeepSpeed calls it."""
-        file = SummedFile(Path(path))
+        file = SummedFile(Path(path), zipfile and torch.serialization.get_crc32_options())
         try:
             torch.save(state, cast(IO[bytes], file), _use_new_zipfile_serialization=zipfile)
         finally:
             self.size += file.size
             file.close()
-        self.sums[os.path.abspath(path)] = [file.size, file.checksum]
+        if file.checksum is not None:
+            self.sums[os.path.abspath(path)] = [file.size, file.checksum]
 
 
 @contextmanager
@@ -59,7 +60,9 @@ def watch_writes(engine: Any, temporary: Path | None = None) -> Iterator[Writes]
                 return write(*args, **kwargs)
             except Exception as error:  # of any kind: a value that cannot be pickled raises what it likes
                 path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
-                writes.errors.append(OSError(f"{path}: {_text(error)}"))
+                told = OSError(f"{path}: {_text(error)}")
+                told.__cause__ = error
+                writes.errors.append(told)
                 return None
 
         return attempt
@@ -82,6 +85,9 @@ def watch_writes(engine: Any, temporary: Path | None = None) -> Iterator[Writes]
         (engine.checkpoint_engine, "save", save if isinstance(zipfile, bool) else None),
         (engine.checkpoint_engine, "makedirs", None),
         (engine, "_copy_recovery_script", None if temporary is None else copy_whole),
+        # What these gather, such as the caller's state_dict hooks, may raise too; there are no collectives in them.
+        (engine, "_save_checkpoint", None),
+        (engine, "_save_zero_checkpoint", None),
     ]
     before = [vars(owner).get(name) for owner, name, _ in places]
     for owner, name, other in places:

@@ -69,12 +69,12 @@ def _problems(engine: Any, request: Request) -> list[str]:
     path = Path(engine._get_zero_ckpt_name(str(request.load_dir), request.tag))
     if not path.is_file():
         return [f"{path}: missing"]
-    return _layout(engine.optimizer, path) or _storage(engine.optimizer, path)
-
-
-def _layout(zero: Any, path: Path) -> list[str]:
-    """Whether flat shards hold the same elements in the same places."""
     saved = read(path)["optimizer_state_dict"]
+    return _layout(engine.optimizer, path, saved) or _storage(engine.optimizer, path, saved)
+
+
+def _layout(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
+    """Whether flat shards hold the same elements in the same places."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         sizes = [[t.numel() for t in flat] for flat in (saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat)]
         if sizes[0] != sizes[1]:
@@ -97,10 +97,9 @@ def _layout(zero: Any, path: Path) -> list[str]:
     ]
 
 
-def _storage(zero: Any, path: Path) -> list[str]:
+def _storage(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
     """Whether moments and master weights are stored as this run stores them."""
     optimizer = base_optimizer(zero)
-    saved = read(path)["optimizer_state_dict"]
     states = saved.get("optimizer_state_dict" if "fp32_flat_groups" in saved else "base_optimizer_state")
     if optimizer is None or not isinstance(states, Mapping):
         return []

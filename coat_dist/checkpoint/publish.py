@@ -223,7 +223,7 @@ def _rescue(replaced: Path, own: Path) -> None:
     for inner, names in list(walk(replaced)):
         for name in names:
             place = (inner / name).relative_to(replaced)
-            if place.as_posix() not in listed and place.name != MANIFEST and not (own / place).exists():
+            if place.as_posix() not in listed and place != Path(MANIFEST) and not (own / place).exists():
                 (own / place).parent.mkdir(parents=True, exist_ok=True)
                 os.rename(inner / name, own / place)
 

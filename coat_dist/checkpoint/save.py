@@ -94,7 +94,8 @@ def save_whole_checkpoints(engine: Any) -> None:
         try:
             _complete(Path(save_dir), tag, about, writes, team, extras or Extras())
         except CheckpointError as problem:  # on every rank
-            raise CheckpointError(f"{problem}{_clear(temporary, writes, str(problem), team)}") from None
+            own = writes.errors[0].__cause__ if writes.errors else None  # its traceback shows where
+            raise CheckpointError(f"{problem}{_clear(temporary, writes, str(problem), team)}") from own
         return True
 
     save_checkpoint.coat_whole = True  # type: ignore[attr-defined]

@@ -81,6 +81,10 @@ def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> st
 
 def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
     if tag is not None:
+        if not tag:
+            raise CheckpointError(
+                f"tag: got {tag!r}, accepted: None for the one that was saved last, or {_there(load_dir)}"
+            )
         if any(part.startswith(_UNFINISHED) for part in PurePosixPath(tag).parts):
             raise CheckpointError(f"tag: got {tag!r}, a save that was never finished, accepted: {_there(load_dir)}")
         if not (load_dir / tag).is_dir() and replaced_or(load_dir / tag) == load_dir / tag:

@@ -112,16 +112,18 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         """Send, listen, judge, until :meth:`stop` or the end of the process group."""
         tick = time.monotonic()
-        while not self._stop_now.is_set() and dist.is_initialized():
-            self._send(self._state())
-            self._listen(tick + self.interval)
-            now = time.monotonic()
-            passed, tick = min(now - tick, 2 * self.interval), now
-            self._judge(passed)
-        for _ in range(3):  # a datagram may get lost
-            self._send({"left": True})
-        self.ended = True
-        self._socket.close()
+        try:
+            while not self._stop_now.is_set() and dist.is_initialized():
+                self._send(self._state())
+                self._listen(tick + self.interval)
+                now = time.monotonic()
+                passed, tick = min(now - tick, 2 * self.interval), now
+                self._judge(passed)
+        finally:  # whatever ends this thread, the others must not take it for the end of the rank
+            for _ in range(3):  # a datagram may get lost
+                self._send({"left": True})
+            self.ended = True
+            self._socket.close()
 
     def stop(self) -> None:
         """Tell the others that this rank leaves, and that it is no longer to be waited for."""
@@ -151,7 +153,7 @@ class Heartbeat(threading.Thread):
             self._socket.settimeout(left)
             try:
                 message = json.loads(self._socket.recv(4096))
-            except (OSError, ValueError):
+            except (OSError, ValueError, RecursionError):  # a stranger may send what it likes
                 continue
             if not isinstance(message, dict) or message.get("token") != self._token:
                 continue

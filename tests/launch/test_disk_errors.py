@@ -140,7 +140,7 @@ def test_errors_name_the_file_however_deepspeed_passes_it():
         def save(self, state, path):
             raise RuntimeError("unexpected pos 4992 vs 4886")
 
-        makedirs = _copy_recovery_script = save
+        makedirs = _copy_recovery_script = _save_checkpoint = _save_zero_checkpoint = save
 
     engine = Full()
     engine.checkpoint_engine = Full()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coat_dist.checkpoint.manifest import read_manifest
 from tests.coat_dist.checkpoint.test_loading import build
 from tests.coat_dist.checkpoint.test_whole import told
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
@@ -52,6 +53,10 @@ class Killed(BaseException):
     pass
 
 
+def fail(*args):
+    raise KeyError("of one rank")
+
+
 def arguments(rank, world, folder):
     """DeepSpeed's arguments and defaults; what they write; tags; two ranks."""
     engine, said = build(CASES["zero-2"]), {}
@@ -76,6 +81,11 @@ def arguments(rank, world, folder):
     said["state"] = told(engine.save_checkpoint, folder, client_state=[1])
     said["pickle"] = told(engine.save_checkpoint, folder, client_state={"f": (lambda: 0) if rank == 0 else 1})
     said["file"] = told(engine.save_checkpoint, __file__)
+    with contextlib.ExitStack() as hooked:
+        if rank == 1:
+            hooked.callback(engine.module.register_state_dict_post_hook(fail).remove)
+        said["hook"] = told(engine.save_checkpoint, folder)
+    said["load"] = told(engine.load_checkpoint, folder, "")
     torch.distributed.barrier()
     return same, said, listed(folder)
 
@@ -85,7 +95,7 @@ def test_arguments_are_deepspeeds(tmp_path):
     assert first == second
     same, said, left = first
     assert same and left == ["7", "a", "global_step1", "latest"]
-    special = {"ranks", "dir", "state", "pickle", "file"}
+    special = {"ranks", "dir", "state", "pickle", "file", "hook", "load"}
     start = "CheckpointError: tag: got {!r}, accepted: "
     assert all(
         text.startswith(start.format(tag)) and text.count("tag: got") == 1
@@ -96,6 +106,8 @@ def test_arguments_are_deepspeeds(tmp_path):
     assert "save_dir: got '', accepted" in said["dir"] and "client_state: got list, accepted: a dict" in said["state"]
     assert "rank 0: " in said["pickle"] and "mp_rank_00_model_states.pt" in said["pickle"]
     assert f"cannot write {__file__}" in said["file"]
+    assert "rank 1: " in said["hook"] and "KeyError: 'of one rank'" in said["hook"]
+    assert said["load"].startswith("CheckpointError: tag: got '', accepted: None for ")
 
 
 def no_room(rank, world, folder):
@@ -254,7 +266,9 @@ def beside(rank, world, folder):
         Path(folder, "x", "mine").mkdir(exist_ok=True)
         Path(folder, "x", "mine", "tokenizer.json").write_text("mine")
     os.mkdir(f"{folder}/.unfinished-thoughts")
+    engine.save_checkpoint(folder, tag="x/inner", save_latest=False)
     engine.save_checkpoint(folder, tag="x")
+    read_manifest(Path(folder, "x", "inner"), of_run=False)
     os.remove(f"{folder}/latest")
     path = engine.load_checkpoint(folder)[0]
     os.rename(f"{folder}/x", f"{folder}/.unfinished-replaced-x")

@@ -85,6 +85,24 @@ def test_torchrun_repeats_the_line(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == ended[0]
 
 
+def strangers(rank, world):
+    ended = []
+    beats, engine = beating(rank, world, 1.0, ended.append)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for data in (b"[" * 4000, b"\xff\xfe", b"1" * 4096, b"null", b'{"token": 1}', b"x" * 60000):
+            s.sendto(data, ("127.0.0.1", beats._socket.getsockname()[1]))
+    dist.barrier()
+    time.sleep(1.5)
+    alive = beats.is_alive()
+    dist.barrier()
+    beats.stop()
+    return alive, ended
+
+
+def test_what_strangers_send_ends_nothing():
+    assert run_ranks(2, strangers) == [(True, [])] * 2
+
+
 def elsewhere(rank, world):
     notes = []
     heartbeat._write = notes.append
