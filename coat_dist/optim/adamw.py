@@ -54,10 +54,10 @@ class CoatAdamW(torch.optim.Optimizer):
             (False), or those of the second moment while ``betas[1]`` is above 0.98 ("auto"). There rounding to nearest
             drops changes of the second moment that are smaller than half a code step, and the moment drifts
             (docs/numerics.md). The noise is a function of the parameter's name, the step and the element: a parameter
-            draws the same alone and among others, whenever it is added, and no two draw the same. Names are those of
-            (name, parameter) pairs or of :func:`coat_dist.optim.param_groups`. Without names noise goes by the order in
-            which parameters took their first steps, as nothing else tells a parameter from its like after a restart
-            (``optim/seeds.py``); runs are reproducible and resume exactly with and without.
+            draws the same alone and among others, whenever it is added, and in one step no two draw the same. Names are
+            those of (name, parameter) pairs or of :func:`coat_dist.optim.param_groups`. Without names noise goes by the
+            order in which parameters took their first steps, as nothing else tells a parameter from its like after a
+            restart (``optim/seeds.py``); runs are reproducible and resume exactly with and without.
         master_weights: "parameter" or "bf16_remainder".
         capturable: count steps on the device, so that :meth:`step` can be captured in a CUDA graph and replayed: the
             same bits as without. Needs parameters on a CUDA GPU. In a graph a learning rate that is a number stays what

@@ -24,7 +24,11 @@ _LEADING = re.compile(r"^(?:module\.)+")
 
 
 def noise_seed(seed: int) -> int:
-    """uint32 of a ``coat_seed``, far from that of its neighbours: the step is added to it."""
+    """uint32 of a ``coat_seed``, far from that of its neighbours: the step is added to it.
+
+    Ordinals come to lie apart. Checksums lie as they fall: a parameter may draw what another one drew some steps ago,
+    which correlates no two roundings of one step, nor of one parameter.
+    """
     return (seed * 0x9E3779B9) & 0xFFFFFFFF
 
 

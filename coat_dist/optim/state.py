@@ -273,7 +273,7 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
         )
     seed = saved.get("coat_seed", 0)
     if type(seed) is not int or seed < 0:
-        raise ValueError(f"{what}, coat_seed: got {seed!r}, accepted: an int >= 0, the parameter's ordinal")
+        raise ValueError(f"{what}, coat_seed: got {seed!r}, accepted: an int >= 0, checksum of a name or ordinal")
     for key, wanted in expected.items():
         value = saved[key]
         if key == "step":
