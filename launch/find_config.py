@@ -46,6 +46,8 @@ def read_config(option: str, given: str | os.PathLike, kind: Literal["models", "
     """
     path = find_config(option, given, kind)
     try:
-        return load_json(path)
+        if values := load_json(path):
+            return values
+        raise CoatConfigError(f"config: {path} holds nothing, accepted: a JSON object with keys")
     except CoatConfigError as problem:
         raise CoatConfigError(f"{option}: {str(problem).removeprefix('config: ')}") from None

@@ -33,6 +33,7 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
+from coat_dist.deepspeed.monitors import make_folders
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
 from launch.model.gpt import flops_per_token
@@ -73,6 +74,7 @@ def train(
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
     with ExitStack() as locks:
         folders = on_rank_0(lambda: open_folders(p.args, locks))
+        on_rank_0(lambda: make_folders(p.settings))
         source = folders.source
         examined = None if source is None else checkpoint.examine(source, p.identity())
         sets = build.datasets(p)

@@ -112,6 +112,9 @@ def test_a_file_that_describes_no_model_is_one_line(tmp_path):
         f"--model: {tmp_path}/data.json describes no model, accepted: an object with num_"
     )
     assert "\n" not in str(error.value)
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(CoatConfigError, match=r"^--model: \S+empty.json holds nothing, accepted: a JSON object"):
+        load_model_config(tmp_path / "empty.json")
 
 
 def test_values_that_begin_with_a_dash():

@@ -211,6 +211,20 @@ def test_evaluation_without_a_valid_split_is_refused(work, tmp_path):
     assert "split: valid gets 0 of " in run_ranks(1, rank_main, argv)[0]
 
 
+def builds_nothing(rank, world, argv):
+    from launch.training import build
+
+    build.build_engine = None  # calling it would be another error
+    return rank_main(rank, world, argv)
+
+
+def test_a_monitor_that_cannot_write_is_refused_before_a_model_is_built(work, tmp_path):
+    (tmp_path / "file").write_text("")
+    watched = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}}
+    argv = command(work, tmp_path / "run", configuration(tmp_path, 2, **watched))
+    assert run_ranks(1, builds_nothing, argv)[0].startswith("CoatConfigError: csv_monitor.output_path: cannot write")
+
+
 def test_deepspeeds_monitors_watch_a_run(work, tmp_path):
     watched = {
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "watched"), "job_name": "csv"},
