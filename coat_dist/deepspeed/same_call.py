@@ -1,8 +1,8 @@
 """A rank without block or CoatAdamW, beside ranks that have one: named while they wait for it.
 
 Ranks with a block compare what they run. A rank without one builds DeepSpeed's own engine and never comes, and both
-sides would wait for each other until the collectives' timeout. So a call that is passed on to DeepSpeed leaves a note in
-torch.distributed's store, without any waiting, and ranks that compare look there for those that do not come.
+sides would wait for each other until the collectives' timeout. So a call that is passed on to DeepSpeed leaves a note
+in torch.distributed's store, without any waiting, and ranks that compare look there for those that do not come.
 """
 
 from __future__ import annotations
