@@ -14,8 +14,11 @@ from ..config import COMMENTS, ActivationConfig, OptimizerConfig
 
 __all__ = ["unknown_keys"]
 
-_BLOCKS = ("optimizer", "scheduler", "data_types", "checkpoint", "torch_autocast", "activation_checkpointing")
-"""Blocks that DeepSpeed reads key by key. It refuses unknown keys of the others."""
+_BLOCKS = (
+    *("optimizer", "scheduler", "data_types", "checkpoint", "torch_autocast", "activation_checkpointing"),
+    "flops_profiler",
+)
+"""Blocks that DeepSpeed reads key by key. It refuses unknown keys of most others itself."""
 _ELSEWHERE = {
     "coat",
     *("data_parallel_size", "sequence_parallel_size"),  # read by deepspeed.initialize

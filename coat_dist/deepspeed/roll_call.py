@@ -40,10 +40,14 @@ def answer(ours: bool, given: dict[str, Any]) -> None:
         CoatConfigError: some ranks have one and others have not; on every rank, but for those without that have waited
             for :data:`PATIENCE`.
     """
+    import deepspeed
+
     call = next(_calls)
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not dist.is_initialized() and given.get("dist_init_required") is not False and (ours or several):
-        _as_deepspeed_will(given)  # else it is DeepSpeed's to say what a program without a launcher lacks
+        if ours:
+            prepare()
+        deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
     rank, world = rank_and_world()
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() and world > 1 else None
     if store is None:
@@ -57,13 +61,6 @@ def answer(ours: bool, given: dict[str, Any]) -> None:
         with_, without = (store.add(f"{key}/{kind}", 0) for kind in (True, False))
     if with_ and without:
         _refuse(store, key, world)
-
-
-def _as_deepspeed_will(given: dict[str, Any]) -> None:
-    import deepspeed
-
-    prepare()
-    deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
 
 
 def _refuse(store: Any, key: str, world: int) -> None:

@@ -99,6 +99,10 @@ def test_coat_adamw_where_no_optimizer_is_named(changes, key):
         ({"optimizer__parms": {}}, 'optimizer.parms: unknown key (did you mean "optimizer.params"?)'),
         ({"data_types__grad_acum_dtype": 1}, 'data_types.grad_acum_dtype: unknown key (did you mean "data_types.grad_'),
         ({"checkpoint__load_univrsal": 1}, 'checkpoint.load_univrsal: unknown key (did you mean "checkpoint.load_u'),
+        (
+            {"flops_profiler": {"profile_steps": 2}},
+            'flops_profiler.profile_steps: unknown key (did you mean "flops_pro',
+        ),
         ({"optimizer__params__activation": {}}, "optimizer.params.activation: unknown key"),
         (
             {"optimizer__params__frist_moment": "int8"},
