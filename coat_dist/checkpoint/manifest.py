@@ -101,7 +101,12 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
         if isinstance(now, str):
             wrong.append(f"{checkpoint / name}: {now}")
         elif now != [size, checksum][: len(now)]:
-            wrong.append(f"{checkpoint / name}: damaged (is {now[0]} bytes, was {size})")
+            how = (
+                f"is {now[0]} bytes, was {size}"
+                if now[0] != size
+                else f"its {size} bytes are not those that were saved"
+            )
+            wrong.append(f"{checkpoint / name}: damaged ({how})")
     wrong += team.ask_leader(lambda: _foreign(checkpoint, files), CheckpointError)
     if wrong := list(dict.fromkeys(line for lines in gather(wrong) for line in lines)):
         raise CheckpointError(f"{checkpoint} is damaged, load another one:\n" + "\n".join(wrong))
