@@ -70,7 +70,8 @@ def _problems(engine: Any, request: Request) -> list[str]:
     if not path.is_file():
         return [f"{path}: missing"]
     saved = read(path)["optimizer_state_dict"]
-    return _layout(engine.optimizer, path, saved) or _storage(engine.optimizer, path, saved)
+    # Another optimizer has other groups, too: that is not what is to be said first.
+    return _storage(engine.optimizer, path, saved) or _layout(engine.optimizer, path, saved)
 
 
 def _layout(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ __all__ = ["SummedFile"]
 
 _LARGE = 1 << 20
 """From this many bytes on, data are not summed here if the file will say their checksum, or else in another thread."""
-_PIECE = 1 << 24
+_PIECE = 1 << 26
 """Bytes written at once; after each the disk is set to work."""
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)

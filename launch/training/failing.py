@@ -53,9 +53,13 @@ def of_another_rank(problem: Exception) -> bool:
 
 
 def _own_store() -> Any:
-    """A connection of its own to the default store: another thread's may be waiting."""
+    """A connection of its own to the default store, since another thread's may be waiting; None where it has gone."""
     store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()
+    try:
+        store.set_timeout(timedelta(seconds=WAIT))  # that of collectives would keep this rank for minutes
+        return store.clone()
+    except RuntimeError:
+        return None
 
 
 def _said(store: Any, seconds: float) -> str | None:

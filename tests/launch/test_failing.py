@@ -42,3 +42,19 @@ def test_what_comes_from_another_rank():
     text = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24466"
     assert failing.of_another_rank(RuntimeError(text)) and failing.of_another_rank(dist.DistBackendError("NCCL"))
     assert not failing.of_another_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_the_line_does_not_wait_for_a_store_that_has_gone(monkeypatch, capsys):
+    class Gone:
+        def set_timeout(self, timeout):
+            assert timeout.total_seconds() <= 0.1
+
+        def clone(self):
+            raise dist.DistNetworkError("The client socket has timed out")
+
+    monkeypatch.setattr(failing, "WAIT", 0.1)
+    monkeypatch.setattr(failing.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(failing.dist.distributed_c10d, "_get_default_store", Gone)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    failing.end("one", 1)
+    assert capsys.readouterr().err == "rank 1: error: one\n"

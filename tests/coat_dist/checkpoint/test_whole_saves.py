@@ -226,6 +226,11 @@ def kinds(rank, world, folder):
     adam = torch.optim.AdamW(net.parameters(), lr=0.01)
     there_and_back("a block beside torch's AdamW", coat_dist.initialize(model=net, config=config, optimizer=adam)[0])
     net = torch.nn.Linear(128, 128)
+    other = coat_dist.initialize(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters()))[0]
+    step(other)
+    other.save_checkpoint(f"{folder}/other")
+    other.destroy()
+    net = torch.nn.Linear(128, 128)
     ours = coat_dist.CoatAdamW(net.parameters(), lr=0.01)
     config.pop("coat")
     there_and_back("a CoatAdamW", coat_dist.initialize(model=net, config=config, optimizer=ours)[0])
@@ -236,6 +241,8 @@ def kinds(rank, world, folder):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     state = get_fp32_state_dict_from_zero_checkpoint(folder)
+    refused = told(engine.load_checkpoint, f"{folder}/other")
+    wrong.extend([refused] * ("optimizer.type: checkpoint has states of another optimizer" not in refused))
     masters = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
     wrong.extend(["zero_to_fp32"] * (not torch.equal(state["weight"], masters)))
     wrong.extend(["script"] * (not os.access(f"{folder}/zero_to_fp32.py", os.X_OK)))
