@@ -102,7 +102,7 @@ def original() -> Callable[..., Any]:
     """DeepSpeed's own ``initialize``, which knows nothing of the block (``hook.py`` keeps it)."""
     import deepspeed
 
-    return inspect.unwrap(deepspeed.initialize)
+    return deepspeed.initialize_without_coat
 
 
 def _sources(given: Mapping[str, Any]) -> list[Any]:

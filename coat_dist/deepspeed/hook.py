@@ -16,7 +16,11 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-__all__ = ["honour", "install"]
+__all__ = ["KEPT", "honour", "install"]
+
+KEPT = "initialize_without_coat"
+"""The attribute of the module ``deepspeed`` that is its own function. ``deepspeed.initialize`` may be replaced by anybody
+at any time, by a function that calls what stood there before."""
 
 
 def install() -> None:
@@ -30,13 +34,12 @@ def install() -> None:
 def honour(deepspeed: types.ModuleType) -> None:
     """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed."""
     given: Any = getattr(deepspeed, "initialize", None)
-    if not callable(given):  # a folder of that name that is no DeepSpeed
+    if not callable(given) or hasattr(deepspeed, KEPT):  # a folder of that name that is no DeepSpeed; a second time
         return
-    function = inspect.unwrap(given, stop=_is_ours)
-    if _is_ours(function):
-        return
+    function = inspect.unwrap(given)
     if not isinstance(function, types.FunctionType) or function.__closure__:  # put there by another library
         deepspeed.initialize = _around(given)  # type: ignore[attr-defined]
+        setattr(deepspeed, KEPT, given)
         return
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -45,11 +48,7 @@ def honour(deepspeed: types.ModuleType) -> None:
     function.__wrapped__ = copy  # type: ignore[attr-defined]
     function.__signature__ = inspect.signature(copy)  # type: ignore[attr-defined]
     function.__code__ = _called.__code__
-
-
-def _is_ours(function: Any) -> bool:
-    # By the file's name: this module may have been imported anew since.
-    return isinstance(function, types.FunctionType) and function.__code__.co_filename == _called.__code__.co_filename
+    setattr(deepspeed, KEPT, copy)
 
 
 def _called(*args: Any, **kwargs: Any) -> Any:
@@ -81,6 +80,7 @@ class _AfterImport:
             execute = spec.loader.exec_module
 
             def execute_and_honour(module: types.ModuleType) -> None:
+                vars(module).pop(KEPT, None)  # reloaded: it gets a new function
                 execute(module)
                 honour(module)
 

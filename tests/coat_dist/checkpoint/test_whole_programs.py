@@ -88,10 +88,8 @@ def test_universal_checkpoints_with_a_manifest_are_verified(tmp_path):
 
 def trained(rank, world, folder):
     """Rotation, the best model, and resuming from the newest."""
-    import deepspeed
     import transformers
 
-    from coat_dist.deepspeed.attach import attach
     from tests.coat_dist.deepspeed.test_trainer import OPTIMIZER, Tokens, trainer
 
     config = {
@@ -101,16 +99,6 @@ def trained(rank, world, folder):
         "optimizer": OPTIMIZER,
         "coat": {"activation": {"enabled": False}},
     }
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    original = deepspeed.initialize
-
-    def initialize(*args, **kwargs):  # what the block asks for, whoever builds the engine
-        built = original(*args, **kwargs)
-        attach(built[0])
-        return built
-
-    deepspeed.initialize = initialize
 
     def make(steps):
         t = trainer(folder, steps, config)

@@ -1,7 +1,5 @@
 """A small model under each way of ZeRO: its engine, some steps, and every byte of its state."""
 
-import inspect
-
 import torch
 
 # More than these models have parameters. DeepSpeed's own size is 500 million elements, and where torch is told to be
@@ -69,7 +67,7 @@ def build(settings, model=None, **options):
     groups = param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
     groups += param_groups([(n, p) for n, p in named if n == "scale"], 0.0) if hasattr(model, "scale") else []
     # DeepSpeed's own function, which `import coat_dist` leads to ours.
-    engine, *_ = inspect.unwrap(deepspeed.initialize)(
+    engine, *_ = deepspeed.initialize_without_coat(
         model=model, model_parameters=groups, optimizer=lambda g: CoatAdamW(g, lr=0.01, **options), config=config
     )
     return engine
