@@ -19,8 +19,8 @@ from typing import Any
 __all__ = ["KEPT", "honour", "install"]
 
 KEPT = "initialize_without_coat"
-"""The attribute of the module ``deepspeed`` that is its own function. ``deepspeed.initialize`` may be replaced by anybody
-at any time, by a function that calls what stood there before."""
+"""The attribute of the module ``deepspeed`` that is its own function. ``deepspeed.initialize`` may be replaced by
+anybody at any time, by a function that calls what stood there before."""
 
 
 def install() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +30,7 @@ numbers of engines."""
 _calls = itertools.count()  # of this process: all ranks of a program build their engines in the same order
 
 
-def answer(ours: bool, given: dict[str, Any]) -> None:
+def answer(ours: bool, given: Mapping[str, Any]) -> None:
     """Say whether this rank's call has a block or a CoatAdamW, and wait until every rank has said so.
 
     Args:
