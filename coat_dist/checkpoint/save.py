@@ -21,9 +21,11 @@ from typing import Any
 from ..ranks import attempt, gather, rank_and_world
 from .engine_writes import Writes, watch_writes
 from .manifest import FORMAT, CheckpointError, sync_files
+from .other_engines import OPTIMIZER
 from .publish import LATEST, begin, finish, name_latest, retire, unfinished
 from .tags import agree, check_tag
 from .team import Team, team_of
+from .zero_partitions import base_optimizer
 
 __all__ = ["Extras", "save_whole_checkpoints"]
 
@@ -110,6 +112,7 @@ def describe(engine: Any) -> dict[str, Any]:
         "data_parallel": getattr(engine, "dp_world_size", None),
         "tensor_parallel": getattr(engine, "mp_world_size", None),
         "global_steps": getattr(engine, "global_steps", None),
+        OPTIMIZER: type(base_optimizer(engine.optimizer) or engine.optimizer).__name__,
     }
     return {key: value() if callable(value) else value for key, value in known.items()}
 

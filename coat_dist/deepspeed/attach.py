@@ -14,6 +14,7 @@ import torch
 
 from ..checkpoint.load_checks import load_whole_checkpoints
 from ..checkpoint.native_check import check_native_loads
+from ..checkpoint.other_engines import refuse_compressed_moments
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal_load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
@@ -67,6 +68,9 @@ class Attachment(NamedTuple):
     why_here: str
     """The reason of its place in the order."""
 
+
+NO_MOMENTS_OF_OURS = "checkpoints of CoatAdamW are refused"
+"""The one line of the list that is for every engine of ``deepspeed.initialize``, after ``import coat_dist``."""
 
 ATTACHMENTS = (
     Attachment(
@@ -133,6 +137,13 @@ ATTACHMENTS = (
         "after the places, which it compares; before the universal loader, whose check is asked second",
     ),
     Attachment(
+        NO_MOMENTS_OF_OURS,
+        lambda b: is_zero(b.zero) and not b.ours,
+        lambda b: refuse_compressed_moments(b.engine),
+        ("engine.load_checkpoint",),
+        "after what finds and verifies the checkpoint, if that is there: it asks before them",
+    ),
+    Attachment(
         "universal checkpoints",
         lambda b: b.universal,
         lambda b: enable_universal_load(b.engine),
@@ -187,12 +198,13 @@ ATTACHMENTS = (
 )
 
 
-def attach(engine: Any, coat: CoatConfig | None = None) -> tuple[str, ...]:
+def attach(engine: Any, coat: CoatConfig | None = None, ours: bool = True) -> tuple[str, ...]:
     """Attach to a new engine what applies to it; a second time nothing is changed.
 
     Args:
         engine: DeepSpeed's.
         coat: the parsed block.
+        ours: False for an engine of a call in which there was nothing of this project.
 
     Returns:
         The names of what is attached, which are also ``engine.coat_attached``.
@@ -203,7 +215,7 @@ def attach(engine: Any, coat: CoatConfig | None = None) -> tuple[str, ...]:
     if "coat_attached" not in vars(engine):
         built, names = Built(engine, engine.optimizer, coat), []
         for attachment in ATTACHMENTS:
-            if attachment.applies(built):
+            if (ours or attachment.name == NO_MOMENTS_OF_OURS) and attachment.applies(built):
                 attachment.attach(built)
                 names.append(attachment.name)
         engine.coat_attached = tuple(names)

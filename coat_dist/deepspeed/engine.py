@@ -77,7 +77,8 @@ def initialize(
 def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     """What ``deepspeed.initialize`` does after ``import coat_dist`` (``hook.py``).
 
-    DeepSpeed's own function, called with the very arguments, where nothing in them is ours.
+    DeepSpeed's own function, called with the very arguments, where nothing in them is ours. Its engine is left as it
+    is but for one thing: it refuses to load CoatAdamW's states (``checkpoint/other_engines.py``).
     """
     start = original()
     try:
@@ -89,12 +90,13 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         return _initialize(given)
     answer(False, given)
     if not callable(given.get("optimizer")) or isinstance(given["optimizer"], torch.optim.Optimizer):
-        return start(*args, **kwargs)
+        engine, *others = start(*args, **kwargs)
+        attach(engine, ours=False)
+        return engine, *others
     # What it makes is seen only when DeepSpeed calls it.
     check = functools.partial(check_deepspeed, _settings_of(given) or {})
     engine, *others = start(**{**given, "optimizer": _checked(given["optimizer"], False, False, check)})
-    if isinstance(base_optimizer(engine.optimizer), CoatAdamW):
-        attach(engine)
+    attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
     return engine, *others
 
 
