@@ -1,7 +1,6 @@
 """Device functions that the kernels of the flow share: scales, codes, and the amax of a tensor.
 
-They follow ``reference/quantize.py`` to the bit. Magnitudes are compared as integers, where NaN > infinity > any
-number, so that a reduction cannot lose a NaN.
+They follow ``reference/quantize.py`` to the bit. Magnitudes are compared as integers: no reduction loses a NaN.
 """
 
 from __future__ import annotations
