@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in failed:
         print(f"coat_dist failed: ZeRO-{row['stage']}, {row['group']}, {row['name']}: {row['what']}")
     name = "reliability/faults" + ("-quick" if args.quick else "")
-    cases = {PROGRAMS[program]: [_compact(row) for row in rows] for program, rows in found.items()}
+    cases = {PROGRAMS[program]: _compact(of) for program, of in found.items()}
     seconds = round(time.monotonic() - began)
     options_ = options(args, "worker")
     path = write_result(name, {"options": options_, "seconds": seconds, "summary": rows, "cases": cases}, args.output)
@@ -80,8 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _compact(row: dict[str, Any]) -> list[Any]:
-    return [row["stage"], row["group"], row["name"], "passed" if row["passed"] else "failed", row["what"]]
+def _compact(cases: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """By stage and kind of fault, "name | passed or failed | what was seen": hundreds of cases on few lines."""
+    found: dict[str, list[str]] = {}
+    for case in cases:
+        how = "passed" if case["passed"] else "failed"
+        found.setdefault(f"ZeRO-{case['stage']}, {case['group']}", []).append(
+            f"{case['name']} | {how} | {case['what']}"
+        )
+    return found
 
 
 def _start(args: argparse.Namespace, program: str, library: Path, work: Path) -> list[dict[str, Any]]:

@@ -29,12 +29,13 @@ def test_some_of_each_kind(stage, groups, tmp_path):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads((tmp_path / "reliability" / "faults-quick.json").read_text())
-    cases = result["cases"]["coat_dist"]
-    assert {case[3] for case in cases} == {"passed"}
+    seen = result["cases"]["coat_dist"]
+    cases = [(kind.partition(", ")[2], *case.split(" | ", 2)) for kind, found in seen.items() for case in found]
+    assert {how for _, _, how, _ in cases} == {"passed"}
     assert len(cases) == sum(faults.QUICK[group] for group in groups)
     # What a pass means was seen, and not only that nothing failed.
-    assert all("resumes" in case[4] for case in cases if case[1] in ("kill", "full disk"))
-    assert all("names rank" in case[4] for case in cases if case[1] == "hung rank")
+    assert all("resumes" in what for kind, _, _, what in cases if kind in ("kill", "full disk"))
+    assert all("names rank" in what for kind, _, _, what in cases if kind == "hung rank")
 
 
 def test_the_table_counts_what_passed():
