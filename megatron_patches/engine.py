@@ -13,6 +13,7 @@ from torch import nn
 
 import coat_dist
 from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
+from coat_dist.deepspeed.engine import configurations
 from coat_dist.deepspeed.replicated_grads import SUMMED
 
 from .groups import MPUAdapter
@@ -71,7 +72,7 @@ def initialize(
             "megatron_patches.MPUAdapter(), or another object with them"
         )
     mpu = MPUAdapter() if mpu is None else mpu
-    sources = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    sources = configurations({"args": args, "config": config, "config_params": config_params})
     coat = CoatConfig.from_deepspeed(sources[0]) if len(sources) == 1 else None  # any other number is refused below
     report, patched_here = _patch(model, coat)
     try:
@@ -79,13 +80,22 @@ def initialize(
             install_replicated_grad_hooks(model)
         if not hasattr(model, "universal_checkpoint_info"):
             model.universal_checkpoint_info = universal_checkpoint_info(model)  # type: ignore[assignment]
-        given = {
-            **{"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters},
-            **{"training_data": training_data, "lr_scheduler": lr_scheduler, "distributed_port": distributed_port},
-            **{"mpu": mpu, "dist_init_required": dist_init_required, "collate_fn": collate_fn, "config": config},
-            **{"mesh_param": mesh_param, "config_params": config_params, **kwargs},
-        }
-        engine, *others = coat_dist.initialize(**{name: value for name, value in given.items() if value is not None})
+        engine, *others = coat_dist.initialize(
+            args,
+            model,
+            optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            distributed_port,
+            mpu,
+            dist_init_required,
+            collate_fn,
+            config,
+            mesh_param,
+            config_params,
+            **kwargs,
+        )
     except BaseException:
         if patched_here:
             unpatch_model(model)

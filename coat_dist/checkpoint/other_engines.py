@@ -6,12 +6,11 @@ DeepSpeed would begin to load one, and then end with words about the layout of p
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .manifest import MANIFEST, CheckpointError
+from .manifest import CheckpointError, read_manifest
 from .publish import LATEST
 
 __all__ = ["OPTIMIZER", "refuse_compressed_moments"]
@@ -57,7 +56,7 @@ def _written_by_coat_adamw(load_dir: Any, tag: Any) -> Path | None:
     try:
         name = (Path(load_dir) / LATEST).read_text(encoding="utf-8").strip() if tag is None else str(tag)
         folder = Path(load_dir) / name
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return folder if manifest["engine"][OPTIMIZER] == "CoatAdamW" else None
-    except (OSError, ValueError, KeyError, TypeError):
+        engine = read_manifest(folder, of_run=False)["engine"]
+        return folder if engine[OPTIMIZER] == "CoatAdamW" else None
+    except (OSError, ValueError, KeyError, TypeError):  # CheckpointError is a ValueError
         return None

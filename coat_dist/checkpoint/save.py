@@ -106,13 +106,14 @@ def save_whole_checkpoints(engine: Any) -> None:
 
 def describe(engine: Any) -> dict[str, Any]:
     """What an engine says about itself in its manifests."""
+    optimizer = base_optimizer(engine.optimizer) or engine.optimizer
     known = {
         "world_size": rank_and_world()[1],
         "zero_stage": getattr(engine, "zero_optimization_stage", None),
         "data_parallel": getattr(engine, "dp_world_size", None),
         "tensor_parallel": getattr(engine, "mp_world_size", None),
         "global_steps": getattr(engine, "global_steps", None),
-        OPTIMIZER: type(base_optimizer(engine.optimizer) or engine.optimizer).__name__,
+        OPTIMIZER: None if optimizer is None else type(optimizer).__name__,
     }
     return {key: value() if callable(value) else value for key, value in known.items()}
 

@@ -61,9 +61,9 @@ def team_of(engine: Any) -> Team:
 
     Ranks of a node follow one another, and its first has ``LOCAL_RANK`` 0, as every launcher starts them.
     """
-    rank, world = rank_and_world()
     if not engine.use_node_local_storage():
-        return Team(range(world), rank)
+        return everyone()
+    rank, world = rank_and_world()
     firsts = [r for r, local in enumerate(gather(engine.local_rank)) if local == 0] or [0]
     start = max((first for first in firsts if first <= rank), default=0)
     return Team(range(start, min((first for first in firsts if first > start), default=world)), rank)

@@ -67,10 +67,9 @@ class Attachment(NamedTuple):
     """Methods: "engine.", "zero." (``engine.optimizer``) or "param." (every parameter it trains) and the name."""
     why_here: str
     """The reason of its place in the order."""
+    every_engine: bool = False
+    """Also for an engine of ``deepspeed.initialize`` in whose call there was nothing of this project."""
 
-
-NO_MOMENTS_OF_OURS = "checkpoints of CoatAdamW are refused"
-"""The one line of the list that is for every engine of ``deepspeed.initialize``, after ``import coat_dist``."""
 
 ATTACHMENTS = (
     Attachment(
@@ -137,11 +136,12 @@ ATTACHMENTS = (
         "after the places, which it compares; before the universal loader, whose check is asked second",
     ),
     Attachment(
-        NO_MOMENTS_OF_OURS,
+        "checkpoints of CoatAdamW are refused",
         lambda b: is_zero(b.zero) and not b.ours,
         lambda b: refuse_compressed_moments(b.engine),
         ("engine.load_checkpoint",),
         "after what finds and verifies the checkpoint, if that is there: it asks before them",
+        every_engine=True,
     ),
     Attachment(
         "universal checkpoints",
@@ -215,7 +215,7 @@ def attach(engine: Any, coat: CoatConfig | None = None, ours: bool = True) -> tu
     if "coat_attached" not in vars(engine):
         built, names = Built(engine, engine.optimizer, coat), []
         for attachment in ATTACHMENTS:
-            if (ours or attachment.name == NO_MOMENTS_OF_OURS) and attachment.applies(built):
+            if (ours or attachment.every_engine) and attachment.applies(built):
                 attachment.attach(built)
                 names.append(attachment.name)
         engine.coat_attached = tuple(names)

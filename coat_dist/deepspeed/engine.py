@@ -30,7 +30,7 @@ from .replicated_grads import check_replicated_grads
 from .roll_call import answer
 from .without_launcher import leave_out_compiled_operation
 
-__all__ = ["called_as_deepspeed", "initialize"]
+__all__ = ["called_as_deepspeed", "configurations", "initialize"]
 
 
 def initialize(
@@ -107,8 +107,12 @@ def original() -> Callable[..., Any]:
     return deepspeed.initialize_without_coat
 
 
-def _sources(given: Mapping[str, Any]) -> list[Any]:
-    """What is given as configuration, in whichever of DeepSpeed's ways."""
+def configurations(given: Mapping[str, Any]) -> list[Any]:
+    """What is given as configuration, a dict or a path, in each of the ways that ``deepspeed.initialize`` knows.
+
+    Args:
+        given: its arguments by name.
+    """
     args = given.get("args")
     ways = (given.get("config"), given.get("config_params"), *(getattr(args, name, None) for name in _ARGUMENTS))
     return [way for way in ways if way is not None]
@@ -120,12 +124,14 @@ _ARGUMENTS = ("deepspeed_config", "deepscale_config")
 
 def _settings_of(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The configuration, not a copy, if there is one that can be read."""
-    for source in _sources(given):
-        try:
-            return source if isinstance(source, Mapping) else load_json(source)
-        except CoatConfigError:
-            continue  # for DeepSpeed to refuse
-    return None
+    return next((s for s in map(_read, configurations(given)) if s is not None), None)
+
+
+def _read(source: Any) -> Mapping[str, Any] | None:
+    try:
+        return source if isinstance(source, Mapping) else load_json(source)
+    except CoatConfigError:
+        return None  # for DeepSpeed to refuse
 
 
 def _is_ours(given: Mapping[str, Any]) -> bool:
@@ -139,8 +145,8 @@ def _is_ours(given: Mapping[str, Any]) -> bool:
         return True
     if isinstance(given.get("model"), torch.nn.Module) and _is_patched(given["model"]):
         return True
-    for source in _sources(given):
-        settings = _settings_of({"config": source}) or {}
+    for source in configurations(given):
+        settings = _read(source) or {}
         coat = CoatConfig.from_deepspeed(settings)
         check_names(settings)
         if coat is not None or look_up(settings, "optimizer.type") == "CoatAdamW":
@@ -156,7 +162,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     model, optimizer, mpu = given.get("model"), given.get("optimizer"), given.get("mpu")
     if model is None:
         raise ValueError("model: got None, accepted: a torch.nn.Module")
-    sources = _sources(given)
+    sources = configurations(given)
     if len(sources) != 1:
         raise CoatConfigError(
             f"config: got {len(sources)} of `config`, `config_params`, `args.deepspeed_config`, "

@@ -35,7 +35,7 @@ from .adamw_fp32 import adamw_fp32_steps
 from .adamw_numbers import load_numbers, numbers_of_counts
 from .approximations import reciprocal, square_root
 from .launch import fast_launch
-from .master import join, split
+from .master import load_master, store_master
 from .moments import constants, decode, encode, mix
 from .table import launches, sort
 
@@ -69,12 +69,7 @@ def _update_tile(
     m_k += first_row
     v_k += first_row
 
-    p = tl.load(param + offset, mask=inside, other=0.0)
-    if LOW:
-        low += first
-        p = join(p, tl.load(low + offset, mask=inside, other=0))
-    else:
-        p = p.to(tl.float32)
+    p = load_master(param + offset, low + first + offset, inside, LOW)
     g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
     m = decode(
         tl.load(m_q + offset, mask=in_tile, other=0),
@@ -103,15 +98,7 @@ def _update_tile(
     m = m * beta1 + g * rest1
     v = v * beta2 + g * g * rest2
     p = p * decay - rate * (m * reciprocal(square_root(v, FAST) * inverse_sqrt_bias2 + eps, FAST))
-    if COPY:
-        copy += first
-        tl.store(copy + offset, p.to(copy.dtype.element_ty), mask=inside)
-    if LOW:
-        upper, rest = split(p)
-        tl.store(param + offset, upper, mask=inside)
-        tl.store(low + offset, rest, mask=inside)
-    else:
-        tl.store(param + offset, p.to(param.dtype.element_ty), mask=inside)
+    store_master(p, param + offset, low + first + offset, copy + first + offset, inside, LOW, COPY)
 
     noise_m = 0.0
     noise_v = 0.0

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..reference.adamw import AdamWStep, FP32Tensors
 from .adamw_numbers import load_numbers, numbers_of_counts
 from .launch import cdiv, fast_launch
-from .master import join, split
+from .master import load_master, store_master
 from .table import ALIGNMENT, Member, launches
 
 __all__ = ["TYPES", "step_contiguous"]
@@ -64,12 +64,7 @@ def _adamw_fp32_kernel(
     second_moment += first
     grad += first
 
-    p = tl.load(param + offset, mask=inside, other=0.0)
-    if LOW:
-        low += first
-        p = join(p, tl.load(low + offset, mask=inside, other=0))
-    else:
-        p = p.to(tl.float32)
+    p = load_master(param + offset, low + first + offset, inside, LOW)
     g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(first_moment + offset, mask=inside, other=0.0)
     v = tl.load(second_moment + offset, mask=inside, other=0.0)
@@ -85,15 +80,7 @@ def _adamw_fp32_kernel(
     p = p * decay - lr * tl.div_rn(m * inverse_bias1, tl.sqrt_rn(v) * inverse_sqrt_bias2 + eps)
     tl.store(first_moment + offset, m, mask=inside)
     tl.store(second_moment + offset, v, mask=inside)
-    if COPY:
-        copy += first
-        tl.store(copy + offset, p.to(copy.dtype.element_ty), mask=inside)
-    if LOW:
-        upper, rest = split(p)
-        tl.store(param + offset, upper, mask=inside)
-        tl.store(low + offset, rest, mask=inside)
-    else:
-        tl.store(param + offset, p.to(param.dtype.element_ty), mask=inside)
+    store_master(p, param + offset, low + first + offset, copy + first + offset, inside, LOW, COPY)
 
 
 class Kind(NamedTuple):

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .fp8 import NAN_BITS
 
-__all__ = ["join", "split"]
+__all__ = ["join", "load_master", "split", "store_master"]
 
 
 @triton.jit
@@ -25,3 +25,23 @@ def split(x):
     bits = tl.where(x == x, x.to(tl.uint32, bitcast=True), NAN_BITS)
     upper = ((bits + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return upper, bits.to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def load_master(param, low, inside, LOW: tl.constexpr):
+    """An fp32 tile of master weights; with LOW from bfloat16 parameters and their remainders. Tiles of pointers."""
+    p = tl.load(param, mask=inside, other=0.0)
+    return join(p, tl.load(low, mask=inside, other=0)) if LOW else p.to(tl.float32)
+
+
+@triton.jit
+def store_master(p, param, low, copy, inside, LOW: tl.constexpr, COPY: tl.constexpr):
+    """Write an fp32 tile as :func:`load_master` reads it; with COPY also to ``copy``, in that one's type."""
+    if COPY:
+        tl.store(copy, p.to(copy.dtype.element_ty), mask=inside)
+    if LOW:
+        upper, rest = split(p)
+        tl.store(param, upper, mask=inside)
+        tl.store(low, rest, mask=inside)
+    else:
+        tl.store(param, p.to(param.dtype.element_ty), mask=inside)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
+from coat_dist.deepspeed.without_launcher import leave_out_compiled_operation
 
 __all__ = [
     "StopSignal",
@@ -56,9 +57,7 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
         torch.cuda.set_device(local)
     import deepspeed
 
-    if not gpu:
-        # Saves compiling an op at every start on a fresh machine; it only speeds up all-reduces within one host.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_compiled_operation()
     quiet()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if not dist.is_initialized():

@@ -20,6 +20,8 @@ class Writer:
 class Engine:
     """Writes what DeepSpeed would, by the same methods: one file a rank under ``folder/tag``, and a script."""
 
+    optimizer = None
+
     def __init__(self):
         self.checkpoint_engine = Writer()
 

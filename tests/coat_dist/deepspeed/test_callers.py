@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coat_dist.deepspeed.attach import NO_MOMENTS_OF_OURS
+from coat_dist.deepspeed.attach import ATTACHMENTS
 from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
 from tests.support import run_ranks
 
@@ -122,7 +122,7 @@ def plain(rank, world):
     theirs.__globals__["set_optimizer_flags"] = lambda made, net: handed.append(made._param_dict)
     engine = deepspeed.initialize(model=model(), config=config)[0]
     theirs.__globals__["set_optimizer_flags"] = own[1]
-    untouched = handed[0] is config and set(engine.coat_attached) <= {NO_MOMENTS_OF_OURS}
+    untouched = handed[0] is config and set(engine.coat_attached) <= {a.name for a in ATTACHMENTS if a.every_engine}
     messages = []
     block = {"coat": BLOCK}
     coat_adamw = {"optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}}}
