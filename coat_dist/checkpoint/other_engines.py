@@ -1,4 +1,4 @@
-"""Checkpoints of CoatAdamW before an engine with another optimizer: refused by name.
+"""Checkpoints of CoatAdamW before an engine with another optimizer: refused by name, on every rank.
 
 DeepSpeed would begin to load one, and then end with words about the layout of parameters or the number of groups.
 """
@@ -6,25 +6,41 @@ DeepSpeed would begin to load one, and then end with words about the layout of p
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .manifest import CheckpointError, read_manifest
+from ..optim import CoatAdamW
+from ..ranks import raise_everywhere
+from .load_checks import Request, check_before_load
+from .manifest import MANIFEST
 from .publish import LATEST
 
-__all__ = ["OPTIMIZER", "refuse_compressed_moments"]
+__all__ = ["name_of_optimizer", "refuse_compressed_moments"]
 
-OPTIMIZER = "optimizer"
-"""What a manifest's "engine" says of the optimizer: the name of its class."""
+_OPTIMIZER = "optimizer"
+
+
+def name_of_optimizer(optimizer: Any) -> dict[str, str | None]:
+    """What a manifest's "engine" says of ``engine.optimizer``, ZeRO's or not: the name of the class that steps.
+
+    "CoatAdamW" also for classes derived from it; None where there is no optimizer.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    name = CoatAdamW.__name__ if isinstance(inner, CoatAdamW) else type(inner).__name__
+    return {_OPTIMIZER: None if inner is None else name}
 
 
 def refuse_compressed_moments(engine: Any) -> None:
     """Let ``engine.load_checkpoint`` refuse checkpoints whose optimizer is CoatAdamW, where its states are wanted.
 
-    For engines of another optimizer. Every rank reads the same manifest and so comes to the same end. Raises
-    ``CheckpointError``, before anything is loaded.
+    For engines of another optimizer, with a "coat" block or without. Raises ``ValueError`` on every rank, whatever rank
+    finds one, before anything is loaded.
     """
+    if hasattr(engine.load_checkpoint, "coat_checks"):  # finds and verifies the checkpoint first
+        check_before_load(engine, "other optimizer", functools.partial(_problems, engine))
+        return
     original: Callable = engine.load_checkpoint
 
     @functools.wraps(original)
@@ -38,25 +54,37 @@ def refuse_compressed_moments(engine: Any) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        wanted = load_optimizer_states and not load_module_only and not engine.load_universal_checkpoint()
-        if wanted and (folder := _written_by_coat_adamw(load_dir, tag)) is not None:
-            raise CheckpointError(
-                f"optimizer.type: {folder} has states of CoatAdamW, this run has another optimizer; accepted: "
-                '"type": "CoatAdamW", load_optimizer_states=False, or the checkpoint converted by '
-                'coat_dist.convert_to_universal (launch/to_universal.py) and "checkpoint": {"load_universal": true}'
-            )
+        states = load_optimizer_states and not load_module_only
+
+        def check() -> list[str]:
+            try:
+                named = (Path(load_dir) / LATEST).read_text(encoding="utf-8").strip() if tag is None else str(tag)
+                request = Request(Path(load_dir), named, load_module_strict, states)
+            except (OSError, ValueError, TypeError):
+                return []  # for DeepSpeed to refuse
+            return _problems(engine, request)
+
+        raise_everywhere(check)
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return original(load_dir, tag, *flags, *args, **kwargs)
 
     engine.load_checkpoint = load_checkpoint
 
 
-def _written_by_coat_adamw(load_dir: Any, tag: Any) -> Path | None:
-    """The checkpoint's folder, if its manifest names CoatAdamW. What cannot be read is for DeepSpeed to refuse."""
+def _problems(engine: Any, request: Request) -> list[str]:
+    if not request.states or engine.load_universal_checkpoint() or not _written_by_coat_adamw(request.folder):
+        return []
+    return [
+        f"optimizer.type: {request.folder} has states of CoatAdamW, this run has another optimizer; accepted: "
+        '"type": "CoatAdamW", load_optimizer_states=False, or the checkpoint converted by '
+        'coat_dist.convert_to_universal (launch/to_universal.py) and "checkpoint": {"load_universal": true}'
+    ]
+
+
+def _written_by_coat_adamw(checkpoint: Path) -> bool:
+    """Whether its manifest says so. What cannot be read is for others to refuse."""
     try:
-        name = (Path(load_dir) / LATEST).read_text(encoding="utf-8").strip() if tag is None else str(tag)
-        folder = Path(load_dir) / name
-        engine = read_manifest(folder, of_run=False)["engine"]
-        return folder if engine[OPTIMIZER] == "CoatAdamW" else None
-    except (OSError, ValueError, KeyError, TypeError):  # CheckpointError is a ValueError
-        return None
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        return manifest["engine"][_OPTIMIZER] == CoatAdamW.__name__
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -79,12 +79,8 @@ def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     name_latest(final.parent, final.name)
 
 
-def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> Path | None:
+def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Give a written folder, whose files are on disk, its manifest and its name.
-
-    Returns:
-        Where the checkpoint is now that had this name before, if there was one; :func:`retire` removes it. What else
-        had this name is ``NAME.kept``, and stays.
 
     Raises:
         OSError: a ``final`` from before is what :func:`replaced_or` gives.
@@ -108,7 +104,6 @@ def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> Path | 
                 os.rename(replaced, final)
         raise
     sync_folder(final.parent)
-    return replaced if replaced == _replaced(final) else None
 
 
 def name_latest(folder: Path, tag: str) -> None:

@@ -21,11 +21,10 @@ from typing import Any
 from ..ranks import attempt, gather, rank_and_world
 from .engine_writes import Writes, watch_writes
 from .manifest import FORMAT, CheckpointError, sync_files
-from .other_engines import OPTIMIZER
+from .other_engines import name_of_optimizer
 from .publish import LATEST, begin, finish, name_latest, retire, unfinished
 from .tags import agree, check_tag
 from .team import Team, team_of
-from .zero_partitions import base_optimizer
 
 __all__ = ["Extras", "save_whole_checkpoints"]
 
@@ -106,14 +105,13 @@ def save_whole_checkpoints(engine: Any) -> None:
 
 def describe(engine: Any) -> dict[str, Any]:
     """What an engine says about itself in its manifests."""
-    optimizer = base_optimizer(engine.optimizer) or engine.optimizer
     known = {
         "world_size": rank_and_world()[1],
         "zero_stage": getattr(engine, "zero_optimization_stage", None),
         "data_parallel": getattr(engine, "dp_world_size", None),
         "tensor_parallel": getattr(engine, "mp_world_size", None),
         "global_steps": getattr(engine, "global_steps", None),
-        OPTIMIZER: None if optimizer is None else type(optimizer).__name__,
+        **name_of_optimizer(engine.optimizer),
     }
     return {key: value() if callable(value) else value for key, value in known.items()}
 

@@ -1,4 +1,4 @@
-"""The one list of what ``coat_dist.initialize`` replaces on the objects that DeepSpeed returns, and in which order.
+"""The one list of what is replaced on the objects that ``deepspeed.initialize`` returns, and in which order.
 
 Always on instances: DeepSpeed's classes stay as they are. Nothing else in this project replaces a method of DeepSpeed
 (``hook.py`` changes one function, ``deepspeed.initialize``); a test compares real engines with this list.
@@ -126,7 +126,7 @@ ATTACHMENTS = (
         lambda b: b.any_coat,
         lambda b: load_whole_checkpoints(b.engine),
         ("engine.load_checkpoint",),
-        "before the two below, which add their checks to it",
+        "before all below that add their checks to it",
     ),
     Attachment(
         "checks of DeepSpeed's own checkpoints",
@@ -140,7 +140,7 @@ ATTACHMENTS = (
         lambda b: is_zero(b.zero) and not b.ours,
         lambda b: refuse_compressed_moments(b.engine),
         ("engine.load_checkpoint",),
-        "after what finds and verifies the checkpoint, if that is there: it asks before them",
+        "after what finds and verifies the checkpoint: where that is there, this is one more check of it",
         every_engine=True,
     ),
     Attachment(

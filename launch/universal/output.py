@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coat_dist.checkpoint.durable import write_text
+from coat_dist.checkpoint.durable import sync_folder, sync_tree, write_text
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from coat_dist.checkpoint.publish import finish, finished, publish, retire, unfinished
+from coat_dist.checkpoint.publish import finished, publish, retire, unfinished
 from launch.universal.source import Source
 
 __all__ = ["LATEST_UNIVERSAL", "Output"]
@@ -80,13 +82,20 @@ class Output:
             publish(self.temporary, self.final, manifest)
             write_text(folder / LATEST_UNIVERSAL, self.final.name)
             return retire(folder, self.final)
-        if self.final.is_dir() and not any(self.final.iterdir()):
-            self.final.rmdir()
-        replaced = finish(self.temporary, self.final, manifest)
+        write_text(self.temporary / MANIFEST, json.dumps(manifest, indent=1))
+        sync_tree(self.temporary)
+        replaced = self.temporary.with_name(f".unfinished-replaced-{self.final.name}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.final.exists():
+            os.rename(self.final, replaced)
+        try:
+            os.rename(self.temporary, self.final)
+        except OSError:
+            with suppress(OSError):
+                os.rename(replaced, self.final)
+            raise
+        sync_folder(folder)
         write_text(folder / LATEST_UNIVERSAL, self.final.name)
-        if replaced is None:
-            return []
-        # Not by retire(): in a folder that somebody named, another program may be saving.
         shutil.rmtree(replaced, ignore_errors=True)
         return [f"{replaced} could not be removed"] if replaced.exists() else []
 
