@@ -48,11 +48,12 @@ class OptimizerConfig(_Block):
     """Format of the second moment v; "log8" is an 8-bit logarithm."""
     expand: bool = True
     """Dynamic range expansion: store (x / amax)^k, so that a group fills the format's range (COAT section 4)."""
+    normalize: bool = True
+    """Store the first moment divided by the root of the second; false stores it by itself, as COAT does."""
     group_size: Literal[64, 128, 256] = 128
     """Consecutive elements that share one amax and one exponent."""
     stochastic_rounding: Literal[True, False, "auto"] = "auto"
-    """Round codes up or down at random, without bias: true = of both moments, "auto" = of the second moment where beta2
-    is above 0.98; otherwise to nearest."""
+    """Round codes up or down at random, without bias: true and "auto"; false = to nearest."""
     master_weights: Literal["parameter", "bf16_remainder"] = "parameter"
     """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it lacks, the same number
     to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``."""

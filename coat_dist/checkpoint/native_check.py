@@ -108,7 +108,8 @@ def _storage(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
         return [f"{path}: optimizer.type: checkpoint has states of another optimizer, this run has CoatAdamW"]
     return [
         f"{path}: {key} of parameter group {i}: checkpoint has {theirs[key]!r}, this run has {ours[key]!r}"
-        for i, (theirs, ours) in enumerate(zip(states["param_groups"], optimizer.param_groups, strict=False))
+        for i, (saved, ours) in enumerate(zip(states["param_groups"], optimizer.param_groups, strict=False))
+        for theirs in [{"normalize": False, **saved}]  # an earlier release's groups do not say it
         for key in LAYOUT_KEYS
         if key in theirs and theirs[key] != ours[key]
     ]

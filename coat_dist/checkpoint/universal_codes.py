@@ -62,6 +62,7 @@ def write_codes(path: Path, layout: Mapping[str, Any], ranks: list[list[tuple[to
     for pieces in ranks:
         starts = torch.cat([starts for starts, _ in pieces])
         joined.append({"starts": starts} | {key: torch.cat([codes[key] for _, codes in pieces]) for key in CODE_KEYS})
+    layout = {"normalize": False, **layout}  # an earlier release's groups do not say it
     torch.save({"layout": {key: layout[key] for key in LAYOUT_KEYS}, "ranks": joined}, path)
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ..ops import encode
 from ..optim.adamw import CoatAdamW
 from ..optim.master import write_master
-from ..optim.state import MOMENTS, codecs, has_remainder, moment, new_state
+from ..optim.moments import encode_moments
+from ..optim.state import MOMENTS, has_remainder, moment, new_state
 from ..ranks import raise_everywhere
 from .load_checks import Request, check_before_load
 from .universal_check import find_problems, modules_with_extra_state, untrained_tensors
@@ -132,17 +132,18 @@ def _fill_state(base: Any, part: Partition, source: UniversalFolder, names: Mapp
         return
     state = new_state(part.flat, part.group)
     state["step"] = step
-    for key, which, codec in zip(KEYS[1:], MOMENTS, codecs(part.group), strict=True):
-        values = _read_partition(part, source, names, key)
-        if part.group["moments"] == "fp32":
-            state[key].copy_(values)
-            continue
-        stored = moment(state, which)
-        size = max(_CHUNK // codec.group_size, 1)
-        for first in range(0, codec.groups(values.numel()), size):
-            chunk = values[first * codec.group_size : (first + size) * codec.group_size].to(part.flat.device)
-            type(stored)(*(t[first : first + size] for t in stored)).copy_(encode(chunk, codec))
-    if part.group["moments"] == "fp8":
+    values = [_read_partition(part, source, names, key) for key in KEYS[1:]]
+    if part.group["moments"] == "fp32":
+        for key, moments in zip(KEYS[1:], values, strict=True):
+            state[key].copy_(moments)
+    else:
+        size = part.group["group_size"]
+        rows = max(_CHUNK // size, 1)
+        for first in range(0, part.flat.numel(), rows * size):
+            chunks = (x[first : first + rows * size].to(part.flat.device) for x in values)
+            for which, encoded in zip(MOMENTS, encode_moments(part.group, *chunks), strict=True):
+                stored = moment(state, which)
+                type(stored)(*(t[first // size :][: len(encoded.a)] for t in stored)).copy_(encoded)
         for f in part.fragments:
             read_codes(source.codes(names[f.param]), state, part.group, (f.first, f.start, f.numel), source.tp)
     old = base.state.get(part.flat) or {}

@@ -33,10 +33,11 @@ from ..reference.adamw_batch import written
 from ..reference.moments import MomentCodec
 from .adamw_fp32 import adamw_fp32_steps
 from .adamw_numbers import load_numbers, numbers_of_counts
-from .approximations import reciprocal, square_root
+from .approximations import inverse_root, reciprocal, square_root
+from .fp8 import TINY
 from .launch import fast_launch
 from .master import load_master, store_master
-from .moments import constants, decode, encode, mix
+from .moments import constants, decode, dither, encode, mix
 from .table import launches, sort
 
 __all__ = ["adamw_fp32_steps", "adamw_steps"]
@@ -48,7 +49,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def _update_tile(
-    first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, low, copy,
+    first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, phase, low, copy,
     grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
@@ -79,14 +80,11 @@ def _update_tile(
         True,
         FAST,
     )
-    v = decode(
-        tl.load(v_q + offset, mask=in_tile, other=0),
-        tl.load(v_a + row, mask=in_row, other=0.0),
-        tl.load(v_k + row, mask=in_row, other=1),
-        V,
-        False,
-        FAST,
-    )
+    old_a = tl.load(v_a + row, mask=in_row, other=0.0)
+    old_k = tl.load(v_k + row, mask=in_row, other=1)
+    v, root = decode(tl.load(v_q + offset, mask=in_tile, other=0), old_a, old_k, V, False, FAST)
+    if M.over_root:
+        m = m * root
     if LR_IS_TENSOR:
         lr = tl.load(lr).to(tl.float32)
         rate = lr * inverse_bias1
@@ -97,7 +95,12 @@ def _update_tile(
         g = -g
     m = m * beta1 + g * rest1
     v = v * beta2 + g * g * rest2
-    p = p * decay - rate * (m * reciprocal(square_root(v, FAST) * inverse_sqrt_bias2 + eps, FAST))
+    if M.over_root:
+        inverse = inverse_root(tl.maximum(v, TINY, propagate_nan=tl.PropagateNan.ALL), FAST)
+        root = v * inverse
+    else:
+        root = square_root(v, FAST)
+    p = p * decay - rate * (m * reciprocal(root * inverse_sqrt_bias2 + eps, FAST))
     store_master(p, param + offset, low + first + offset, copy + first + offset, inside, LOW, COPY)
 
     noise_m = 0.0
@@ -105,34 +108,36 @@ def _update_tile(
     if STOCHASTIC_M or STOCHASTIC_V:  # a tile never straddles a multiple of 2**32: its size is a power of two
         key = mix((first >> 32).to(tl.uint32) ^ seed.to(tl.uint32))
         random = mix((first.to(tl.uint32) + offset.to(tl.uint32)) ^ key)
-        noise_m = (random >> 16).to(tl.float32) * 0.0000152587890625
-        noise_v = (random & 0xFFFF).to(tl.float32) * 0.0000152587890625
-    q, a, k = encode(m, noise_m, M, True, STOCHASTIC_M, FAST)
+        noise_m = dither(random >> 16, phase)
+        noise_v = dither(random & 0xFFFF, phase)
+    if M.over_root:
+        m = m * inverse
+    q, a, k = encode(m, old_a, old_k, noise_m, M, True, STOCHASTIC_M, FAST)
     tl.store(m_q + offset, q, mask=in_tile)
     tl.store(m_a + row, a, mask=in_row)
     tl.store(m_k + row, k, mask=in_row)
-    q, a, k = encode(v, noise_v, V, False, STOCHASTIC_V, FAST)
+    q, a, k = encode(v, old_a, old_k, noise_v, V, False, STOCHASTIC_V, FAST)
     tl.store(v_q + offset, q, mask=in_tile)
     tl.store(v_a + row, a, mask=in_row)
     tl.store(v_k + row, k, mask=in_row)
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "step"])
 def _adamw_kernel(
-    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, low, copy, of_count,
+    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, step, low, copy, of_count,
     grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
     M: tl.constexpr, V: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     if COUNTED:
-        rate, inverse_bias1, inverse_sqrt_bias2, count = load_numbers(of_count)
-        seed += count
+        rate, inverse_bias1, inverse_sqrt_bias2, step = load_numbers(of_count)
     _update_tile(
-        tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed,
-        low, copy, grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1,
-        inverse_sqrt_bias2, GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST,
+        tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups,
+        seed + (step >> 3), step & 7, low, copy,
+        grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
+        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST,
         M, V,
     )  # fmt: skip
 
@@ -164,7 +169,7 @@ def _adamw_table_kernel(
         tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.uint8)), 16),
         tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(tl.bfloat16)), 16),
         tl.multiple_of(tl.load(row + 7).to(tl.pointer_type(tl.uint8)), 16),
-        n, tl.load(row + 9), tl.load(row + 10) + step,
+        n, tl.load(row + 9), tl.load(row + 10) + (step >> 3), step & 7,
         tl.multiple_of(tl.load(row + 11).to(tl.pointer_type(tl.int16)), 16),
         tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(COPIED)), 16),
         grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
@@ -224,11 +229,10 @@ def adamw_steps(
     for k, i in enumerate(found.single, len(found.order)):
         param, grad, m, v, seed, low, copy, _ = tensors[i]
         groups = len(m.a)
-        # the sum as int32, so that all share one compiled kernel
-        noise = 0 if seed is None else _int32(seed + (0 if counted else numbers.step))
         _adamw_kernel[(-(-groups // rows),)](
-            param, grad, *m, *v, param.numel(), groups, noise, param if low is None else low,
-            param if copy is None else copy, of_counts[k] if counted else of_counts, *scalars,
+            param, grad, *m, *v, param.numel(), groups, _int32(seed or 0), _int32(numbers.step),
+            param if low is None else low, param if copy is None else copy,
+            of_counts[k] if counted else of_counts, *scalars,
             **_stochastic(numbers, seed is not None), LOW=low is not None, COPY=copy is not None, COUNTED=counted,
             **options,
         )  # fmt: skip

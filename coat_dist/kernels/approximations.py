@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["exp2", "log2", "reciprocal", "sigmoid", "square_root"]
+__all__ = ["exp2", "inverse_root", "log2", "reciprocal", "sigmoid", "square_root"]
 
 
 @triton.jit
@@ -42,6 +42,14 @@ def square_root(x, FAST: tl.constexpr):
         return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
         return tl.sqrt(x)
+
+
+@triton.jit
+def inverse_root(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / tl.sqrt(x)
 
 
 @triton.jit

@@ -42,8 +42,12 @@ class Constants(NamedTuple):
     log2_max: float
     unit: float
     k_numerator: float
+    finer: int
+    span: float
     expand: bool
     keep_nonzero: bool
+    over_root: bool
+    keep_grid: bool
 
 
 def constants(codec: MomentCodec, tensor: torch.Tensor) -> Constants:
@@ -56,9 +60,8 @@ def constants(codec: MomentCodec, tensor: torch.Tensor) -> Constants:
 def _constants(codec: MomentCodec, fmt: Format | None) -> Constants:
     kind = codec.kind
     own = ("fp8", fmt, kind.fp8.smallest) if isinstance(kind, FP8Moments) else (kind.name, None, 0.0)
-    return Constants(
-        *own, kind.max, math.log2(kind.max), kind.unit, codec.k_numerator, codec.expand, codec.keep_nonzero
-    )
+    scale = kind.max, math.log2(kind.max), kind.unit, codec.k_numerator, kind.finer, codec.span
+    return Constants(*own, *scale, codec.expand, codec.keep_nonzero, codec.over_root, codec.keep_grid)
 
 
 @triton.jit

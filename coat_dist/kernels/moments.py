@@ -10,13 +10,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .approximations import log2
+from ..reference.moments import K_SLACK
+from .approximations import log2, square_root
 from .fp8 import INF_BITS, NAN_BITS, TINY, with_sign
 from .moment_formats import TINY_BITS, codes, constants, exponents, read, spaced
 
-__all__ = ["constants", "decode", "encode", "mix"]
+__all__ = ["constants", "decode", "dither", "encode", "mix"]
 
 _BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
+_HEADROOM = tl.constexpr(1 << 21)
+_LOOSE = tl.constexpr(1 << 22)
+_K_SLACK = tl.constexpr(K_SLACK)
+_ROOT_TINY = tl.constexpr(2.0**-63)
 
 
 @triton.jit
@@ -28,18 +33,31 @@ def mix(x):
 
 
 @triton.jit
-def decode(q, a, k, C: tl.constexpr, SIGNED: tl.constexpr, FAST: tl.constexpr):
-    """Elements, fp32. SIGNED: they may be negative."""
-    code, size, root = read(q, k, C, FAST)
-    x = a.to(tl.float32)[:, None] * root * root
-    if C.keep_nonzero:  # at least TINY, unless the code is 0
-        x = tl.maximum(x, tl.minimum(size, TINY), propagate_nan=tl.PropagateNan.ALL)
-    return with_sign(x, code) if SIGNED else x
+def dither(bits, phase):
+    """Of 16 random bits of an element and a block of eight steps, the number in [0, 1) of its step ``phase``."""
+    eighth = ((bits >> 13) + phase * ((bits >> 10) & 6 | 1)) & 7
+    return ((eighth << 13) | (bits & 0x1FFF)).to(tl.float32) * 0.0000152587890625
 
 
 @triton.jit
-def encode(x, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
-    """Codes, amax and exponents, as they are stored. ``noise`` is in [0, 1), and read if STOCHASTIC."""
+def decode(q, a, k, C: tl.constexpr, SIGNED: tl.constexpr, FAST: tl.constexpr):
+    """Elements, fp32, and of those that are not SIGNED their roots, 2**-63 at least. SIGNED: they may be negative."""
+    code, size, root = read(q, k, C, FAST)
+    a = a.to(tl.float32)
+    x = a[:, None] * root * root
+    if C.keep_nonzero:  # at least TINY, unless the code is 0
+        x = tl.maximum(x, tl.minimum(size, TINY), propagate_nan=tl.PropagateNan.ALL)
+    if SIGNED:
+        return with_sign(x, code)
+    else:
+        root = tl.maximum(square_root(a, FAST)[:, None] * root, _ROOT_TINY, propagate_nan=tl.PropagateNan.ALL)
+        return x, root
+
+
+@triton.jit
+def encode(x, old_a, old_k, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
+    """Codes, amax and exponents, as they are stored. ``noise`` is in [0, 1), and read if STOCHASTIC; what the amax and
+    exponents were is read if C.keep_grid."""
     magnitude = tl.abs(x) if SIGNED else x
     if not FAST:  # lg2 takes subnormals for zero by itself
         magnitude = tl.where(magnitude < TINY, 0.0, magnitude)
@@ -47,13 +65,24 @@ def encode(x, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.const
     top = tl.max(bits, 1)
     top = tl.where(top < TINY_BITS, 0, top)
     a_bits = tl.minimum((top + 0xFFFF) & -0x10000, _BF16_MAX_BITS)
+    if C.keep_grid:
+        old_bits = old_a.to(tl.float32).to(tl.int32, bitcast=True)
+        higher = (tl.minimum(top, _BF16_MAX_BITS) + (_HEADROOM + 0xFFFF)) & -0x10000
+        higher = tl.where(top == 0, 0, tl.minimum(higher, _BF16_MAX_BITS))
+        a_bits = tl.where((old_bits >= a_bits) & (old_bits <= a_bits + _LOOSE), old_bits, higher)
     a = tl.where(top < INF_BITS, a_bits, NAN_BITS).to(tl.float32, bitcast=True)
     log_a = tl.where(top == 0, 0.0, log2(a, FAST))
     if C.expand:
         # unsigned: zeros and subnormals wrap around to the far end
         bottom = tl.min((bits - TINY_BITS).to(tl.uint32, bitcast=True), 1).to(tl.int32, bitcast=True) + TINY_BITS
         spread = tl.where(top == 0, -1.0, log_a - log2(bottom.to(tl.float32, bitcast=True), FAST))
+        if C.over_root:
+            spread = tl.minimum(spread, C.span)
         k = tl.minimum(tl.maximum(exponents(spread, C), 1.0), 255.0)
+        if C.keep_grid:
+            old = old_k.to(tl.float32)
+            spare = (k - old) * C.finer
+            k = tl.where((spare >= 0.0) & (spare <= 1.0 + k * _K_SLACK), old, k)
     else:
         k = tl.full(a.shape, C.unit, tl.float32)
     y = spaced(magnitude, log_a, k, C, FAST)

@@ -49,15 +49,15 @@ class CoatAdamW(torch.optim.Optimizer):
         maximize: ascend instead of descend.
         first_moment, second_moment: "e4m3" or "e5m2"; the first also "int8", the second "log8".
         expand: dynamic range expansion. False is refused with "log8".
+        normalize: store the first moment divided by the root of the second. False stores it by itself, as COAT does.
         group_size: elements that share one amax and exponent: 64, 128 or 256.
-        stochastic_rounding: round codes stochastically instead of to nearest: those of both moments (True), of none
-            (False), or those of the second moment while ``betas[1]`` is above 0.98 ("auto"). There rounding to nearest
-            drops changes of the second moment that are smaller than half a code step, and the moment drifts
-            (docs/numerics.md). The noise is a function of the parameter's name, the step and the element: a parameter
-            draws the same alone and among others, whenever it is added, and in one step no two draw the same. Names are
-            those of (name, parameter) pairs or of :func:`coat_dist.optim.param_groups`. Without names noise goes by the
-            order in which parameters took their first steps, as nothing else tells a parameter from its like after a
-            restart (``optim/seeds.py``); runs are reproducible and resume exactly with and without.
+        stochastic_rounding: round codes stochastically (True, and "auto") or to nearest (False), which drops changes
+            smaller than half a code step: moments then drift (docs/numerics.md). The noise is a function of the
+            parameter's name, the step and the element: a parameter draws the same alone and among others, whenever it
+            is added, and in one step no two draw the same. Names are those of (name, parameter) pairs or of
+            :func:`coat_dist.optim.param_groups`. Without names noise goes by the order in which parameters took their
+            first steps, as nothing else tells a parameter from its like after a restart (``optim/seeds.py``); runs are
+            reproducible and resume exactly with and without.
         master_weights: "parameter" or "bf16_remainder".
         capturable: count steps on the device, so that :meth:`step` can be captured in a CUDA graph and replayed: the
             same bits as without. Needs parameters on a CUDA GPU. In a graph a learning rate that is a number stays what
@@ -82,6 +82,7 @@ class CoatAdamW(torch.optim.Optimizer):
         first_moment: str = "e4m3",
         second_moment: str = "e4m3",
         expand: bool = True,
+        normalize: bool = True,
         group_size: int = 128,
         stochastic_rounding: bool | str = "auto",
         master_weights: str = "parameter",
@@ -99,6 +100,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 first_moment=first_moment,
                 second_moment=second_moment,
                 expand=expand,
+                normalize=normalize,
                 group_size=group_size,
                 stochastic_rounding=stochastic_rounding,
                 master_weights=master_weights,

@@ -22,7 +22,7 @@ from .state import (
     remainder,
 )
 
-__all__ = ["export_moments", "import_moments", "read_moment", "write_moment"]
+__all__ = ["encode_moments", "export_moments", "import_moments", "read_moment", "write_moment"]
 
 
 def export_moments(
@@ -44,10 +44,8 @@ def export_moments(
     check_state(state, param, group, "export_moments: state")
     if group["moments"] == "fp32":
         return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
-    first, second = (
-        like(param, decode(moment(state, which), codec, local(param).numel()).view(local(param).shape))
-        for which, codec in zip(MOMENTS, codecs(group), strict=True)
-    )
+    decoded = _decode_moments(group, moment(state, "first"), moment(state, "second"))
+    first, second = (like(param, x[: local(param).numel()].view(local(param).shape)) for x in decoded)
     return first, second
 
 
@@ -96,11 +94,27 @@ def import_moments(
             x.detach().to(param.device, torch.float32, copy=True).reshape(param.shape) for x in (exp_avg, exp_avg_sq)
         )
         return {"step": step, "exp_avg": first, "exp_avg_sq": second, **low}
-    encoded = [
-        encode(local(x.detach()).to(param.device), codec)
-        for x, codec in zip((exp_avg, exp_avg_sq), codecs(group), strict=True)
-    ]
-    return {**pack(encoded[0], encoded[1], step), **low}
+    first, second = (local(x.detach()).to(param.device) for x in (exp_avg, exp_avg_sq))
+    return {**pack(*encode_moments(group, first, second), step), **low}
+
+
+def encode_moments(group: Mapping[str, Any], exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[Moment, Moment]:
+    """Both moments of whole groups as codes, rounded to nearest.
+
+    A normalized first moment is divided by the root of what the second one's codes mean, so that its own error is all
+    that it has.
+    """
+    codec_m, codec_v = codecs(group)
+    second = encode(exp_avg_sq, codec_v)
+    over = decode(second, codec_v, exp_avg_sq.numel()) if codec_m.over_root else None
+    return encode(exp_avg, codec_m, second=over), second
+
+
+def _decode_moments(group: Mapping[str, Any], first: Moment, second: Moment) -> tuple[torch.Tensor, torch.Tensor]:
+    """All elements of groups, the filling of the last one included, flat, fp32."""
+    codec_m, codec_v = codecs(group)
+    v = decode(second, codec_v)
+    return decode(first, codec_m, second=v if codec_m.over_root else None), v
 
 
 def read_moment(
@@ -112,9 +126,8 @@ def read_moment(
     """
     if group["moments"] == "fp32":
         return state[FP32_KEYS[which]].reshape(-1)[start : start + numel].clone()
-    codec = getattr(codecs(group), which)
-    rows, first = _rows(state, group, which, start, numel)
-    return decode(rows, codec).narrow(0, start - first, numel)
+    (m, v), first = _rows(state, group, start, numel)
+    return _decode_moments(group, m, v)[MOMENTS.index(which)].narrow(0, start - first, numel)
 
 
 def write_moment(
@@ -122,22 +135,27 @@ def write_moment(
 ) -> None:
     """Replace elements from ``start`` on by ``values``, flat, rounded to nearest.
 
-    Elements that share a group with them are decoded and encoded again; no others change.
+    Elements that share a group with them are decoded and encoded again; no others change. Where first moments are
+    normalized, those of the groups are encoded again with the second ones, and stay what they were within an encoding.
     """
     if group["moments"] == "fp32":
         state[FP32_KEYS[which]].view(-1)[start : start + values.numel()].copy_(values)
         return
-    codec = getattr(codecs(group), which)
-    rows, first = _rows(state, group, which, start, values.numel())
-    decoded = decode(rows, codec)
-    decoded[start - first : start - first + values.numel()] = values
-    rows.copy_(encode(decoded, codec))
+    (m, v), first = _rows(state, group, start, values.numel())
+    codec_m, codec_v = codecs(group)
+    decoded = _decode_moments(group, m, v)
+    decoded[MOMENTS.index(which)][start - first : start - first + values.numel()] = values
+    if which == "second":
+        v.copy_(encode(decoded[1], codec_v))
+    if which == "first" or codec_m.over_root:
+        m.copy_(encode(decoded[0], codec_m, second=decode(v, codec_v) if codec_m.over_root else None))
 
 
 def _rows(
-    state: Mapping[str, Any], group: Mapping[str, Any], which: WhichMoment, start: int, numel: int
-) -> tuple[Moment, int]:
-    """Views of the groups that hold these elements, and the index of their first element."""
+    state: Mapping[str, Any], group: Mapping[str, Any], start: int, numel: int
+) -> tuple[tuple[Moment, Moment], int]:
+    """Views of both moments of the groups that hold these elements, and the index of their first element."""
     size = group["group_size"]
     first, last = start // size, -(-(start + numel) // size)
-    return Moment(*(tensor[first:last] for tensor in moment(state, which))), first * size
+    m, v = (Moment(*(tensor[first:last] for tensor in moment(state, which))) for which in MOMENTS)
+    return (m, v), first * size

@@ -43,7 +43,6 @@ from .counts import as_count, is_count
 from .sharded import local, refusal
 
 __all__ = [
-    "AUTO_BETA2",
     "CODE_KEYS",
     "DTYPES",
     "FP32_KEYS",
@@ -78,11 +77,10 @@ _CODE_KEYS: dict[WhichMoment, tuple[str, ...]] = {
 }
 CODE_KEYS = (*_CODE_KEYS["first"], *_CODE_KEYS["second"])
 """What a state with FP8 moments holds of them; of each moment in the order of :class:`Moment`."""
-LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "group_size", "master_weights")
-"""Keys of a parameter group that say how its state is stored."""
+LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "normalize", "group_size", "master_weights")
+"""Keys of a parameter group that say how its state is stored. Groups saved by earlier releases have no "normalize", and
+mean False."""
 GROUP_SIZES = (64, 128, 256)
-AUTO_BETA2 = 0.98
-"""beta2 above which ``"stochastic_rounding": "auto"`` rounds the second moment stochastically (docs/numerics.md)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNSUPPORTED = ("amsgrad", "differentiable")
 
@@ -98,19 +96,23 @@ class Codecs(NamedTuple):
 
 
 @functools.cache
-def _codecs(first: str, second: str, expand: bool, size: int) -> Codecs:
-    return Codecs(MomentCodec(first, expand, size), MomentCodec(second, expand, size, keep_nonzero=True))
+def _codecs(first: str, second: str, expand: bool, normalize: bool, size: int) -> Codecs:
+    return Codecs(
+        MomentCodec(first, expand, size, over_root=normalize),
+        MomentCodec(second, expand, size, keep_nonzero=True, keep_grid=True),
+    )
 
 
 def codecs(group: Mapping[str, Any]) -> Codecs:
     """How a parameter group stores its first and second moment."""
-    return _codecs(group["first_moment"], group["second_moment"], group["expand"], group["group_size"])
+    normalize = group.get("normalize", False)
+    return _codecs(group["first_moment"], group["second_moment"], group["expand"], normalize, group["group_size"])
 
 
 def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a parameter group's first and second moment are rounded stochastically at its present betas."""
-    option = group["stochastic_rounding"]
-    return (False, group["betas"][1] > AUTO_BETA2) if option == "auto" else (option, option)
+    """Whether a parameter group's first and second moment are rounded stochastically."""
+    noisy = group["stochastic_rounding"] is not False  # "auto" is the best that is known: both
+    return noisy, noisy
 
 
 def moment(state: Mapping[str, Any], which: WhichMoment) -> Moment:
@@ -214,7 +216,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     )
     for key in ("eps", "weight_decay"):
         require(key, "a number >= 0", number(group[key]))
-    for key in ("maximize", "expand", "capturable"):
+    for key in ("maximize", "expand", "normalize", "capturable"):
         require(key, "True or False", isinstance(group[key], bool))
     rounding = group["stochastic_rounding"]
     require("stochastic_rounding", "True, False or 'auto'", isinstance(rounding, bool) or rounding == "auto")

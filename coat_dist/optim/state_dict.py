@@ -21,7 +21,7 @@ from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remaind
 __all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
 
 _MOMENTS = tuple(FP32_KEYS.values())
-_MEANING = ("first_moment", "second_moment", "expand")
+_MEANING = ("first_moment", "second_moment", "expand", "normalize")
 """Options that say what codes mean, and that no tensor shows."""
 _TORCH_ONLY = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 """Options of torch's AdamW that say how it computes. All else in a saved group, a scheduler's keys too, is taken."""
@@ -168,6 +168,8 @@ def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless
     """
     coded = group["moments"] == "fp8"
     known = any(key in saved for key in LAYOUT_KEYS)
+    if known:
+        saved = {"normalize": False, **saved}  # an earlier release's
     for key in LAYOUT_KEYS:
         if key not in saved and (stateless or known and not (coded and key in _MEANING)):
             continue

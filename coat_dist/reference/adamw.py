@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from .master import join, split
-from .moments import Moment, MomentCodec, decode, encode, uniform_noise
+from .moments import Moment, MomentCodec, decode, dither, encode
 
 __all__ = [
     "AdamWStep",
@@ -123,7 +123,7 @@ def adamw_step(
         grad: n elements, contiguous; fp32, bfloat16 or float16, not changed.
         m, v: moments of n elements; both codecs have the same group size.
         seed: uint32 of the parameter; codes of the moments that ``numbers.stochastic`` names are rounded stochastically
-            with it plus ``numbers.step`` (modulo 2**32), and all are rounded to nearest without.
+            by :func:`~coat_dist.reference.moments.dither`, and all are rounded to nearest without.
         low: int16, n elements, contiguous; with a bfloat16 ``param`` it holds the master weight that is updated, and
             ``param`` is its upper half, rounded as ``reference/master.py`` says.
         copy: n elements, contiguous; bfloat16 or float16; receives the new parameter, rounded from fp32 to nearest
@@ -132,18 +132,20 @@ def adamw_step(
     size = codec_m.group_size
     param, grad = param.view(-1), grad.view(-1)
     low, copy = (None if t is None else t.view(-1) for t in (low, copy))
-    noise = None if seed is None else (seed + numbers.step) & 0xFFFFFFFF
     for first in range(0, param.numel(), _CHUNK):
         last = min(first + _CHUNK, param.numel())
         rows = slice(first // size, codec_m.groups(last))
         old_m, old_v = (Moment(*(t[rows] for t in moment)) for moment in (m, v))
-        new_m, new_v = decode(old_m, codec_m, last - first), decode(old_v, codec_v, last - first)
+        new_v = decode(old_v, codec_v, last - first)
+        new_m = decode(old_m, codec_m, last - first, new_v if codec_m.over_root else None)
         low_, copy_ = (None if t is None else t[first:last] for t in (low, copy))
         adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers, low_, copy_)
-        noise_m, noise_v = (None, None) if noise is None else uniform_noise(noise, first, last - first, param.device)
-        stochastic_m, stochastic_v = numbers.stochastic
-        old_m.copy_(encode(new_m, codec_m, noise_m if stochastic_m else None))
-        old_v.copy_(encode(new_v, codec_v, noise_v if stochastic_v else None))
+        noise: tuple = (None, None)
+        if seed is not None:
+            noise = dither(seed, numbers.step, first, last - first, param.device)
+        noise_m, noise_v = (u if wanted else None for u, wanted in zip(noise, numbers.stochastic, strict=True))
+        old_m.copy_(encode(new_m, codec_m, noise_m, new_v if codec_m.over_root else None))
+        old_v.copy_(encode(new_v, codec_v, noise_v, before=old_v if codec_v.keep_grid else None))
 
 
 def adamw_fp32_step(

@@ -52,6 +52,8 @@ class MomentFormat(ABC):
     """k that stands for a power of one; where spacing is logarithmic, for steps of one octave."""
     log2_range: float | None = None
     """log2 of R, the ratio of largest to smallest magnitude that the format keeps; None: it follows the group."""
+    finer: int = 1
+    """1 where a larger k means a finer grid, which reaches less far; -1 where a smaller one does."""
     k_of_zeros: int = 255
     """k of a group of zeros, with expansion."""
 
@@ -142,7 +144,7 @@ class Int8Moments(_PowerFormat):
 class Log8Moments(MomentFormat):
     """255 magnitudes, equally spaced in their logarithm; no sign. k is the spacing, in 1/250 octaves."""
 
-    name, max, unit, k_of_zeros = "log8", 255.0, LOG8_UNIT, 1
+    name, max, unit, finer, k_of_zeros = "log8", 255.0, LOG8_UNIT, -1, 1
 
     def exponents(self, spread: torch.Tensor, k_numerator: float) -> torch.Tensor:
         return torch.where(spread > 0, torch.ceil(spread * (LOG8_UNIT / LOG8_SPAN)), 1.0).clamp(1.0, 255.0)

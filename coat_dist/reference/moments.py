@@ -62,6 +62,7 @@ What holds for every input, and is tested:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -72,21 +73,28 @@ from .moment_formats import LOG8_SPAN, LOG8_UNIT, MOMENT_FORMATS, TINY, FP8Momen
 
 __all__ = [
     "FIRST_MOMENT_FORMATS",
+    "K_SLACK",
     "LOG8_SPAN",
     "LOG8_UNIT",
+    "RATIO_SPAN",
     "SECOND_MOMENT_FORMATS",
     "TINY",
     "Moment",
     "MomentCodec",
     "decode",
+    "dither",
+    "divisor",
     "encode",
     "lowest_exponent",
-    "uniform_noise",
 ]
 
 FIRST_MOMENT_FORMATS = get_args(FirstMomentFormat)
 SECOND_MOMENT_FORMATS = get_args(SecondMomentFormat)
+RATIO_SPAN = 8.0
+K_SLACK = 1 / 16
 _BF16_MAX_BITS = 0x7F7F0000
+_HEADROOM, _LOOSE = 1 << 21, 1 << 22
+"""A quarter and a half of an octave in the bits of fp32, where mantissa bits are taken for parts of an octave."""
 _UINT32 = 0xFFFFFFFF
 
 
@@ -121,6 +129,8 @@ class MomentCodec:
     expand: bool = True
     group_size: int = 128
     keep_nonzero: bool = False
+    over_root: bool = False
+    keep_grid: bool = False
 
     def __post_init__(self) -> None:
         accepted = SECOND_MOMENT_FORMATS if self.keep_nonzero else FIRST_MOMENT_FORMATS
@@ -165,6 +175,11 @@ class MomentCodec:
         """k of a group of zeros."""
         return self.kind.k_of_zeros if self.expand else int(self.unit)
 
+    @property
+    def span(self) -> float:
+        """The widest spread of a group, in octaves, that k is chosen for."""
+        return RATIO_SPAN if self.over_root else math.inf
+
     def groups(self, n: int) -> int:
         """Groups that n elements take."""
         return -(-n // self.group_size)
@@ -179,33 +194,56 @@ class MomentCodec:
         )
 
 
-def encode(x: torch.Tensor, codec: MomentCodec, noise: torch.Tensor | None = None) -> Moment:
+def encode(
+    x: torch.Tensor,
+    codec: MomentCodec,
+    noise: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+    before: Moment | None = None,
+) -> Moment:
     """Encode a tensor as described above; the last group is filled up with zeros.
 
     Args:
         x: any shape and floating dtype, n elements, taken in C order.
         noise: ``None`` rounds to nearest, ties to even; fp32 in [0, 1), n elements, rounds stochastically, without bias
             as described above.
+        second: the second moment of the same elements, with ``over_root`` only: what ``x`` is divided by the root of.
+        before: what the moment was; a group keeps its ``a`` and ``k`` where they still serve.
     """
     groups, size = codec.groups(x.numel()), codec.group_size
-    x = _as_groups(x.float(), groups, size)
+    x = x.float()
+    if second is not None:
+        x = x.reshape(-1) / divisor(second.float().reshape(-1))
+    x = _as_groups(x, groups, size)
     magnitude = x.abs()
     magnitude = torch.where(magnitude < TINY, 0.0, magnitude)
-    a = _round_up_to_bf16(magnitude.amax(1))
+    top = magnitude.amax(1)
+    a = _round_up_to_bf16(top) if before is None else _kept_or_higher(top, before.a.float())
     smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
     log_a = torch.log2(torch.where(a == 0, 1.0, a))
     spread = log_a - torch.log2(smallest)  # -inf for a group of zeros, NaN for a non-finite one
     # A difference of logarithms, not the logarithm of a ratio: |x| / a underflows for ratios that must survive.
     log_ratio = torch.log2(magnitude) - log_a[:, None]
     kind = codec.kind
-    k = kind.exponents(spread, codec.k_numerator) if codec.expand else torch.full_like(a, codec.unit)
+    if codec.expand:
+        k = kind.exponents(spread.clamp(max=codec.span), codec.k_numerator)
+        if before is not None:
+            spare = (k - before.k.float()) * kind.finer
+            k = torch.where((spare >= 0) & (spare <= 1.0 + k * K_SLACK), before.k.float(), k)
+    else:
+        k = torch.full_like(a, codec.unit)
     noise = None if noise is None else _as_groups(noise, groups, size)
     q = kind.codes(kind.spaced(log_ratio, k), x, k, noise, codec.keep_nonzero)
     return Moment(q, a.to(torch.bfloat16), k.to(torch.uint8))
 
 
-def decode(moment: Moment, codec: MomentCodec, n: int | None = None) -> torch.Tensor:
-    """The first ``n`` elements (default: all, filling included), flat, fp32."""
+def decode(
+    moment: Moment, codec: MomentCodec, n: int | None = None, second: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The first ``n`` elements (default: all, filling included), flat, fp32.
+
+    ``second``: with ``over_root``, the decoded second moment of as many elements; without it the ratio is returned.
+    """
     code, log_ratio = codec.kind.read(moment.q, moment.k.float())
     # Half the exponent twice: the power alone underflows where its product with a does not. The largest code gives a
     # exactly.
@@ -213,21 +251,37 @@ def decode(moment: Moment, codec: MomentCodec, n: int | None = None) -> torch.Te
     x = moment.a.float()[:, None] * root * root
     if codec.keep_nonzero:  # a code's own rounding must not make it a subnormal, which the next encoding takes for zero
         x = torch.where((code != 0) & (x < TINY), TINY, x)
-    return torch.copysign(x, code).view(-1)[:n]
+    x = torch.copysign(x, code).view(-1)[:n]
+    return x if second is None else x * divisor(second)
 
 
-def uniform_noise(
-    seed: int, first: int, n: int, device: torch.device | str | None = None
+def divisor(second: torch.Tensor) -> torch.Tensor:
+    """What a first moment is divided by before it is encoded: the root of the second, 2**-63 at least."""
+    return second.clamp(min=TINY).sqrt()
+
+
+def dither(
+    seed: int, step: int, first: int, n: int, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two independent uniform fp32 tensors [n] in [0, 1), in steps of 2**-16, for elements ``first`` to ``first + n``.
 
-    Counter-based: an element's noise depends on ``seed`` (uint32) and its index only. So results do not depend on
+    They are spread evenly over an element's steps: in each block of eight steps (from one that is a multiple of eight)
+    a number visits each eighth of [0, 1) once, in an order and at a place within eighths that the element and the block
+    decide.
+
+    Counter-based: an element's noise depends on ``seed`` (uint32), step and index only. So results do not depend on
     chunking or device, checkpoints need no generator state, and the kernel reproduces them bit for bit. The mixing
     function is the multiply-xorshift "lowbias32" (C. Wellons, hash-prospector).
     """
     index = torch.arange(first, first + n, device=device)
-    bits = _mix((index & _UINT32) ^ _mix((index >> 32) ^ seed))
-    return (bits >> 16).float() * 2.0**-16, (bits & 0xFFFF).float() * 2.0**-16
+    bits = _mix((index & _UINT32) ^ _mix((index >> 32) ^ ((seed + (step >> 3)) & _UINT32)))
+    return _spread(bits >> 16, step & 7), _spread(bits & 0xFFFF, step & 7)
+
+
+def _spread(bits: torch.Tensor, phase: int) -> torch.Tensor:
+    """Of 16 random bits of a block the number of its step ``phase``: an odd multiple of it is added to the upper 3."""
+    eighth = ((bits >> 13) + phase * (bits >> 10 & 6 | 1)) & 7
+    return (eighth << 13 | bits & 0x1FFF).float() * 2.0**-16
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -243,7 +297,21 @@ def _as_groups(x: torch.Tensor, groups: int, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, groups * size - x.numel())).view(groups, size)
 
 
+def _kept_or_higher(top: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """``before``, where it is an upper bound of ``top``, by half an octave at most; else a bound with headroom."""
+    bits = _bf16_bits(top, 0)
+    kept = (before.view(torch.int32) >= bits) & (before.view(torch.int32) <= bits + _LOOSE)
+    higher = torch.where(top > 0, _bf16_bits(top, _HEADROOM), 0)
+    a = torch.where(kept, before.view(torch.int32), higher).view(torch.float32)
+    return torch.where(top.isfinite(), a, torch.nan)
+
+
+def _bf16_bits(x: torch.Tensor, more: int) -> torch.Tensor:
+    """Bits of the smallest bf16 value not below x >= 0 when ``more`` is added to its own; of the largest finite one at
+    most."""
+    return ((x.view(torch.int32).clamp(max=_BF16_MAX_BITS) + more + 0xFFFF) & ~0xFFFF).clamp(max=_BF16_MAX_BITS)
+
+
 def _round_up_to_bf16(x: torch.Tensor) -> torch.Tensor:
     """The smallest bf16 value not below x >= 0, as fp32; the largest finite one at most; NaN where x is not finite."""
-    bits = (x.view(torch.int32) + 0xFFFF) & ~0xFFFF
-    return torch.where(x.isfinite(), bits.clamp(max=_BF16_MAX_BITS).view(torch.float32), torch.nan)
+    return torch.where(x.isfinite(), _bf16_bits(x, 0).view(torch.float32), torch.nan)
