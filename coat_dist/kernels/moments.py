@@ -20,6 +20,7 @@ __all__ = ["constants", "decode", "dither", "encode", "mix"]
 _BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
 _HEADROOM = tl.constexpr(1 << 21)
 _LOOSE = tl.constexpr(1 << 22)
+_SAME = tl.constexpr(64)
 _K_SLACK = tl.constexpr(K_SLACK)
 _ROOT_TINY = tl.constexpr(2.0**-63)
 
@@ -64,7 +65,10 @@ def encode(x, old_a, old_k, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHA
     bits = magnitude.to(tl.int32, bitcast=True)
     top = tl.max(bits, 1)
     top = tl.where(top < TINY_BITS, 0, top)
-    a_bits = tl.minimum((top + 0xFFFF) & -0x10000, _BF16_MAX_BITS)
+    if C.over_root:
+        a_bits = tl.minimum((top + (0xFFFF - _SAME)) & -0x10000, _BF16_MAX_BITS)
+    else:
+        a_bits = tl.minimum((top + 0xFFFF) & -0x10000, _BF16_MAX_BITS)
     if C.keep_grid:
         old_bits = old_a.to(tl.float32).to(tl.int32, bitcast=True)
         higher = (tl.minimum(top, _BF16_MAX_BITS) + (_HEADROOM + 0xFFFF)) & -0x10000

@@ -95,6 +95,9 @@ K_SLACK = 1 / 16
 _BF16_MAX_BITS = 0x7F7F0000
 _HEADROOM, _LOOSE = 1 << 21, 1 << 22
 """A quarter and a half of an octave in the bits of fp32, where mantissa bits are taken for parts of an octave."""
+_SAME = 64
+"""What is above a bf16 value by so many fp32 steps or less is that value with an error of arithmetic: a ratio is read
+back by a product and made by a quotient, and a constant one would rise by a bf16 step again and again."""
 _UINT32 = 0xFFFFFFFF
 
 
@@ -218,7 +221,10 @@ def encode(
     magnitude = x.abs()
     magnitude = torch.where(magnitude < TINY, 0.0, magnitude)
     top = magnitude.amax(1)
-    a = _round_up_to_bf16(top) if before is None else _kept_or_higher(top, before.a.float())
+    if before is not None:
+        a = _kept_or_higher(top, before.a.float())
+    else:
+        a = _round_up_to_bf16(top, -_SAME if codec.over_root else 0)
     smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
     log_a = torch.log2(torch.where(a == 0, 1.0, a))
     spread = log_a - torch.log2(smallest)  # -inf for a group of zeros, NaN for a non-finite one
@@ -312,6 +318,6 @@ def _bf16_bits(x: torch.Tensor, more: int) -> torch.Tensor:
     return ((x.view(torch.int32).clamp(max=_BF16_MAX_BITS) + more + 0xFFFF) & ~0xFFFF).clamp(max=_BF16_MAX_BITS)
 
 
-def _round_up_to_bf16(x: torch.Tensor) -> torch.Tensor:
-    """The smallest bf16 value not below x >= 0, as fp32; the largest finite one at most; NaN where x is not finite."""
-    return torch.where(x.isfinite(), _bf16_bits(x, 0).view(torch.float32), torch.nan)
+def _round_up_to_bf16(x: torch.Tensor, more: int = 0) -> torch.Tensor:
+    """:func:`_bf16_bits` as fp32; NaN where x is not finite."""
+    return torch.where(x.isfinite(), _bf16_bits(x, more).view(torch.float32), torch.nan)

@@ -36,13 +36,18 @@ def check(n, device="cpu", **variant):
             join(start[0], before["low"]),
         )
     p, g, lr = start[0].double(), start[1].double() * factor * (-1 if numbers.maximize else 1), float(numbers.lr)
-    old_m, old_v = (decode(x, codec, n).double() for x, codec in zip(start[2:4], start[4:], strict=True))
+    codec_m, codec_v = start[4:]
+    old_v = decode(start[3], codec_v, n)
+    old_m = decode(start[2], codec_m, n, old_v if codec_m.over_root else None).double()
+    old_v = old_v.double()
     m = numbers.beta1 * old_m + (1 - numbers.beta1) * g
     v = numbers.beta2 * old_v + (1 - numbers.beta2) * g * g
     check_params(mine[0], theirs[0], p, g, old_m, v, numbers, lr)
     noise_m = 4e-5 * (numbers.beta1 * old_m.abs() + (1 - numbers.beta1) * g.abs())  # of arithmetic, before cancellation
-    check_moment(mine[2], theirs[2], m, noise_m, start[4], seed if numbers.stochastic[0] else None)
-    check_moment(mine[3], theirs[3], v, 4e-5 * v, start[5], seed if numbers.stochastic[1] else None)
+    if codec_m.over_root:
+        noise_m, m = ((x / v.clamp(min=TINY).sqrt()) for x in (noise_m, m))
+    check_moment(mine[2], theirs[2], m, noise_m, codec_m, seed if numbers.stochastic[0] else None)
+    check_moment(mine[3], theirs[3], v, 4e-5 * v, codec_v, seed if numbers.stochastic[1] else None, start[3])
 
 
 def check_copy(param, low=None, copy=None):
@@ -67,8 +72,9 @@ def check_params(got, wanted, p, g, old_m, v, numbers, lr):
     assert ((got.double() - wanted.double()).abs() <= allowed).all()
 
 
-def check_moment(got, wanted, exact, noise, codec, seed):
-    """``exact`` fp64 values before encoding, which either side may have missed by ``noise``."""
+def check_moment(got, wanted, exact, noise, codec, seed, before=None):
+    """``exact`` fp64 values before encoding, which either side may have missed by ``noise``; ``before``: what the
+    moment was, whose exponents a codec may keep."""
     size = codec.group_size
     wide, noise = (torch.nn.functional.pad(x.abs(), (0, -x.numel() % size)).view(-1, size) for x in (exact, noise))
     wide = torch.where(wide < TINY, 0.0, wide)
@@ -78,7 +84,8 @@ def check_moment(got, wanted, exact, noise, codec, seed):
     if codec.expand:
         ends = [torch.where(wide > 0, x, torch.inf).amin(1) for x in (wide + noise, wide - noise)]
         least, most = (
-            torch.log2(a / x.clamp(min=TINY)) * f for x, f in zip(ends, (0.9999, 1.0001), strict=True)
+            (torch.log2(a / x.clamp(min=TINY)) * f).clamp(max=codec.span)
+            for x, f in zip(ends, (0.9999, 1.0001), strict=True)
         )  # the spread
         if codec.format == "log8":
             low, high = (torch.ceil(x * (codec.unit / LOG8_SPAN)) for x in (least, most))
@@ -87,7 +94,8 @@ def check_moment(got, wanted, exact, noise, codec, seed):
             high = torch.where(least > 0, high, 255.0)
         k = got.k.double()
         inside = (k >= low.clamp(1, 255)) & (k <= high.clamp(1, 255))
-        assert (inside | tie_a | (wide.amax(1) == 0)).all()
+        kept = (got.k == before.k) & (got.k == wanted.k) if codec.keep_grid else torch.zeros_like(tie_a)
+        assert (inside | kept | tie_a | (wide.amax(1) == 0)).all()
     assert not codec.expand or tie_k.sum() <= 0.01 * tie_k.numel()
 
     different = (got.q != wanted.q) & ~(tie_a | tie_k)[:, None]

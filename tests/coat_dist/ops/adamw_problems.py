@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from coat_dist.reference.adamw import AdamWStep, AdamWTensors
-from coat_dist.reference.moments import Moment, MomentCodec, encode
+from coat_dist.reference.moments import Moment, MomentCodec, decode, encode
 
 NUMBERS = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
 VARIANTS = {
@@ -38,13 +38,36 @@ VARIANTS = {
     "remainder, copy, stochastic": {"param": torch.bfloat16, "low": True, "copy": torch.bfloat16, "seed": 9},
     "copy": {"copy": torch.bfloat16},
     "fp16 copy": {"copy": torch.float16, "grad": torch.float16},
+    "normalized": {"normalize": True},
+    "normalized, stochastic": {"normalize": True, "seed": 2**32 - 1, "numbers": replace(NUMBERS, step=13)},
+    "normalized, e5m2, groups of 64": {"normalize": True, "m": "e5m2", "v": "e5m2", "size": 64},
+    "normalized, int8, log8": {"normalize": True, "m": "int8", "v": "log8"},
+    "normalized, int8, log8, stochastic": {"normalize": True, "m": "int8", "v": "log8", "seed": 7, "size": 256},
+    "normalized, no expansion": {"normalize": True, "expand": False},
+    "normalized, remainder, copy, stochastic": {
+        "normalize": True,
+        **{"param": torch.bfloat16, "low": True, "copy": torch.bfloat16, "seed": 9},
+    },
 }
 
 
 def problem(
-    n, device="cpu", m="e4m3", v="e4m3", expand=True, size=128, param=torch.float32, grad=torch.float32, spread=3.0, **_
+    n,
+    device="cpu",
+    m="e4m3",
+    v="e4m3",
+    expand=True,
+    size=128,
+    param=torch.float32,
+    grad=torch.float32,
+    spread=3.0,
+    normalize=False,
+    **_,
 ):
-    """Random parameters, gradients and moments; groups that are zero, constant, or hold one huge element."""
+    """Random parameters, gradients and moments; groups that are zero, constant, or hold one huge element.
+
+    ``normalize``: as the optimizer stores moments, first ones over the root of second ones, whose groups keep grids.
+    """
     g = torch.Generator().manual_seed(n)
     scale = torch.exp(spread * torch.randn(n, generator=g))
     values = [torch.randn(n, generator=g) * s for s in (1.0, scale.clamp(max=1e4), scale)]
@@ -54,10 +77,11 @@ def problem(
         x[size : 2 * size] = 0
         x[2 * size : 3 * size] = 0.37
         x[3 * size : 3 * size + 1] = 3e4
-    codec_m, codec_v = MomentCodec(m, expand, size), MomentCodec(v, expand, size, keep_nonzero=True)
-    m_, v_ = (
-        Moment(*(t.to(device) for t in encode(x, c))) for x, c in zip(values[2:], (codec_m, codec_v), strict=True)
-    )
+    codec_m = MomentCodec(m, expand, size, over_root=normalize)
+    codec_v = MomentCodec(v, expand, size, keep_nonzero=True, keep_grid=normalize)
+    second = encode(values[3], codec_v)
+    first = encode(values[2], codec_m, second=decode(second, codec_v, n) if normalize else None)
+    m_, v_ = (Moment(*(t.to(device) for t in x)) for x in (first, second))
     return [values[0].to(device, param), values[1].to(device, grad), m_, v_, codec_m, codec_v]
 
 

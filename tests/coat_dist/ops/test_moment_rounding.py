@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from coat_dist.reference.moments import TINY, MomentCodec, decode, encode, uniform_noise
+from coat_dist.reference.moments import TINY, MomentCodec, decode, dither, encode
 from tests.coat_dist.ops.moment_groups import CODECS, assert_within_bound, exact_y, spread, stored, vectors
 
 
@@ -68,18 +68,30 @@ def test_stochastic_rounding_keeps_the_guarantees(x, extreme):
             assert_within_bound(x, moment, codec, 2.0)
 
 
-def test_noise_depends_on_seed_and_index_only_and_is_uniform():
-    whole = uniform_noise(5, 0, 4096)
-    part = uniform_noise(5, 1000, 96)
+def test_noise_depends_on_seed_step_and_index_only_and_is_uniform():
+    whole = dither(5, 3, 0, 4096)
+    part = dither(5, 3, 1000, 96)
     for w, p in zip(whole, part, strict=True):
         assert torch.equal(w[1000:1096], p)
         assert w.min() >= 0 and w.max() < 1
-    assert not torch.equal(whole[0], uniform_noise(6, 0, 4096)[0])
-    assert not torch.equal(uniform_noise(5, 2**32, 64)[0], uniform_noise(5, 0, 64)[0])
-    m, v = uniform_noise(123, 2**32 - 50000, 100000)
-    for one in (m, v):
-        assert abs(one.mean().item() - 0.5) < 5e-3
-        counts = torch.histc(one, 64, 0, 1)
-        assert ((counts - 100000 / 64).abs() < 6 * (100000 / 64) ** 0.5).all()
-    assert abs(torch.corrcoef(torch.stack([m, v]))[0, 1].item()) < 0.02
-    assert abs(torch.corrcoef(torch.stack([m[1:], m[:-1]]))[0, 1].item()) < 0.02
+    assert not torch.equal(whole[0], dither(6, 3, 0, 4096)[0])
+    assert not torch.equal(dither(5, 3, 2**32, 64)[0], dither(5, 3, 0, 64)[0])
+    for step in (16, 17, 23):
+        m, v = dither(123, step, 2**32 - 50000, 100000)
+        for one in (m, v):
+            assert abs(one.mean().item() - 0.5) < 5e-3
+            counts = torch.histc(one, 64, 0, 1)
+            assert ((counts - 100000 / 64).abs() < 6 * (100000 / 64) ** 0.5).all()
+        assert abs(torch.corrcoef(torch.stack([m, v]))[0, 1].item()) < 0.02
+        assert abs(torch.corrcoef(torch.stack([m[1:], m[:-1]]))[0, 1].item()) < 0.02
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 2])
+def test_noise_visits_each_eighth_once_in_eight_steps(seed):
+    blocks = [torch.stack([torch.stack(dither(seed, t, 70, 500)) for t in range(8 * b, 8 * b + 8)]) for b in (0, 1, 9)]
+    for block in blocks:
+        eighths = (block * 8).long().sort(0).values
+        assert torch.equal(eighths, torch.arange(8)[:, None, None].expand_as(eighths))
+    orders = (blocks[0] * 8).long().transpose(0, 2).flatten(1).unique(dim=0)
+    assert len(orders) > 200, "elements take them in orders of their own"
+    assert abs(torch.corrcoef(torch.stack([b[0, 0] for b in blocks]))[0, 1].item()) < 0.15, "and blocks"
