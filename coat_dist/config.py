@@ -53,7 +53,8 @@ class OptimizerConfig(_Block):
     group_size: Literal[64, 128, 256] = 128
     """Consecutive elements that share one amax and one exponent."""
     stochastic_rounding: Literal[True, False, "auto"] = "auto"
-    """Round codes up or down at random, without bias: true and "auto"; false = to nearest."""
+    """Round codes up or down at random, without bias: true = of both moments, "auto" = of the second one, and of the
+    first in int8; otherwise to nearest."""
     master_weights: Literal["parameter", "bf16_remainder"] = "parameter"
     """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it lacks, the same number
     to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``."""

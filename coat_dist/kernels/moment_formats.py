@@ -38,9 +38,15 @@ class Constants(NamedTuple):
     """Of FP8 formats; None for others."""
     smallest: float
     """The smallest positive number of FP8 formats; 0 for others."""
+    lowest: float
+    """The smallest normal number of FP8 formats; 0 for others."""
     max: float
     log2_max: float
     unit: float
+    noise: float
+    """What noise in (-1/2, 1/2) is multiplied by before it is used: the format's relative step."""
+    noise_bits: int
+    """Those of ``noise`` as an fp32 number, and the bit of 2**-17 in its fraction."""
     k_numerator: float
     finer: int
     span: float
@@ -59,15 +65,19 @@ def constants(codec: MomentCodec, tensor: torch.Tensor) -> Constants:
 @functools.cache
 def _constants(codec: MomentCodec, fmt: Format | None) -> Constants:
     kind = codec.kind
-    own = ("fp8", fmt, kind.fp8.smallest) if isinstance(kind, FP8Moments) else (kind.name, None, 0.0)
-    scale = kind.max, math.log2(kind.max), kind.unit, codec.k_numerator, kind.finer, codec.span
+    own: tuple = (kind.name, None, 0.0, 0.0)
+    if isinstance(kind, FP8Moments):
+        own = "fp8", fmt, kind.fp8.smallest, kind.fp8.smallest * 2.0**kind.fp8.mantissa_bits
+    bits = kind.fp8.mantissa_bits if isinstance(kind, FP8Moments) else 0
+    noise = 2.0**-bits, (127 - bits) << 23 | 1 << 6
+    scale = kind.max, math.log2(kind.max), kind.unit, *noise, codec.k_numerator, kind.finer, codec.span
     return Constants(*own, *scale, codec.expand, codec.keep_nonzero, codec.over_root, codec.keep_grid)
 
 
 @triton.jit
-def _power_read(code, k, C: tl.constexpr, FAST: tl.constexpr):
-    size = tl.abs(code)
-    return size, exp2(log2(size * (1.0 / C.max), FAST) * ((0.5 * C.unit) / k.to(tl.float32))[:, None], FAST)
+def _power_read(code, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
+    size, power = tl.abs(code), (0.5 * C.unit) / k.to(tl.float32)
+    return size, exp2(log2(size, FAST) * power[:, None] + (half_log_a - C.log2_max * power)[:, None], FAST)
 
 
 @triton.jit
@@ -81,13 +91,11 @@ def _fp8_codes(y, x, bits, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHAS
     F: tl.constexpr = C.fp8
     if C.keep_nonzero and not C.expand:  # with expansion no y is below 2 / F, which is more than the smallest code
         y = tl.where(bits < TINY_BITS, y, tl.maximum(y, C.smallest, propagate_nan=tl.PropagateNan.ALL))
-    if STOCHASTIC:  # onto the format's grid
-        y = tl.minimum(y, C.max, propagate_nan=tl.PropagateNan.ALL)
-        step_exponent = tl.maximum(y.to(tl.int32, bitcast=True) >> 23, F.lowest) - F.mantissa_bits
-        step = (step_exponent << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - step_exponent) << 23).to(tl.float32, bitcast=True)
-        on_grid = tl.floor(y * inverse + noise)
-        y = tl.where(y == y, on_grid * step, y)
+    if STOCHASTIC:
+        # Noise of one step of the grid makes the rounding to nearest below take either neighbour. Not across the power
+        # of two at or below y, where steps are half as large.
+        power = (y.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        y = tl.maximum(y + noise * tl.maximum(power, C.lowest), power)
     if SIGNED:
         y = with_sign(y, x)
     return to_fp8(y, F).to(tl.uint8, bitcast=True)  # to nearest, ties to even; above F it saturates
@@ -96,14 +104,14 @@ def _fp8_codes(y, x, bits, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHAS
 @triton.jit
 def _int8_codes(y, x, noise, C: tl.constexpr, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
-        y = tl.floor(tl.minimum(y, C.max) + noise)
+        y = tl.minimum(y, C.max) + noise
     return _low_byte(with_sign(y, x))
 
 
 @triton.jit
-def _log8_read(q, k, C: tl.constexpr, FAST: tl.constexpr):
-    code = q.to(tl.float32)
-    root = exp2((code - C.max) * (k.to(tl.float32) * (0.5 / _LOG8_UNIT))[:, None], FAST)
+def _log8_read(q, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
+    code, step = q.to(tl.float32), k.to(tl.float32) * (0.5 / _LOG8_UNIT)
+    root = exp2(code * step[:, None] + (half_log_a - C.max * step)[:, None], FAST)
     return code, tl.where(q == 0, 0.0, root)
 
 
@@ -121,7 +129,7 @@ def _log8_codes(y, noise, k, C: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl
         lower = tl.floor(y)
         step = k * (1.0 / _LOG8_UNIT)
         upper = (exp2((y - lower) * step[:, None], FAST) - 1.0) * (1.0 / (exp2(step, FAST) - 1.0))[:, None]
-        y = lower + tl.floor(upper + noise)
+        y = lower + tl.minimum(upper, 1.0) + noise
     return _low_byte(y)
 
 
@@ -166,15 +174,15 @@ def codes(
 
 
 @triton.jit
-def read(q, k, C: tl.constexpr, FAST: tl.constexpr):
-    """Codes as signed numbers, their size (0 where they mean zero), and the square root of magnitude over a."""
+def read(q, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
+    """Codes as signed numbers, their size (0 where they mean zero), and the square root of their magnitude."""
     if C.format == "log8":
-        code, root = _log8_read(q, k, C, FAST)
+        code, root = _log8_read(q, half_log_a, k, C, FAST)
         size = code
     else:
         if C.format == "int8":
             code = q.to(tl.int8, bitcast=True).to(tl.float32)
         else:
             code = from_fp8(q.to(C.fp8.fp8, bitcast=True))
-        size, root = _power_read(code, k, C, FAST)
+        size, root = _power_read(code, half_log_a, k, C, FAST)
     return code, size, root

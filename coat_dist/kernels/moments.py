@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..reference.moments import K_SLACK
-from .approximations import log2, square_root
+from .approximations import log2
 from .fp8 import INF_BITS, NAN_BITS, TINY, with_sign
 from .moment_formats import TINY_BITS, codes, constants, exponents, read, spaced
 
@@ -21,6 +21,7 @@ _BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
 _HEADROOM = tl.constexpr(1 << 21)
 _LOOSE = tl.constexpr(1 << 22)
 _SAME = tl.constexpr(64)
+_GOLDEN = tl.constexpr(0x4F1BBD)
 _K_SLACK = tl.constexpr(K_SLACK)
 _ROOT_TINY = tl.constexpr(2.0**-63)
 
@@ -34,44 +35,40 @@ def mix(x):
 
 
 @triton.jit
-def dither(bits, phase):
-    """Of 16 random bits of an element and a block of eight steps, the number in [0, 1) of its step ``phase``."""
-    eighth = ((bits >> 13) + phase * ((bits >> 10) & 6 | 1)) & 7
-    return ((eighth << 13) | (bits & 0x1FFF)).to(tl.float32) * 0.0000152587890625
+def dither(start, phase, C: tl.constexpr, GROUP: tl.constexpr):
+    """The noise of rows of GROUP elements, from the random ``start`` of each, less a half and times C.noise."""
+    visited = start + (phase.to(tl.uint32) * (start & 6 | 1) << 20)
+    bits = visited[:, None] + tl.arange(0, GROUP).to(tl.uint32)[None, :] * _GOLDEN
+    # as the fraction of a number in C.noise * [1, 2); the bit below them makes an odd multiple of half a step
+    return ((bits & 0x7FFF80) | C.noise_bits).to(tl.float32, bitcast=True) - 1.5 * C.noise
 
 
 @triton.jit
 def decode(q, a, k, C: tl.constexpr, SIGNED: tl.constexpr, FAST: tl.constexpr):
     """Elements, fp32, and of those that are not SIGNED their roots, 2**-63 at least. SIGNED: they may be negative."""
-    code, size, root = read(q, k, C, FAST)
-    a = a.to(tl.float32)
-    x = a[:, None] * root * root
-    if C.keep_nonzero:  # at least TINY, unless the code is 0
-        x = tl.maximum(x, tl.minimum(size, TINY), propagate_nan=tl.PropagateNan.ALL)
+    code, size, root = read(q, 0.5 * log2(a.to(tl.float32), FAST), k, C, FAST)
     if SIGNED:
-        return with_sign(x, code)
+        return with_sign(root * root, code)
     else:
-        root = tl.maximum(square_root(a, FAST)[:, None] * root, _ROOT_TINY, propagate_nan=tl.PropagateNan.ALL)
-        return x, root
+        if C.keep_nonzero:  # at least TINY, unless the code is 0
+            root = tl.maximum(root, tl.minimum(size, _ROOT_TINY), propagate_nan=tl.PropagateNan.ALL)
+        return root * root, tl.maximum(root, _ROOT_TINY, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def encode(x, old_a, old_k, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
-    """Codes, amax and exponents, as they are stored. ``noise`` is in [0, 1), and read if STOCHASTIC; what the amax and
-    exponents were is read if C.keep_grid."""
+    """Codes, amax and exponents, as they are stored. ``noise`` is that of :func:`dither`, and read if STOCHASTIC; what
+    the amax and exponents were is read if C.keep_grid."""
     magnitude = tl.abs(x) if SIGNED else x
     if not FAST:  # lg2 takes subnormals for zero by itself
         magnitude = tl.where(magnitude < TINY, 0.0, magnitude)
     bits = magnitude.to(tl.int32, bitcast=True)
     top = tl.max(bits, 1)
     top = tl.where(top < TINY_BITS, 0, top)
-    if C.over_root:
-        a_bits = tl.minimum((top + (0xFFFF - _SAME)) & -0x10000, _BF16_MAX_BITS)
-    else:
-        a_bits = tl.minimum((top + 0xFFFF) & -0x10000, _BF16_MAX_BITS)
+    a_bits = tl.minimum((top + (0xFFFF - _SAME)) & -0x10000, _BF16_MAX_BITS)
     if C.keep_grid:
         old_bits = old_a.to(tl.float32).to(tl.int32, bitcast=True)
-        higher = (tl.minimum(top, _BF16_MAX_BITS) + (_HEADROOM + 0xFFFF)) & -0x10000
+        higher = (tl.minimum(top, _BF16_MAX_BITS) + (_HEADROOM + 0xFFFF - _SAME)) & -0x10000
         higher = tl.where(top == 0, 0, tl.minimum(higher, _BF16_MAX_BITS))
         a_bits = tl.where((old_bits >= a_bits) & (old_bits <= a_bits + _LOOSE), old_bits, higher)
     a = tl.where(top < INF_BITS, a_bits, NAN_BITS).to(tl.float32, bitcast=True)

@@ -51,8 +51,9 @@ class CoatAdamW(torch.optim.Optimizer):
         expand: dynamic range expansion. False is refused with "log8".
         normalize: store the first moment divided by the root of the second. False stores it by itself, as COAT does.
         group_size: elements that share one amax and exponent: 64, 128 or 256.
-        stochastic_rounding: round codes stochastically (True, and "auto") or to nearest (False), which drops changes
-            smaller than half a code step: moments then drift (docs/numerics.md). The noise is a function of the
+        stochastic_rounding: round codes stochastically instead of to nearest: those of both moments (True), of none
+            (False), or those that would drift otherwise ("auto"): the second moment, and the first in int8. Rounding to
+            nearest drops changes smaller than half a code step (docs/numerics.md). The noise is a function of the
             parameter's name, the step and the element: a parameter draws the same alone and among others, whenever it
             is added, and in one step no two draw the same. Names are those of (name, parameter) pairs or of
             :func:`coat_dist.optim.param_groups`. Without names noise goes by the order in which parameters took their

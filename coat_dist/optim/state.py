@@ -81,6 +81,9 @@ LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "normalize"
 """Keys of a parameter group that say how its state is stored. Groups saved by earlier releases have no "normalize", and
 mean False."""
 GROUP_SIZES = (64, 128, 256)
+EQUALLY_SPACED = ("int8",)
+"""Formats of the first moment that ``"stochastic_rounding": "auto"`` rounds stochastically. Where codes are equally
+spaced, rounding to nearest leaves the first few as they are, and small ratios have these (docs/numerics.md)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNSUPPORTED = ("amsgrad", "differentiable")
 
@@ -111,8 +114,8 @@ def codecs(group: Mapping[str, Any]) -> Codecs:
 
 def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a parameter group's first and second moment are rounded stochastically."""
-    noisy = group["stochastic_rounding"] is not False  # "auto" is the best that is known: both
-    return noisy, noisy
+    option = group["stochastic_rounding"]
+    return (group["first_moment"] in EQUALLY_SPACED, True) if option == "auto" else (option, option)
 
 
 def moment(state: Mapping[str, Any], which: WhichMoment) -> Moment:

@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import torch
 
+from .dither import dither
 from .master import join, split
-from .moments import Moment, MomentCodec, decode, dither, encode
+from .moments import Moment, MomentCodec, decode, encode
 
 __all__ = [
     "AdamWStep",
@@ -123,7 +124,7 @@ def adamw_step(
         grad: n elements, contiguous; fp32, bfloat16 or float16, not changed.
         m, v: moments of n elements; both codecs have the same group size.
         seed: uint32 of the parameter; codes of the moments that ``numbers.stochastic`` names are rounded stochastically
-            by :func:`~coat_dist.reference.moments.dither`, and all are rounded to nearest without.
+            by :func:`~coat_dist.reference.dither.dither`, and all are rounded to nearest without.
         low: int16, n elements, contiguous; with a bfloat16 ``param`` it holds the master weight that is updated, and
             ``param`` is its upper half, rounded as ``reference/master.py`` says.
         copy: n elements, contiguous; bfloat16 or float16; receives the new parameter, rounded from fp32 to nearest
@@ -142,7 +143,7 @@ def adamw_step(
         adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers, low_, copy_)
         noise: tuple = (None, None)
         if seed is not None:
-            noise = dither(seed, numbers.step, first, last - first, param.device)
+            noise = dither(seed, numbers.step, first, last - first, size, param.device)
         noise_m, noise_v = (u if wanted else None for u, wanted in zip(noise, numbers.stochastic, strict=True))
         old_m.copy_(encode(new_m, codec_m, noise_m, new_v if codec_m.over_root else None))
         old_v.copy_(encode(new_v, codec_v, noise_v, before=old_v if codec_v.keep_grid else None))

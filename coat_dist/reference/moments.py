@@ -2,7 +2,8 @@
 
 A group is ``group_size`` consecutive elements of the flat tensor. It is stored as
 
-* ``a``: max|x| in bfloat16, rounded **up**, so that |x| / a never exceeds one;
+* ``a``: max|x| in bfloat16, rounded **up**, so that |x| / a never exceeds one (but for errors of arithmetic, below
+  2**-17);
 * ``k``: how codes are spaced in this group, uint8, 1 to 255;
 * ``q``: one 8-bit code an element.
 
@@ -26,13 +27,23 @@ keeps::
 A larger R means a finer grid, and less room below the smallest element. R = F**2 / 2, as in COAT, puts b at F / R =
 2 / F, 2.3 steps of the subnormal grid in both FP8 formats; R = 2**5 puts it at 3.97 steps of int8, whose equally spaced
 codes are best at large values anyway. So neither kind of rounding turns b into zero, and rounding to nearest may lower
-it as well as lift it. The first moment needs that, too: b shrinks by beta1 in a step and is the smallest element again
-in the next. R = 2 * F**2 errs less in one encoding, but puts b at 0.57 steps, which round to one: each step would lift
-b by up to 1.75**(16 / k), more than the decay takes. docs/numerics.md has displacements beside fp32 AdamW, and what is
-still too large with R = F**2 / 2.
+it as well as lift it.
 FP8 has more range than most groups of moments have spread, so k is mostly above one and the grid becomes finer than
 plain FP8; where the spread is larger, k below one compresses it. k = 1/16 reaches ratios of 2**265 and k = 1/64 of
 2**320; fp32's normal numbers and a, at most bfloat16's maximum, are within 2**254.
+
+**The first moment over the root of the second** (``over_root``). What a step uses of m is m / sqrt(v), and that is what
+is encoded: ``r = m / max(sqrt(v), 2**-63)`` with the v of the step before it is encoded itself. m is read back as r
+times the root of the decoded v, so what v's rounding does to sqrt(v) it does to m, and m / sqrt(v) keeps the error of r
+alone. An element whose gradients stop has a ratio that vanishes, whatever the sizes of its neighbours; by itself, its m
+would be the smallest of its group for ever, at the coarse end of the grid. And small ratios matter little, so no group
+is taken for wider than RATIO_SPAN = 8 octaves: what is below may become zero.
+
+**Grids that stay** (``keep_grid``). Each new a or k rounds all elements of a group anew. A moment that moves by less
+than a code step at a time, as v does, then has the noise of these roundings and not of its own. So a group keeps the a
+and the k that it had while they serve: a is not below max|x| nor above it by more than half an octave, and k no more
+than ``1 + k / 16`` away from the one that would be chosen, on the side of the coarser grid. A new a has a quarter of an
+octave of headroom (in fp32's bits, where mantissas are taken for parts of an octave).
 
 "log8" spends no bit on a sign: 255 magnitudes, equally spaced in their logarithm. k is the spacing, in 1/250 octaves::
 
@@ -44,7 +55,8 @@ What holds for every input, and is tested:
 
 * Finite input decodes to finite values: constant groups (k clamps), tails of one element, zeros anywhere, groups of
   nothing but zeros (a = 0), values next to fp32's maximum (a stops at bfloat16's).
-* Zero decodes to zero. With expansion, magnitudes from 2**-126 up have non-zero codes under either kind of rounding.
+* Zero decodes to zero. With expansion, magnitudes from 2**-126 up have non-zero codes under either kind of rounding,
+  but for ratios.
   With ``keep_nonzero``, which the second moment needs because it is divided by, they never become zero nor subnormal,
   with or without expansion.
 * fp32 subnormals (below 2**-126) count as zero, as GPU arithmetic treats them.
@@ -82,7 +94,6 @@ __all__ = [
     "Moment",
     "MomentCodec",
     "decode",
-    "dither",
     "divisor",
     "encode",
     "lowest_exponent",
@@ -96,9 +107,8 @@ _BF16_MAX_BITS = 0x7F7F0000
 _HEADROOM, _LOOSE = 1 << 21, 1 << 22
 """A quarter and a half of an octave in the bits of fp32, where mantissa bits are taken for parts of an octave."""
 _SAME = 64
-"""What is above a bf16 value by so many fp32 steps or less is that value with an error of arithmetic: a ratio is read
-back by a product and made by a quotient, and a constant one would rise by a bf16 step again and again."""
-_UINT32 = 0xFFFFFFFF
+"""fp32 steps, 2**-18 to 2**-17 of a value, that errors of arithmetic may add: a group's largest element is read, as a
+product or by approximations, and written again, and an amax must not rise by a bf16 step each time."""
 
 
 class Moment(NamedTuple):
@@ -120,7 +130,7 @@ class MomentCodec:
 
     ``format`` is one of FIRST_MOMENT_FORMATS, with ``keep_nonzero`` of SECOND_MOMENT_FORMATS. ``expand`` off means that
     codes are proportional to values: plain FP8 or int8 with an amax a group, k = 16 or 64 always; "log8" has nothing
-    like it. ``keep_nonzero``, meant for the second moment, keeps codes and decoded values of non-zero elements from
+    like it. ``over_root`` and ``keep_grid`` are as above. ``keep_nonzero``, meant for the second moment, keeps codes and decoded values of non-zero elements from
     reaching zero: it rounds up to the smallest code (without expansion only; with it none is that small) and to
     2**-126.
 
@@ -221,10 +231,7 @@ def encode(
     magnitude = x.abs()
     magnitude = torch.where(magnitude < TINY, 0.0, magnitude)
     top = magnitude.amax(1)
-    if before is not None:
-        a = _kept_or_higher(top, before.a.float())
-    else:
-        a = _round_up_to_bf16(top, -_SAME if codec.over_root else 0)
+    a = _round_up_to_bf16(top) if before is None else _kept_or_higher(top, before.a.float())
     smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
     log_a = torch.log2(torch.where(a == 0, 1.0, a))
     spread = log_a - torch.log2(smallest)  # -inf for a group of zeros, NaN for a non-finite one
@@ -266,37 +273,6 @@ def divisor(second: torch.Tensor) -> torch.Tensor:
     return second.clamp(min=TINY).sqrt()
 
 
-def dither(
-    seed: int, step: int, first: int, n: int, device: torch.device | str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two independent uniform fp32 tensors [n] in [0, 1), in steps of 2**-16, for elements ``first`` to ``first + n``.
-
-    They are spread evenly over an element's steps: in each block of eight steps (from one that is a multiple of eight)
-    a number visits each eighth of [0, 1) once, in an order and at a place within eighths that the element and the block
-    decide.
-
-    Counter-based: an element's noise depends on ``seed`` (uint32), step and index only. So results do not depend on
-    chunking or device, checkpoints need no generator state, and the kernel reproduces them bit for bit. The mixing
-    function is the multiply-xorshift "lowbias32" (C. Wellons, hash-prospector).
-    """
-    index = torch.arange(first, first + n, device=device)
-    bits = _mix((index & _UINT32) ^ _mix((index >> 32) ^ ((seed + (step >> 3)) & _UINT32)))
-    return _spread(bits >> 16, step & 7), _spread(bits & 0xFFFF, step & 7)
-
-
-def _spread(bits: torch.Tensor, phase: int) -> torch.Tensor:
-    """Of 16 random bits of a block the number of its step ``phase``: an odd multiple of it is added to the upper 3."""
-    eighth = ((bits >> 13) + phase * (bits >> 10 & 6 | 1)) & 7
-    return (eighth << 13 | bits & 0x1FFF).float() * 2.0**-16
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijective hash of uint32 values held as int64."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _UINT32
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _UINT32  # wraps in int64, the low 32 bits are right
-    return x ^ (x >> 16)
-
-
 def _as_groups(x: torch.Tensor, groups: int, size: int) -> torch.Tensor:
     """[groups, size], the last group filled with zeros."""
     x = x.reshape(-1)
@@ -314,10 +290,12 @@ def _kept_or_higher(top: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 def _bf16_bits(x: torch.Tensor, more: int) -> torch.Tensor:
     """Bits of the smallest bf16 value not below x >= 0 when ``more`` is added to its own; of the largest finite one at
-    most."""
-    return ((x.view(torch.int32).clamp(max=_BF16_MAX_BITS) + more + 0xFFFF) & ~0xFFFF).clamp(max=_BF16_MAX_BITS)
+    most. What is above a bf16 value by less than _SAME is that value."""
+    return ((x.view(torch.int32).clamp(max=_BF16_MAX_BITS) + (more + 0xFFFF - _SAME)) & ~0xFFFF).clamp(
+        max=_BF16_MAX_BITS
+    )
 
 
-def _round_up_to_bf16(x: torch.Tensor, more: int = 0) -> torch.Tensor:
+def _round_up_to_bf16(x: torch.Tensor) -> torch.Tensor:
     """:func:`_bf16_bits` as fp32; NaN where x is not finite."""
-    return torch.where(x.isfinite(), _bf16_bits(x, more).view(torch.float32), torch.nan)
+    return torch.where(x.isfinite(), _bf16_bits(x, 0).view(torch.float32), torch.nan)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from coat_dist.reference.moments import TINY, MomentCodec, decode, dither, encode
+from coat_dist.reference.dither import dither
+from coat_dist.reference.moments import TINY, MomentCodec, decode, encode
 from tests.coat_dist.ops.moment_groups import CODECS, assert_within_bound, exact_y, spread, stored, vectors
 
 
@@ -69,29 +70,40 @@ def test_stochastic_rounding_keeps_the_guarantees(x, extreme):
 
 
 def test_noise_depends_on_seed_step_and_index_only_and_is_uniform():
-    whole = dither(5, 3, 0, 4096)
-    part = dither(5, 3, 1000, 96)
+    whole = dither(5, 3, 0, 4096, 128)
+    part = dither(5, 3, 1024, 96, 128)
     for w, p in zip(whole, part, strict=True):
-        assert torch.equal(w[1000:1096], p)
-        assert w.min() >= 0 and w.max() < 1
-    assert not torch.equal(whole[0], dither(6, 3, 0, 4096)[0])
-    assert not torch.equal(dither(5, 3, 2**32, 64)[0], dither(5, 3, 0, 64)[0])
-    for step in (16, 17, 23):
-        m, v = dither(123, step, 2**32 - 50000, 100000)
-        for one in (m, v):
+        assert torch.equal(w[1024:1120], p)
+        assert w.min() > 0 and w.max() < 1
+    assert not torch.equal(whole[0], dither(6, 3, 0, 4096, 128)[0])
+    assert not torch.equal(dither(5, 3, 2**32 * 128, 64, 128)[0], dither(5, 3, 0, 64, 128)[0])
+    for size in (64, 256):
+        numbers = [dither(123, step, 2**32 * size - 51200, 102400, size) for step in (16, 17, 23, 24)]
+        for one in (x for pair in numbers for x in pair):
             assert abs(one.mean().item() - 0.5) < 5e-3
             counts = torch.histc(one, 64, 0, 1)
-            assert ((counts - 100000 / 64).abs() < 6 * (100000 / 64) ** 0.5).all()
-        assert abs(torch.corrcoef(torch.stack([m, v]))[0, 1].item()) < 0.02
-        assert abs(torch.corrcoef(torch.stack([m[1:], m[:-1]]))[0, 1].item()) < 0.02
+            assert ((counts - 1600).abs() < 6 * 1600**0.5).all()
+        columns = torch.stack([x[3::size] for pair in numbers for x in pair])  # an element a group
+        related = torch.corrcoef(torch.cat([columns[:, 1:], columns[:, :-1]]))
+        m, v = ([i for i in range(16) if i % 2 == which] for which in (0, 1))
+        assert related[m][:, v].abs().max() < 0.15, "the moments'"
+        assert related[:8, 8:].abs().max() < 0.15, "neighbouring groups'"
+        assert related[0, [6, 7]].abs().max() < 0.15 and related[1, [6, 7]].abs().max() < 0.15, "two blocks'"
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 2])
 def test_noise_visits_each_eighth_once_in_eight_steps(seed):
-    blocks = [torch.stack([torch.stack(dither(seed, t, 70, 500)) for t in range(8 * b, 8 * b + 8)]) for b in (0, 1, 9)]
-    for block in blocks:
-        eighths = (block * 8).long().sort(0).values
+    def block(b):
+        return torch.stack([torch.stack(dither(seed, t, 0, 64000, 128)) for t in range(8 * b, 8 * b + 8)])
+
+    for b in (0, 1, 9):
+        eighths = (block(b) * 8).long().sort(0).values
         assert torch.equal(eighths, torch.arange(8)[:, None, None].expand_as(eighths))
-    orders = (blocks[0] * 8).long().transpose(0, 2).flatten(1).unique(dim=0)
-    assert len(orders) > 200, "elements take them in orders of their own"
-    assert abs(torch.corrcoef(torch.stack([b[0, 0] for b in blocks]))[0, 1].item()) < 0.15, "and blocks"
+    orders = (block(9)[:, :, ::128] * 8).long().transpose(0, 2).flatten(1).unique(dim=0)
+    assert len(orders) > 350, "groups take them in orders of their own"
+
+
+def test_noise_of_a_group_is_spread_evenly():
+    for one in dither(7, 5, 0, 1280, 128):
+        gaps = one.view(10, 128).sort(1).values.diff(dim=1)
+        assert gaps.max() < 2.7 / 128, "the three-distance theorem: random numbers would leave gaps of five"
