@@ -132,15 +132,15 @@ def _fill_state(base: Any, part: Partition, source: UniversalFolder, names: Mapp
         return
     state = new_state(part.flat, part.group)
     state["step"] = step
-    values = [_read_partition(part, source, names, key) for key in KEYS[1:]]
+    both = [_read_partition(part, source, names, key) for key in KEYS[1:]]
     if part.group["moments"] == "fp32":
-        for key, moments in zip(KEYS[1:], values, strict=True):
-            state[key].copy_(moments)
+        for key, flat in zip(KEYS[1:], both, strict=True):
+            state[key].copy_(flat)
     else:
         size = part.group["group_size"]
         rows = max(_CHUNK // size, 1)
         for first in range(0, part.flat.numel(), rows * size):
-            chunks = (x[first : first + rows * size].to(part.flat.device) for x in values)
+            chunks = (x[first : first + rows * size].to(part.flat.device) for x in both)
             for which, encoded in zip(MOMENTS, encode_moments(part.group, *chunks), strict=True):
                 stored = moment(state, which)
                 type(stored)(*(t[first // size :][: len(encoded.a)] for t in stored)).copy_(encoded)

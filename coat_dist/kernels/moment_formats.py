@@ -65,13 +65,26 @@ def constants(codec: MomentCodec, tensor: torch.Tensor) -> Constants:
 @functools.cache
 def _constants(codec: MomentCodec, fmt: Format | None) -> Constants:
     kind = codec.kind
-    own: tuple = (kind.name, None, 0.0, 0.0)
-    if isinstance(kind, FP8Moments):
-        own = "fp8", fmt, kind.fp8.smallest, kind.fp8.smallest * 2.0**kind.fp8.mantissa_bits
-    bits = kind.fp8.mantissa_bits if isinstance(kind, FP8Moments) else 0
-    noise = 2.0**-bits, (127 - bits) << 23 | 1 << 6
-    scale = kind.max, math.log2(kind.max), kind.unit, *noise, codec.k_numerator, kind.finer, codec.span
-    return Constants(*own, *scale, codec.expand, codec.keep_nonzero, codec.over_root, codec.keep_grid)
+    own = kind.fp8 if isinstance(kind, FP8Moments) else None
+    bits = own.mantissa_bits if own else 0
+    return Constants(
+        format="fp8" if own else kind.name,
+        fp8=fmt,
+        smallest=own.smallest if own else 0.0,
+        lowest=own.smallest * 2.0**bits if own else 0.0,
+        max=kind.max,
+        log2_max=math.log2(kind.max),
+        unit=kind.unit,
+        noise=2.0**-bits,
+        noise_bits=(127 - bits) << 23 | 1 << 6,
+        k_numerator=codec.k_numerator,
+        finer=kind.finer,
+        span=codec.span,
+        expand=codec.expand,
+        keep_nonzero=codec.keep_nonzero,
+        over_root=codec.over_root,
+        keep_grid=codec.keep_grid,
+    )
 
 
 @triton.jit

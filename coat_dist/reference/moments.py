@@ -55,10 +55,9 @@ What holds for every input, and is tested:
 
 * Finite input decodes to finite values: constant groups (k clamps), tails of one element, zeros anywhere, groups of
   nothing but zeros (a = 0), values next to fp32's maximum (a stops at bfloat16's).
-* Zero decodes to zero. With expansion, magnitudes from 2**-126 up have non-zero codes under either kind of rounding,
-  but for ratios.
-  With ``keep_nonzero``, which the second moment needs because it is divided by, they never become zero nor subnormal,
-  with or without expansion.
+* Zero decodes to zero. With expansion, magnitudes from 2**-126 up (not ratios) have non-zero codes under either kind of
+  rounding. With ``keep_nonzero``, which the second moment needs because it is divided by, they never become zero nor
+  subnormal, with or without expansion.
 * fp32 subnormals (below 2**-126) count as zero, as GPU arithmetic treats them.
 * Infinity or NaN anywhere makes its whole group decode to NaN: it is never hidden.
 * Error of one element, with y = F * (|x| / a) ** (k / unit), F = 127 for int8: ``|log2(decoded / |x|)| <=
@@ -130,9 +129,9 @@ class MomentCodec:
 
     ``format`` is one of FIRST_MOMENT_FORMATS, with ``keep_nonzero`` of SECOND_MOMENT_FORMATS. ``expand`` off means that
     codes are proportional to values: plain FP8 or int8 with an amax a group, k = 16 or 64 always; "log8" has nothing
-    like it. ``over_root`` and ``keep_grid`` are as above. ``keep_nonzero``, meant for the second moment, keeps codes and decoded values of non-zero elements from
-    reaching zero: it rounds up to the smallest code (without expansion only; with it none is that small) and to
-    2**-126.
+    like it. ``over_root`` and ``keep_grid`` are as above. ``keep_nonzero``, meant for the second moment, keeps codes
+    and decoded values of non-zero elements from reaching zero: it rounds up to the smallest code (without expansion
+    only; with it none is that small) and to 2**-126.
 
     Raises:
         ValueError: a format that the moment does not have, or "log8" without expansion.
