@@ -99,17 +99,20 @@ class Codecs(NamedTuple):
 
 
 @functools.cache
-def _codecs(first: str, second: str, expand: bool, normalize: bool, size: int) -> Codecs:
+def _codecs(first: str, second: str, expand: bool, normalize: bool, size: int, keep_grid: bool) -> Codecs:
     return Codecs(
         MomentCodec(first, expand, size, over_root=normalize),
-        MomentCodec(second, expand, size, keep_nonzero=True, keep_grid=True),
+        MomentCodec(second, expand, size, keep_nonzero=True, keep_grid=keep_grid),
     )
 
 
 def codecs(group: Mapping[str, Any]) -> Codecs:
     """How a parameter group stores its first and second moment."""
     normalize = group.get("normalize", False)
-    return _codecs(group["first_moment"], group["second_moment"], group["expand"], normalize, group["group_size"])
+    # To nearest a grid that stays would keep every second moment where it is; one that moves is noise that lets it move.
+    keep_grid = group.get("stochastic_rounding") is not False
+    formats = group["first_moment"], group["second_moment"], group["expand"]
+    return _codecs(*formats, normalize, group["group_size"], keep_grid)
 
 
 def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
