@@ -10,21 +10,21 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
 
 from coat_dist.optim import state as optimizer_state
-from coat_dist.reference.moments import TINY, MomentCodec, decode, encode
+from coat_dist.reference.moments import TINY, MomentCodec, decode, dither, encode
 
 __all__ = [
     "Encoding",
     "RangedCodec",
+    "altered",
     "coat",
     "dynamic",
-    "first_moment_range",
     "flash_first_moment",
     "flash_second_moment",
     "plain_fp8",
@@ -53,16 +53,28 @@ class RangedCodec(MomentCodec):
 
 
 @contextmanager
-def first_moment_range(factor: float | None) -> Iterator[None]:
-    """Within it, steps of CoatAdamW encode first moments in FP8 with R = ``factor`` * F**2; None: the package's R."""
+def altered(factor: float | None = None, fresh_grids: bool = False, independent_noise: bool = False) -> Iterator[None]:
+    """Within it, steps of CoatAdamW by its definition encode moments otherwise.
+
+    Args:
+        factor: of F**2, what R of first moments in FP8 is; None: the package's R.
+        fresh_grids: find amax and exponent of a second moment's group anew in each step, as those of a first one.
+        independent_noise: of steps, instead of noise that is spread over eight of them.
+    """
 
     def codecs(group: Any) -> tuple[MomentCodec, MomentCodec]:
         m, v = optimizer_state.codecs(group)
-        if factor is None or m.format == "int8" or not m.expand:
-            return m, v
-        return RangedCodec(m.format, m.expand, m.group_size, log2_range=math.log2(m.fp8.max**2 * factor)), v
+        if factor is not None and m.format != "int8" and m.expand:
+            m = RangedCodec(**vars(m), log2_range=math.log2(m.fp8.max**2 * factor))
+        return m, replace(v, keep_grid=False) if fresh_grids else v
 
-    with mock.patch("coat_dist.optim.adamw.codecs", codecs):
+    def noise(seed: int, step: int, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return dither(seed, 8 * step if independent_noise else step, *rest)
+
+    with (
+        mock.patch("coat_dist.optim.adamw.codecs", codecs),
+        mock.patch("coat_dist.reference.adamw.dither", noise),
+    ):
         yield
 
 

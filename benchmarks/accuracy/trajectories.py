@@ -1,114 +1,75 @@
-"""How far CoatAdamW moves parameters, and torch's fp32 AdamW with the same gradients, in groups of unlike elements.
+"""How far CoatAdamW moves parameters over many steps, beside torch's fp32 AdamW with the same gradients.
 
-    python -m benchmarks.accuracy.trajectories [--output DIR]
+    python -m benchmarks.accuracy.trajectories [--quick] [--device cuda] [--output DIR]
 
 The error of one encoding says little about many steps: what rounding adds to a moment is encoded again in the next one.
-So parameters start at zero, both optimizers take the same steps, and two ratios are taken over the elements that a
-scenario is about:
+So parameters start at zero, both optimizers take the same steps, and over the elements that a scenario is about
+(`trajectory_gradients.py`) these are taken:
 
-* ``moved``: mean of displacements, without sign, over that of fp32 AdamW; 1 is right,
 * ``error``: root mean square of the difference of displacements over the root mean square of those of fp32 AdamW,
+* ``moved``: mean of displacements, without sign, over that of fp32 AdamW; 1 is right,
+* ``nearest``, ``farthest``, where gradients stop: the least and largest displacement of one element over fp32 AdamW's,
+* ``v``: mean of (second moment / that of fp32 AdamW) - 1, the bias,
+* ``v_log2``, ``v_rms``: mean and root mean square of its log2. All three over second moments that fp32 holds normally.
 
-and ``v``, the mean of log2(second moment / that of fp32 AdamW) at the end. Scenarios:
-
-* ``stopped``: a tenth of the elements has five gradients of 1e-4 and then none, beside neighbours of deviation 1;
-* ``stopped at 1e-7``: the same with gradients of 1e-7;
-* ``beside constants``: the first, with neighbours whose gradient is always 1, so that amaxes hardly move;
-* ``sparse``: each element has a gradient in 2 % of the steps;
-* ``decaying``: gradients of half of the elements shrink by a fifth in each step.
-
-FP8 formats are measured with two ranges R of the first moment: F**2 / 2, the package's, and 2 F**2, its former one.
-Prints a table and writes `accuracy/trajectories.json`. Takes two minutes on a core.
+Every pair of formats is measured with both roundings and four pairs of betas over 20, 60 and 400 steps; the pairs that
+docs/numerics.md compares also over 2000, without ``normalize``, and with other group sizes; the default pair and int8
+with log8 also with what is known to be worse: no expansion, and encodings of `encodings.altered`.
+Prints a table and writes `accuracy/trajectories.json`, a configuration a line. Takes a quarter of an hour on a core,
+with ``--quick``, which leaves out the long runs and most pairs, a minute.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.accuracy.encodings import first_moment_range
+from benchmarks.accuracy.encodings import altered
+from benchmarks.accuracy.trajectory_gradients import ELEMENTS, SCENARIOS, Gradients
 from benchmarks.common import argument_parser, write_result
 from coat_dist import CoatAdamW
 from coat_dist.optim import export_moments
+from coat_dist.reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS
 
-__all__ = ["SCENARIOS", "Gradients", "Options", "compare", "decaying", "main", "ratios", "sparse", "stopped", "train"]
+__all__ = ["BETAS", "FORMER", "Joined", "Options", "Trained", "main", "measure", "ratios", "train"]
 
-LR, BETA1 = 1e-3, 0.9
-ELEMENTS = 4096
-
-
-class Gradients(NamedTuple):
-    """``steps``: fp32 [number of steps, n]; ``watched``: bool [n], the elements whose displacement is measured."""
-
-    steps: torch.Tensor
-    watched: torch.Tensor
+LR = 1e-3
+BETAS = ((0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.0, 0.99))
+SMALLEST = 2.0**-120
+"""Of fp32's second moments, to be compared: a little above the smallest normal number, below which codes are zero."""
 
 
 class Options(NamedTuple):
-    """One configuration of CoatAdamW. ``factor``: R of the first moment over F**2, the package's if None."""
+    """One configuration of CoatAdamW; the last three as :func:`altered` takes them."""
 
     first: str = "e4m3"
     second: str = "e4m3"
+    betas: tuple[float, float] = (0.9, 0.999)
+    rounding: bool | str = "auto"
+    normalize: bool = True
+    group_size: int = 128
     expand: bool = True
     factor: float | None = None
-    group_size: int = 128
-    rounding: bool | str = "auto"
-    beta2: float = 0.999
+    fresh_grids: bool = False
+    independent_noise: bool = False
 
 
-def stopped(
-    n: int = ELEMENTS, small: float = 1e-4, constant: bool = False, steps: int = 60, share: float = 0.1, seed: int = 0
-) -> Gradients:
-    """A ``share`` of the elements has five gradients of ``small`` and then none; others are normal, or always 1."""
-    generator = torch.Generator().manual_seed(seed)
-    gradients = torch.randn(steps, n, generator=generator)
-    if constant:
-        gradients.fill_(1.0)
-    watched = torch.rand(n, generator=generator) < share
-    gradients[:, watched] = 0.0
-    gradients[:5, watched] = small
-    return Gradients(gradients, watched)
+FORMER: dict[str, Any] = {"normalize": False, "fresh_grids": True, "independent_noise": True}
+"""How moments were stored before first moments were normalized."""
 
 
-def sparse(n: int = ELEMENTS, density: float = 0.02, steps: int = 200, seed: int = 0) -> Gradients:
-    """Each element has a normal gradient in a share of the steps, and none in the others."""
-    generator = torch.Generator().manual_seed(seed)
-    present = torch.rand(steps, n, generator=generator) < density
-    return Gradients(torch.randn(steps, n, generator=generator) * present, torch.ones(n, dtype=torch.bool))
+class Trained(NamedTuple):
+    """Displacements by CoatAdamW and by fp32 AdamW, and their second moments: each [n]."""
 
-
-def decaying(n: int = ELEMENTS, factor: float = 0.8, steps: int = 150, seed: int = 0) -> Gradients:
-    """Half of the elements have normal gradients that shrink by ``factor`` in each step."""
-    generator = torch.Generator().manual_seed(seed)
-    gradients = torch.randn(steps, n, generator=generator)
-    watched = torch.rand(n, generator=generator) < 0.5
-    gradients *= torch.where(watched, factor ** torch.arange(steps)[:, None], 1.0)
-    return Gradients(gradients, watched)
-
-
-SCENARIOS: dict[str, Callable[[], Gradients]] = {
-    "stopped": stopped,
-    "stopped at 1e-7": lambda: stopped(small=1e-7),
-    "beside constants": lambda: stopped(constant=True),
-    "sparse": sparse,
-    "decaying": decaying,
-}
-
-
-def compare(gradients: Gradients, options: Options) -> dict[str, float]:
-    """``moved``, ``error`` and ``v`` as above, and ``fp32``, the mean displacement of fp32 AdamW."""
-    coded, exact, v, true_v = (x[gradients.watched].double() for x in train(gradients.steps, options))
-    seen = true_v > 0
-    return {
-        **ratios(coded, exact),
-        "v": (v[seen] / true_v[seen]).log2().mean().item(),
-        "fp32": exact.abs().mean().item(),
-    }
+    coded: torch.Tensor
+    exact: torch.Tensor
+    v: torch.Tensor
+    true_v: torch.Tensor
 
 
 def ratios(coded: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
@@ -119,87 +80,147 @@ def ratios(coded: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
     }
 
 
-def train(steps: torch.Tensor, options: Options) -> tuple[torch.Tensor, ...]:
-    """Displacements by CoatAdamW and by fp32 AdamW after gradients [steps, n], and their second moments: each [n]."""
-    coded, exact = (torch.nn.Parameter(torch.zeros(steps.shape[1])) for _ in range(2))
-    common: dict[str, Any] = {"lr": LR, "betas": (BETA1, options.beta2), "weight_decay": 0.0}
-    ours = CoatAdamW(
-        [coded],
-        first_moment=options.first,
-        second_moment=options.second,
-        expand=options.expand,
-        group_size=options.group_size,
-        stochastic_rounding=options.rounding,
-        **common,
-    )
-    theirs = torch.optim.AdamW([exact], **common)
-    with first_moment_range(options.factor):
-        for gradient in steps:
-            coded.grad, exact.grad = gradient.clone(), gradient.clone()
-            ours.step()
-            theirs.step()
-    _, v = export_moments(coded, ours.state[coded], ours.param_groups[0])
-    return coded.detach(), exact.detach(), v, theirs.state[exact]["exp_avg_sq"]
-
-
-def configurations() -> list[Options]:
-    """Formats and ranges with every rounding, group size and both common beta2; other formats with groups of 128."""
-    kinds = [
-        Options(factor=2.0),
-        Options(),
-        Options("e5m2", "e5m2", factor=2.0),
-        Options("e5m2", "e5m2"),
-        Options("int8", "log8"),
-        Options(expand=False),
-        Options("int8", expand=False),
-    ]
-    out = []
-    roundings: tuple[bool | str, ...] = (False, "auto", True)
-    for kind, beta2, rounding in product(kinds, (0.999, 0.95), roundings):
-        if (beta2, rounding) == (0.95, "auto"):  # is False
-            continue
-        sizes = (64, 128, 256) if beta2 == 0.999 and kind.expand else (128,)
-        out += [kind._replace(group_size=size, rounding=rounding, beta2=beta2) for size in sizes]
+def measure(trained: Trained, gradients: Gradients) -> dict[str, float]:
+    """What the module's docstring lists, of a scenario's watched elements."""
+    coded, exact, v, true_v = (x[gradients.watched].double() for x in trained)
+    out = ratios(coded, exact)
+    if gradients.stops:
+        each = coded / exact
+        out |= {"nearest": each.min().item(), "farthest": each.max().item()}
+    seen = true_v >= SMALLEST
+    if seen.any():
+        ratio = v[seen] / true_v[seen]
+        logarithm = ratio.clamp(min=2.0**-100).log2()
+        out |= {"v": ratio.mean().item() - 1, "v_log2": logarithm.mean().item()}
+        out["v_rms"] = logarithm.square().mean().sqrt().item()
     return out
 
 
-def _label(options: Options) -> str:
-    """Formats, and R where there is one to tell."""
-    if not options.expand:
-        return f"{options.first}, {options.second}, expand off"
-    fp8 = options.first != "int8"
-    return f"{options.first}, {options.second}" + (", R = 2 F^2" if options.factor else ", R = F^2/2" if fp8 else "")
+class Joined:
+    """Scenarios of equally many steps as columns of one tensor. Each has whole groups of every size."""
+
+    def __init__(self, scenarios: Mapping[str, Gradients]) -> None:
+        self.scenarios = scenarios
+        self.steps = torch.cat([one.steps for one in scenarios.values()], 1)
+
+    def compare(self, options: Options, device: str = "cpu") -> dict[str, dict[str, float]]:
+        """:func:`measure` of each scenario."""
+        trained = train(self.steps, options, device)
+        out, first = {}, 0
+        for name, one in self.scenarios.items():
+            last = first + len(one.watched)
+            out[name] = measure(Trained(*(x[first:last] for x in trained)), one)
+            first = last
+        return out
+
+
+def train(steps: torch.Tensor, options: Options, device: str = "cpu") -> Trained:
+    """Both optimizers' ways after gradients [steps, n]."""
+    coded = torch.nn.Parameter(torch.zeros(steps.shape[1], device=device))
+    ours = CoatAdamW(
+        [coded],
+        lr=LR,
+        betas=options.betas,
+        weight_decay=0.0,
+        first_moment=options.first,
+        second_moment=options.second,
+        expand=options.expand,
+        normalize=options.normalize,
+        group_size=options.group_size,
+        stochastic_rounding=options.rounding,
+    )
+    with altered(options.factor, options.fresh_grids, options.independent_noise):
+        for gradient in steps:
+            coded.grad = gradient.to(device)
+            ours.step()
+    _, v = export_moments(coded, ours.state[coded], ours.param_groups[0])
+    exact, true_v = _fp32(steps, options.betas)
+    return Trained(coded.detach().cpu(), exact, v.cpu(), true_v)
+
+
+@functools.lru_cache(8)
+def _fp32(steps: torch.Tensor, betas: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Displacements and second moments of torch's AdamW."""
+    exact = torch.nn.Parameter(torch.zeros(steps.shape[1]))
+    theirs = torch.optim.AdamW([exact], lr=LR, betas=betas, weight_decay=0.0)
+    for gradient in steps:
+        exact.grad = gradient.clone()
+        theirs.step()
+    return exact.detach(), theirs.state[exact]["exp_avg_sq"]
+
+
+PAIRS = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3", "log8"), ("int8", "log8"))
+"""That are measured over 2000 steps and with all group sizes."""
+MAIN = (PAIRS[0], PAIRS[-1])
+ALTERED: dict[str, dict[str, Any]] = {
+    "fresh grids": {"fresh_grids": True},
+    "independent noise": {"independent_noise": True},
+    "R = 2 F^2": {"factor": 2.0},
+    "expand off": {"expand": False},
+    "former": FORMER | {"rounding": True},
+    "former, to nearest": FORMER | {"rounding": False},
+    "former, R = 2 F^2, to nearest": FORMER | {"rounding": False, "factor": 2.0},
+}
+
+
+def configurations() -> Iterator[tuple[bool, str, Options]]:
+    """Whether the longest scenarios are measured, too; the name of what is altered; and the configuration."""
+    slow = (0.9, 0.999)
+    formats = list(product(FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS))
+    for betas, rounding, pair in product(BETAS, (True, False), formats):
+        yield pair in PAIRS and rounding, "", Options(*pair, betas, rounding)
+    for pair, betas, rounding in product(PAIRS, ((0.9, 0.95), slow), (True, False)):
+        yield False, "", Options(*pair, betas, rounding, normalize=False)
+    for pair, betas, size in product(PAIRS, ((0.9, 0.95), slow), (64, 256)):
+        yield False, "", Options(*pair, betas, True, group_size=size)
+    for pair, betas in product(MAIN, ((0.9, 0.9), (0.9, 0.99))):
+        yield True, "", Options(*pair, betas, True)
+    for pair, betas, (name, changes) in product(MAIN, ((0.9, 0.95), slow), ALTERED.items()):
+        if pair == MAIN[0] or ("R =" not in name and name != "expand off"):
+            yield betas == slow, name, Options(*pair, betas, True)._replace(**changes)
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    return argument_parser(__doc__).parse_args(given)
+    parser = argument_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="the default pair and int8, log8 only, 400 steps at most")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: by the kernel")
+    return parser.parse_args(given)
 
 
 def main() -> None:
-    output = parse().output
-    rows: list[dict[str, Any]] = []
-    for name, make in SCENARIOS.items():
-        gradients = make()
-        for options in configurations():
-            row: dict[str, Any] = {"scenario": name, "formats": _label(options)}
-            row |= {k: getattr(options, k) for k in ("beta2", "rounding", "group_size")}
-            rows.append(row | compare(gradients, options))
-            numbers = rows[-1]
-            print(
-                f"{name:<17} {numbers['formats']:<24} beta2 {options.beta2:<6} {options.rounding!s:<6}"
-                f" groups of {options.group_size:<4} moved {numbers['moved']:9.3f}  error {numbers['error']:9.3f}"
-                f"  log2 v {numbers['v']:+.3f}",
-                flush=True,
-            )
-    worst = {
-        label: max(abs(math.log(r["moved"])) for r in rows if r["formats"] == label)
-        for label in dict.fromkeys(str(r["formats"]) for r in rows)
-    }
-    for label, value in worst.items():
-        print(f"{label:<24} displacement at most {math.exp(value):.2f} times too large or too small")
-    settings = {"lr": LR, "beta1": BETA1, "elements": ELEMENTS}
-    print("wrote", write_result("accuracy/trajectories", {"settings": settings, "rows": rows}, output))
+    given = parse()
+    joined = {n: Joined({name: make() for name, make in found.items()}) for n, found in SCENARIOS.items()}
+    rows = []
+    for long, what, options in configurations():
+        if given.quick and (options.first, options.second) not in MAIN:
+            continue
+        if what and given.device == "cuda" and options.fresh_grids | options.independent_noise:
+            continue  # the definition alone can be altered so
+        row: dict[str, Any] = {"altered": what, **options._asdict()}
+        row["betas"] = "{}, {}".format(*options.betas)
+        row = {key: row[key] for key in ("altered", *Options._fields[:7])}
+        for n, one in joined.items():
+            if n == max(joined) and (given.quick or not long):
+                continue
+            for name, found in one.compare(options, given.device).items():
+                row |= {f"{name} {n} {key}": float(f"{value:.4g}") for key, value in found.items()}
+        rows.append(row)
+        print_row(row)
+    settings = {"lr": LR, "elements": ELEMENTS, "quick": given.quick, "device": given.device}
+    print("wrote", write_result("accuracy/trajectories", {"settings": settings, "rows": rows}, given.output))
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    """A configuration, and errors and extremes of its scenarios."""
+    title = f"{row['first']}, {row['second']} ({row['betas']}) groups of {row['group_size']}, {row['rounding']}"
+    print(title + ("" if row["normalize"] else ", not normalized") + (row["altered"] and f", {row['altered']}"))
+    for key, value in row.items():
+        name, _, what = key.rpartition(" ")
+        if what == "error":
+            others = {k: row.get(f"{name} {k}") for k in ("nearest", "farthest", "v", "v_rms")}
+            more = "  ".join(f"{k} {x:+.3g}" for k, x in others.items() if x is not None)
+            print(f"  {name:<22} error {value:8.4f}  {more}", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.accuracy.encodings import first_moment_range
+from benchmarks.accuracy.encodings import altered
 from benchmarks.common import argument_parser, figure_path, result_path, write_result
 from benchmarks.convergence.optimizer_report import plot, print_table, summarize
 from benchmarks.small_gpt import BETAS, BYTES_VOCABULARY, GPT, WEIGHT_DECAY, Shape, fp32_adamw, prepare_bytes, train
@@ -73,7 +73,7 @@ class WideRangeAdamW(CoatAdamW):
     """CoatAdamW with R = 2 F**2 for the first moment: finer codes, which lift the smallest element of every group."""
 
     def step(self, closure: Any = None) -> Any:
-        with first_moment_range(2.0):
+        with altered(factor=2.0):
             return super().step(closure)
 
 

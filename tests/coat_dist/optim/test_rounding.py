@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist.optim import CoatAdamW, export_moments
-from coat_dist.optim.state import AUTO_BETA2, stochastic
+from coat_dist.optim.state import stochastic
 
 FORMATS = [("e4m3", "e4m3"), ("int8", "log8")]
 
@@ -34,44 +34,32 @@ def formats(pair):
     return dict(zip(("first_moment", "second_moment"), pair, strict=True))
 
 
-@pytest.mark.parametrize(
-    "option, beta2, expected",
-    [
-        ("auto", 0.98, (False, False)),
-        ("auto", 0.9801, (False, True)),
-        ("auto", 0.999, (False, True)),
-        (True, 0.95, (True, True)),
-        (False, 0.999, (False, False)),
-    ],
-)
+@pytest.mark.parametrize("beta2", [0.9, 0.95, 0.98, 0.9801, 0.999])
+@pytest.mark.parametrize("option, expected", [("auto", (True, True)), (True, (True, True)), (False, (False, False))])
 def test_which_moments_are_rounded_stochastically(option, beta2, expected):
-    assert AUTO_BETA2 == 0.98
     assert stochastic({"stochastic_rounding": option, "betas": (0.9, beta2)}) == expected
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)])
 @pytest.mark.parametrize("pair", FORMATS)
-def test_auto_is_one_of_the_other_two_in_each_moment(pair):
+def test_auto_rounds_both_moments_stochastically(pair, betas):
     runs = {}
     for option in (True, False, "auto"):
-        _, optimizer = make(stochastic_rounding=option, **formats(pair))
+        p, optimizer = make(betas, stochastic_rounding=option, **formats(pair))
         train(optimizer, 1)  # what a step stores is read by the next one only
-        runs[option] = optimizer
-    for which, like, unlike in (("m", False, True), ("v", True, False)):
-        assert torch.equal(codes(runs["auto"], which), codes(runs[like], which))
-        assert not torch.equal(codes(runs["auto"], which), codes(runs[unlike], which))
+        first = [codes(optimizer, which).clone() for which in "mv"]
+        train(optimizer, 2, seed=2)
+        runs[option] = first, p, optimizer
+    for i, which in enumerate("mv"):
+        assert torch.equal(runs["auto"][0][i], runs[True][0][i]), which
+        assert not torch.equal(runs["auto"][0][i], runs[False][0][i]), which
+        assert torch.equal(codes(runs["auto"][2], which), codes(runs[True][2], which)), which
+    assert torch.equal(runs["auto"][1], runs[True][1])
+    keys = [set(optimizer.state[p]) for _, p, optimizer in runs.values()]
+    assert keys[2] == keys[0] and keys[2] - keys[1] == {"coat_seed"}
 
 
-@pytest.mark.parametrize("pair", FORMATS)
-def test_auto_below_the_threshold_is_rounding_to_nearest(pair):
-    (p, auto), (q, nearest) = (make((0.9, 0.98), stochastic_rounding=o, **formats(pair)) for o in ("auto", False))
-    train(auto, 3)
-    train(nearest, 3)
-    assert torch.equal(p, q)
-    assert set(auto.state[p]) - set(nearest.state[q]) == {"coat_seed"}
-    assert all(torch.equal(codes(auto, w), codes(nearest, w)) for w in "mv")
-
-
-def test_groups_go_by_their_own_betas():
+def test_groups_are_rounded_alike_whatever_their_betas():
     torch.manual_seed(0)
     start = torch.randn(2, 4096)
 
@@ -83,25 +71,62 @@ def test_groups_go_by_their_own_betas():
     runs = {option: build(option) for option in (True, False, "auto")}
     for optimizer in runs.values():
         train(optimizer, 1)
-    assert torch.equal(codes(runs["auto"], "v", 0), codes(runs[True], "v", 0))
-    assert torch.equal(codes(runs["auto"], "v", 1), codes(runs[False], "v", 1))
+    for i in (0, 1):
+        assert torch.equal(codes(runs["auto"], "v", i), codes(runs[True], "v", i))
+        assert not torch.equal(codes(runs["auto"], "v", i), codes(runs[False], "v", i))
     assert [state["coat_seed"] for state in runs["auto"].state.values()] == [0, 1]
 
 
-def test_betas_that_a_schedule_changes_count_from_the_next_step_on():
+def test_groups_go_by_their_own_rounding():
+    torch.manual_seed(0)
+    start = torch.randn(2, 4096)
+
+    def build(*options):
+        groups = [
+            {"params": [torch.nn.Parameter(x.clone())], "stochastic_rounding": option}
+            for x, option in zip(start, options, strict=True)
+        ]
+        return CoatAdamW(groups)
+
+    runs = {options: build(*options) for options in ((True, True), (False, False), ("auto", False))}
+    for optimizer in runs.values():
+        train(optimizer, 1)
+    mixed = runs["auto", False]
+    for which in "mv":
+        assert torch.equal(codes(mixed, which, 0), codes(runs[True, True], which, 0))
+        assert torch.equal(codes(mixed, which, 1), codes(runs[False, False], which, 1))
+        assert not torch.equal(codes(mixed, which, 1), codes(runs[True, True], which, 1))
+
+
+def test_betas_that_a_schedule_changes_do_not_change_the_rounding():
     (p, auto), (q, nearest), (r, both) = (make((0.9, 0.95), stochastic_rounding=o) for o in ("auto", False, True))
-    train(auto, 2)
-    train(nearest, 2)
-    assert torch.equal(p, q) and torch.equal(codes(auto, "v"), codes(nearest, "v"))
-    both.load_state_dict({**copy.deepcopy(auto.state_dict()), "param_groups": both.state_dict()["param_groups"]})
-    with torch.no_grad():
-        r.copy_(p)
+    for optimizer in (auto, nearest, both):
+        train(optimizer, 2)
+    assert torch.equal(p, r) and torch.equal(codes(auto, "v"), codes(both, "v"))
     for optimizer in (auto, nearest, both):
         optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        train(optimizer, 2, seed=2)
+    assert torch.equal(p, r) and not torch.equal(p, q)
+    for which in "mv":
+        assert torch.equal(codes(auto, which), codes(both, which))
+        assert not torch.equal(codes(auto, which), codes(nearest, which))
+
+
+def test_an_option_that_is_changed_counts_from_the_next_step_on():
+    (p, auto), (q, nearest) = (make((0.9, 0.95), stochastic_rounding=o) for o in ("auto", False))
+    train(auto, 2)
+    nearest.load_state_dict({**copy.deepcopy(auto.state_dict()), "param_groups": nearest.state_dict()["param_groups"]})
+    with torch.no_grad():
+        q.copy_(p)
+    auto.param_groups[0]["stochastic_rounding"] = False
+    for optimizer in (auto, nearest):
         train(optimizer, 1, seed=2)
-    assert torch.equal(codes(auto, "m"), codes(nearest, "m"))
-    assert torch.equal(codes(auto, "v"), codes(both, "v"))
-    assert not torch.equal(codes(auto, "v"), codes(nearest, "v"))
+    assert torch.equal(p, q)
+    assert all(torch.equal(codes(auto, which), codes(nearest, which)) for which in "mv")
+    auto.param_groups[0]["stochastic_rounding"] = "auto"
+    for optimizer in (auto, nearest):
+        train(optimizer, 1, seed=3)
+    assert all(not torch.equal(codes(auto, which), codes(nearest, which)) for which in "mv")
 
 
 @pytest.mark.parametrize("pair", FORMATS)
