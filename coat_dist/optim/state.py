@@ -109,7 +109,7 @@ def _codecs(first: str, second: str, expand: bool, normalize: bool, size: int, k
 def codecs(group: Mapping[str, Any]) -> Codecs:
     """How a parameter group stores its first and second moment."""
     normalize = group.get("normalize", False)
-    # To nearest a grid that stays would keep every second moment where it is; one that moves is noise that lets it move.
+    # To nearest a grid that stays would keep second moments where they are; one that moves is noise that moves them.
     keep_grid = group.get("stochastic_rounding") is not False
     formats = group["first_moment"], group["second_moment"], group["expand"]
     return _codecs(*formats, normalize, group["group_size"], keep_grid)
