@@ -24,7 +24,7 @@ __all__ = [
     "stopped",
 ]
 
-ELEMENTS = 1024
+ELEMENTS = 512
 
 
 class Gradients(NamedTuple):

@@ -21,16 +21,16 @@ PAIRS = [*FORMATS.items(), ("e4m3", "log8")]
 N, STEPS = 512, 100
 STOPPED = ("stopped", "stopped at 1e-7", "beside constants", "both")
 ERROR = {
-    **dict.fromkeys(("random", "huge", "tiny"), 0.04),
+    **dict.fromkeys(("random", "huge", "tiny"), 0.045),
     "spread": 0.07,
     "sparse": 0.05,
-    **dict.fromkeys(STOPPED, 0.06),
-    "decaying": 0.045,
+    **dict.fromkeys(STOPPED, 0.085),
+    "decaying": 0.06,
 }
 """Of displacements, root mean square, relative."""
-MOVED = 0.03
+MOVED = 0.04
 """How far the mean displacement may be from that of fp32 AdamW, relative."""
-NEAREST, FARTHEST = 0.8, 1.25
+NEAREST, FARTHEST = 0.75, 1.25
 """Displacement of single elements whose gradients stop over that of fp32 AdamW."""
 
 
@@ -97,11 +97,6 @@ def test_these_bounds_do_not_hold_for_encodings_that_are_known_to_be_worse(what,
         assert found["both"]["farthest"] > 5, "five times as far as fp32 AdamW, or more"
 
 
-@pytest.mark.parametrize("betas, name", [((0.9, 0.95), "sparse"), ((0.9, 0.999), "spread")])
-def test_nor_do_they_hold_to_nearest(betas, name):
-    assert name in broken(scenarios().compare(Options(betas=betas, rounding=False)))
-
-
 FORMER_ERROR = {
     "stopped": {"e4m3": 0.4, "e5m2": 0.25, "int8": 0.8},
     "sparse": dict.fromkeys(FORMATS, 0.08),
@@ -160,19 +155,19 @@ BIAS = 0.1
 
 @functools.cache
 def unlike(steps: int) -> Joined:
-    return Joined({"spread": normal(N, steps, octaves=1.5)})
+    return Joined({"spread": normal(N, steps, octaves=1.5), "sparse": sparse(N, steps=steps)})
 
 
-@pytest.mark.parametrize("beta2, steps", [(0.9, 60), (0.95, 120), (0.99, 200), (0.999, 400)])
+@pytest.mark.parametrize("beta2, steps", [(0.9, 60), (0.95, 200), (0.99, 200), (0.999, 400)])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_second_moments_are_not_biased(pair, beta2, steps):
-    found = unlike(steps).compare(Options(*pair, (0.9, beta2)))["spread"]
-    assert abs(found["v"]) <= BIAS, found
+    for name, found in unlike(steps).compare(Options(*pair, (0.9, beta2))).items():
+        assert abs(found["v"]) <= BIAS, (name, found)
 
 
-@pytest.mark.parametrize("beta2, steps", [(0.95, 120), (0.99, 200), (0.999, 400)])
-def test_second_moments_that_are_rounded_to_nearest_are(beta2, steps):
-    found = unlike(steps).compare(Options(betas=(0.9, beta2), rounding=False))["spread"]
+@pytest.mark.parametrize("beta2, steps, name", [(0.95, 200, "sparse"), (0.99, 200, "spread"), (0.999, 400, "spread")])
+def test_second_moments_that_are_rounded_to_nearest_are(beta2, steps, name):
+    found = unlike(steps).compare(Options(betas=(0.9, beta2), rounding=False))[name]
     assert found["v"] > BIAS, found
 
 
