@@ -15,8 +15,8 @@ So parameters start at zero, both optimizers take the same steps, and over the e
 Every pair of formats is measured with both roundings and four pairs of betas over 20, 60 and 400 steps; the pairs that
 docs/numerics.md compares also over 2000, without ``normalize``, and with other group sizes; the default pair and int8
 with log8 also with what is known to be worse: no expansion, and encodings of `encodings.altered`.
-Prints a table and writes `accuracy/trajectories.json` after each configuration, a line for it. Takes minutes on a core, and with
-``--quick``, which leaves out the long runs and most pairs, one.
+Prints a table and writes `accuracy/trajectories.json` after each configuration, a line for it. Takes ten minutes on a
+core, and with ``--quick``, which leaves out the long runs and most pairs, two.
 """
 
 from __future__ import annotations
