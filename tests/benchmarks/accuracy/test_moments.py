@@ -110,7 +110,7 @@ def test_drift_is_that_of_the_optimizer():
         low, high = ([at[beta2, formats, r] for r in (False, True)] for beta2 in (0.95, 0.999))
         assert high[0]["v"] > 0.3 > abs(high[1]["v"])
         assert abs(low[0]["v"]) < 0.1 > abs(low[1]["v"])
-        assert low[0]["v_after_zeros"] > 0.5 > abs(low[1]["v_after_zeros"])
+        assert low[0]["v_after_zeros"] > 0.06 > abs(low[1]["v_after_zeros"])
         assert low[0]["update"] < low[1]["update"] < 1  # in one step nearest is best
         assert high[1]["update"] < high[0]["update"] < 1
     assert at[0.999, "int8, log8", True]["fp32_falls_by"] == pytest.approx(0.02887, rel=1e-3)
