@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 
 from coat_dist.optim import state as optimizer_state
-from coat_dist.reference.moments import TINY, MomentCodec, decode, dither, encode
+from coat_dist.reference.dither import dither
+from coat_dist.reference.moments import TINY, MomentCodec, decode, encode
 
 __all__ = [
     "Encoding",
