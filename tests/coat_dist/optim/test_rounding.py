@@ -35,28 +35,47 @@ def formats(pair):
 
 
 @pytest.mark.parametrize("beta2", [0.9, 0.95, 0.98, 0.9801, 0.999])
-@pytest.mark.parametrize("option, expected", [("auto", (True, True)), (True, (True, True)), (False, (False, False))])
-def test_which_moments_are_rounded_stochastically(option, beta2, expected):
-    assert stochastic({"stochastic_rounding": option, "betas": (0.9, beta2)}) == expected
+@pytest.mark.parametrize(
+    "first, option, expected",
+    [
+        ("e4m3", "auto", (False, True)),
+        ("e5m2", "auto", (False, True)),
+        ("int8", "auto", (True, True)),
+        ("e4m3", True, (True, True)),
+        ("int8", False, (False, False)),
+    ],
+)
+def test_which_moments_are_rounded_stochastically(first, option, expected, beta2):
+    group = {"stochastic_rounding": option, "first_moment": first, "betas": (0.9, beta2)}
+    assert stochastic(group) == expected
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)])
 @pytest.mark.parametrize("pair", FORMATS)
-def test_auto_rounds_both_moments_stochastically(pair, betas):
+def test_auto_is_one_of_the_other_two_in_each_moment_whatever_the_betas(pair, betas):
     runs = {}
     for option in (True, False, "auto"):
         p, optimizer = make(betas, stochastic_rounding=option, **formats(pair))
-        train(optimizer, 1)  # what a step stores is read by the next one only
-        first = [codes(optimizer, which).clone() for which in "mv"]
-        train(optimizer, 2, seed=2)
-        runs[option] = first, p, optimizer
-    for i, which in enumerate("mv"):
-        assert torch.equal(runs["auto"][0][i], runs[True][0][i]), which
-        assert not torch.equal(runs["auto"][0][i], runs[False][0][i]), which
-        assert torch.equal(codes(runs["auto"][2], which), codes(runs[True][2], which)), which
-    assert torch.equal(runs["auto"][1], runs[True][1])
-    keys = [set(optimizer.state[p]) for _, p, optimizer in runs.values()]
-    assert keys[2] == keys[0] and keys[2] - keys[1] == {"coat_seed"}
+        train(optimizer, 3)
+        runs[option] = p, optimizer
+    keys = {option: set(optimizer.state[p]) for option, (p, optimizer) in runs.items()}
+    assert keys["auto"] == keys[True] and keys["auto"] - keys[False] == {"coat_seed"}
+    (p, auto), (q, both) = runs["auto"], runs[True]
+    assert torch.equal(codes(auto, "v"), codes(both, "v")), "noise of the second is that of true"
+    assert torch.equal(codes(auto, "m"), codes(both, "m")) is torch.equal(p, q) is (pair[0] == "int8")
+    for which in "mv":
+        assert not torch.equal(codes(auto, which), codes(runs[False][1], which)), which
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_first_moment_of_auto_is_that_of_rounding_to_nearest(normalize):
+    runs = {}
+    for option in (True, False, "auto"):
+        _, optimizer = make(stochastic_rounding=option, normalize=normalize)
+        train(optimizer, 1)
+        runs[option] = codes(optimizer, "m")
+    # After one step they do not depend on what was stored of the second.
+    assert torch.equal(runs["auto"], runs[False])
 
 
 def test_groups_are_rounded_alike_whatever_their_betas():
@@ -92,14 +111,17 @@ def test_groups_go_by_their_own_rounding():
     for optimizer in runs.values():
         train(optimizer, 1)
     mixed = runs["auto", False]
-    for which in "mv":
-        assert torch.equal(codes(mixed, which, 0), codes(runs[True, True], which, 0))
-        assert torch.equal(codes(mixed, which, 1), codes(runs[False, False], which, 1))
-        assert not torch.equal(codes(mixed, which, 1), codes(runs[True, True], which, 1))
+    assert torch.equal(codes(mixed, "v", 0), codes(runs[True, True], "v", 0))
+    assert torch.equal(codes(mixed, "v", 1), codes(runs[False, False], "v", 1))
+    assert not torch.equal(codes(mixed, "v", 1), codes(runs[True, True], "v", 1))
+    assert all(torch.equal(codes(mixed, "m", i), codes(runs[False, False], "m", i)) for i in (0, 1))
 
 
 def test_betas_that_a_schedule_changes_do_not_change_the_rounding():
-    (p, auto), (q, nearest), (r, both) = (make((0.9, 0.95), stochastic_rounding=o) for o in ("auto", False, True))
+    options = {"first_moment": "int8", "second_moment": "log8"}
+    (p, auto), (q, nearest), (r, both) = (
+        make((0.9, 0.95), stochastic_rounding=o, **options) for o in ("auto", False, True)
+    )
     for optimizer in (auto, nearest, both):
         train(optimizer, 2)
     assert torch.equal(p, r) and torch.equal(codes(auto, "v"), codes(both, "v"))
@@ -126,7 +148,7 @@ def test_an_option_that_is_changed_counts_from_the_next_step_on():
     auto.param_groups[0]["stochastic_rounding"] = "auto"
     for optimizer in (auto, nearest):
         train(optimizer, 1, seed=3)
-    assert all(not torch.equal(codes(auto, which), codes(nearest, which)) for which in "mv")
+    assert not torch.equal(codes(auto, "v"), codes(nearest, "v"))
 
 
 @pytest.mark.parametrize("pair", FORMATS)
