@@ -266,6 +266,7 @@ class CoatAdamW(torch.optim.Optimizer):
         self.__dict__.pop("_plans", None)
         # pickled by a release that had fewer options
         given = {key: option.default for key, option in inspect.signature(CoatAdamW).parameters.items()}
+        given["normalize"] = False  # which such codes are not
         self.defaults = {**{k: v for k, v in given.items() if k != "params"}, **self.defaults}
         for group in self.param_groups:
             for key, value in self.defaults.items():

@@ -81,7 +81,7 @@ def _without_news(group: Mapping[str, Any]) -> dict[str, Any]:
 
     A distributed checkpoint loads what the optimizer has by then, and fails where the checkpoint lacks one of its keys.
     """
-    return {k: v for k, v in group.items() if k != "names" and (k != "capturable" or v)}
+    return {k: v for k, v in group.items() if k != "names" and (k not in ("capturable", "normalize") or v)}
 
 
 class Boxed:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from coat_dist.optim import CoatAdamW, adamw, fp32_state_dict, import_moments
+from coat_dist.optim import CoatAdamW, adamw, export_moments, fp32_state_dict, import_moments
 from tests.coat_dist.ops import adamw_layouts
 from tests.coat_dist.optim.common import assert_same_state
 
@@ -170,6 +170,20 @@ def test_an_optimizer_pickled_with_fewer_options_goes_on():
         again.load_state_dict(again.state_dict())
         again.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
         assert again.param_groups[-1]["capturable"] is False
+
+
+def test_an_optimizer_pickled_before_first_moments_were_normalized_reads_them_as_they_were_meant():
+    p = torch.nn.Parameter(torch.ones(300))
+    optimizer = CoatAdamW([p], normalize=False)
+    step([p], optimizer)
+    wanted = export_moments(p, optimizer.state[p], optimizer.param_groups[0])
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        del options["normalize"]
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert again.param_groups[0]["normalize"] is False
+    (q,) = again.param_groups[0]["params"]
+    found = export_moments(q, again.state[q], again.param_groups[0])
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_codes_of_another_memory_order_are_loaded_as_rows():

@@ -132,18 +132,18 @@ def test_foreign_and_damaged_checkpoints_say_what_to_do():
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_distributed_checkpoints_of_earlier_releases_load(tmp_path, lr):
-    """Their groups have neither the names of parameters nor ``capturable``."""
+    """Their groups have neither the names of parameters nor ``capturable`` nor ``normalize``, which is False."""
     runs = []
     for _ in range(2):
         model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-        optimizer = CoatAdamW(param_groups(model, 0.1), lr=lr)
+        optimizer = CoatAdamW(param_groups(model, 0.1), lr=lr, normalize=False)
         runs.append((model, optimizer))
     model, optimizer = runs[0]
     model(torch.ones(2, 16)).square().sum().backward()
     optimizer.step()
     saved = get_optimizer_state_dict(model, optimizer)
     saved["param_groups"] = [
-        {k: v for k, v in g.items() if k not in ("names", "capturable")} for g in saved["param_groups"]
+        {k: v for k, v in g.items() if k not in ("names", "capturable", "normalize")} for g in saved["param_groups"]
     ]
     dcp.save(saved, checkpoint_id=tmp_path)
     others, other = runs[1]
