@@ -167,21 +167,21 @@ def configurations() -> Iterator[tuple[bool, str, Options]]:
     """Whether the longest scenarios are measured, too; the name of what is altered; and the configuration."""
     common, formats = BETAS[:2], list(product(FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS))
     for betas, pair in product(BETAS, PAIRS):
-        yield betas in common, "", Options(*pair, betas)
+        yield betas in common, "", Options(pair[0], pair[1], betas)
     for pair, betas, (name, changes) in product(MAIN, common, ALTERED.items()):
         if pair == MAIN[0] or ("R =" not in name and name != "expand off"):
-            yield betas == common[1] and len(changes) == 1, name, Options(*pair, betas)._replace(**changes)
+            yield betas == common[1] and len(changes) == 1, name, Options(pair[0], pair[1], betas)._replace(**changes)
     for pair, betas in product(MAIN, ((0.9, 0.9), (0.9, 0.99))):
-        yield True, "", Options(*pair, betas)
+        yield True, "", Options(pair[0], pair[1], betas)
     for pair, betas, size in product(PAIRS, common, (64, 256)):
-        yield False, "", Options(*pair, betas, group_size=size)
+        yield False, "", Options(pair[0], pair[1], betas, group_size=size)
     for betas, pair, rounding in product(BETAS, PAIRS, (True, False)):
-        yield False, "", Options(*pair, betas, rounding)
+        yield False, "", Options(pair[0], pair[1], betas, rounding)
     for pair, betas, rounding in product(PAIRS, common, ("auto", False)):
-        yield False, "", Options(*pair, betas, rounding, normalize=False)
+        yield False, "", Options(pair[0], pair[1], betas, rounding, normalize=False)
     for betas, pair, rounding in product(BETAS, formats, ("auto", True, False)):
         if pair not in PAIRS:
-            yield False, "", Options(*pair, betas, rounding)
+            yield False, "", Options(pair[0], pair[1], betas, rounding)
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
