@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from coat_dist.flow.weights import invalidate_weights
+from coat_dist.flow import invalidate_weights
 from launch.pretrain import train
 from launch.training import arguments, runtime
 from launch.training.loop import Loop
@@ -46,7 +46,6 @@ class Watch:
     def __call__(self, loop: Loop) -> None:
         """Begin; the loop has loaded its checkpoint."""
         self.loop = loop
-        self.weights = [p.detach() for p in loop.engine.module.parameters()]
         self.began = self.sampled()
         digest = hashlib.sha256()
         for weight in self.weights:
@@ -62,6 +61,11 @@ class Watch:
                 torch._foreach_lerp_(self.mean, [w.float() for w in self.weights], 1 / self.averaged)
 
         loop.log.step = step  # type: ignore[method-assign]  # each step ends with it
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The model's parameters as they are, BF16."""
+        return [p.detach() for p in self.loop.engine.module.parameters()]
 
     def sampled(self) -> torch.Tensor:
         """Some of the weights: fp32 [parameters / EVERY, rounded up for each tensor], on the CPU."""

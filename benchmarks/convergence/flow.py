@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -100,7 +99,7 @@ def train(
     folder: Path,
     arguments: argparse.Namespace,
     seconds: float | None,
-    wait: Wait = subprocess.Popen.wait,
+    wait: Wait | None = None,
 ) -> dict[str, Any]:
     """One run on one GPU; see :func:`benchmarks.convergence.runs.measured`."""
     config, out, log = (folder / f"{job.file_name}{end}" for end in (".json", "", ".log"))

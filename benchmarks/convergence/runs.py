@@ -104,7 +104,7 @@ def measured(
     log: Path,
     gpu: str,
     seconds: float | None,
-    wait: Wait = subprocess.Popen.wait,
+    wait: Wait | None = None,
 ) -> dict[str, Any]:
     """Run `launch/pretrain.py`, or a program around it, to the end; stopped after ``seconds``, which is when ``wait``
     raises TimeoutExpired.
@@ -117,7 +117,7 @@ def measured(
     """
     start, status = time.monotonic(), None
     with launched(line, log, gpu) as process, suppress(subprocess.TimeoutExpired):
-        status = wait(process, seconds)
+        status = process.wait(seconds) if wait is None else wait(process, seconds)
     metrics = out / "metrics.jsonl"
     lines = metrics.read_text().splitlines(True) if metrics.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
