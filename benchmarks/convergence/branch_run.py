@@ -1,4 +1,4 @@
-"""One branch of `benchmarks/convergence/branches.py`, which starts it: `launch/pretrain.py` and what is measured after it.
+"""One branch of `benchmarks/convergence/branches.py`, which starts it: a run of `launch/pretrain.py`, watched.
 
     torchrun --nproc_per_node 1 benchmarks/convergence/branch_run.py --average 200 --result FILE -- ARGUMENTS
 
@@ -16,7 +16,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from launch.pretrain import train
 from launch.training import arguments, runtime
 from launch.training.loop import Loop
 from launch.training.plan import plan
-from megatron_patches import unpatch_model
 
 __all__ = ["Watch", "main"]
 
@@ -54,7 +53,7 @@ class Watch:
         self.mean = [torch.zeros_like(w, dtype=torch.float32) for w in self.weights]
         log = loop.log.step
 
-        def step(record: dict[str, Any]) -> None:
+        def step(record: Mapping[str, Any]) -> None:
             log(record)
             if record["step"] > loop.total_steps - self.average:
                 self.averaged += 1
@@ -76,6 +75,8 @@ class Watch:
 
         The model holds the last weights in BF16 layers afterwards.
         """
+        from megatron_patches import unpatch_model
+
         module, evaluate = self.loop.engine.module, self.loop.evaluate
         assert self.loop.valid is not None
         valid, patched = self.loop.valid, self.loop.engine.coat_patch_report is not None

@@ -1,6 +1,6 @@
-"""What the FP8 flow does to the loss, seen from one state: branches of a BF16 run, in BF16 and in variants of the flow.
+"""What the FP8 flow does to the loss, seen from one state: branches of a BF16 run, in BF16 and in the flow's variants.
 
-    python -m benchmarks.convergence.branches --per-gpu 2 --budget 540 [--runs bf16:0 "row scales:0" ...] [--extend FILE]
+    python -m benchmarks.convergence.branches --per-gpu 2 --budget 540 [--runs bf16:0 "row scales:0" ...]
     python -m benchmarks.convergence.branches --tiny
 
 Runs of `benchmarks/convergence/flow.py` part by chaos while the first structure is learnt, and keep some tenths of a
@@ -10,22 +10,22 @@ the same weights and fp32 moments, data in the same order, the same schedule of 
 variants and what a repeat is are those of `flow.py`; VARIANT:SEED:REPEAT is a branch of the trunk of that seed.
 
 **What a branch leaves out**: all that a variant does before the branch point, in the first quarter of the default run,
-where the learning rate is largest, weights move farthest and whole runs differed most. Whole runs say that, less exactly.
+where the learning rate is largest, weights move farthest and whole runs differed most. Whole runs have it.
 
 Each branch gives four held-out losses: of the last weights, and of the mean of the weights after each of the last
-``--average`` steps; each as trained and in BF16 layers. Gaps and their errors are formed as in `flow.py`, trunk by trunk.
+``--average`` steps; each as trained and in BF16 layers. Gaps and their errors are formed as in `flow.py`, by trunks.
 ``distance`` is how far the last weights are from those of the trunk's first BF16 branch, divided by how far that
 branch went: if repeats of BF16 are as far away as variants are, their spread is chaos in full, and the error is right;
 if they are much nearer, use a larger ``--nudge`` (the learning rate of repeat r is larger by r times that).
 
-A trunk is known by its weights' digest, so that results of several calls (``--extend``) count together, whether a trunk
-was made again, to other bits, or is the same. ``--folder DIR`` keeps text and trunks there for a later call on the same
-machine: a trunk of 64 M parameters takes 0.8 GB. With ``--budget`` no branch begins that would not end. Writes
-`convergence/branches.json` (with ``--tiny`` `convergence/branches-tiny.json`) after every branch.
+With ``--budget`` no branch begins that would not end. Writes `convergence/branches.json` (with ``--tiny``
+`convergence/branches-tiny.json`) after every branch. ``--extend`` begins with the branches of such a file. A trunk is
+known by a digest of its weights, and compared are branches of one trunk only. So give a later call other seeds, or
+``--folder DIR``, where text and trunks stay for calls on the same machine (0.8 GB for a trunk of 64 M parameters).
 
 What a call costs, from the times in `convergence/flow.json` (H200, three runs to a GPU): 55 ms of a GPU for a step in
-BF16, 43 ms in the flow. So 30 s for a trunk of 500 steps and 85 s or 65 s for a branch of 1500, each and for processes to
-start 10 to 20 s more, which overlap where two share a GPU: six branches to a GPU in ten minutes.
+BF16, 43 ms in the flow. So 30 s for a trunk of 500 steps, and 85 s or 65 s for a branch of 1500. Processes need 10 to
+20 s more to start, which overlap where two share a GPU: about six branches to a GPU in ten minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT, argument_parser
+from benchmarks.common import argument_parser
 from benchmarks.convergence import runs
 from benchmarks.convergence.branch_report import KEYS, PAIR, by_trunk, noise, report
 from benchmarks.convergence.flow import VARIANTS, Job, pretrain, settings
@@ -92,10 +92,9 @@ class Study(runs.Study):
         after = torch.load(found)
         result = {**job._asdict(), **result, "steps": self.arguments.branch_at + result["steps"]}
         self._movements[after["trunk"], *job] = after.pop("movement")
-        if self.extended and after["trunk"] not in (known := {r[PAIR] for r in self.extended["runs"]}) and job.seed in {
-            r["seed"] for r in self.extended["runs"]
-        }:
-            print(f"note: the trunk of seed {job.seed} is {after[PAIR]}, other bits than those of --extend: {known}")
+        theirs = {r[PAIR] for r in (self.extended or {"runs": ()})["runs"] if r["seed"] == job.seed}
+        if theirs and after[PAIR] not in theirs:
+            print(f"{job}: this trunk has other bits than that of --extend, so they are not compared", flush=True)
         return {**result, **after, "distance": None}
 
     def trunk(self, seed: int, gpu: str) -> Path:

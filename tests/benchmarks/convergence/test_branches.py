@@ -112,7 +112,7 @@ def test_branches_continue_the_trunk_to_the_bit(call, tmp_path, monkeypatch, cap
     kept.clear()
     again = call("--runs", "bf16:0:0", "bf16:0:2", "--extend", str(tmp_path / "first.json"))
     assert len(kept) == 1 and [r["variant"] for r in again["runs"]].count(BF16) == 3
-    assert len({r["trunk"] for r in again["runs"]}) == 1 and "other bits" not in capsys.readouterr().out
+    assert len({r["trunk"] for r in again["runs"]}) == 1 and "not compared" not in capsys.readouterr().out
     with pytest.raises(ValueError, match=re.escape("settings.average: got 3, accepted: this call's 1")):
         call("--average", "1", "--extend", str(tmp_path / "first.json"))
 
@@ -153,7 +153,8 @@ def test_no_branch_begins_that_would_not_end(call, monkeypatch) -> None:
     monkeypatch.setattr(branches.Study, "left", lambda study: 60.0 - 35.0 * len(study.runs))
 
     def made(line, *_):
-        torch.save({**dict.fromkeys(KEYS, 1.0), "trunk": "a", "movement": torch.ones(2)}, line[line.index("--result") + 1])
+        seen = {**dict.fromkeys(KEYS, 1.0), "trunk": "a", "movement": torch.ones(2)}
+        torch.save(seen, line[line.index("--result") + 1])
         return {"steps": STEPS - AT, "seconds": 30.0, "step_seconds": 1.0, "held_out_loss": 1.0, "losses": [1.0]}
 
     monkeypatch.setattr(branches, "measured", made)
