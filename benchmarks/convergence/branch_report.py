@@ -47,20 +47,35 @@ def noise(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def by_trunk(runs: Sequence[dict[str, Any]], steps: int, key: str = "held_out_loss") -> dict[str, dict[str, float]]:
-    """The gap of each variant in each trunk alone: ``{variant: {trunk: gap}}``."""
-    found: dict[str, dict[str, float]] = {}
+def by_trunk(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """The gaps of each variant in each trunk alone, and the standard error of their mean that their own spread gives.
+
+    It needs no repeats, and holds whatever they have in common, also where they are nearly the same run.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for trunk in dict.fromkeys(r[PAIR] for r in runs):
-        for row in gaps([r for r in runs if r[PAIR] == trunk], steps, (key,), PAIR):
-            found.setdefault(row["variant"], {})[trunk] = row[f"{key}_gap"]
-    return found
+        for gap in gaps([r for r in runs if r[PAIR] == trunk], steps, tuple(KEYS), PAIR):
+            row = found.setdefault(gap["variant"], {"variant": gap["variant"], "trunks": [], **{k: [] for k in KEYS}})
+            row["trunks"].append(trunk)
+            for key in KEYS:
+                row[key].append(gap[f"{key}_gap"])
+    for row in found.values():
+        n = len(row["trunks"])
+        for key in KEYS:
+            squares = sum((gap - mean(row[key])) ** 2 for gap in row[key])
+            row[f"{key}_error"] = (squares / (n - 1) / n) ** 0.5 if n > 1 else None
+    return list(found.values())
 
 
 def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], steps: int) -> None:
     """Print a line a branch, what failed, the gaps, those of each trunk, and what repeats differ by."""
     flow_report.report(runs, failed, steps, KEYS, PAIR)
-    for variant, found in by_trunk(runs, steps).items():
-        print(f"{variant:<24} held-out, a trunk: {', '.join(f'{gap:+.3%}' for gap in found.values())}")
+    for row in by_trunk(runs, steps):
+        single = ", ".join(f"{gap:+.3%}" for gap in row["held_out_loss"])
+        print(f"{row['variant']:<24} held-out, trunk by trunk: {single}")
+        if len(row["trunks"]) > 1:
+            errors = ", ".join(f"{what} {row[f'{key}_error']:.3%}" for key, what in KEYS.items())
+            print(f"{row['variant']:<24} errors from the spread of trunks: {errors}")
     for row in noise(runs, steps):
         if row["freedom"]:
             apart = "" if row["distance"] is None else f", distance {row['distance']:.2f} from the first of {BF16}"

@@ -55,7 +55,7 @@ from benchmarks.convergence.flow_data import FULL, NEEDED, SAME, TINY, earlier, 
 from benchmarks.convergence.flow_report import BF16, gaps
 from benchmarks.convergence.runs import RunFailed, launched, measured, torchrun
 
-RUNS = [Job(v, s, r) for r in (0, 1, 2) for s in (0, 1) for v in (BF16, "row scales")]
+RUNS = [Job(v, s, r) for r in range(3) for v in (BF16, "row scales") for s in range(4)]
 TINY_RUNS = [Job(BF16, 0, 0), Job(BF16, 0, 1), Job("row scales", 0, 0)]
 DEFAULTS = {"steps": (2000, 12), "branch_at": (500, 5), "average": (200, 4), "runs": (RUNS, TINY_RUNS)}
 """Of options, without and with ``--tiny``."""
@@ -153,7 +153,7 @@ class Study(runs.Study):
         steps = self.arguments.steps
         self._fill_in_distances(runs)
         compared = gaps(runs, steps, tuple(KEYS), PAIR)
-        return {"gaps": compared, "held_out_gaps_by_trunk": by_trunk(runs, steps), "noise": noise(runs, steps)}
+        return {"gaps": compared, "gaps_by_trunk": by_trunk(runs, steps), "noise": noise(runs, steps)}
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -190,7 +190,8 @@ def main() -> None:
         same, needed = (*SAME, "branch_at", "average"), (*NEEDED, *KEYS, PAIR)
         extended = earlier(arguments.extend, vars(arguments), VARIANTS, same, needed)
         there = {(r["variant"], r["seed"], r["repeat"]) for r in extended["runs"]}
-    todo = [job for job in dict.fromkeys(arguments.runs) if job not in there]
+    # Repeat by repeat, so that every seed soon has something to compare.
+    todo = sorted((job for job in dict.fromkeys(arguments.runs) if job not in there), key=lambda job: job.repeat)
     with nullcontext() if arguments.folder else tempfile.TemporaryDirectory() as temporary:
         kept = Path(temporary or arguments.folder).resolve()
         kept.mkdir(parents=True, exist_ok=True)

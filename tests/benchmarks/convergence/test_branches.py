@@ -128,7 +128,9 @@ def test_branches_are_compared_within_their_trunk(capsys) -> None:
     found = [branch(BF16, "a", 1.0), branch(BF16, "a", 1.2), branch("row scales", "a", 1.3)]
     found += [branch(BF16, "b", 2.0), branch("row scales", "b", 2.1), branch("row scales", "c", 9.0)]  # c: no BF16
     found += [branch(BF16, "b", 7.0, steps=8)]  # stopped
-    assert by_trunk(found, 9) == {"row scales": {"a": pytest.approx(0.2 / 1.1), "b": pytest.approx(0.05)}}
+    (row,) = by_trunk(found, 9)
+    assert row["trunks"] == ["a", "b"] and row["held_out_loss"] == pytest.approx([0.2 / 1.1, 0.05])
+    assert row["held_out_loss_error"] == pytest.approx((0.2 / 1.1 - 0.05) / 2)
     bf16, rows = noise(found, 9)
     assert bf16["freedom"] == 1 and bf16["held_out_loss"] == pytest.approx(0.02**0.5 / 1.4)
     assert rows["freedom"] == 0 and "held_out_loss" not in rows
@@ -150,7 +152,7 @@ def test_a_trunk_that_fails_fails_once_and_its_branches_say_so(call, monkeypatch
 
 def test_no_branch_begins_that_would_not_end(call, monkeypatch) -> None:
     monkeypatch.setattr(branches.Study, "trunk", lambda *_: Path("trunk"))
-    monkeypatch.setattr(branches.Study, "left", lambda study: 60.0 - 35.0 * len(study.runs))
+    monkeypatch.setattr(branches.Study, "left", lambda study: 60.0 - 20.0 * len(study.runs))
 
     def made(line, *_):
         seen = {**dict.fromkeys(KEYS, 1.0), "trunk": "a", "movement": torch.ones(2)}
@@ -160,7 +162,7 @@ def test_no_branch_begins_that_would_not_end(call, monkeypatch) -> None:
     monkeypatch.setattr(branches, "measured", made)
     found = call("--runs", "bf16:0:0", "bf16:0:1", "row scales:0:0")
     assert [r["variant"] for r in found["runs"]] == [BF16, "row scales"]  # of which nobody knows how long it takes
-    assert [f["why"] for f in found["failed"]] == ["not started: 25 s of --budget are left, of 30"]
+    assert [f["why"] for f in found["failed"]] == ["not started: 20 s of --budget are left, of 30"]
 
 
 def test_settings_that_leave_no_branch_are_refused(capsys) -> None:
