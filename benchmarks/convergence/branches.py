@@ -25,7 +25,8 @@ known by a digest of its weights, and compared are branches of one trunk only. S
 
 What a call costs, from the times in `convergence/flow.json` (H200, three runs to a GPU): 55 ms of a GPU for a step in
 BF16, 43 ms in the flow. So 30 s for a trunk of 500 steps, and 85 s or 65 s for a branch of 1500. Processes need 10 to
-20 s more to start, which overlap where two share a GPU: about six branches to a GPU in ten minutes.
+20 s more to start, which overlap where two share a GPU. Two GPUs with two runs each: eight branches and their four
+trunks, the default, in some eight minutes; later calls with ``--folder`` eight to twelve branches in ten.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from benchmarks.convergence.flow_data import FULL, NEEDED, SAME, TINY, earlier, 
 from benchmarks.convergence.flow_report import BF16, gaps
 from benchmarks.convergence.runs import RunFailed, launched, measured, torchrun
 
-RUNS = [Job(v, s, r) for r in range(3) for v in (BF16, "row scales") for s in range(4)]
+RUNS = [Job(v, s, 0) for v in (BF16, "row scales") for s in range(4)]
 TINY_RUNS = [Job(BF16, 0, 0), Job(BF16, 0, 1), Job("row scales", 0, 0)]
 DEFAULTS = {"steps": (2000, 12), "branch_at": (500, 5), "average": (200, 4), "runs": (RUNS, TINY_RUNS)}
 """Of options, without and with ``--tiny``."""
@@ -74,7 +75,9 @@ class Study(runs.Study):
         """Where trunks are and stay."""
         self._trunks: dict[int, Path | RunFailed] = {}
         self._making: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._movements: dict[tuple[Any, ...], torch.Tensor] = {}  # of the branches of this call, see _distances
+        self._movements: dict[
+            tuple[Any, ...], torch.Tensor
+        ] = {}  # of the branches of this call, see _fill_in_distances
         self._shortest: dict[str, float] = {}  # seconds of a branch of this call, by variant
 
     def train(self, job: runs.Job, gpu: str) -> dict[str, Any]:
@@ -91,7 +94,8 @@ class Study(runs.Study):
         self._shortest[job.variant] = min(result["seconds"], needed or result["seconds"])
         after = torch.load(found)
         result = {**job._asdict(), **result, "steps": self.arguments.branch_at + result["steps"]}
-        self._movements[after["trunk"], *job] = after.pop("movement")
+        with self._lock:
+            self._movements[after["trunk"], *job] = after.pop("movement")
         theirs = {r[PAIR] for r in (self.extended or {"runs": ()})["runs"] if r["seed"] == job.seed}
         if theirs and after[PAIR] not in theirs:
             print(f"{job}: this trunk has other bits than that of --extend, so they are not compared", flush=True)
@@ -128,7 +132,9 @@ class Study(runs.Study):
         config.write_text(json.dumps(settings(BF16, self.size)))
         line = pretrain(Job(BF16, seed, 0), self.size, self.data, config, out, a)
         line += ["--stop-at-step", str(a.branch_at), "--save", str(saved)]
-        took = measured(torchrun("launch/pretrain.py", *line), out, log, gpu, self.left())["seconds"]
+        made = measured(torchrun("launch/pretrain.py", *line), out, log, gpu, self.left())
+        if made["steps"] < a.branch_at:
+            raise RunFailed(f"stopped by --budget after {made['steps']} steps")
         convert = [sys.executable, "launch/to_universal.py", "--load", str(saved), "--output", str(final)]
         start, status = time.monotonic(), None
         with launched(convert, log, "") as process, suppress(subprocess.TimeoutExpired):
@@ -136,7 +142,9 @@ class Study(runs.Study):
         shutil.rmtree(saved, ignore_errors=True)
         if status != 0:
             raise RunFailed(f"to_universal.py: exit {status}\n{log.read_text()[-3000:]}")
-        print(f"trunk of seed {seed}: {took:.0f} s, converted in {time.monotonic() - start:.0f} s", flush=True)
+        print(
+            f"trunk of seed {seed}: {made['seconds']:.0f} s, converted in {time.monotonic() - start:.0f} s", flush=True
+        )
         return final
 
     def _fill_in_distances(self, runs: list[dict[str, Any]]) -> None:

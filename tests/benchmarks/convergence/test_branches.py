@@ -147,7 +147,16 @@ def test_a_trunk_that_fails_fails_once_and_its_branches_say_so(call, monkeypatch
 
     monkeypatch.setattr(branches, "measured", fails)
     found = call("--runs", "bf16:0", "row scales:0", "bf16:1")
-    assert len(begun) == 2 and [f["why"] for f in found["failed"]] == ["trunk: exit 2, after 0 steps"] * 3
+    assert (
+        len(begun) == 2
+        and not found["runs"]
+        and [f["why"] for f in found["failed"]] == ["trunk: exit 2, after 0 steps"] * 3
+    )
+
+
+def test_a_trunk_that_is_stopped_is_none(call, monkeypatch) -> None:
+    monkeypatch.setattr(branches, "measured", lambda *_: {"steps": AT - 1, "seconds": 1.0})
+    assert [f["why"] for f in call("--runs", "bf16:0")["failed"]] == ["trunk: stopped by --budget after 2 steps"]
 
 
 def test_no_branch_begins_that_would_not_end(call, monkeypatch) -> None:
