@@ -1,6 +1,6 @@
 """What the FP8 flow does to the loss, seen from one state: branches of a BF16 run, in BF16 and in the flow's variants.
 
-    python -m benchmarks.convergence.branches --per-gpu 2 --budget 540 [--runs bf16:0 "row scales:0" ...]
+    python -m benchmarks.convergence.branches --per-gpu 2 --budget 560 [--runs bf16:0 "row scales:0" ...]
     python -m benchmarks.convergence.branches --tiny
 
 Runs of `benchmarks/convergence/flow.py` part by chaos while the first structure is learnt, and keep some tenths of a
@@ -13,10 +13,13 @@ variants and what a repeat is are those of `flow.py`; VARIANT:SEED:REPEAT is a b
 where the learning rate is largest, weights move farthest and whole runs differed most. Whole runs have it.
 
 Each branch gives four held-out losses: of the last weights, and of the mean of the weights after each of the last
-``--average`` steps; each as trained and in BF16 layers. Gaps and their errors are formed as in `flow.py`, by trunks.
-``distance`` is how far the last weights are from those of the trunk's first BF16 branch, divided by how far that
-branch went: if repeats of BF16 are as far away as variants are, their spread is chaos in full, and the error is right;
-if they are much nearer, use a larger ``--nudge`` (the learning rate of repeat r is larger by r times that).
+``--average`` steps; each as trained and in BF16 layers. Gaps are formed as in `flow.py`, by trunks, with two errors:
+
+- ``gaps_by_trunk``: from the spread of the trunks' own gaps. Valid always; needs several seeds, but no repeats.
+- ``gaps``: from the spread of repeats, as in `flow.py`. It is too small where repeats hardly part: ``distance`` is how
+  far the last weights are from those of the trunk's first BF16 branch, divided by how far that branch went, and that
+  of BF16's repeats should be about that of the variants. ``--nudge`` is by how much the learning rate of repeat r is
+  larger, times r.
 
 With ``--budget`` no branch begins that would not end. Writes `convergence/branches.json` (with ``--tiny``
 `convergence/branches-tiny.json`) after every branch. ``--extend`` begins with the branches of such a file. A trunk is

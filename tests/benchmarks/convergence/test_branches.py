@@ -100,7 +100,7 @@ def test_branches_continue_the_trunk_to_the_bit(call, tmp_path, monkeypatch, cap
     # All begin with the same weights, and then part.
     assert len({r["trunk"] for r in found["runs"]}) == 1
     assert first["distance"] == 0 < nudged["distance"] and coat["distance"] > 0
-    assert kept[2][0]["loss"] == kept[1][0]["loss"] and kept[2][-1]["loss"] != kept[1][-1]["loss"]
+    assert kept[3][0]["loss"] == kept[1][0]["loss"] and kept[3][-1]["loss"] != kept[1][-1]["loss"]
     assert coat["bf16_held_out_loss"] != coat["held_out_loss"] == pytest.approx(first["held_out_loss"], rel=1e-2)
     (row,) = found["gaps"]
     assert row["variant"] == "fp8 moments, row scales" and row["trunks"] == [first["trunk"]] and row["runs"] == [1, 2]
