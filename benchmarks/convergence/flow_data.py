@@ -1,9 +1,9 @@
-"""Models, batches and text of `benchmarks/convergence/flow.py`, and results that it can go on from."""
+"""Models, batches and text of the studies of the flow, and results that they can go on from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ import torch
 
 from benchmarks.common import prepare_text
 
-__all__ = ["FULL", "HELD_OUT", "TINY", "Size", "check_text", "earlier", "prepare", "tokens"]
+__all__ = ["FULL", "HELD_OUT", "NEEDED", "SAME", "TINY", "Size", "check_text", "earlier", "prepare", "tokens"]
 
 HELD_OUT = 0.04
 """Share of the data that is not trained on."""
 
+SAME = "steps", "lr", "tiny"
+"""Settings that runs have in common if they are compared."""
 NEEDED = "variant", "seed", "repeat", "steps", "losses", "held_out_loss", "last_training_losses"
 """What a run has to say for it to be compared."""
 
@@ -63,23 +65,29 @@ def tokens(data: str, size: Size, steps: int) -> dict[str, Any]:
     }
 
 
-def earlier(path: Path, settings: dict[str, Any], variants: Collection[str]) -> dict[str, Any]:
-    """A result of `benchmarks/convergence/flow.py` whose runs can count with those of a call with ``settings``.
+def earlier(
+    path: Path,
+    settings: dict[str, Any],
+    variants: Collection[str],
+    same: Sequence[str] = SAME,
+    needed: Sequence[str] = NEEDED,
+) -> dict[str, Any]:
+    """A result of the same program whose runs can count with those of a call with ``settings``.
 
     Raises:
-        ValueError: it is no such result, or was made with other ``steps``, ``lr`` or ``tiny``, or has a variant that is
-            not among ``variants``; the message names all that is wrong.
+        ValueError: it is no such result, or was made with other settings among ``same``, has a run without one of the
+            values ``needed``, or a variant that is not among ``variants``; the message names all that is wrong.
     """
     try:
         found = json.loads(path.read_text())
         theirs, _, _ = found["settings"], found["environment"], found["data"]["tokens"]
         wrong = [
             f"settings.{key}: got {json.dumps(theirs[key])}, accepted: this call's {json.dumps(settings[key])}"
-            for key in ("steps", "lr", "tiny")
+            for key in same
             if theirs[key] != settings[key]
         ]
         names = dict.fromkeys(run["variant"] for run in found["runs"])
-        missing = sorted({key for run in found["runs"] for key in NEEDED if key not in run})
+        missing = sorted({key for run in found["runs"] for key in needed if key not in run})
     except OSError as problem:
         raise ValueError(f"--extend: got {path}, accepted: a readable file ({problem.strerror})") from None
     except (KeyError, TypeError, ValueError) as problem:

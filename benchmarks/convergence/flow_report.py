@@ -7,38 +7,43 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import result_path
 
-__all__ = ["BF16", "LAST", "gaps", "mean", "plot", "report"]
+__all__ = ["BF16", "KEYS", "LAST", "gaps", "mean", "plot", "report"]
 
 BF16 = "bf16"
 """The variant that all others are compared with."""
 LAST = 200
 """Last steps of a run whose training losses are averaged."""
+KEYS = {"held_out_loss": "held-out", "last_training_losses": "training"}
+"""What is compared, and what it is called in print."""
 
 
-def gaps(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """What each variant does to the held-out loss and to the mean of the last :data:`LAST` training losses.
+def gaps(
+    runs: Sequence[dict[str, Any]], steps: int, keys: Sequence[str] = tuple(KEYS), pair: str = "seed"
+) -> list[dict[str, Any]]:
+    """What each variant does to the losses ``keys``: by default the held-out one, and the mean of the last
+    :data:`LAST` training losses.
 
-    Of runs that made all ``steps``: the relative difference to BF16 over the seeds that both have, its standard error
-    (None where no run was repeated), and the number of runs on both sides.
+    Of runs that made all ``steps``: the relative difference to BF16 over the seeds (or whatever of a run ``pair``
+    names) that both have, its standard error (None where no run was repeated), and the number of runs on both sides.
     """
-    values: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    values: dict[tuple[str, Any], list[dict[str, Any]]] = {}
     for run in runs:
         if run["steps"] == steps and run["held_out_loss"] is not None:
-            values.setdefault((run["variant"], run["seed"]), []).append(run)
+            values.setdefault((run["variant"], run[pair]), []).append(run)
     found = []
     for variant in dict.fromkeys(v for v, _ in values):
         seeds = [s for v, s in values if v == variant and (BF16, s) in values]
         if variant == BF16 or not seeds:
             continue
-        row: dict[str, Any] = {"variant": variant, "seeds": seeds}
+        row: dict[str, Any] = {"variant": variant, f"{pair}s": seeds}
         row["runs"] = [sum(len(values[v, s]) for s in seeds) for v in (variant, BF16)]
-        for key in ("held_out_loss", "last_training_losses"):
+        for key in keys:
             means = {at: mean([r[key] for r in group]) for at, group in values.items()}
             base = mean([means[BF16, s] for s in seeds])
             row[f"{key}_gap"] = mean([means[variant, s] - means[BF16, s] for s in seeds]) / base
@@ -55,8 +60,14 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], steps: int) -> None:
-    """Print a line a run, what failed, and the gaps."""
+def report(
+    runs: Sequence[dict[str, Any]],
+    failed: Sequence[dict[str, Any]],
+    steps: int,
+    keys: Mapping[str, str] = KEYS,
+    pair: str = "seed",
+) -> None:
+    """Print a line a run, what failed, and the gaps; see :func:`gaps`."""
     nan = float("nan")
     for run in (*runs, *failed):
         name = f"{run['variant']:<24} seed {run['seed']} repeat {run['repeat']}  "
@@ -65,10 +76,10 @@ def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], ste
         else:
             held_out = nan if run["held_out_loss"] is None else run["held_out_loss"]
             print(f"{name}held-out {held_out:.5f}  last {LAST} training losses {run['last_training_losses']:.5f}")
-    for row in gaps(runs, steps):
+    for row in gaps(runs, steps, tuple(keys), pair):
         shown = [
             f"{what} {row[f'{key}_gap']:+.3%} ± {nan if row[f'{key}_error'] is None else row[f'{key}_error']:.3%}"
-            for what, key in (("held-out", "held_out_loss"), ("training", "last_training_losses"))
+            for key, what in keys.items()
         ]
         mine, its = row["runs"]
         print(f"{row['variant']:<24} {', '.join(shown)}  ({mine} runs to {its} of BF16)")

@@ -1,0 +1,193 @@
+"""A longer run in BF16 and with the whole of coat, optimizer and flow together: 303 M parameters, 315 M tokens.
+
+    python -m benchmarks.convergence.long --folder DIR --budget 560
+    python -m benchmarks.convergence.long_report --plot docs/figures/convergence-long.png
+
+The same command, given again on the same machine, goes on: text, checkpoints and metrics are in DIR, and after
+``--budget`` seconds (of which 20 are kept for saving) both runs are told to save and leave. Both run at the same time,
+each on half of the GPUs, on a power of two of them; on a single GPU they share it. Writes `convergence/long.json` after
+each call: losses, held-out losses, speed and memory up to the step that each has reached.
+
+A Llama-shaped GPT of 21 layers and 1024 hidden units, 1200 steps of 262 144 tokens, cosine schedule. The text is what
+a machine without a network has: Python sources of the standard library, of the packages beside torch and of folders
+named by ``--text``, as tokens of a BPE that is learnt from them. Where that is less than 315 M tokens, it is read again
+in another order; the result says how often (``--tokenizer bytes`` has nearly four times the tokens). 2 % of the
+documents are held out.
+
+What it costs: 6e17 floating-point operations a run, 17 minutes of two H200s in BF16 if they make 300 TFLOP/s each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.common import argument_parser, options, prepare_text, write_result
+from benchmarks.convergence.flow import FP8_MOMENTS, settings
+from benchmarks.convergence.flow_data import TINY, Size
+from benchmarks.convergence.flow_report import BF16, mean
+from benchmarks.convergence.runs import launched, torchrun
+from benchmarks.timing import median
+
+VARIANTS = {BF16: BF16, "coat": FP8_MOMENTS[-1]}
+"""Names of the two runs, and the variants of `flow.py` that they are."""
+LONG = Size(
+    ("num_layers=21", "hidden_size=1024", "ffn_hidden_size=2816", "num_attention_heads=16", "num_query_groups=16"),
+    sequence=1024, micro_batch=32, evaluation=16, max_bytes="4G",
+)  # fmt: skip
+BATCH = 256, 4
+"""Samples of a step, and those of ``--tiny``."""
+SAVING = 20
+"""Seconds of the budget that are kept for saving."""
+POINTS = 240
+"""Of the curve in the result; each is a mean of as many steps as it takes."""
+
+
+def configuration(name: str, size: Size, batch: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run; steps have the same samples on any number of GPUs."""
+    found = settings(VARIANTS[name], size) | {"train_batch_size": batch}
+    del found["gradient_accumulation_steps"]
+    return found
+
+
+def command(name: str, data: str, folder: Path, ranks: int, arguments: argparse.Namespace) -> list[str]:
+    """What starts a run, or continues it."""
+    a, size, out = arguments, TINY if arguments.tiny else LONG, folder / name
+    config = folder / f"{name}.json"
+    config.write_text(json.dumps(configuration(name, size, BATCH[a.tiny])))
+    line = ["--deepspeed_config", str(config), "--model", "configs/models/tiny.json", "--model-override", *size.model]
+    line += [f"seq_length={size.sequence}", "--data", data, "--split", "980,20,0", "--data-cache", f"{out}-index"]
+    line += ["--seed", str(a.seed), "--train-steps", str(a.steps), "--warmup-steps", str(a.steps // 10)]
+    line += ["--lr", repr(a.lr), "--eval-interval", str(max(1, a.steps // 24)), "--eval-steps", str(size.evaluation)]
+    line += ["--output", str(out), "--save", f"{out}-saved", "--load", "auto", "--keep-last", "1"]
+    return torchrun("launch/pretrain.py", *line, "--save-interval", str(max(1, a.steps // 3)), ranks=ranks)
+
+
+def shares(gpus: Sequence[str], names: Sequence[str]) -> list[list[str]]:
+    """The GPUs of each run: a power of two, or one that is shared where there are fewer than runs."""
+    if len(gpus) < len(names):
+        return [[gpus[i % len(gpus)]] for i in range(len(names))]
+    each = 1 << (len(gpus) // len(names)).bit_length() - 1
+    return [list(gpus[i * each : (i + 1) * each]) for i in range(len(names))]
+
+
+def run(line: Sequence[str], log: Path, gpus: Sequence[str], seconds: float | None) -> int | None:
+    """Start or continue a run; after ``seconds`` its ranks are asked to save and leave.
+
+    Returns:
+        The exit status; None where it was killed, because it had not saved a minute later.
+    """
+    with launched(line, log, ",".join(gpus)) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            for rank in psutil.Process(process.pid).children():  # not the launcher, which would not wait for the saving
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(60)
+    return None
+
+
+def curve(out: Path, batch: int, sequence: int) -> dict[str, Any]:
+    """What the metrics of a run say of its steps so far."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines(True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    if not records:
+        return {"steps": 0}
+    for record in records:
+        record["loss"] = math.nan if record["loss"] is None else record["loss"]  # the step was skipped
+    each = max(1, -(-records[-1]["step"] // POINTS))
+    groups = [records[i : i + each] for i in range(0, len(records), each)]
+    return {
+        "steps": records[-1]["step"],
+        "tokens": records[-1]["step"] * batch * sequence,
+        "steps_a_point": each,
+        "training_losses": [round(mean([r["loss"] for r in g]), 5) for g in groups],
+        "held_out_steps": [r["step"] for r in records if "valid_loss" in r],
+        "held_out_losses": [r["valid_loss"] for r in records if "valid_loss" in r],
+        "step_seconds": median([r["step_time"] for r in records]),
+        "seconds_in_steps": sum(r["step_time"] for r in records),
+        "tokens_per_second_per_gpu": median([r["tokens_per_second_per_gpu"] for r in records]),
+        "peak_memory_bytes": max(r["peak_memory_bytes"] for r in records),
+        "skipped_steps": sum("skipped" in r for r in records),
+    }
+
+
+def prepare(folder: Path, arguments: argparse.Namespace) -> str:
+    """The text as tokens; the prefix for --data. What is there from an earlier call is not made again."""
+    prefix, more = folder / "text", ["--glob", "*.py", "--train-bytes", "1M" if arguments.tiny else "20M"]
+    if not prefix.with_suffix(".json").exists():
+        inputs = ["stdlib", str(Path(torch.__file__).parents[1]), *arguments.text]
+        more += ["--max-bytes", "1M" if arguments.tiny else LONG.max_bytes]
+        prepare_text(prefix, "bpe:512" if arguments.tiny else arguments.tokenizer, inputs, *more)
+    return str(prefix)
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="where text, checkpoints and metrics are and stay")
+    parser.add_argument("--runs", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="of the whole call; then runs save and leave")
+    parser.add_argument("--steps", type=int, default=None, help="of the whole run (default: 1200, or 6 with --tiny)")
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text", nargs="+", default=[], metavar="PATH", help="more files or folders to read")
+    parser.add_argument("--tokenizer", default="bpe:16384", metavar="KIND", help="bytes, or bpe:VOCABULARY")
+    parser.add_argument("--data", default=None, help="prefix of prepared data (default: prepared here)")
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program")
+    arguments = parser.parse_args(given)
+    arguments.steps = arguments.steps or (6 if arguments.tiny else 1200)
+    return arguments
+
+
+def main() -> None:
+    began, a = time.monotonic(), parse()
+    a.folder = a.folder.resolve()
+    a.folder.mkdir(parents=True, exist_ok=True)
+    data = a.data or prepare(a.folder, a)
+    text = json.loads(Path(f"{data}.json").read_text())
+    print(f"data in {time.monotonic() - began:.0f} s: {text['tokens']:,} tokens", flush=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())] or [""]
+    status: dict[str, int | None] = {}
+
+    def go(name: str, mine: Sequence[str]) -> None:
+        left = None if a.budget is None else max(1.0, a.budget - SAVING - (time.monotonic() - began))
+        status[name] = run(command(name, data, a.folder, len(mine), a), a.folder / f"{name}.log", mine, left)
+
+    divided = shares(gpus, a.runs)
+    workers = [threading.Thread(target=go, args=pair) for pair in zip(a.runs, divided, strict=True)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    size = TINY if a.tiny else LONG
+    found = {name: curve(a.folder / name, BATCH[a.tiny], size.sequence) for name in VARIANTS}
+    for name, one in found.items():
+        print(f"{name}: {one['steps']} of {a.steps} steps, held-out {one.get('held_out_losses', [])[-1:]}", flush=True)
+        if status.get(name, 0) != 0:
+            print(f"{name}: exit {status[name]}\n{(a.folder / f'{name}.log').read_text()[-3000:]}", flush=True)
+    trained = a.steps * BATCH[a.tiny] * size.sequence
+    data_of_it = {"tokens": text["tokens"], "bytes": text["text_bytes"], "epochs": trained / (0.98 * text["tokens"])}
+    result = {"settings": options(a, "text"), "data": data_of_it, "gpus_of_a_run": len(divided[0]), "runs": found}
+    write_result("convergence/long" + "-tiny" * a.tiny, result, a.output)
+
+
+if __name__ == "__main__":
+    main()
