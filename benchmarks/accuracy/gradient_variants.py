@@ -26,11 +26,11 @@ from benchmarks.accuracy.roundings import (
 from benchmarks.small_gpt import Block
 from coat_dist import CoatConfig, flow
 
-__all__ = ["ALL", "REAL", "SETS", "STRAIGHT", "BlockFunction", "Variant", "exact_block", "variants"]
+__all__ = ["ALL", "PRECISE", "REAL", "SETS", "STRAIGHT", "BlockFunction", "Variant", "exact_block", "variants"]
 
 BlockFunction = Callable[..., torch.Tensor]
 """``(layer, block, x, cos, sin)``, x ``[b, s, h]``."""
-REAL, ALL = "flow", "all roundings"
+REAL, ALL, PRECISE = "flow", "all roundings", "all roundings, fp64 products"
 SETS = "flow", "roundings", "products", "candidates"
 
 
@@ -56,8 +56,7 @@ def flow_block(
     """The block by functions of `coat_dist.flow`, whose layout is ``[s, b, h]`` and whose projection goes by heads."""
     settings, one = CoatConfig.parse({"activation": changes}).activation, flow.TensorParallel()
     h, n = x.shape[-1], block.heads
-    angle = torch.atan2(sin.double(), cos.double()).float()
-    table = flow.rope_table(torch.cat([angle, angle], -1)[:, None, None])
+    table = flow.RopeTable(*(torch.cat([t, t], -1)[:, None] for t in (cos, sin)))
     norm1, norm2 = (flow.Norm("rmsnorm", m.eps, m.weight) for m in (block.norm1, block.norm2))
     by_heads = block.qkv.weight.view(3, n, h // n, h).transpose(0, 1).reshape(3 * h, h)
     x = x.transpose(0, 1).contiguous()
@@ -136,6 +135,8 @@ def variants(sets: Sequence[str], layers: int) -> dict[str, Variant]:
             "dY for dgrad": _alone(dgrad_dy=TENSOR),
             "w for dgrad": _alone(dgrad_w=TENSOR),
         }
+    if "check" in sets:
+        found |= {REAL: _real(), PRECISE: _flow_but(precise=True)}
     if "products" in sets:
         found |= {f"all around {gemm}": _plan(_only(gemm)) for gemm in GEMMS}
     if "candidates" in sets:

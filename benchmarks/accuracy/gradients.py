@@ -10,9 +10,9 @@ computes it, where each rounding counts as the identity. The second says what ba
 first includes that forward computes with other weights and activations. Differences are split into bias and noise
 (`bias_noise.py`), by kind of weight.
 
-Single roundings are switched in a simulation (`roundings.py`). First it has to have the real flow's gradients, both
-with definitions (``COAT_REFERENCE=1``): the program stops if they differ by more than :data:`LIMIT` of the flow's
-error. On a GPU variants called "flow" run its kernels. ``--budget`` ends a run after a whole block of batches.
+Single roundings are switched in a simulation (`roundings.py`). First it has to have the gradients of the real flow's
+definitions: the program stops if they differ by more than :data:`LIMIT` of the flow's error. On a GPU variants called
+"flow" run its kernels. ``--budget`` ends a run after a whole block of batches.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.accuracy.bias_noise import Estimate, Totals, estimate
-from benchmarks.accuracy.gradient_variants import ALL, REAL, SETS, STRAIGHT, Variant, exact_block, variants
+from benchmarks.accuracy.bias_noise import Totals, estimate
+from benchmarks.accuracy.gradient_variants import PRECISE, REAL, SETS, STRAIGHT, Variant, exact_block, variants
+from benchmarks.accuracy.gradients_report import KINDS, REFERENCES, show
 from benchmarks.common import argument_parser, options, write_result
 from benchmarks.small_gpt import BYTES_VOCABULARY, GPT, HELD_OUT, Shape, fp32_adamw, prepare_bytes, train
 
@@ -43,10 +44,8 @@ MODELS = {
 """0.1, 2.0 and 64 M parameters; the last is the model of `convergence/flow.py`."""
 DEFAULTS = {"tiny": (10, 4, 2, 2**19), "small": (600, 64, 8, 2**23), "medium": (800, 64, 8, 2**25)}
 """Steps of training, batches, batches of a block, bytes of text."""
-LIMIT = 0.1
+LIMIT = 0.05
 """Largest distance of the simulation to the flow, as a part of the flow's distance to the exact gradient."""
-KINDS = "qkv", "proj", "fc1", "fc2", "norms", "embedding", "output"
-REFERENCES = "exact", "straight through"
 Differences = dict[tuple[str, str], Totals]
 """By reference and variant."""
 
@@ -79,7 +78,7 @@ class Gradients:
         model = self.models[variant.bf16]
         x = model.embedding(window[:, :-1])
         for layer, block in enumerate(model.blocks):
-            x = variant.block(layer, block, x, model.cos, model.sin)
+            x = variant.block(layer, block, x, *(t[: x.shape[1]] for t in (model.cos, model.sin)))
         logits = model.head(model.norm(x)).float()
         loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
         grads = torch.autograd.grad(loss, list(model.parameters()))
@@ -112,16 +111,21 @@ def definitions() -> Iterator[None]:
             os.environ["COAT_REFERENCE"] = before
 
 
-def check(gradients: Gradients, window: torch.Tensor) -> dict[str, float]:
+def check(model: GPT, window: torch.Tensor) -> dict[str, float]:
     """Distance of the simulation to the flow, by kind, in parts of the flow's distance to the exact gradient.
+
+    On the CPU, and with products as exact as the definition's: a difference in the last bit of fp32 changes a few codes
+    of what follows, these change more, and four layers later most of the error is another one of the same size.
 
     Raises:
         RuntimeError: one is above :data:`LIMIT`.
     """
-    known = variants(["flow"], layers=len(gradients.models[False].blocks))
-    exact, simulated = gradients(Variant(exact_block), window), gradients(known[ALL], window)
+    gradients, window = Gradients(copy.deepcopy(model).cpu()), window.cpu()
+    known = variants(["check"], layers=len(model.blocks))
     with definitions():
-        real = gradients(known[REAL], window)
+        exact, real, simulated = (
+            gradients(v, window) for v in (Variant(exact_block), known[REAL], known[PRECISE])
+        )  # fmt: skip
     found = {
         kind: ((simulated[s] - real[s]).norm() / (real[s] - exact[s]).norm()).item()
         for kind, s in gradients.slices.items()
@@ -174,54 +178,21 @@ def measure(
     return differences, own, n
 
 
-def row(found: Estimate) -> dict[str, float]:
-    """Squares relative to those of the mean exact gradient (bias) and of a batch's (noise)."""
-    batch2 = found.mean2 + found.spread2
-    return {
-        "bias2": found.bias2 / found.mean2,
-        "bias2_error": found.bias2_error / found.mean2,
-        "bias2_of_batch": found.bias2 / batch2,
-        "noise2": found.noise2 / batch2,
-        "noise2_of_spread": found.noise2 / found.spread2,
-        "gain": found.gain,
-        "gain_error": found.gain_error,
-    }
-
-
-def results(differences: Differences, own: Totals, size: int) -> list[dict[str, Any]]:
-    """A flat record for each reference and variant, with four digits."""
-    rows = []
+def results(differences: Differences, own: Totals, size: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A flat record for each reference and variant, and squares of the exact gradient's norms; four digits."""
+    rows, norms = [], {}
     for (reference, name), found in differences.items():
         record: dict[str, Any] = {"variant": name, "reference": reference}
         for kind in found.kinds:
-            values = row(estimate(found, own, kind, size))
-            record |= {f"{kind} {key}": float(f"{value:.4g}") for key, value in values.items()}
+            values = estimate(found, own, kind, size)._asdict()
+            norms |= {f"{kind} {key}": _short(values.pop(key)) for key in ("mean2", "spread2")}
+            record |= {f"{kind} {key}": _short(value) for key, value in values.items()}
         rows.append(record)
-    return rows
+    return rows, norms
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Bias and noise in percent; a bias below twice its standard error is given as a bound."""
-    kinds = [*KINDS, "all"]
-    for reference in REFERENCES:
-        for value in ("bias", "noise"):
-            print(f"== {value}, %, against {reference}\n{'':<38}" + "".join(f"{kind:>13}" for kind in kinds))
-            for r in (r for r in rows if r["reference"] == reference):
-                cells = [bias_text(r, k) if value == "bias" else noise_text(r, k) for k in kinds]
-                print(f"{r['variant']:<38}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
-
-
-def bias_text(record: dict[str, Any], kind: str) -> str:
-    """``bias ± standard error`` in percent of the mean exact gradient, or ``< bound``."""
-    square, error = record[f"{kind} bias2"], record[f"{kind} bias2_error"]
-    if square <= 2 * error:
-        return f"<{100 * max(square + 2 * error, 0) ** 0.5:.2f}"
-    return f"{100 * square**0.5:.2f}±{100 * error / (2 * square**0.5):.2f}"
-
-
-def noise_text(record: dict[str, Any], kind: str) -> str:
-    """Noise in percent of the root mean square of a batch's gradient."""
-    return f"{100 * record[f'{kind} noise2'] ** 0.5:.2f}"
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -234,7 +205,6 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, help="a multiple of a block of 8 (--tiny: of 2), at least 2 blocks")
     parser.add_argument("--budget", type=float, help="seconds after which no further block of batches begins")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--plot", action="store_true", help="draw docs/figures/accuracy-gradients.png")
     parser.add_argument("--name", default="gradients", help="of the JSON result")
     arguments = parser.parse_args(given)
     model = "tiny" if arguments.tiny else arguments.model
@@ -254,18 +224,17 @@ def main() -> None:
     model, loss = trained(shape, tokens, arguments.steps)
     gradients = Gradients(model)
     print(f"{gradients.slices['all'].stop / 1e6:.1f} M parameters, loss {loss:.3f} after {arguments.steps} steps")
-    short = replace(shape, batch=1)
-    distances = check(gradients, tokens[: short.sequence + 1][None])
+    distances = check(model, tokens[: min(shape.sequence, 128) + 1][None])
     print("distance of the simulation to the flow:", {k: round(v, 4) for k, v in distances.items()}, flush=True)
     chosen = variants(arguments.sets, shape.layers)
     differences, own, n = measure(
         gradients, chosen, tokens, shape, arguments.batches // size, size, arguments.budget
     )  # fmt: skip
-    rows = results(differences, own, size)
-    show(rows)
+    rows, norms = results(differences, own, size)
+    show(rows, norms)
     data = {
-        "settings": options(arguments, "plot"), "shape": asdict(shape), "loss": loss, "batches": n,
-        "simulation_to_flow": distances, "rows": rows,
+        "settings": options(arguments), "shape": asdict(shape), "loss": loss, "batches": n,
+        "simulation_to_flow": distances, "exact": norms, "rows": rows,
     }  # fmt: skip
     name = f"accuracy/{arguments.name}" + "-tiny" * arguments.tiny
     print("wrote", write_result(name, data, arguments.output))

@@ -77,18 +77,24 @@ class Rounding:
     headroom: float = 1.0
     """The scale fits a value so many times as large as the largest."""
 
-    def __call__(self, x: torch.Tensor, top: torch.Tensor | None = None) -> torch.Tensor:
-        """Values of the codes of x (fp32). ``top``: an amax for the scale of the whole tensor other than x's own."""
-        if self.scope in ("column", "tokens"):
-            return self._rows(x.t(), top).t()
-        return self._rows(x, top)
+    def __call__(self, x: torch.Tensor, top: torch.Tensor | None = None, precise: bool = False) -> torch.Tensor:
+        """Values of the codes of x (fp32).
 
-    def _rows(self, x: torch.Tensor, top: torch.Tensor | None) -> torch.Tensor:
+        Args:
+            top: an amax for the scale of the whole tensor other than x's own.
+            precise: codes times scales in fp64, unless scales are those of groups.
+        """
+        if self.scope in ("column", "tokens"):
+            return self._rows(x.t(), top, precise).t()
+        return self._rows(x, top, precise)
+
+    def _rows(self, x: torch.Tensor, top: torch.Tensor | None, precise: bool) -> torch.Tensor:
         grid = GRIDS[self.format]
-        if self.scope == "tensor":
-            return self._codes(x, tensor_scale((amax(x) if top is None else top) * self.headroom, grid))
-        if self.scope in ("row", "column"):
-            return self._codes(x, tensor_scale(amaxes(x, -1)[..., None] * self.headroom, grid))
+        if self.scope in ("tensor", "row", "column"):
+            if self.scope != "tensor":
+                top = amaxes(x, -1)[..., None]
+            scales = tensor_scale((amax(x) if top is None else top) * self.headroom, grid)
+            return self._codes(x, power_of_two(scales) if self.aligned else scales, precise)
         n = x.shape[-1]
         groups = F.pad(x, (0, -n % self.group)).unflatten(-1, (-1, self.group))
         tops = amaxes(groups, -1)[..., None]
@@ -96,15 +102,14 @@ class Rounding:
             scales = scale_values(group_scales(tops, grid, "e8m0"))
         else:
             scales = power_of_two(tensor_scale(tops, grid))
-        return self._codes(groups, scales, aligned=False).flatten(-2)[..., :n]
+        return self._codes(groups, scales).flatten(-2)[..., :n]
 
-    def _codes(self, x: torch.Tensor, scales: torch.Tensor, aligned: bool | None = None) -> torch.Tensor:
+    def _codes(self, x: torch.Tensor, scales: torch.Tensor, precise: bool = False) -> torch.Tensor:
         grid = GRIDS[self.format]
-        if self.aligned if aligned is None else aligned:
-            scales = power_of_two(scales)
         if self.stochastic or isinstance(grid, Grid):
             return on_grid(x * scales.reciprocal(), grid, self.stochastic) * scales
-        return dequantize(requantize_rows(x, grid, scales))
+        q8 = requantize_rows(x, grid, scales)
+        return q8.codes.double() * scales.double() if precise else dequantize(q8)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,12 @@ class Recipe:
     wgrad_dy: Rounding | None = None
     dgrad_dy: Rounding | None = None
     dgrad_w: Rounding | Literal["forward"] | None = None
+    precise: bool = False
+    """Products of fp64 values, rounded to fp32 once: where both operands are rounded, the bits of the definition."""
+
+    def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """``a @ b``, fp32."""
+        return a @ b if a.dtype == b.dtype == torch.float32 else (a.double() @ b.double()).float()
 
 
 Plan = Callable[[int, str], Recipe]
@@ -136,8 +147,8 @@ def everywhere(recipe: Recipe) -> Plan:
     return lambda layer, gemm: recipe
 
 
-def _rounded(rounding: Rounding | None, x: torch.Tensor, top: torch.Tensor | None = None) -> torch.Tensor:
-    return x if rounding is None else rounding(x, top)
+def _rounded(rounding: Rounding | None, x: torch.Tensor, precise: bool = False) -> torch.Tensor:
+    return x if rounding is None else rounding(x, precise=precise)
 
 
 class _Norm(torch.autograd.Function):
@@ -182,19 +193,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x, kept, weight, recipe: Recipe):
-        a, b = _rounded(recipe.forward_x, x), _rounded(recipe.forward_w, weight)
+        a, b = (_rounded(r, t, recipe.precise) for r, t in ((recipe.forward_x, x), (recipe.forward_w, weight)))
         ctx.save_for_backward(a if recipe.wgrad_x == FORWARD else kept, b if recipe.dgrad_w == FORWARD else weight)
         ctx.recipe, ctx.top = recipe, amax(x)
-        return a @ b.t()
+        return recipe.product(a, b.t())
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor):
         (x, weight), recipe = ctx.saved_tensors, ctx.recipe
         if isinstance(recipe.wgrad_x, Rounding):
-            x = recipe.wgrad_x(x, ctx.top)
+            x = recipe.wgrad_x(x, ctx.top, recipe.precise)
         if isinstance(recipe.dgrad_w, Rounding):
-            weight = recipe.dgrad_w(weight)
-        return _rounded(recipe.dgrad_dy, dy) @ weight, None, _rounded(recipe.wgrad_dy, dy).t() @ x, None
+            weight = recipe.dgrad_w(weight, precise=recipe.precise)
+        for_dgrad, for_wgrad = (_rounded(r, dy, recipe.precise) for r in (recipe.dgrad_dy, recipe.wgrad_dy))
+        return recipe.product(for_dgrad, weight), None, recipe.product(for_wgrad.t(), x), None
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
