@@ -8,44 +8,56 @@ half of the time where there is none. Its standard error is a jackknife over blo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Estimate", "Totals", "estimate"]
+__all__ = ["Estimate", "Totals", "estimates"]
 
-Kinds = dict[str, slice]
+_CHUNK = 2**22
+"""Elements of a vector in fp64 at a time: 32 MiB."""
 
 
 class Totals:
     """Sums over the batches of each block, for one series of vectors ``[n]`` that is cut into kinds."""
 
-    def __init__(self, kinds: Kinds) -> None:
+    def __init__(self, kinds: dict[str, slice]) -> None:
+        """``kinds``: parts of the vectors, none twice."""
         self.kinds = kinds
         self.sums: list[torch.Tensor] = []
         """Of each block, on the CPU: the device holds one block at a time."""
-        self.squares: list[dict[str, float]] = []
-        self.products: list[dict[str, float]] = []
-        """With the exact gradient of the same batch."""
+        self.squares: list[torch.Tensor] = []
+        """Of each block: the sum of the batches' squares, fp64 ``[kinds]``."""
+        self.products: list[torch.Tensor] = []
+        """The same of products with the exact gradient of the same batch."""
         self._open: list[torch.Tensor] = []
 
     def add(self, vector: torch.Tensor, exact: torch.Tensor) -> None:
         """One batch."""
-        if not self._open:
-            self._open = [vector.clone(), *(vector.new_zeros(len(self.kinds), dtype=torch.float64) for _ in range(2))]
+        found = [
+            torch.stack([sum(_chunks(_dot, vector[part], other[part])) for part in self.kinds.values()])
+            for other in (vector, exact)
+        ]
+        if self._open:
+            for total, one in zip(self._open, (vector, *found), strict=True):
+                total += one
         else:
-            self._open[0] += vector
-        for i, part in enumerate(self.kinds.values()):
-            self._open[1][i] += _dot(vector[part], vector[part])
-            self._open[2][i] += _dot(vector[part], exact[part])
+            self._open = [vector.clone(), *found]
 
     def close_block(self) -> None:
         """The next batch begins another block, of as many batches."""
-        total, squares, products = self._open
-        self.sums.append(total.cpu())
-        self.squares.append(dict(zip(self.kinds, squares.tolist(), strict=True)))
-        self.products.append(dict(zip(self.kinds, products.tolist(), strict=True)))
+        for kept, total in zip((self.sums, self.squares, self.products), self._open, strict=True):
+            kept.append(total.cpu())
         self._open = []
+
+    def grams(self, other: Totals, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Inner products of the blocks' sums with ``other``'s, fp64 ``[kinds, blocks, blocks]``."""
+        found = []
+        for part in self.kinds.values():
+            mine, theirs = (torch.stack([s[part] for s in t.sums], 1).to(device) for t in (self, other))
+            found.append(sum(_chunks(lambda a, b: a.t() @ b, mine, theirs)).cpu())
+        return torch.stack(found)
 
 
 class Estimate(NamedTuple):
@@ -63,33 +75,41 @@ class Estimate(NamedTuple):
     """E |g - E g|^2 of the exact gradient: the noise that batches have by themselves."""
 
 
-def estimate(found: Totals, exact: Totals, kind: str, batches: int) -> Estimate:
-    """Bias and noise of ``found``, differences to a reference, over blocks of ``batches`` batches.
+def estimates(
+    found: Totals, exact: Totals, batches: int, device: torch.device | str = "cpu", gg: torch.Tensor | None = None
+) -> dict[str, Estimate]:
+    """Bias and noise of ``found``, differences to a reference, over blocks of ``batches`` batches: by kind, and "all".
+
+    Args:
+        device: where to multiply.
+        gg: ``exact.grams(exact)``, where it is known.
 
     Raises:
         ValueError: fewer than two blocks.
     """
     if len(found.sums) < 2:
         raise ValueError(f"blocks of batches: got {len(found.sums)}, accepted: at least 2")
-    part = found.kinds[kind]
-    d, g = (torch.stack([s[part] for s in t.sums]).double() for t in (found, exact))
-    dd, dg, gg = d @ d.t(), d @ g.t(), g @ g.t()
-    d2, g2, product = (
-        torch.tensor([row[kind] for row in rows], dtype=torch.float64)
-        for rows in (found.squares, exact.squares, found.products)
-    )
+    grams = found.grams(found, device), found.grams(exact, device), exact.grams(exact, device) if gg is None else gg
+    squares = [torch.stack(rows, 1) for rows in (found.squares, found.products, exact.squares)]
+    result = {
+        kind: _estimate([g[i] for g in grams], [s[i] for s in squares], batches) for i, kind in enumerate(found.kinds)
+    }
+    result["all"] = _estimate([g.sum(0) for g in grams], [s.sum(0) for s in squares], batches)
+    return result
+
+
+def _estimate(grams: list[torch.Tensor], squares: list[torch.Tensor], batches: int) -> Estimate:
+    """From inner products of blocks' sums ``[blocks, blocks]`` and sums of batches' own ``[blocks]``, each of the
+    differences, of differences and exact gradients, and of exact gradients."""
 
     def values(keep: torch.Tensor) -> tuple[torch.Tensor, ...]:
         n = batches * keep.numel()
-        pairs = n * (n - 1)
-        (dd_, dg_, gg_), (d2_, g2_, p_) = (
-            [m[keep][:, keep].sum() for m in (dd, dg, gg)],
-            [v[keep].sum() for v in (d2, g2, product)],
-        )
-        bias2, mean2 = (dd_ - d2_) / pairs, (gg_ - g2_) / pairs
-        return bias2, (d2_ - dd_ / n) / (n - 1), (dg_ - p_) / pairs / mean2, mean2, (g2_ - gg_ / n) / (n - 1)
+        sums, own = [g[keep][:, keep].sum() for g in grams], [s[keep].sum() for s in squares]
+        bias2, product, mean2 = ((s - o) / (n * (n - 1)) for s, o in zip(sums, own, strict=True))
+        noise2, spread2 = ((own[i] - sums[i] / n) / (n - 1) for i in (0, 2))
+        return bias2, noise2, product / mean2, mean2, spread2
 
-    blocks = torch.arange(len(found.sums))
+    blocks = torch.arange(grams[0].shape[0])
     bias2, noise2, gain, mean2, spread2 = (v.item() for v in values(blocks))
     left_out = [values(blocks[blocks != k]) for k in blocks]
     bias2_error, gain_error = (_jackknife(torch.stack([v[i] for v in left_out])) for i in (0, 2))
@@ -101,10 +121,12 @@ def _jackknife(values: torch.Tensor) -> float:
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (
-        (a.double() * b.double()).sum()
-        if a.numel() <= 2**24
-        else sum(  # type: ignore[return-value]
-            _dot(x, y) for x, y in zip(a.split(2**24), b.split(2**24), strict=True)
-        )
-    )
+    return (a * b).sum()
+
+
+def _chunks(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """``product`` of parts of both along dimension 0, in fp64."""
+    for first in range(0, a.shape[0], _CHUNK):
+        yield product(*(t[first : first + _CHUNK].double() for t in (a, b)))

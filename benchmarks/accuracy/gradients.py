@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.accuracy.bias_noise import Totals, estimate
+from benchmarks.accuracy.bias_noise import Totals, estimates
 from benchmarks.accuracy.gradient_variants import PRECISE, REAL, SETS, STRAIGHT, Variant, exact_block, variants
 from benchmarks.accuracy.gradients_report import KINDS, REFERENCES, show
 from benchmarks.common import argument_parser, options, write_result
@@ -39,9 +39,9 @@ from benchmarks.small_gpt import BYTES_VOCABULARY, GPT, HELD_OUT, Shape, fp32_ad
 MODELS = {
     "tiny": Shape(BYTES_VOCABULARY, hidden=64, layers=2, heads=2, ffn=192, sequence=32, batch=2),
     "small": Shape(BYTES_VOCABULARY, hidden=192, layers=4, heads=6, ffn=512, sequence=128, batch=4),
-    "medium": Shape(BYTES_VOCABULARY, hidden=768, layers=9, heads=12, ffn=2048, sequence=1024, batch=8),
+    "medium": Shape(BYTES_VOCABULARY, hidden=512, layers=8, heads=8, ffn=1408, sequence=512, batch=8),
 }
-"""0.1, 2.0 and 64 M parameters; the last is the model of `convergence/flow.py`."""
+"""0.1, 1.9 and 26 M parameters."""
 DEFAULTS = {"tiny": (10, 4, 2, 2**19), "small": (600, 64, 8, 2**23), "medium": (800, 64, 8, 2**25)}
 """Steps of training, batches, batches of a block, bytes of text."""
 LIMIT = 0.05
@@ -71,7 +71,7 @@ class Gradients:
             start = end
             end += sum(n for n, name in zip(sizes, names, strict=True) if kind_of(name) == kind)
             self.slices[kind] = slice(start, end)
-        self.slices["all"] = slice(0, end)
+        self.size = end
 
     def __call__(self, variant: Variant, window: torch.Tensor) -> torch.Tensor:
         """fp32 ``[parameters]``; window ``[batch, sequence + 1]``."""
@@ -178,13 +178,16 @@ def measure(
     return differences, own, n
 
 
-def results(differences: Differences, own: Totals, size: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def results(
+    differences: Differences, own: Totals, size: int, device: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A flat record for each reference and variant, and squares of the exact gradient's norms; four digits."""
     rows, norms = [], {}
+    gg = own.grams(own, device)
     for (reference, name), found in differences.items():
         record: dict[str, Any] = {"variant": name, "reference": reference}
-        for kind in found.kinds:
-            values = estimate(found, own, kind, size)._asdict()
+        for kind, one in estimates(found, own, size, device, gg).items():
+            values = one._asdict()
             norms |= {f"{kind} {key}": _short(values.pop(key)) for key in ("mean2", "spread2")}
             record |= {f"{kind} {key}": _short(value) for key, value in values.items()}
         rows.append(record)
@@ -223,14 +226,14 @@ def main() -> None:
         tokens = prepare_bytes(folder, max_bytes).to(arguments.device)
     model, loss = trained(shape, tokens, arguments.steps)
     gradients = Gradients(model)
-    print(f"{gradients.slices['all'].stop / 1e6:.1f} M parameters, loss {loss:.3f} after {arguments.steps} steps")
+    print(f"{gradients.size / 1e6:.1f} M parameters, loss {loss:.3f} after {arguments.steps} steps")
     distances = check(model, tokens[: min(shape.sequence, 128) + 1][None])
     print("distance of the simulation to the flow:", {k: round(v, 4) for k, v in distances.items()}, flush=True)
     chosen = variants(arguments.sets, shape.layers)
     differences, own, n = measure(
         gradients, chosen, tokens, shape, arguments.batches // size, size, arguments.budget
     )  # fmt: skip
-    rows, norms = results(differences, own, size)
+    rows, norms = results(differences, own, size, arguments.device)
     show(rows, norms)
     data = {
         "settings": options(arguments), "shape": asdict(shape), "loss": loss, "batches": n,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.accuracy import gradients, gradients_report
-from benchmarks.accuracy.bias_noise import Totals, estimate
+from benchmarks.accuracy.bias_noise import Totals, estimates
 from benchmarks.accuracy.gradient_variants import ALL, PRECISE, REAL, variants
 from benchmarks.accuracy.gradients import MODELS, Gradients, check
 from benchmarks.accuracy.roundings import EXACT, GRIDS, GROUP, ROW, TENSOR, Rounding, everywhere, on_grid, rounded_block
@@ -37,7 +37,7 @@ def test_a_planted_bias_is_found_and_noise_alone_has_none():
     bias[N // 2 :] = 0
     exact = mean + spread
     own, differences = totals(exact, exact), totals(noise + bias, exact)
-    planted, none = (estimate(differences, own, kind, SIZE) for kind in ("first", "second"))
+    planted, none = (estimates(differences, own, SIZE)[kind] for kind in ("first", "second"))
     true = bias.square().sum().item()
     naive = (noise + bias).mean(0)[: N // 2].square().sum().item()
     assert abs(planted.bias2 - true) < 3 * planted.bias2_error < true
@@ -51,7 +51,7 @@ def test_a_planted_bias_is_found_and_noise_alone_has_none():
 
 def test_a_gradient_that_is_too_short_is_a_gain():
     exact = torch.randn(BLOCKS * SIZE, N, generator=torch.Generator().manual_seed(0)) + 1
-    found = estimate(totals(-0.1 * exact, exact), totals(exact, exact), "first", SIZE)
+    found = estimates(totals(-0.1 * exact, exact), totals(exact, exact), SIZE)["all"]
     assert found.gain == pytest.approx(-0.1) and found.bias2 == pytest.approx(0.01 * found.mean2)
     assert found.noise2 == pytest.approx(0.01 * found.spread2)
 
@@ -59,7 +59,7 @@ def test_a_gradient_that_is_too_short_is_a_gain():
 def test_one_block_is_refused():
     one = totals(torch.ones(SIZE, N), torch.ones(SIZE, N))
     with pytest.raises(ValueError, match="blocks of batches: got 1, accepted: at least 2"):
-        estimate(one, one, "first", SIZE)
+        estimates(one, one, SIZE)
 
 
 def test_roundings_are_the_packages():
@@ -107,9 +107,8 @@ def test_the_simulation_is_the_flow_and_without_roundings_the_model():
     plan = everywhere(EXACT)
     plain = found(gradients.Variant(lambda *args: rounded_block(plan, *args)), window)
     torch.testing.assert_close(plain, exact, rtol=1e-3, atol=1e-6)
-    assert [s.stop - s.start for s in found.slices.values()][-1] == sum(
-        p.numel() for p in found.models[False].parameters()
-    )
+    assert found.size == sum(p.numel() for p in model.parameters())
+    assert sum(part.stop - part.start for part in found.slices.values()) == found.size
 
 
 def test_another_simulation_stops_the_program(monkeypatch):
