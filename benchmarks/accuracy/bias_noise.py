@@ -8,7 +8,7 @@ half of the time where there is none. Its standard error is a jackknife over blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class Totals:
     def add(self, vector: torch.Tensor, exact: torch.Tensor) -> None:
         """One batch."""
         found = [
-            torch.stack([sum(_chunks(_dot, vector[part], other[part])) for part in self.kinds.values()])
+            torch.stack([_in_chunks(_dot, vector[part], other[part]) for part in self.kinds.values()])
             for other in (vector, exact)
         ]
         if self._open:
@@ -56,7 +56,7 @@ class Totals:
         found = []
         for part in self.kinds.values():
             mine, theirs = (torch.stack([s[part] for s in t.sums], 1).to(device) for t in (self, other))
-            found.append(sum(_chunks(lambda a, b: a.t() @ b, mine, theirs)).cpu())
+            found.append(_in_chunks(lambda a, b: a.t() @ b, mine, theirs).cpu())
         return torch.stack(found)
 
 
@@ -124,9 +124,9 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a * b).sum()
 
 
-def _chunks(
+def _in_chunks(
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """``product`` of parts of both along dimension 0, in fp64."""
-    for first in range(0, a.shape[0], _CHUNK):
-        yield product(*(t[first : first + _CHUNK].double() for t in (a, b)))
+) -> torch.Tensor:
+    """Sum of ``product`` over parts of both along dimension 0, in fp64."""
+    starts = range(0, a.shape[0], _CHUNK)
+    return torch.stack([product(*(t[i : i + _CHUNK].double() for t in (a, b))) for i in starts]).sum(0)

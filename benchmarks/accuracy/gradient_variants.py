@@ -56,8 +56,8 @@ def flow_block(
     """The block by functions of `coat_dist.flow`, whose layout is ``[s, b, h]`` and whose projection goes by heads."""
     settings, one = CoatConfig.parse({"activation": changes}).activation, flow.TensorParallel()
     h, n = x.shape[-1], block.heads
-    table = flow.RopeTable(*(torch.cat([t, t], -1)[:, None] for t in (cos, sin)))
-    norm1, norm2 = (flow.Norm("rmsnorm", m.eps, m.weight) for m in (block.norm1, block.norm2))
+    table = flow.RopeTable(torch.cat([cos, cos], -1)[:, None], torch.cat([sin, sin], -1)[:, None])
+    norm1, norm2 = (flow.Norm("rmsnorm", 1e-5, m.weight) for m in (block.norm1, block.norm2))
     by_heads = block.qkv.weight.view(3, n, h // n, h).transpose(0, 1).reshape(3 * h, h)
     x = x.transpose(0, 1).contiguous()
     q, k, v = flow.norm_qkv(x, norm1, by_heads, None, flow.Heads(n, 1, h // n), table, one, settings)
@@ -89,7 +89,7 @@ def _plan(plan: Plan, straight: str | None = None) -> Variant:
     return Variant(functools.partial(rounded_block, plan), straight=straight)
 
 
-def _alone(**roundings: Rounding) -> Variant:
+def _alone(**roundings: Any) -> Variant:
     return _plan(everywhere(Recipe(**roundings)))
 
 
@@ -103,6 +103,10 @@ def _only(gemm: str) -> Plan:
 
 def _all_but_layer(left_out: int) -> Plan:
     return lambda layer, gemm: EXACT if layer == left_out else FLOW
+
+
+def _saved_in(fmt: str) -> dict[str, Any]:
+    return {"saved_x": Rounding("group", fmt), "saved_pre": Rounding("group", fmt)}
 
 
 def _saved_codes(layer: int, gemm: str) -> Recipe:
@@ -146,9 +150,7 @@ def variants(sets: Sequence[str], layers: int) -> dict[str, Variant]:
 
 def _candidates(layers: int) -> dict[str, Variant]:
     noisy, noisy_group, column = Rounding(stochastic=True), Rounding("group", stochastic=True), Rounding("column")
-    e3m4, e2m5, int8 = (
-        {"saved_x": r, "saved_pre": r} for r in (Rounding("group", f) for f in ("e3m4", "e2m5", "int8"))
-    )
+    e3m4, e2m5, int8 = map(_saved_in, ("e3m4", "e2m5", "int8"))
     powers: dict[str, Any] = {"forward_x": ALIGNED_ROW, "forward_w": ALIGNED_ROW, "wgrad_x": ALIGNED}
     powers |= {"dgrad_w": ALIGNED, "straight": "power-of-two row scales"}
     return {

@@ -77,8 +77,9 @@ class Gradients:
         """fp32 ``[parameters]``; window ``[batch, sequence + 1]``."""
         model = self.models[variant.bf16]
         x = model.embedding(window[:, :-1])
+        tables = [table[: x.shape[1]] for _, table in model.named_buffers()]  # cosines and sines
         for layer, block in enumerate(model.blocks):
-            x = variant.block(layer, block, x, *(t[: x.shape[1]] for t in (model.cos, model.sin)))
+            x = variant.block(layer, block, x, *tables)
         logits = model.head(model.norm(x)).float()
         loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
         grads = torch.autograd.grad(loss, list(model.parameters()))
@@ -180,9 +181,10 @@ def measure(
 
 def results(
     differences: Differences, own: Totals, size: int, device: str
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """A flat record for each reference and variant, and squares of the exact gradient's norms; four digits."""
-    rows, norms = [], {}
+    rows: list[dict[str, Any]] = []
+    norms: dict[str, float] = {}
     gg = own.grams(own, device)
     for (reference, name), found in differences.items():
         record: dict[str, Any] = {"variant": name, "reference": reference}
