@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from benchmarks.accuracy.bias_noise import Totals, estimates
 from benchmarks.accuracy.gradient_variants import PRECISE, REAL, SETS, STRAIGHT, Variant, exact_block, variants
-from benchmarks.accuracy.gradients_report import KINDS, REFERENCES, show
+from benchmarks.accuracy.gradients_report import KINDS, REFERENCES, records, show
 from benchmarks.common import argument_parser, options, write_result
 from benchmarks.small_gpt import BYTES_VOCABULARY, GPT, HELD_OUT, Shape, fp32_adamw, prepare_bytes, train
 
@@ -236,11 +236,11 @@ def main() -> None:
         gradients, chosen, tokens, shape, arguments.batches // size, size, arguments.budget
     )  # fmt: skip
     rows, norms = results(differences, own, size, arguments.device)
-    show(rows, norms)
     data = {
         "settings": options(arguments), "shape": asdict(shape), "loss": loss, "batches": n,
         "simulation_to_flow": distances, "exact": norms, "rows": rows,
     }  # fmt: skip
+    show(records(data))
     name = f"accuracy/{arguments.name}" + "-tiny" * arguments.tiny
     print("wrote", write_result(name, data, arguments.output))
 

@@ -1,6 +1,6 @@
 """Tables and the picture of what `benchmarks/accuracy/gradients.py` measured.
 
-python -m benchmarks.accuracy.gradients_report [--result JSON] [--plot docs/figures/accuracy-gradients.png]
+python -m benchmarks.accuracy.gradients_report [--result JSON ...] [--plot docs/figures/accuracy-gradients.png]
 """
 
 from __future__ import annotations
@@ -14,33 +14,38 @@ from typing import Any
 from benchmarks.accuracy.gradient_variants import variants
 from benchmarks.common import result_path
 
-__all__ = ["KINDS", "REFERENCES", "show"]
+__all__ = ["KINDS", "REFERENCES", "plot", "records", "show"]
 
 KINDS = "qkv", "proj", "fc1", "fc2", "norms", "embedding", "output"
 REFERENCES = "exact", "straight through"
 Record = dict[str, Any]
 
 
-def show(rows: Sequence[Record], norms: Record) -> None:
-    """Bias and noise in percent."""
+def records(found: dict[str, Any]) -> list[Record]:
+    """Rows of a result, each with the exact gradient's norms beside its own values."""
+    return [row | found["exact"] for row in found["rows"]]
+
+
+def show(rows: Sequence[Record]) -> None:
+    """Bias, noise and gain in percent."""
     kinds = [*KINDS, "all"]
     for reference in REFERENCES:
-        for value, text in (("bias", bias_text), ("noise", noise_text)):
+        for value, text in (("bias", bias_text), ("noise", noise_text), ("gain", gain_text)):
             print(f"== {value}, %, against {reference}\n{'':<38}" + "".join(f"{kind:>12}" for kind in kinds))
             for row in (r for r in rows if r["reference"] == reference):
-                print(f"{row['variant']:<38}" + "".join(f"{text(row, norms, kind):>12}" for kind in kinds), flush=True)
+                print(f"{row['variant']:<38}" + "".join(f"{text(row, kind):>12}" for kind in kinds), flush=True)
 
 
-def bias(record: Record, norms: Record, kind: str) -> tuple[float, float] | None:
+def bias(record: Record, kind: str) -> tuple[float, float] | None:
     """Squares of the bias and of its standard error, relative to the mean exact gradient, if that is not nothing."""
-    mean2 = norms[f"{kind} mean2"]
+    mean2 = record[f"{kind} mean2"]
     return (record[f"{kind} bias2"] / mean2, record[f"{kind} bias2_error"] / mean2) if mean2 > 0 else None
 
 
-def bias_text(record: Record, norms: Record, kind: str) -> str:
+def bias_text(record: Record, kind: str) -> str:
     """Bias and its standard error in percent of the mean exact gradient; below two standard errors of the square it is
     given as a bound."""
-    found = bias(record, norms, kind)
+    found = bias(record, kind)
     if found is None:
         return "-"
     square, error = found
@@ -49,17 +54,22 @@ def bias_text(record: Record, norms: Record, kind: str) -> str:
     return f"{100 * square**0.5:.2f}±{100 * error / (2 * square**0.5):.2f}"
 
 
-def noise(record: Record, norms: Record, kind: str) -> float:
+def noise(record: Record, kind: str) -> float:
     """Noise in percent of the root mean square of a batch's exact gradient."""
-    return 100 * (record[f"{kind} noise2"] / (norms[f"{kind} mean2"] + norms[f"{kind} spread2"])) ** 0.5
+    return 100 * (record[f"{kind} noise2"] / (record[f"{kind} mean2"] + record[f"{kind} spread2"])) ** 0.5
 
 
-def noise_text(record: Record, norms: Record, kind: str) -> str:
+def noise_text(record: Record, kind: str) -> str:
     """:func:`noise` with two decimals."""
-    return f"{noise(record, norms, kind):.2f}"
+    return f"{noise(record, kind):.2f}"
 
 
-def plot(rows: Sequence[Record], norms: Record, path: Path) -> None:
+def gain_text(record: Record, kind: str) -> str:
+    """The part of the bias along the exact gradient, in percent."""
+    return f"{100 * record[f'{kind} gain']:.2f}±{100 * record[f'{kind} gain_error']:.2f}"
+
+
+def plot(rows: Sequence[Record], path: Path) -> None:
     """Bias and noise of single roundings against "exact", and of candidates against "straight through"."""
     import matplotlib
 
@@ -77,11 +87,11 @@ def plot(rows: Sequence[Record], norms: Record, path: Path) -> None:
     )  # fmt: skip
     for (reference, _), part, (left, right) in zip(drawn, parts, axes, strict=True):
         for kind, marker in zip(KINDS[:4], "os^v", strict=True):
-            biases = [(i, bias(r, norms, kind)) for i, r in enumerate(part)]
+            biases = [(i, bias(r, kind)) for i, r in enumerate(part)]
             shown = [(i, 100 * b[0] ** 0.5) for i, b in biases if b and b[0] > 2 * b[1]]
             style: dict[str, Any] = {"marker": marker, "linestyle": "none", "markersize": 5, "label": kind}
             left.plot([x for _, x in shown], [i for i, _ in shown], **style)
-            right.plot([noise(r, norms, kind) for r in part], range(len(part)), **style)
+            right.plot([noise(r, kind) for r in part], range(len(part)), **style)
         left.set(yticks=range(len(part)), title=f"bias against {reference}", ylim=(len(part) - 0.5, -0.5))
         left.set_yticklabels([r["variant"] for r in part], fontsize=8)
         right.set(title=f"noise against {reference}")
@@ -99,17 +109,18 @@ def plot(rows: Sequence[Record], norms: Record, path: Path) -> None:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--result", type=Path, default=result_path("accuracy/gradients"))
+    files = [result_path(f"accuracy/{name}") for name in ("gradients", "gradients-candidates")]
+    parser.add_argument("--result", type=Path, nargs="+", default=files, metavar="JSON")
     parser.add_argument("--plot", type=Path, help="where to draw the picture")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
-    found = json.loads(arguments.result.read_text())
-    show(found["rows"], found["exact"])
+    rows = [row for file in arguments.result for row in records(json.loads(file.read_text()))]
+    show(rows)
     if arguments.plot:
-        plot(found["rows"], found["exact"], arguments.plot)
+        plot(rows, arguments.plot)
 
 
 if __name__ == "__main__":

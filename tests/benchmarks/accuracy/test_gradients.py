@@ -136,7 +136,7 @@ def test_main_writes_every_row(monkeypatch, tmp_path, capsys):
     assert rows["x for wgrad"]["embedding noise2"] < 1e-6 * rows["x for wgrad"]["qkv noise2"]
     assert "== noise, %, against straight through" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
-    gradients_report.plot(found["rows"], found["exact"], tmp_path / "picture.png")
+    gradients_report.plot(gradients_report.records(found), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
