@@ -8,7 +8,6 @@ half of the time where there is none. Its standard error is a jackknife over blo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,8 +35,7 @@ class Totals:
     def add(self, vector: torch.Tensor, exact: torch.Tensor) -> None:
         """One batch."""
         found = [
-            torch.stack([_in_chunks(_dot, vector[part], other[part]) for part in self.kinds.values()])
-            for other in (vector, exact)
+            torch.stack([_dot(vector[part], other[part]) for part in self.kinds.values()]) for other in (vector, exact)
         ]
         if self._open:
             for total, one in zip(self._open, (vector, *found), strict=True):
@@ -55,8 +53,12 @@ class Totals:
         """Inner products of the blocks' sums with ``other``'s, fp64 ``[kinds, blocks, blocks]``."""
         found = []
         for part in self.kinds.values():
-            mine, theirs = (torch.stack([s[part] for s in t.sums], 1).to(device) for t in (self, other))
-            found.append(_in_chunks(lambda a, b: a.t() @ b, mine, theirs).cpu())
+            gram = torch.zeros(len(self.sums), len(other.sums), dtype=torch.float64)
+            for first in range(part.start, part.stop, _CHUNK):
+                chunk = slice(first, min(first + _CHUNK, part.stop))
+                a, b = (torch.stack([s[chunk].to(device) for s in t.sums]).double() for t in (self, other))
+                gram += (a @ b.t()).cpu()
+            found.append(gram)
         return torch.stack(found)
 
 
@@ -121,12 +123,6 @@ def _jackknife(values: torch.Tensor) -> float:
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a * b).sum()
-
-
-def _in_chunks(
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor
-) -> torch.Tensor:
-    """Sum of ``product`` over parts of both along dimension 0, in fp64."""
-    starts = range(0, a.shape[0], _CHUNK)
-    return torch.stack([product(*(t[i : i + _CHUNK].double() for t in (a, b))) for i in starts]).sum(0)
+    """Inner product, summed in fp64."""
+    parts = zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
+    return torch.stack([(x.double() * y.double()).sum() for x, y in parts]).sum()

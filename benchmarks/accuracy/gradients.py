@@ -42,7 +42,7 @@ MODELS = {
     "medium": Shape(BYTES_VOCABULARY, hidden=512, layers=8, heads=8, ffn=1408, sequence=512, batch=8),
 }
 """0.1, 1.9 and 26 M parameters."""
-DEFAULTS = {"tiny": (10, 4, 2, 2**19), "small": (600, 64, 8, 2**23), "medium": (800, 64, 8, 2**25)}
+DEFAULTS = {"tiny": (10, 4, 2, 2**19), "small": (600, 64, 8, 2**23), "medium": (800, 64, 8, 2**24)}
 """Steps of training, batches, batches of a block, bytes of text."""
 LIMIT = 0.05
 """Largest distance of the simulation to the flow, as a part of the flow's distance to the exact gradient."""
@@ -185,6 +185,7 @@ def results(
     """A flat record for each reference and variant, and squares of the exact gradient's norms; four digits."""
     rows: list[dict[str, Any]] = []
     norms: dict[str, float] = {}
+    own.sums = [s.to(device) for s in own.sums]  # every variant is multiplied with them
     gg = own.grams(own, device)
     for (reference, name), found in differences.items():
         record: dict[str, Any] = {"variant": name, "reference": reference}
