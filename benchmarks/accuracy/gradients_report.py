@@ -70,7 +70,11 @@ def gain_text(record: Record, kind: str) -> str:
 
 
 def plot(rows: Sequence[Record], path: Path) -> None:
-    """Bias and noise of single roundings against "exact", and of candidates against "straight through"."""
+    """Bias and noise of single roundings against "exact", and of candidates against "straight through"; of rows of the
+    same name the first."""
+    first: dict[tuple[str, str], Record] = {}
+    for row in rows:
+        first.setdefault((row["reference"], row["variant"]), row)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -78,7 +82,7 @@ def plot(rows: Sequence[Record], path: Path) -> None:
 
     drawn = [(REFERENCES[0], "roundings"), (REFERENCES[1], "candidates")]
     parts = [
-        [r for r in rows if r["reference"] == reference and r["variant"] in variants([one], layers=1)]
+        [r for (given, name), r in first.items() if given == reference and name in variants([one], layers=1)]
         for reference, one in drawn
     ]
     figure, axes = plt.subplots(
