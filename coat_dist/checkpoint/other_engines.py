@@ -6,8 +6,9 @@ DeepSpeed would begin to load one, and then end with words about the layout of p
 from __future__ import annotations
 
 import functools
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +43,28 @@ def refuse_compressed_moments(engine: Any) -> None:
         check_before_load(engine, "other optimizer", functools.partial(_problems, engine))
         return
     original: Callable = engine.load_checkpoint
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def load_checkpoint(
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        states = load_optimizer_states and not load_module_only
-
-        def check() -> list[str]:
-            try:
-                named = (Path(load_dir) / LATEST).read_text(encoding="utf-8").strip() if tag is None else str(tag)
-                request = Request(Path(load_dir), named, load_module_strict, states)
-            except (OSError, ValueError, TypeError):
-                return []  # for DeepSpeed to refuse
-            return _problems(engine, request)
-
-        raise_everywhere(check)
-        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        return original(load_dir, tag, *flags, *args, **kwargs)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        raise_everywhere(lambda: _problems_of_call(engine, signature, args, kwargs))
+        return original(*args, **kwargs)
 
     engine.load_checkpoint = load_checkpoint
+
+
+def _problems_of_call(engine: Any, signature: inspect.Signature, args: Sequence, kwargs: Mapping) -> list[str]:
+    """Of a call of DeepSpeed's own ``load_checkpoint``. What cannot be one, or names no folder, it refuses itself."""
+    try:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        folder, tag = Path(asked["load_dir"]), asked["tag"]
+        named = (folder / LATEST).read_text(encoding="utf-8").strip() if tag is None else str(tag)
+    except (OSError, ValueError, TypeError):
+        return []
+    states = asked["load_optimizer_states"] and not asked["load_module_only"]
+    return _problems(engine, Request(folder, named, asked["load_module_strict"], states))
 
 
 def _problems(engine: Any, request: Request) -> list[str]:
