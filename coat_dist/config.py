@@ -88,9 +88,12 @@ class ActivationConfig(_Block):
     """Scales of forward's FP8 operands, activations and weights: one a row (token, output feature), or one a tensor
     (the paper's), which takes two passes where rows take one, and a reduction over ranks. Backward's are per tensor."""
     format: Literal["e4m3", "e5m2"] = "e4m3"
-    """FP8 format of activations and weights."""
+    """FP8 format of the operands of products: activations and weights."""
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"
     """FP8 format of gradients."""
+    saved_format: Literal["e3m4", "e4m3", "e5m2"] = "e3m4"
+    """FP8 format of tensors saved for backward, which are read back, not multiplied: "e3m4" is twice as fine as "e4m3"
+    (the paper's) down to 1/124 of a group's largest value."""
     group_size: Literal[16, 32, 64, 128] = 32
     """Elements along the hidden dimension that share one scale in tensors saved for backward."""
     scale: Literal["e8m0", "bf16"] = "e8m0"

@@ -1,4 +1,4 @@
-"""FP8 formats and the one quantized-tensor type of the project.
+"""8-bit formats and the one quantized-tensor type of the project.
 
 A quantized tensor is codes plus scales: ``value = code * scale``. What the scale covers is its *layout*:
 
@@ -26,6 +26,7 @@ import torch
 
 __all__ = [
     "ALWAYS_EXPANDED",
+    "E3M4",
     "E4M3",
     "E5M2",
     "FP8Format",
@@ -45,8 +46,8 @@ ALWAYS_EXPANDED = ("log8",)
 class FP8Format:
     """One 8-bit floating-point format.
 
-    ``max`` is the largest finite value F; ``mantissa_bits`` the explicit mantissa bits; ``smallest`` the smallest
-    positive (subnormal) value. Source: OCP 8-bit Floating Point Specification 1.0.
+    ``dtype`` is the one of its codes; ``max`` the largest finite value F; ``mantissa_bits`` the explicit mantissa bits;
+    ``smallest`` the smallest positive (subnormal) value. Source: OCP 8-bit Floating Point Specification 1.0.
     """
 
     name: str
@@ -58,11 +59,18 @@ class FP8Format:
 
 E4M3 = FP8Format("e4m3", torch.float8_e4m3fn, 448.0, 3, 2.0**-9)
 E5M2 = FP8Format("e5m2", torch.float8_e5m2, 57344.0, 2, 2.0**-16)
-_FORMATS = {f.name: f for f in (E4M3, E5M2)}
+E3M4 = FP8Format("e3m4", torch.int8, 31.0, 4, 2.0**-6)
+"""Of tensors that are saved and not multiplied: no GPU has a product of it; torch has no dtype for it, codes are bytes.
+
+Against E4M3 a bit of exponent became one of mantissa. In a group with a scale of its own it is twice as fine down to
+1/124 of the largest value; its smallest step is 1/1984 of it. All codes are numbers: that one is not finite, a group's
+scale says.
+"""
+_FORMATS = {f.name: f for f in (E4M3, E5M2, E3M4)}
 
 
 def fp8_format(name: str | FP8Format) -> FP8Format:
-    """The format called ``name`` ("e4m3" or "e5m2"); a format is returned as it is.
+    """The format called ``name`` ("e4m3", "e5m2" or "e3m4"); a format is returned as it is.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
@@ -80,7 +88,7 @@ class QuantizedTensor:
     """Codes and scales of one tensor.
 
     Attributes:
-        codes: float8 tensor of the original shape.
+        codes: tensor of the original shape; its dtype, float8 or int8 (E3M4), says the format.
         scales: "tensor": fp32 scalar; "row": fp32 ``[..., 1]``; "group": ``[..., ceil(n / group_size)]``, either
             bfloat16 or uint8 holding E8M0 exponents (value ``2**(scales - 127)``, 255 = NaN).
         layout: "tensor", "row" or "group".

@@ -77,7 +77,7 @@ def attention(
     Args:
         q: ``[s, b, heads, d]``, bfloat16 or float32.
         k, v: ``[t, b, groups, d]``, groups a divisor of heads.
-        settings: ``format``, ``group_size`` and ``scale`` say how to round.
+        settings: ``saved_format``, ``group_size`` and ``scale`` say how to round.
 
     Returns:
         The output ``[s, b, heads * d]`` of q's dtype, and the same as a per-group quantized tensor: hand it to
@@ -232,7 +232,7 @@ class _GradientEdge(torch.autograd.Function):
 def _compress(x: torch.Tensor, settings: ActivationConfig) -> QuantizedTensor:
     """``[s, b, heads, d]`` by groups within heads; as long rows where that is the same."""
     x = x.flatten(2) if x.shape[-1] % settings.group_size == 0 else x
-    return quantize_groups(x, fp8_format(settings.format), settings.group_size, settings.scale)
+    return quantize_groups(x, fp8_format(settings.saved_format), settings.group_size, settings.scale)
 
 
 def _values(q: QuantizedTensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

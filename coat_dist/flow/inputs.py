@@ -66,12 +66,13 @@ class NormedInput:
     ) -> tuple[NormedInput, QuantizedTensor]:
         """From x ``[rows, h]``: what to save, and y8 ``[all rows, h]``; sequence parallelism gathers the rows."""
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
-        given = x, norm.kind, norm.eps, norm.weight, norm.bias, fmt, settings.group_size, settings.scale, exact
+        groups = settings.group_size, settings.scale
+        given = x, norm.kind, norm.eps, norm.weight, norm.bias, fmt, *groups, exact, fp8_format(settings.saved_format)
         if settings.forward_scales == "row":
             if tp.sharded and not settings.fp8_gather:
                 x8, stats, _ = norm_compress(*given)
                 y = norm_apply(x if exact else x8, stats, norm.weight, norm.bias).to(x.dtype)
-                y8 = quantize_rows(tp.gather_rows(y), fmt)
+                y8 = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
             else:
                 x8, stats, y8 = norm_compress_rows(*given)
                 y8 = tp.gather_quantized(y8) if tp.sharded else y8
@@ -155,9 +156,9 @@ class PlainInput:
         fmt = fp8_format(settings.format)
         if settings.forward_scales == "row":
             if tp.sharded and settings.fp8_gather:
-                y8 = tp.gather_quantized(quantize_rows(x, fmt))
+                y8 = tp.gather_quantized(quantize_rows(x, fmt, aligned=True))
             else:
-                y8 = quantize_rows(tp.gather_rows(x) if tp.sharded else x, fmt)
+                y8 = quantize_rows(tp.gather_rows(x) if tp.sharded else x, fmt, aligned=True)
             y8, scale = row_operand(y8, tp, settings)
             return cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype), y8
         this = cls(quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, tp.sharded)), tp, settings, x.dtype)

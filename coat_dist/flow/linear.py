@@ -34,8 +34,8 @@ def linear(
         x: ``[..., k / tp]``, bfloat16 or float32, the whole sequence.
         weight: this rank's ``[n, k / tp]``.
         compressed: x by groups, saved in x's place; x must be exactly what it reads back as
-            (:func:`~coat_dist.flow.attention` returns both). Where its scales are powers of two, so are those of the
-            product's operand: codes then change exponents and are not rounded again, unless they become subnormal.
+            (:func:`~coat_dist.flow.attention` returns both). Where its scales are powers of two and its format is that
+            of the product, codes change exponents and are not rounded again, unless they become subnormal.
 
     Returns:
         ``[..., n]`` of x's dtype, summed over ranks; with sequence parallelism this rank's share of dimension 0.
@@ -60,8 +60,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x, weight, codes, scales, group_size: int, tp: TensorParallel, settings: ActivationConfig
     ) -> torch.Tensor:
-        aligned = scales is not None and scales.dtype == torch.uint8
-        x8, x_scale = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings, True, aligned)
+        x8, x_scale = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings, True)
         ctx.weight = Weight(weight, tp, settings, split=True)
         w8, w_scale = ctx.weight.quantized()
         ctx.save_for_backward(x if codes is None else None, weight, x_scale, w_scale, codes, scales)

@@ -138,7 +138,8 @@ def _activate(
 ) -> tuple[QuantizedTensor, Operand]:
     """From fc1's output ``[rows, parts f / tp]``: what is saved of it, and a, the input of fc2."""
     fmt, exact = fp8_format(settings.format), settings.forward == "exact"
-    given = pre, activation, fmt, settings.group_size, settings.scale, exact, bias
+    saved = fp8_format(settings.saved_format)
+    given = pre, activation, fmt, settings.group_size, settings.scale, exact, bias, saved
     if settings.forward_scales == "row":
         pre8, a8 = activation_compress_rows(*given)
         source, bias = (pre, bias) if exact else (pre8, None)
@@ -209,7 +210,8 @@ class _MLP(torch.autograd.Function):
         d8, d8_t = quantize_gradient(dout.reshape(-1, fc2_weight.shape[0]), tp, settings, gather=True)
         da = gemm(d8, ctx.fc2.transposed(fc2_weight, w2_scale), dtype, settings)
         del d8  # like all that follow: the peak of a step is in this function
-        d_scale = shared_scale(activation_grad_amax(da, pre8, activation), grad_fmt, tp, settings.tp_invariant)
+        top = activation_grad_amax(da, pre8, activation)
+        d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, False)
         bias_sum = None
         if ctx.needs_input_grad[4]:
             bias_sum = torch.float64 if settings.tp_invariant else torch.float32
@@ -259,7 +261,7 @@ class _ScaleRows(torch.autograd.Function):
     def forward(ctx: Any, y, factor, settings: ActivationConfig) -> torch.Tensor:
         codes = scales = None
         if ctx.needs_input_grad[1]:
-            y8 = quantize_groups(y, fp8_format(settings.format), settings.group_size, settings.scale)
+            y8 = quantize_groups(y, fp8_format(settings.saved_format), settings.group_size, settings.scale)
             codes, scales = y8.codes, y8.scales
         ctx.save_for_backward(codes, scales, factor)
         ctx.group_size = settings.group_size

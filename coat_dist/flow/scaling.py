@@ -5,6 +5,11 @@ dgrad over rows of the weight, and a scale that changes along a sum cannot be ap
 carries one scale for backward. It is the same in both modes: a scale is a monotone function of an amax, and therefore
 the largest scale of the rows is the scale of the tensor.
 
+**Scales of forward's operands are powers of two.** Codes with such scales stand for the same values, whichever power it
+is, unless they are subnormal. So dgrad, with one scale, multiplies the values of a weight that forward multiplied with
+scales of rows; with others it would round them at other places, the same for every batch, and an error that does not
+change from batch to batch is what averages over steps keep. Gradients, which nothing rounds twice, have any scale.
+
 Per-tensor scales under tensor parallelism (``tp``):
 
 * An FP8 tensor that is gathered has one scale on all ranks: its amax is MAX-reduced before it is quantized.
@@ -28,7 +33,6 @@ from ..formats import FP8Format, QuantizedTensor, fp8_format
 from ..ops import (
     SMALLEST_SCALE,
     amax,
-    power_of_two,
     quantize_both,
     quantize_rows,
     quantize_tensor,
@@ -85,26 +89,25 @@ def _largest(scales: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     return torch.where(top.isinf(), torch.nan, top)
 
 
-def shared_scale(amax: torch.Tensor, fmt: FP8Format, tp: TensorParallel, shared: bool) -> torch.Tensor:
-    """The per-tensor scale for ``amax`` (fp32 scalar, overwritten); one scale for all ranks if ``shared``."""
-    return tensor_scale(tp.max_(amax) if shared else amax, fmt)
+def shared_scale(
+    amax: torch.Tensor, fmt: FP8Format, tp: TensorParallel, shared: bool, aligned: bool = True
+) -> torch.Tensor:
+    """The per-tensor scale for ``amax`` (fp32 scalar, overwritten); one scale for all ranks if ``shared``; a power of
+    two if ``aligned``."""
+    return tensor_scale(tp.max_(amax) if shared else amax, fmt, aligned)
 
 
-def quantize_input(
-    x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, split: bool, aligned: bool = False
-) -> Operand:
+def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, split: bool) -> Operand:
     """The input ``[rows, k / tp]`` of a row-parallel GEMM in FP8; also a weight shard.
 
     Args:
         split: each rank holds a part of every row (row-parallel GEMM), and not some whole rows (column-parallel).
-        aligned: make scales powers of two.
     """
     fmt = fp8_format(settings.format)
     if settings.forward_scales == "row":
-        q8 = quantize_rows(x, fmt, aligned)
+        q8 = quantize_rows(x, fmt, aligned=True)
         return row_operand(share_rows(q8, lambda: x, tp, settings) if split else q8, tp, settings)
     scale = shared_scale(amax(x), fmt, tp, settings.tp_invariant)
-    scale = power_of_two(scale) if aligned else scale
     return Operand(quantize_tensor(x, fmt, scale), scale)
 
 
@@ -120,7 +123,7 @@ def quantize_gradient(
     """
     fmt = fp8_format(settings.grad_format)
     gather = gather and tp.sharded
-    scale = shared_scale(amax(dy) if top is None else top, fmt, tp, gather or settings.tp_invariant)
+    scale = shared_scale(amax(dy) if top is None else top, fmt, tp, gather or settings.tp_invariant, False)
     if gather and settings.fp8_gather:
         d8 = QuantizedTensor(tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor")
         return d8, transpose(d8)

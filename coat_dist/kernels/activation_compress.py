@@ -50,13 +50,13 @@ def _load_raw(x, row, column, inside, columns, PARTS: tl.constexpr):
 
 @triton.jit
 def _compress_part(
-    raw, bias, codes, scales, part, row, column, group, inside, in_group, columns, groups, C: tl.constexpr,
+    raw, bias, codes, scales, part, row, column, group, inside, in_group, columns, groups, S: tl.constexpr,
     EXACT: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
     value = add_bias(raw.to(tl.float32), bias, part, column, inside, columns, BIAS)
     if WRITE or not EXACT:
-        q, stored = group_encode(value, BM, BN, G, E8M0, C)
+        q, stored = group_encode(value, BM, BN, G, E8M0, S)
         if WRITE:
             tl.store(codes + (row * PARTS + part) * columns + column, q, mask=inside)
             tl.store(scales + (row * PARTS + part) * groups + group, stored, mask=in_group)
@@ -67,19 +67,19 @@ def _compress_part(
 
 @triton.jit
 def _compress_tile(
-    raw, bias, codes, scales, row, column, group, inside, in_group, columns, groups, C: tl.constexpr,
+    raw, bias, codes, scales, row, column, group, inside, in_group, columns, groups, S: tl.constexpr,
     ACT: tl.constexpr, EXACT: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
     """The activation of a tile of :func:`_load_raw`; WRITE: the pre-activation in FP8 is stored."""
     g = _compress_part(
-        raw[0], bias, codes, scales, 0, row, column, group, inside, in_group, columns, groups, C, EXACT, PARTS, BIAS,
+        raw[0], bias, codes, scales, 0, row, column, group, inside, in_group, columns, groups, S, EXACT, PARTS, BIAS,
         WRITE, BM, BN, G, E8M0,
     )  # fmt: skip
-    value, _ = activate(g, ACT, C.fast)
+    value, _ = activate(g, ACT, S.fast)
     if PARTS == 2:
         value *= _compress_part(
-            raw[1], bias, codes, scales, 1, row, column, group, inside, in_group, columns, groups, C, EXACT, PARTS,
+            raw[1], bias, codes, scales, 1, row, column, group, inside, in_group, columns, groups, S, EXACT, PARTS,
             BIAS, WRITE, BM, BN, G, E8M0,
         )  # fmt: skip
     return value
@@ -88,7 +88,7 @@ def _compress_tile(
 @fast_launch
 @triton.jit
 def _compress_kernel(
-    x, bias, codes, scales, amax, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr,
+    x, bias, codes, scales, amax, rows, columns, groups, S: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr,
     BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
@@ -98,7 +98,7 @@ def _compress_kernel(
     in_group = (row < rows) & (group < groups)
     raw = _load_raw(x, row, column, inside, columns, PARTS)
     value = _compress_tile(
-        raw, bias, codes, scales, row, column, group, inside, in_group, columns, groups, C, ACT, EXACT, PARTS, BIAS,
+        raw, bias, codes, scales, row, column, group, inside, in_group, columns, groups, S, ACT, EXACT, PARTS, BIAS,
         True, BM, BN, G, E8M0,
     )  # fmt: skip
     atomic_amax(amax, magnitude_bits(value))
@@ -112,36 +112,37 @@ def activation_compress(
     scale: str,
     exact: bool,
     bias: torch.Tensor | None = None,
+    saved: FP8Format | None = None,
 ) -> ActivationForward:
     """See :func:`coat_dist.reference.activation.activation_compress`."""
     columns = pre.shape[-1] // ACTIVATIONS[activation].parts
     flat = launch_rows(pre)
-    pre8 = _pre8(pre, activation, fmt, group_size, scale)
+    pre8 = _pre8(pre, activation, saved or fmt, group_size, scale)
     amax = amax_buffer(pre.device)
     bm, bn, warps = COMPRESS_TILE
     bn = max(bn, group_size)
     _compress_kernel[(cdiv(flat.shape[0], bm), cdiv(columns, bn))](
         flat, dense(bias), pre8.codes, pre8.scales, amax, flat.shape[0], columns, pre8.scales.shape[-1],
-        **_constants(pre, activation, fmt, group_size, scale, exact, bias), BM=bm, BN=bn, num_warps=warps,
+        **_constants(pre, activation, saved or fmt, group_size, scale, exact, bias), BM=bm, BN=bn, num_warps=warps,
     )  # fmt: skip
     return ActivationForward(pre8, amax)
 
 
-def _pre8(pre: torch.Tensor, activation: str, fmt: FP8Format, group_size: int, scale: str) -> QuantizedTensor:
+def _pre8(pre: torch.Tensor, activation: str, saved: FP8Format, group_size: int, scale: str) -> QuantizedTensor:
     """Room for the pre-activation in FP8."""
     parts = ACTIVATIONS[activation].parts
     shape, columns = (*pre.shape[:-1], parts), pre.shape[-1] // parts
-    codes = torch.empty(*shape, columns, dtype=fmt.dtype, device=pre.device)
+    codes = torch.empty(*shape, columns, dtype=saved.dtype, device=pre.device)
     stored = torch.uint8 if scale == "e8m0" else torch.bfloat16
     scales = torch.empty(*shape, cdiv(columns, group_size), dtype=stored, device=pre.device)
     return QuantizedTensor(codes, scales, "group", group_size)
 
 
-def _constants(pre, activation, fmt, group_size, scale, exact, bias) -> dict[str, Any]:
+def _constants(pre, activation, saved, group_size, scale, exact, bias) -> dict[str, Any]:
     """What both kernels that compress are compiled for."""
     act = ACTIVATIONS[activation]
     return {
-        "C": constants(fmt, pre),
+        "S": constants(saved, pre),
         "ACT": act.function,
         "PARTS": act.parts,
         "BIAS": bias is not None,
@@ -153,7 +154,7 @@ def _constants(pre, activation, fmt, group_size, scale, exact, bias) -> dict[str
 
 @triton.jit
 def _row_tile(
-    raw, bias, codes, scales, row, first, columns, groups, C: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr,
+    raw, bias, codes, scales, row, first, columns, groups, S: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr,
     PARTS: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
     E8M0: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +162,7 @@ def _row_tile(
     column = first + tl.arange(0, BN)[None, :]
     group = first // G + tl.arange(0, BN // G)[None, :]
     return _compress_tile(
-        raw, bias, codes, scales, row, column, group, column < columns, group < groups, columns, groups, C, ACT, EXACT,
+        raw, bias, codes, scales, row, column, group, column < columns, group < groups, columns, groups, S, ACT, EXACT,
         PARTS, BIAS, WRITE, 1, BN, G, E8M0,
     )  # fmt: skip
 
@@ -169,9 +170,9 @@ def _row_tile(
 @fast_launch
 @triton.jit
 def _compress_rows_kernel(
-    x, bias, codes, scales, out, row_scales, columns, groups, C: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, AHEAD: tl.constexpr,
-    HELD: tl.constexpr, LONG: tl.constexpr, BN: tl.constexpr,
+    x, bias, codes, scales, out, row_scales, columns, groups, C: tl.constexpr, S: tl.constexpr, ACT: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
+    AHEAD: tl.constexpr, HELD: tl.constexpr, LONG: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The activation of HELD tiles of a row stays in registers until the row's scale is known; LONG: there are more,
     and those are read and computed twice. AHEAD tiles are on their way while one is computed.
@@ -185,7 +186,7 @@ def _compress_rows_kernel(
             raw = raw + (_load_raw(x, row, i * BN + column, i * BN + column < columns, columns, PARTS),)  # type: ignore
         if i >= AHEAD:
             value = _row_tile(
-                raw[i - AHEAD], bias, codes, scales, row, (i - AHEAD) * BN, columns, groups, C, ACT, EXACT, PARTS, BIAS,
+                raw[i - AHEAD], bias, codes, scales, row, (i - AHEAD) * BN, columns, groups, S, ACT, EXACT, PARTS, BIAS,
                 True, BN, G, E8M0,
             )  # fmt: skip
             held = held + (value,)  # type: ignore[assignment]
@@ -193,12 +194,12 @@ def _compress_rows_kernel(
         for first in range(HELD * BN, columns, BN):
             tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
             more = _row_tile(
-                tile, bias, codes, scales, row, first, columns, groups, C, ACT, EXACT, PARTS, BIAS, True, BN, G, E8M0
+                tile, bias, codes, scales, row, first, columns, groups, S, ACT, EXACT, PARTS, BIAS, True, BN, G, E8M0
             )
             top = tl.maximum(top, magnitude_bits(more))
     for i in tl.static_range(HELD):
         top = tl.maximum(top, magnitude_bits(held[i]))
-    scale, factor = scale_of(tl.max(top, 1), 0, C)
+    scale, factor = scale_of(tl.max(top, 1), 23, C)
     tl.store(row_scales + row + tl.arange(0, 1), scale)
     out += row * columns
     for i in tl.static_range(HELD):
@@ -207,7 +208,7 @@ def _compress_rows_kernel(
         for first in range(HELD * BN, columns, BN):
             tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
             more = _row_tile(
-                tile, bias, codes, scales, row, first, columns, groups, C, ACT, EXACT, PARTS, BIAS, False, BN, G, E8M0
+                tile, bias, codes, scales, row, first, columns, groups, S, ACT, EXACT, PARTS, BIAS, False, BN, G, E8M0
             )
             tl.store(out + first + column, to_fp8(more * factor[:, None], C), mask=first + column < columns)
 
@@ -220,18 +221,19 @@ def activation_compress_rows(
     scale: str,
     exact: bool,
     bias: torch.Tensor | None = None,
+    saved: FP8Format | None = None,
 ) -> ActivationRows:
     """See :func:`coat_dist.reference.activation.activation_compress_rows`."""
     shape, columns = pre.shape[:-1], pre.shape[-1] // ACTIVATIONS[activation].parts
     flat = launch_rows(pre)
-    pre8 = _pre8(pre, activation, fmt, group_size, scale)
+    pre8 = _pre8(pre, activation, saved or fmt, group_size, scale)
     out = torch.empty(*shape, columns, dtype=fmt.dtype, device=pre.device)
     row_scales = torch.empty(*shape, 1, dtype=torch.float32, device=pre.device)
     ahead, elements, most = HELD_TILES
     width, held, long, warps = row_tiles(columns, elements, most, group_size)
     _compress_rows_kernel[(flat.shape[0],)](
         flat, dense(bias), pre8.codes, pre8.scales, out, row_scales, columns, pre8.scales.shape[-1],
-        **_constants(pre, activation, fmt, group_size, scale, exact, bias), AHEAD=ahead, HELD=held, LONG=long,
-        BN=width, num_warps=warps, maxnreg=HELD_REGISTERS,
+        **_constants(pre, activation, saved or fmt, group_size, scale, exact, bias), C=constants(fmt, pre),
+        AHEAD=ahead, HELD=held, LONG=long, BN=width, num_warps=warps, maxnreg=HELD_REGISTERS,
     )  # fmt: skip
     return ActivationRows(pre8, QuantizedTensor(out, row_scales, "row"))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..devices import has_fp8
-from ..formats import E4M3, E5M2, FP8Format, QuantizedTensor
+from ..formats import E3M4, E4M3, E5M2, FP8Format, QuantizedTensor
 from .launch import cdiv, next_power_of_2
 
 __all__ = [
@@ -49,10 +49,12 @@ TINY = tl.constexpr(2.0**-126)  # smallest normal fp32, to the bit; a smaller li
 
 class Format(NamedTuple):
     """An FP8 format as compile-time constants. ``lowest`` is the biased fp32 exponent of its smallest normal number;
-    ``power`` the exponent of its largest, 1.75 * 2**power.
+    ``power`` the exponent of its largest; ``carry`` what to add to the bits of an amax so that a significand above the
+    largest number's carries into the exponent.
     ``native``: numbers become codes by instructions, otherwise by :func:`code_bits`, as in the interpreter, whose own
     conversion does not round to nearest. ``fast``: the GPU's approximations may be used; not in the interpreter.
-    ``fp8`` is what codes are made of: bytes for E4M3 where a GPU has no FP8 instructions, as Triton has no E4M3 there.
+    ``fp8`` is what codes are made of: int8 for E3M4, which Triton does not know, uint8 for E4M3 where a GPU has no FP8
+    instructions, as Triton has no E4M3 there.
     """
 
     fp8: tl.dtype
@@ -61,14 +63,21 @@ class Format(NamedTuple):
     mantissa_bits: int
     lowest: int
     power: int
+    carry: int
     fast: bool
     native: bool
 
 
 _CONSTANTS = {
-    (fmt.name, fast, native): Format(fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, fast, native)
+    (fmt.name, fast, native): Format(
+        fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, carry, fast, native and fmt is not E3M4
+    )
     for fast, native, e4m3 in ((False, False, tl.float8e4nv), (True, False, tl.uint8), (True, True, tl.float8e4nv))
-    for fmt, fp8, lowest, power in ((E4M3, e4m3, 121, 8), (E5M2, tl.float8e5, 113, 15))
+    for fmt, fp8, lowest, power, carry in (
+        (E4M3, e4m3, 121, 8, 0x1FFFFF),
+        (E5M2, tl.float8e5, 113, 15, 0x1FFFFF),
+        (E3M4, tl.int8, 125, 4, 0x07FFFF),
+    )
 }
 
 
@@ -104,14 +113,17 @@ def code_bits(y, C: tl.constexpr):
 
 @triton.jit
 def to_fp8(y, C: tl.constexpr):
-    """Nearest code, ties to even, saturating; NaN stays NaN (0x7F)."""
+    """Nearest code, ties to even, saturating; of NaN 0x7F, which is NaN but in E3M4."""
     return y.to(C.fp8) if C.native else code_bits(y, C).to(tl.uint8).to(C.fp8, bitcast=True)
 
 
 @triton.jit
 def from_fp8(codes):
     """fp32 values of a tile of codes, which are made of what :class:`Format` says."""
-    if codes.dtype == tl.uint8:  # the bits of fp32, but for the exponent's bias, which differs by 120
+    if codes.dtype == tl.int8:  # the sign was extended; else as below, with an exponent's bias that differs by 124
+        bits = codes.to(tl.int32)
+        value = (((bits << 19) & 0x3F80000) | (bits & -0x80000000)).to(tl.float32, bitcast=True) * 2.0**124
+    elif codes.dtype == tl.uint8:  # the bits of fp32, but for the exponent's bias, which differs by 120
         bits = codes.to(tl.int32)
         value = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
         value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
@@ -198,7 +210,7 @@ def group_encode(x, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: t
     top = tl.max(magnitude_bits(groups), 2)
     if E8M0:
         finite = top < INF_BITS
-        exponent = tl.maximum(((tl.where(finite, top, 0) + 0x1FFFFF) >> 23) - C.power, 1)
+        exponent = tl.maximum(((tl.where(finite, top, 0) + C.carry) >> 23) - C.power, 1)
         inverse = tl.where(finite, (254 - exponent) << 23, NAN_BITS).to(tl.float32, bitcast=True)
         stored = tl.where(finite, exponent, 255).to(tl.uint8)
     else:

@@ -77,15 +77,16 @@ def _normalize(value, center, rstd, mean, row, columns, eps, CENTER: tl.constexp
 @triton.jit
 def _compress_kernel(
     x, weight, bias, codes, scales, rstd, mean, amax, y8, y_scales, columns, groups, eps,
-    C: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, EXACT: tl.constexpr, CENTER: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, EXACT: tl.constexpr, CENTER: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of y, ROWS writes codes with a scale per row; otherwise its amax is all that is left."""
+    """Of x, codes of S are written. Of y, ROWS writes codes of C with a scale per row; otherwise its amax is all there
+    is."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
     value, center = _load_row(x, row, column, inside, columns, CENTER)
-    q, stored = group_encode(value, 1, BN, G, E8M0, C)
+    q, stored = group_encode(value, 1, BN, G, E8M0, S)
     tl.store(codes + row * columns + column, q, mask=inside)
     group = tl.arange(0, BN // G)[None, :]
     tl.store(scales + row * groups + group, stored, mask=group < groups)
@@ -95,7 +96,7 @@ def _compress_kernel(
     y = _affine(value, weight, bias, column, inside, WEIGHT, BIAS)
     bits = magnitude_bits(tl.where(inside, y, 0.0))
     if ROWS:
-        scale, factor = scale_of(tl.max(bits, 1), 0, C)
+        scale, factor = scale_of(tl.max(bits, 1), 23, C)
         tl.store(y_scales + row + tl.arange(0, 1), scale)
         tl.store(y8 + row * columns + column, to_fp8(y * factor[:, None], C), mask=inside)
     else:
@@ -112,10 +113,11 @@ def norm_compress(
     group_size: int,
     scale: str,
     exact: bool,
+    saved: FP8Format | None = None,
 ) -> NormForward:
     """See :func:`coat_dist.reference.norm.norm_compress`."""
     amax = amax_buffer(x.device)
-    x8, stats = _compress(x, kind, eps, weight, bias, fmt, group_size, scale, exact, amax, None)
+    x8, stats = _compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, amax, None)
     return NormForward(x8, stats, amax)
 
 
@@ -129,29 +131,42 @@ def norm_compress_rows(
     group_size: int,
     scale: str,
     exact: bool,
+    saved: FP8Format | None = None,
 ) -> NormRows:
     """See :func:`coat_dist.reference.norm.norm_compress_rows`."""
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     y8 = QuantizedTensor(codes, scales, "row")
-    return NormRows(*_compress(x, kind, eps, weight, bias, fmt, group_size, scale, exact, None, y8), y8)
+    found = _compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, None, y8)
+    return NormRows(*found, y8)
 
 
 def _compress(
-    x, kind, eps, weight, bias, fmt, group_size, scale, exact, amax: torch.Tensor | None, y8: QuantizedTensor | None
+    x,
+    kind,
+    eps,
+    weight,
+    bias,
+    fmt,
+    saved,
+    group_size,
+    scale,
+    exact,
+    amax: torch.Tensor | None,
+    y8: QuantizedTensor | None,
 ) -> tuple[QuantizedTensor, NormStats]:
     """x8 and the statistics; writes either the amax of y or ``y8``."""
     flat = launch_rows(x)
     rows, columns = flat.shape
     groups, e8m0, center = cdiv(columns, group_size), scale == "e8m0", kind == "layernorm"
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    codes = torch.empty(x.shape, dtype=saved.dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], groups), dtype=torch.uint8 if e8m0 else torch.bfloat16, device=x.device)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if center else None
     y_codes, y_scales = (None, None) if y8 is None else (y8.codes, y8.scales)
     _compress_kernel[(rows,)](
         flat, dense(weight), dense(bias), codes, scales, rstd, mean, amax, y_codes, y_scales, columns, groups, eps,
-        C=constants(fmt, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
+        C=constants(fmt, x), S=constants(saved, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
         WEIGHT=weight is not None, BIAS=bias is not None, ROWS=y8 is not None,
         BN=max(next_power_of_2(columns), group_size),
         num_warps=COMPRESS_WARPS,

@@ -14,7 +14,6 @@ import triton.language as tl
 from ..formats import FP8Format, QuantizedTensor
 from ..reference import quantize as reference
 from .fp8 import (
-    TINY,
     Format,
     amax_buffer,
     atomic_amax,
@@ -73,20 +72,19 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 @fast_launch
 @triton.jit
-def _scale_kernel(amax, scale, n, INVERSE_MAX: tl.constexpr, TILE: tl.constexpr):
+def _scale_kernel(amax, scale, n, C: tl.constexpr, DROP: tl.constexpr, TILE: tl.constexpr):
     offset = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    value = tl.load(amax + offset, mask=offset < n, other=0.0)
-    bits = tl.maximum(value * INVERSE_MAX, TINY)
-    tl.store(scale + offset, tl.where(value < float("inf"), bits, float("nan")), mask=offset < n)
+    top = magnitude_bits(tl.load(amax + offset, mask=offset < n, other=0.0))
+    tl.store(scale + offset, scale_of(top, DROP, C)[0], mask=offset < n)
 
 
-def tensor_scale(amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
+def tensor_scale(amax: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> torch.Tensor:
     """See :func:`coat_dist.reference.quantize.tensor_scale`: one launch instead of five."""
     amax = amax.contiguous()
     scale, n = torch.empty_like(amax), amax.numel()
     if n:
         _scale_kernel[(cdiv(n, 1024),)](
-            amax, scale, n, INVERSE_MAX=1.0 / fmt.max, TILE=1024, num_warps=4
+            amax, scale, n, C=constants(fmt, amax), DROP=23 if aligned else 0, TILE=1024, num_warps=4
         )  # fmt: skip
     return scale
 
@@ -254,8 +252,8 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
     width, held, long, warps = row_tiles(columns, *HELD_TILES)
     if rows:
         _rows_kernel[(rows,)](
-            flat, codes, scales, columns, C=constants(fmt, x), DROP=23 if aligned else 0, HELD=held, LONG=long,
-            BN=width, num_warps=warps,
+            flat, codes, scales, columns, C=constants(fmt, x), DROP=23 if aligned else 0, HELD=held,
+            LONG=long, BN=width, num_warps=warps,
         )  # fmt: skip
     return QuantizedTensor(codes, scales, "row")
 

@@ -156,9 +156,16 @@ def activation_compress(
     scale: str,
     exact: bool,
     bias: torch.Tensor | None = None,
+    saved: FP8Format | None = None,
 ) -> ActivationForward:
-    """First pass over pre ``[..., parts f]``; ``exact``: amax of a from pre + bias, otherwise from its FP8 values."""
-    pre8, a = _compressed(pre, activation, fmt, group_size, scale, exact, bias)
+    """First pass over pre ``[..., parts f]``.
+
+    Args:
+        fmt: of the activation, and of the saved pre-activation unless ``saved`` names another.
+        exact: amax of a from pre + bias; otherwise from its FP8 values.
+        saved: format of the pre-activation.
+    """
+    pre8, a = _compressed(pre, activation, saved or fmt, group_size, scale, exact, bias)
     return ActivationForward(pre8, amax(a))
 
 
@@ -170,10 +177,11 @@ def activation_compress_rows(
     scale: str,
     exact: bool,
     bias: torch.Tensor | None = None,
+    saved: FP8Format | None = None,
 ) -> ActivationRows:
-    """:func:`activation_compress`, and a in FP8 with one scale per row, of the row's own amax."""
-    pre8, a = _compressed(pre, activation, fmt, group_size, scale, exact, bias)
-    return ActivationRows(pre8, quantize_rows(a, fmt))
+    """:func:`activation_compress`, and a in FP8 with one scale per row, the power of two for the row's own amax."""
+    pre8, a = _compressed(pre, activation, saved or fmt, group_size, scale, exact, bias)
+    return ActivationRows(pre8, quantize_rows(a, fmt, aligned=True))
 
 
 def activation_quantize(

@@ -101,15 +101,18 @@ def norm_compress(
     group_size: int,
     scale: str,
     exact: bool,
+    saved: FP8Format | None = None,
 ) -> NormForward:
     """First pass over x ``[..., h]``.
 
     Args:
         weight, bias: ``[h]`` or None.
+        fmt: of y, and of x8 unless ``saved`` names another.
         group_size, scale: of x8, see :func:`~coat_dist.reference.quantize.quantize_groups`.
         exact: rstd and amax are those of x; otherwise those of the values of x8.
+        saved: format of x8.
     """
-    x8, stats, y = _compressed(x, kind, eps, weight, bias, fmt, group_size, scale, exact)
+    x8, stats, y = _compressed(x, kind, eps, weight, bias, saved or fmt, group_size, scale, exact)
     return NormForward(x8, stats, amax(y))
 
 
@@ -123,10 +126,11 @@ def norm_compress_rows(
     group_size: int,
     scale: str,
     exact: bool,
+    saved: FP8Format | None = None,
 ) -> NormRows:
-    """:func:`norm_compress`, and y in FP8 with one scale per row, of the row's own amax."""
-    x8, stats, y = _compressed(x, kind, eps, weight, bias, fmt, group_size, scale, exact)
-    return NormRows(x8, stats, quantize_rows(y, fmt))
+    """:func:`norm_compress`, and y in FP8 with one scale per row, the power of two for the row's own amax."""
+    x8, stats, y = _compressed(x, kind, eps, weight, bias, saved or fmt, group_size, scale, exact)
+    return NormRows(x8, stats, quantize_rows(y, fmt, aligned=True))
 
 
 def norm_quantize(

@@ -20,12 +20,13 @@ import math
 
 import torch
 
-from ..formats import FP8Format, QuantizedTensor
+from ..formats import E3M4, FP8Format, QuantizedTensor
 
 __all__ = [
     "SMALLEST_SCALE",
     "amax",
     "amaxes",
+    "code_values",
     "dequantize",
     "group_scales",
     "power_of_two",
@@ -57,9 +58,15 @@ def amaxes(x: torch.Tensor, dim: int | None) -> torch.Tensor:
     return magnitude.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def tensor_scale(amax: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
-    """fp32 scale that maps ``amax`` (fp32, any shape) to the format's largest value; NaN where amax is not finite."""
+def tensor_scale(amax: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> torch.Tensor:
+    """fp32 scale that maps ``amax`` (fp32, any shape) to the format's largest value; NaN where amax is not finite.
+
+    Args:
+        aligned: round it up to a power of two. Codes with such scales are the same values, whatever the scales, as long
+            as these are no larger than needed and values no subnormals: tensors quantized by rows and as a whole agree.
+    """
     scale = (amax * (1.0 / fmt.max)).clamp(min=SMALLEST_SCALE)
+    scale = power_of_two(scale) if aligned else scale
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
@@ -101,10 +108,12 @@ def group_scales(amax: torch.Tensor, fmt: FP8Format, scale: str) -> torch.Tensor
         ValueError: an unknown kind of scale.
     """
     if scale == "e8m0":
-        # Both formats have F = 1.75 * 2**p, so amax / F needs the next power of two exactly where amax's significand
-        # exceeds 1.75, that is where adding this constant carries into the exponent. No logarithm, no rounding.
-        exponent = (amax.float().view(torch.int32) + 0x1FFFFF) >> 23
-        p = math.frexp(fmt.max)[1] - 1
+        # With F = f * 2**p, amax / F needs the next power of two exactly where amax's significand exceeds f, that is
+        # where adding this number carries into the exponent. No logarithm, no rounding.
+        significand, p = math.frexp(fmt.max)
+        p -= 1
+        carry = 2**23 - 1 - int((2 * significand - 1) * 2**23)
+        exponent = (amax.float().view(torch.int32) + carry) >> 23
         return torch.where(amax.isfinite(), (exponent - p).clamp(min=1), 255).to(torch.uint8)
     if scale == "bf16":
         bits = (tensor_scale(amax, fmt).view(torch.int32) + 0xFFFF) & ~0xFFFF
@@ -145,15 +154,12 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
 
     Args:
         x: ``[..., k]``, any floating dtype.
-        aligned: round scales up to powers of two.
+        aligned: make scales powers of two.
 
     Returns:
         layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``; a row with a non-finite value is all NaN.
     """
-    scales = tensor_scale(amaxes(x, -1), fmt)[..., None]
-    if aligned:
-        scales = power_of_two(scales)
-    return requantize_rows(x, fmt, scales)
+    return requantize_rows(x, fmt, tensor_scale(amaxes(x, -1), fmt, aligned)[..., None])
 
 
 def requantize_rows(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
@@ -174,8 +180,27 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     scales = scale_values(q.scales)
     if q.layout == "group":
         scales = scales.repeat_interleave(q.group_size, dim=-1)[..., : q.codes.shape[-1]]
-    return (q.codes.float() * scales).to(dtype)
+    return (code_values(q.codes) * scales).to(dtype)
+
+
+def code_values(codes: torch.Tensor) -> torch.Tensor:
+    """What codes of any format stand for, fp32."""
+    if codes.dtype != E3M4.dtype:
+        return codes.float()
+    bits = codes.to(torch.int32)
+    # The bits of fp32, but for the exponent's bias, which is 124 less; the sign was extended.
+    return ((bits & 0x7F) << 19 | bits & -0x80000000).view(torch.float32) * 2.0**124
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
-    return (x * scale.reciprocal()).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+    x = (x * scale.reciprocal()).clamp(-fmt.max, fmt.max)
+    return _e3m4(x) if fmt.dtype == E3M4.dtype else x.to(fmt.dtype)
+
+
+def _e3m4(x: torch.Tensor) -> torch.Tensor:
+    """Codes of fp32 values of at most E3M4's largest; of NaN that largest, as no code is NaN."""
+    exponent = (x.abs().view(torch.int32) >> 23).clamp(min=125)
+    step = (exponent - 4 << 23).view(torch.float32)  # of codes around x; 2**-6 below 2**-2
+    code = ((x.abs() / step).round() * step * 2.0**-124).view(torch.int32) >> 19
+    code = torch.where(x.isnan(), 0x7F, code | x.signbit().int() << 7)
+    return code.to(torch.uint8).view(torch.int8)

@@ -16,7 +16,11 @@ from coat_dist.flow import Norm, TensorParallel, linear, mlp, norm_linear, norm_
 
 ONE = TensorParallel()
 EPS = 1e-5
-DTYPES = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
+LARGEST = {"e3m4": 31.0, "e4m3": 448.0, "e5m2": 57344.0}
+E3M4 = (torch.arange(8)[:, None] - 3).clamp(min=-2).exp2() * (
+    torch.arange(16) / 16 + torch.arange(8)[:, None].clamp(max=1)
+)
+"""Its numbers from 0 to 31, in order."""
 GATED = {
     "swiglu": F.silu,
     "geglu": F.gelu,
@@ -117,7 +121,7 @@ class Layer:
         return y if bias is None else y + bias
 
     def grouped(self, t, config):
-        return StraightThrough.apply(t, per_group(t, config.format, config.group_size, config.scale))
+        return StraightThrough.apply(t, per_group(t, config.saved_format, config.group_size, config.scale))
 
     def straight_norm_linear(self, x, config):
         """:func:`coat_dist.flow.norm_linear` in "quantized" mode."""
@@ -166,35 +170,46 @@ class GradQuantized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return per_tensor(grad, ctx.fmt), None
+        return per_tensor(grad, ctx.fmt, aligned=False), None
 
 
-def per_tensor(x, fmt):
-    return rounded(x.detach(), x.detach().abs().max(), fmt)
+def per_tensor(x, fmt, aligned=True):
+    return rounded(x.detach(), x.detach().abs().max(), fmt, aligned)
 
 
 def per_row(x, fmt):
-    return rounded(x.detach(), x.detach().abs().amax(-1, keepdim=True), fmt)
+    return rounded(x.detach(), x.detach().abs().amax(-1, keepdim=True), fmt, True)
 
 
-def rounded(x, amax, fmt):
-    dtype, largest = DTYPES[fmt]
-    scale = amax / largest
-    return (x / scale).to(dtype).to(x.dtype) * scale
+def rounded(x, amax, fmt, aligned):
+    scale = amax / LARGEST[fmt]
+    if aligned:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    return as_format(x / scale, fmt) * scale
+
+
+def as_format(x, fmt):
+    """The nearest numbers of a format."""
+    if fmt != "e3m4":
+        return x.to({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt]).to(x.dtype)
+    numbers = E3M4.flatten().to(x)
+    above = torch.searchsorted(numbers, x.abs().contiguous()).clamp(1, 127)
+    low, high = numbers[above - 1], numbers[above]
+    up = torch.where(x.abs() - low == high - x.abs(), above % 2 == 0, x.abs() - low > high - x.abs())
+    return torch.where(up, high, low).copysign(x)
 
 
 def per_group(x, fmt, group_size, kind):
-    dtype, largest = DTYPES[fmt]
     parts = []
     for part in x.detach().split(group_size, dim=-1):
-        scale = part.abs().amax(-1, keepdim=True) / largest
+        scale = part.abs().amax(-1, keepdim=True) / LARGEST[fmt]
         if kind == "e8m0":
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
         else:
             rounded = scale.bfloat16()
             up = torch.where(rounded.float() < scale, rounded.view(torch.int16) + 1, rounded.view(torch.int16))
             scale = up.to(torch.int16).view(torch.bfloat16).float()
-        parts.append((part / scale).to(dtype).to(x.dtype) * scale)
+        parts.append(as_format(part / scale, fmt) * scale)
     return torch.cat(parts, -1)
 
 

@@ -143,10 +143,10 @@ def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt,
     layer, x = Layer.random(kind=kind, f=80), torch.randn(96, 64, requires_grad=True)
 
     def check(forward, backward, values):
-        rows = quantize_rows(values, form)
+        rows = quantize_rows(values, form, aligned=True)
         assert same_codes(forward, rows)
         assert same_codes(backward, quantize_tensor(values, form, rows.scales.amax(), transpose=True))
-        assert torch.equal(backward[1], tensor_scale(amax(values), form))
+        assert torch.equal(backward[1], tensor_scale(amax(values), form, aligned=True))
 
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
@@ -165,12 +165,15 @@ def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt,
 
 
 def test_exact_mode_saturates_what_rounding_carries_beyond_the_scale(products):
-    """A row that is one large value: FP8 rounds 1.07 up to 1.125, and y = x * rstd would exceed forward's amax."""
+    """A row that is one large value: E4M3 rounds 1.07 up to 1.125, and y = x * rstd, 0.99999 of what forward's scale
+    maps to the largest code, would exceed it."""
     layer = Layer.random()
+    with torch.no_grad():
+        layer.norm_weight[5] = 1.75  # y is 448 / 256 * 8
     x = torch.full((4, 1, 64), 0.01)
     x[:, :, 5] = 1.07
     x.requires_grad_()
-    out = norm_linear(x, layer.norm, layer.weight, None, ONE, settings(forward="exact"))
+    out = norm_linear(x, layer.norm, layer.weight, None, ONE, settings(forward="exact", saved_format="e4m3"))
     out.sum().backward()
     wgrad_operand = products[-1][2].float()
     assert wgrad_operand.isfinite().all() and wgrad_operand.abs().max() == 448

@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from coat_dist.formats import E4M3, E5M2
+from coat_dist.formats import E3M4, E4M3, E5M2
 from coat_dist.kernels import activation, activation_compress
 from coat_dist.reference import activation as reference
 from coat_dist.reference.activation import ACTIVATIONS
@@ -18,6 +18,8 @@ from .codes import SCALES, SHORT, close, close_rows, same, same_rows, tiles
 
 KINDS = tuple(itertools.product((E4M3, E5M2), SCALES, (True, False), (torch.float32, torch.bfloat16)))
 """Format, scales, exact or not, dtype of the input: too many to try all of them with every activation."""
+SAVED = {torch.float32: E3M4, torch.bfloat16: None}
+"""Format of the saved pre-activation, by the input's dtype; None is the activation's."""
 WAYS = (None, None), (1, SHORT), (0, None), (2, (32, 2, True, 4)), (0, SHORT)
 """What may be held in registers, and tiles."""
 
@@ -38,7 +40,7 @@ def check_activation(device="cpu", sizes=(64, 176), rows=37, activations=tuple(A
             x[0, ::3] = 0
             # Large where x is not: a bias that reached rows or columns outside would raise the amax.
             bias = (torch.randn(width, 2) * 3).to(device, dtype)[:, 0] if biased else None
-            arguments = (x, act, E4M3, size, scale, exact, bias)
+            arguments = (x, act, E4M3, size, scale, exact, bias, SAVED[dtype])
             got, wanted = (m.activation_compress(*arguments) for m in (activation, reference))
             same(got.pre8.codes, wanted.pre8.codes)
             assert torch.equal(got.pre8.scales, wanted.pre8.scales)
@@ -69,7 +71,9 @@ def check_activation_of_bad_values(device="cpu"):
         x, bias, da = torch.randn(5, 48 * parts), torch.randn(48 * parts), torch.randn(5, 48)
         {"pre": x[2], "bias": bias, "da": da[2]}[where][7] = bad
         x, bias, da = x.to(device), bias.to(device), da.to(device)
-        got, wanted = (m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias) for m in (activation, reference))
+        got, wanted = (
+            m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias, E3M4) for m in (activation, reference)
+        )
         same(got.pre8.codes, wanted.pre8.codes)
         assert torch.equal(got.pre8.scales, wanted.pre8.scales)
         assert got.amax == wanted.amax or torch.isclose(got.amax, wanted.amax, rtol=1e-5)
@@ -92,7 +96,9 @@ def check_activation_of_bad_values(device="cpu"):
     for rows, f, act in shapes:
         x, da = torch.randn(rows, f * ACTIVATIONS[act].parts).to(device), torch.randn(rows, f).to(device)
         bias = torch.ones(x.shape[1]).to(device)
-        got, wanted = (m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias) for m in (activation, reference))
+        got, wanted = (
+            m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias, E3M4) for m in (activation, reference)
+        )
         same(got.pre8.codes, wanted.pre8.codes)
         torch.testing.assert_close(got.amax, wanted.amax, rtol=1e-5, atol=0)
         scale = tensor_scale(wanted.amax, E4M3)
@@ -115,7 +121,7 @@ def check_activation_rows(device="cpu", sizes=(176, 2752), rows=37, activations=
             x[0, 0, ::3] = 0
             # Large where x is not: a bias that reached columns outside would raise the amax.
             bias = (torch.randn(width) * 3).to(device, dtype) if biased else None
-            rest = (act, fmt, size, scale, exact, bias)
+            rest = (act, fmt, size, scale, exact, bias, SAVED[dtype])
             with tiles(activation_compress, *way):
                 got = activation.activation_compress_rows(x, *rest)
                 alone = activation.activation_compress_rows(x[1, -1], *rest)

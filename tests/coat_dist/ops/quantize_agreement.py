@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from coat_dist.formats import E4M3, E5M2, QuantizedTensor
+from coat_dist.formats import E3M4, E4M3, E5M2, QuantizedTensor
 from coat_dist.kernels import quantize
 from coat_dist.reference import quantize as reference
 from coat_dist.reference.quantize import tensor_scale
@@ -26,10 +26,11 @@ def check_quantize(device="cpu", shapes=((3, 70), (130, 300), (2, 3, 64))):
             amax = reference.amax(x)
             assert torch.equal(quantize.amax(x), amax)
             many = torch.cat([amax[None], amax.new_tensor([0.0, 1e-38, torch.inf]), torch.rand(1100, device=device)])
-            got, wanted = (m.tensor_scale(many, fmt) for m in (quantize, reference))
-            torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
-            for kind, size in SCALES:
-                got, wanted = (m.quantize_groups(x, fmt, size, kind) for m in (quantize, reference))
+            for aligned in (False, True):
+                got, wanted = (m.tensor_scale(many, fmt, aligned) for m in (quantize, reference))
+                torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+            for saved, (kind, size) in itertools.product({fmt, E3M4}, SCALES):
+                got, wanted = (m.quantize_groups(x, saved, size, kind) for m in (quantize, reference))
                 same(got.codes, wanted.codes)
                 assert torch.equal(got.scales.float().nan_to_num(-1), wanted.scales.float().nan_to_num(-1))
             scale = tensor_scale(amax, fmt)
@@ -75,7 +76,7 @@ def wide_rows(*shape, subnormal=True):
 def check_dequantize(device="cpu", shapes=((3, 72), (2, 5, 40))):
     """Any code at any scale: NaN, denormals and both zeros."""
     for shape, (fmt, scale, size) in itertools.product(
-        shapes, ((E4M3, "e8m0", 32), (E5M2, "e8m0", 16), (E4M3, "bf16", 64))
+        shapes, ((E4M3, "e8m0", 32), (E5M2, "e8m0", 16), (E4M3, "bf16", 64), (E3M4, "e8m0", 32), (E3M4, "bf16", 16))
     ):
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(fmt.dtype)
         if not codes.is_cuda:  # the interpreter reads these as numbers; quantizers write NaN scales beside them
