@@ -187,9 +187,8 @@ def code_values(codes: torch.Tensor) -> torch.Tensor:
     """What codes of any format stand for, fp32."""
     if codes.dtype != E3M4.dtype:
         return codes.float()
-    bits = codes.to(torch.int32)
-    # The bits of fp32, but for the exponent's bias, which is 124 less; the sign was extended.
-    return ((bits & 0x7F) << 19 | bits & -0x80000000).view(torch.float32) * 2.0**124
+    # The bits of fp32, but for the exponent's bias, which is 124 less; the sign is extended.
+    return (codes.to(torch.int32) << 19 & -0x7C080000).view(torch.float32) * 2.0**124
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
@@ -198,9 +197,9 @@ def _codes(x: torch.Tensor, scale: torch.Tensor, fmt: FP8Format) -> torch.Tensor
 
 
 def _e3m4(x: torch.Tensor) -> torch.Tensor:
-    """Codes of fp32 values of at most E3M4's largest; of NaN that largest, as no code is NaN."""
-    exponent = (x.abs().view(torch.int32) >> 23).clamp(min=125)
-    step = (exponent - 4 << 23).view(torch.float32)  # of codes around x; 2**-6 below 2**-2
-    code = ((x.abs() / step).round() * step * 2.0**-124).view(torch.int32) >> 19
-    code = torch.where(x.isnan(), 0x7F, code | x.signbit().int() << 7)
-    return code.to(torch.uint8).view(torch.int8)
+    """Codes of fp32 values of at most E3M4's largest; of NaN any. fp16 has its normal and its subnormal numbers as its
+    own, times 2**-12; the upper bits are rounded to nearest even. So kernels take two numbers at a time. Numbers of more
+    bits than fp16 has are rounded twice, those of BF16 once, but for some below 2**-5."""
+    bits = (x * 2.0**-12).half().view(torch.int16).to(torch.int32)
+    bits = bits + 0x1F + (bits >> 6 & 1)
+    return (bits >> 8 & 0x80 | bits >> 6 & 0x7F).to(torch.uint8).view(torch.int8)

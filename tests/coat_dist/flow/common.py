@@ -189,10 +189,10 @@ def rounded(x, amax, fmt, aligned):
 
 
 def as_format(x, fmt):
-    """The nearest numbers of a format."""
+    """The nearest numbers of a format; E3M4's of what fp16 makes of x."""
     if fmt != "e3m4":
         return x.to({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt]).to(x.dtype)
-    numbers = E3M4.flatten().to(x)
+    x, numbers = ((x * 2.0**-12).half() * 2.0**12).to(x.dtype), E3M4.flatten().to(x)
     above = torch.searchsorted(numbers, x.abs().contiguous()).clamp(1, 127)
     low, high = numbers[above - 1], numbers[above]
     up = torch.where(x.abs() - low == high - x.abs(), above % 2 == 0, x.abs() - low > high - x.abs())

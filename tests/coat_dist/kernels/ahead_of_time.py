@@ -32,7 +32,7 @@ def compiled_for(capability: tuple[int, int]) -> Iterator[list[Compiled]]:
 
     def there(value: Any) -> Any:
         if isinstance(value, fp8.Format):
-            name = "e4m3" if value.mantissa_bits == 3 else "e5m2"
+            name = {4: "e3m4", 3: "e4m3", 2: "e5m2"}[value.mantissa_bits]
             return fp8._CONSTANTS[name, True, native]
         if isinstance(value, torch.Tensor):
             return value if native else launch.as_bytes(value)

@@ -8,6 +8,8 @@ from unittest import mock
 
 import torch
 
+from coat_dist.reference.quantize import scale_values
+
 SCALES = (("e8m0", 32), ("bf16", 16))
 SHORT = (32, 1, True, 4)
 """Tiles (see row_tiles) that hold so few columns that most rows are longer: the rest is read twice."""
@@ -19,6 +21,16 @@ def same(got, wanted):
     assert got.shape == wanted.shape and got.is_contiguous()
     assert torch.equal(got.float().isnan(), nan)
     assert torch.equal(got.contiguous().view(torch.uint8)[~nan], wanted.contiguous().view(torch.uint8)[~nan])
+
+
+def same_groups(got, wanted):
+    """Codes and scales equal byte for byte; of a group whose scale is NaN codes mean nothing."""
+    assert got.layout == wanted.layout == "group" and got.group_size == wanted.group_size
+    stored = [q.scales.float().nan_to_num(-1) for q in (got, wanted)]
+    assert torch.equal(*stored)
+    bad = scale_values(wanted.scales).isnan().repeat_interleave(wanted.group_size, -1)[..., : wanted.codes.shape[-1]]
+    assert got.codes.dtype == wanted.codes.dtype and got.codes.shape == wanted.codes.shape and got.codes.is_contiguous()
+    assert torch.equal(*(q.codes.view(torch.uint8).masked_fill(bad, 0) for q in (got, wanted)))
 
 
 def close(got, wanted):

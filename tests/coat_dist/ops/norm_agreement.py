@@ -14,7 +14,7 @@ from coat_dist.reference import norm as reference
 from coat_dist.reference import quantize as reference_quantize
 from coat_dist.reference.quantize import tensor_scale
 
-from .codes import SCALES, close, close_rows, same, same_rows
+from .codes import SCALES, close, close_rows, same_groups, same_rows
 
 
 def off_center(rows, h):
@@ -37,8 +37,7 @@ def check_compressed(got, wanted, x, fmt, size, scale, exact):
         torch.testing.assert_close(mean, wanted.stats.mean, rtol=1e-5, atol=1e-6)
     centered = x.float() if mean is None else x.float() - mean
     x8 = reference_quantize.quantize_groups(centered, fmt, size, scale)
-    same(got.x8.codes, x8.codes)
-    assert torch.equal(got.x8.scales, x8.scales)
+    same_groups(got.x8, x8)
     source = (centered if exact else reference_quantize.dequantize(x8)).double()
     rstd = (source.square().mean(-1, keepdim=True) + 1e-5).rsqrt().float()
     torch.testing.assert_close(got.stats.rstd, rstd, rtol=1e-6, atol=0)
@@ -132,5 +131,5 @@ def check_no_rows_and_one_element(device="cpu"):
         x = torch.randn(rows, n, device=device)
         rest = (x, "rmsnorm", 1e-5, torch.ones(n, device=device), None, E4M3, 32, "e8m0", True)
         got, wanted = (m.norm_compress_rows(*rest) for m in (norm, reference))
-        same(got.x8.codes, wanted.x8.codes)
+        same_groups(got.x8, wanted.x8)
         assert got.y8.codes.shape == (rows, n) and got.y8.scales.shape == (rows, 1)
