@@ -36,6 +36,7 @@ from coat_dist import CoatConfig, flow
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
+    "saved in e4m3": {"saved_format": "e4m3"},
     "tensor scales": {"forward_scales": "tensor"},
     "quantized": {"forward": "quantized"},
     "e5m2 gradients": {"grad_format": "e5m2"},

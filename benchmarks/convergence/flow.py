@@ -37,6 +37,7 @@ __all__ = ["FP8_MOMENTS", "FULL", "RUNS", "VARIANTS", "Job", "RunFailed", "Study
 VARIANTS: dict[str, dict[str, Any] | None] = {
     BF16: None,
     "row scales": {"forward_scales": "row"},
+    "row scales, saved in e4m3": {"forward_scales": "row", "saved_format": "e4m3"},
     "tensor scales": {"forward_scales": "tensor"},
     "tensor scales, quantized": {"forward_scales": "tensor", "forward": "quantized"},
     "tensor scales, e5m2 gradients": {"forward_scales": "tensor", "grad_format": "e5m2"},
@@ -60,7 +61,7 @@ class Job(runs.Job):
 
 RUNS = [Job(v, s, 0) for s in (0, 1) for v in (BF16, "row scales", "tensor scales")]
 RUNS += [Job(v, s, r) for r in (1, 2) for s in (0, 1) for v in (BF16, "row scales")]
-RUNS += [Job(v, 0, 0) for v in list(VARIANTS)[3:6]]
+RUNS += [Job(v, 0, 0) for v in list(VARIANTS)[4:7]]
 
 
 def settings(variant: str, size: Size) -> dict[str, Any]:

@@ -37,6 +37,7 @@ REPEATS = 12
 PEERS_PROGRAM = "layer_anchors.py"
 VARIANTS: dict[str, dict[str, Any]] = {
     "coat": {},
+    "coat saved in e4m3": {"saved_format": "e4m3"},
     "coat cached weights": {"weights": "cached"},
     "coat quantized": {"forward": "quantized"},
     "coat fp8 attention": {"attention": "fp8"},
