@@ -240,8 +240,11 @@ class CoatDistributedOptimizer(DistributedOptimizer):
             yield [model_param.numel(), place.start, place.end], *self._shard(model_param)
 
     def _layout(self) -> list[Any]:
-        """What has to be equal where codes are taken over."""
-        return [[*place, *(group[key] for key in LAYOUT_KEYS)] for place, _, group in self._shards()]
+        """What has to be equal where codes are taken over. Earlier releases had no ``normalize``, which is false then."""
+        return [
+            [*place, *(group[key] for key in LAYOUT_KEYS if key != "normalize" or group[key])]
+            for place, _, group in self._shards()
+        ]
 
     def _codes(self) -> dict[str, Any]:
         states = [ensure_state(self.optimizer.state, p, group) for _, p, group in self._shards()]

@@ -73,15 +73,17 @@ def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                     states[index]["master"] = export_master(p, state)
             elif is_dtensor(p):
                 states[index] = to_global(state, p, group)
-    return {**state_dict, "state": states, "param_groups": list(map(_without_news, state_dict["param_groups"]))}
+    groups = [_without_news(g, optimizer._fp32_state_dict) for g in state_dict["param_groups"]]
+    return {**state_dict, "state": states, "param_groups": groups}
 
 
-def _without_news(group: Mapping[str, Any]) -> dict[str, Any]:
+def _without_news(group: Mapping[str, Any], fp32: bool) -> dict[str, Any]:
     """A group without keys that earlier releases did not have, where loading goes on as well without them.
 
     A distributed checkpoint loads what the optimizer has by then, and fails where the checkpoint lacks one of its keys.
     """
-    return {k: v for k, v in group.items() if k != "names" and (k not in ("capturable", "normalize") or v)}
+    needed = {"capturable": group["capturable"], "normalize": group["normalize"] and not fp32}
+    return {k: v for k, v in group.items() if k != "names" and needed.get(k, True)}
 
 
 class Boxed:
@@ -168,7 +170,7 @@ def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless
     """
     coded = group["moments"] == "fp8"
     known = any(key in saved for key in LAYOUT_KEYS)
-    if known:
+    if known and coded and not stateless:
         saved = {"normalize": False, **saved}  # an earlier release's
     for key in LAYOUT_KEYS:
         if key not in saved and (stateless or known and not (coded and key in _MEANING)):

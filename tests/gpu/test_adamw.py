@@ -81,11 +81,29 @@ def test_every_code_survives_a_step_that_changes_nothing(fp8):
         assert all(map(torch.equal, (*m, *v), before))
 
 
-def test_more_than_two_to_the_31_elements():
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+def test_every_code_of_a_ratio_survives_a_step_that_changes_nothing(fp8):
+    """Nor does a first moment over the root of the second drift, which is a product and a quotient in each step."""
+    codec_m, codec_v = MomentCodec(fp8, False, over_root=True), MomentCodec(fp8, False, keep_nonzero=True, keep_grid=True)
+    codes = torch.arange(256, device="cuda").byte().view(codec_m.fp8.dtype).float().view(2, 128)
+    x = torch.where(codes.isfinite() & (codes != 0), codes, 0.0)
+    x[:, 0] = codec_m.fp8.max
+    for scale in (1.0, 0.7, 1e-6, 1e-30, 1e30):
+        m, v = encode(x * 0.7, MomentCodec(fp8, False)), encode(x.abs() * scale, codec_v)
+        before = [t.clone() for t in (*m, *v)]
+        zero = torch.zeros(256, device="cuda")
+        still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+        for _ in range(5):
+            one_step(kernels, zero.clone(), zero, m, v, codec_m, codec_v, still)
+        assert all(map(torch.equal, (*m, *v), before)), scale
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_more_than_two_to_the_31_elements(normalize):
     n = 2**31 + 128 * 3 + 5
     if torch.cuda.mem_get_info()[0] < 34 * 2**30:
         pytest.skip("needs 34 GiB of free GPU memory")
-    codec_m, codec_v = MomentCodec(), MomentCodec(keep_nonzero=True)
+    codec_m, codec_v = MomentCodec(over_root=normalize), MomentCodec(keep_nonzero=True, keep_grid=normalize)
     param, grad = torch.ones(n, device="cuda"), torch.full((n,), 0.5, device="cuda")
     m, v = codec_m.zeros(n, "cuda"), codec_v.zeros(n, "cuda")
     one_step(kernels, param, grad, m, v, codec_m, codec_v, NUMBERS, seed=1)
@@ -93,19 +111,24 @@ def test_more_than_two_to_the_31_elements():
     one_step(kernels, *small, codec_m, codec_v, NUMBERS, seed=1)
     for end in (param[:1024], param[-1024:]):
         assert torch.equal(end, small[0])
-    tail = Moment(m.q[-1:], m.a[-1:], m.k[-1:])
-    assert torch.allclose(decode(tail, codec_m, 5), torch.full((5,), 0.05, device="cuda"), rtol=0.02)
-    assert (m.q[-1, 5:] == 0).all() and (m.a == m.a[0]).all()
+    tail_m, tail_v = (Moment(x.q[-1:], x.a[-1:], x.k[-1:]) for x in (m, v))
+    second = decode(tail_v, codec_v, 5)
+    assert torch.allclose(second, torch.full((5,), 0.0125, device="cuda"), rtol=0.02)
+    back = decode(tail_m, codec_m, 5, second if normalize else None)
+    assert torch.allclose(back, torch.full((5,), 0.05, device="cuda"), rtol=0.02)
+    for moment in (m, v):
+        assert (moment.q[-1, 5:] == 0).all() and (moment.a == moment.a[0]).all() and (moment.k[:-1] == moment.k[0]).all()
 
 
-def test_the_optimizer_uses_the_kernel_and_follows_the_definition(monkeypatch):
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_optimizer_uses_the_kernel_and_follows_the_definition(normalize, monkeypatch):
     results = []
     for reference in ("0", "1"):
         monkeypatch.setenv("COAT_REFERENCE", reference)
         torch.manual_seed(0)
         p = torch.nn.Parameter(torch.randn(300, 700, device="cuda"))
         assert use_kernels(p) == (reference == "0")
-        optimizer = CoatAdamW([p], lr=1e-2)
+        optimizer = CoatAdamW([p], lr=1e-2, normalize=normalize)
         for _ in range(5):
             p.grad = torch.randn(300, 700, device="cuda")
             optimizer.step()

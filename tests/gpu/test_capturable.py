@@ -15,7 +15,8 @@ from coat_dist.optim import CoatAdamW
 SHAPES = ((512, 512), (64, 16), (128, 8), (1031,), (4096,), (7, 5))
 OPTIONS = {
     "default": {},
-    "nearest": {"betas": (0.9, 0.95)},
+    "nearest": {"betas": (0.9, 0.95), "stochastic_rounding": False},
+    "moments by themselves": {"betas": (0.9, 0.95), "normalize": False},
     "int8, log8": {"first_moment": "int8", "second_moment": "log8"},
     "stochastic": {"stochastic_rounding": True},
     "bf16 remainder": {"master_weights": "bf16_remainder"},

@@ -46,9 +46,12 @@ def bordered(rank, world, stage, expand, save, load):
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        # To nearest: noise may leave the largest code unused, and then encoding again finds another amax.
         "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95]}},
-        "coat": {"optimizer": {"expand": expand}, "activation": {"enabled": False}},
+        # To nearest: noise may leave the largest code unused, and then encoding again finds another amax.
+        "coat": {
+            "optimizer": {"expand": expand, "stochastic_rounding": "auto" if expand else False},
+            "activation": {"enabled": False},
+        },
         **({"checkpoint": {"load_universal": True}} if load else {}),
     }
     engine = coat_dist.initialize(model=torch.nn.Linear(64, 64, bias=False), config=config)[0]

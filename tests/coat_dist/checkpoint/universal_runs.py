@@ -109,31 +109,37 @@ def wrong_codes(engine, saved):
     """FP8 groups that neither decode to the saved moments nor are, to the byte, their encoding; elements beyond the
     stated error."""
     from coat_dist.checkpoint.zero_partitions import partitions
+    from coat_dist.optim.moments import encode_moments
     from coat_dist.optim.state import codecs, moment
-    from coat_dist.reference.moments import decode, encode
+    from coat_dist.reference.moments import decode, divisor
 
     found = []
     for part in partitions(engine.optimizer):
         if part.group["moments"] == "fp32":
             continue
-        for kind, codec in zip(("first", "second"), codecs(part.group), strict=True):
-            flat = torch.zeros(part.flat.numel())
-            for f in part.fragments:
+        codec_m, codec_v = codecs(part.group)
+        stored = [moment(engine.optimizer.optimizer.state[part.flat], kind) for kind in ("first", "second")]
+        got_v = decode(stored[1], codec_v)
+        flat = {kind: torch.zeros(part.flat.numel()) for kind in ("first", "second")}
+        for f in part.fragments:
+            for kind in flat:
                 full = saved[kind][engine.param_names[f.param]].flatten()
-                flat[f.start : f.start + f.numel] = full[f.first : f.first + f.numel]
-            stored = moment(engine.optimizer.optimizer.state[part.flat], kind)
-            expected, got = encode(flat, codec), decode(stored, codec)
-            padded = torch.nn.functional.pad(flat, (0, got.numel() - flat.numel()))
+                flat[kind][f.start : f.start + f.numel] = full[f.first : f.first + f.numel]
+        expected = encode_moments(part.group, flat["first"], flat["second"])
+        for kind, codec, held, wanted in zip(flat, (codec_m, codec_v), stored, expected, strict=True):
+            ratio = kind == "first" and codec.over_root
+            got = decode(held, codec, second=got_v if ratio else None)
+            padded = torch.nn.functional.pad(flat[kind], (0, got.numel() - flat[kind].numel()))
             kept = (got == padded).view(-1, codec.group_size).all(1)
-            again = torch.stack(
-                [(getattr(stored, n) == getattr(expected, n)).view(len(kept), -1).all(1) for n in "qak"]
-            ).all(0)
+            again = torch.stack([(getattr(held, n) == getattr(wanted, n)).view(len(kept), -1).all(1) for n in "qak"])
+            again = again.all(0)
             found += [] if (kept | again).all() else [f"{kind}: {int((~(kept | again)).sum())} groups"]
-            a, k = stored.a.float(), stored.k.float() / 16
+            a, k = held.a.float(), held.k.float() / 16
             a, k = (t.repeat_interleave(codec.group_size) for t in (a, k))
-            y = codec.fp8.max * (padded.abs() / a) ** k
+            y = codec.fp8.max * ((padded / divisor(got_v) if ratio else padded).abs() / a) ** k
             d = torch.maximum(torch.tensor(2.0 ** -(codec.fp8.mantissa_bits + 1)), codec.fp8.smallest / (2 * y))
-            some = padded != 0
+            some = (padded != 0) & (d < 1)  # of the others, ratios below half a code may become zero
             error, limit = (got / padded).log2().abs()[some], (-torch.log2(1 - d) / k)[some]
-            found += [f"{kind} error"] if not (error <= limit * 1.001 + 1e-5).all() or got[~some].any() else []
+            far = not (error <= limit * 1.001 + 1e-5).all() or bool(got[~some].any())
+            found += [f"{kind} error"] if far or not ratio and (d >= 1)[padded != 0].any() else []
     return found

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from coat_dist.optim import CoatAdamW, param_groups
+from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict, import_moments, param_groups
 
 from .common import assert_same_state, equal_bytes, make, train
 
@@ -88,6 +88,7 @@ def test_hooks_of_the_user_see_plain_tensors():
         ({"group_size": 64}, "group_size"),
         ({"first_moment": "e5m2"}, "first_moment"),
         ({"expand": False}, "expand"),
+        ({"normalize": False}, "normalize"),
         ({"second_moment": "e5m2"}, "second_moment"),
         ({"n": 700}, "coat_m_q"),
     ],
@@ -153,3 +154,62 @@ def test_distributed_checkpoints_of_earlier_releases_load(tmp_path, lr):
     assert_same_state(optimizer, other)
     assert other.param_groups[0]["names"] == ["0.weight", "1.weight"]
     assert other.param_groups[0]["capturable"] is False
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.parametrize("normalize", [(False, True), (True, False)], ids=["to normalized", "from normalized"])
+def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normalized_or_not(tmp_path, lr, normalize):
+    """Those of earlier releases have no ``normalize``, and a distributed load asks for every key."""
+    runs = []
+    for option in normalize:
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+        optimizer = CoatAdamW(param_groups(model, 0.1), lr=lr, normalize=option)
+        for i in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(32.0).view(2, 16).roll(i)).square().sum().backward()
+            optimizer.step()
+        runs.append((model, optimizer))
+    (model, optimizer), (others, other) = runs
+    with fp32_state_dict(optimizer):
+        saved = get_optimizer_state_dict(model, optimizer)
+    assert not any("normalize" in g for g in saved["param_groups"])
+    dcp.save(saved, checkpoint_id=tmp_path)
+    with fp32_state_dict(other):
+        found = get_optimizer_state_dict(others, other)
+        dcp.load(found, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(others, other, found)
+    for mine, theirs in zip(other.param_groups, optimizer.param_groups, strict=True):
+        assert (mine["normalize"], theirs["normalize"]) == normalize[::-1]
+        for p, q in zip(mine["params"], theirs["params"], strict=True):
+            state = import_moments(p, mine, *export_moments(q, optimizer.state[q], theirs), step=3)
+            assert all(torch.equal(x, other.state[p][k]) for k, x in state.items() if k != "step")
+            assert other.state[p]["step"] == 3
+
+
+def test_a_state_dict_without_normalize_fits_wherever_it_has_no_codes():
+    """An earlier release's: fp32 moments, or no steps yet, mean the same with and without."""
+
+    def earlier(optimizer):
+        saved = copy.deepcopy(optimizer.state_dict())
+        for group in saved["param_groups"]:
+            group.pop("normalize", None)
+        return saved
+
+    p, coded = make(normalize=False)
+    assert "normalize" not in coded.state_dict()["param_groups"][0]
+    _, other = make()
+    other.load_state_dict(earlier(coded))  # before the first step
+    assert other.param_groups[0]["normalize"] is True
+    train(coded, [p], 1)
+    with pytest.raises(ValueError, match="normalize: got False, accepted: True.*fp32_state_dict"):
+        other.load_state_dict(earlier(coded))
+    _, same = make(normalize=False)
+    same.load_state_dict(earlier(coded))
+    assert_same_state(coded, same)
+    p, plain = make(normalize=False)
+    plain.param_groups[0]["moments"] = other.param_groups[0]["moments"] = "fp32"
+    train(plain, [p], 1)
+    other.load_state_dict(earlier(plain))
+    assert_same_state(plain, other)
+    assert other.param_groups[0]["normalize"] is True

@@ -19,6 +19,7 @@ from coat_dist.optim import CoatAdamW, export_moments
 FORMATS = {"e4m3": "e4m3", "e5m2": "e5m2", "int8": "log8"}
 PAIRS = [*FORMATS.items(), ("e4m3", "log8")]
 N, STEPS = 512, 100
+SIZES = [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
 STOPPED = ("stopped", "stopped at 1e-7", "beside constants", "both")
 ERROR = {
     **dict.fromkeys(("random", "huge", "tiny"), 0.045),
@@ -122,7 +123,7 @@ def former_scenarios() -> Joined:
 
 
 @pytest.mark.parametrize("rounding", [False, "auto", True])
-@pytest.mark.parametrize("group_size", [64, 128, 256])
+@pytest.mark.parametrize("group_size", SIZES)
 @pytest.mark.parametrize("first", FORMATS)
 def test_moments_that_are_stored_by_themselves_keep_the_bounds_they_had(first, group_size, rounding):
     options = Options(first, FORMATS[first], group_size=group_size, rounding=rounding, normalize=False)
@@ -132,7 +133,7 @@ def test_moments_that_are_stored_by_themselves_keep_the_bounds_they_had(first, g
 
 
 @pytest.mark.parametrize("rounding", [False, "auto", True])
-@pytest.mark.parametrize("group_size", [64, 128, 256])
+@pytest.mark.parametrize("group_size", SIZES)
 @pytest.mark.parametrize("first", ["e4m3", "e5m2"])
 def test_these_bounds_do_not_hold_for_a_range_that_lifts_the_smallest_element(first, group_size, rounding):
     """R = 2 F**2 puts it at 0.57 code steps. Rounded stochastically it is too often zero instead."""
@@ -164,7 +165,7 @@ def unlike(steps: int) -> Joined:
 
 
 @pytest.mark.parametrize("beta2, steps", [(0.9, 60), (0.95, 200), (0.99, 200), (0.999, 400)])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[2], *(pytest.param(x, marks=pytest.mark.slow) for x in PAIRS[1::2])])
 def test_second_moments_are_not_biased(pair, beta2, steps):
     for name, found in unlike(steps).compare(Options(*pair, (0.9, beta2))).items():
         assert abs(found["v"]) <= BIAS, (name, found)
@@ -198,7 +199,7 @@ def test_the_kernel_goes_there_too(pair, monkeypatch):
     short = Joined({"beside constants": stopped(256, constant=True, steps=24), "random": normal(256, 24)})
     found = short.compare(Options(*pair))
     assert len(called) == 24 and not broken(found), found
-    assert broken(short.compare(Options(*pair, rounding=False, normalize=False))) == {"beside constants"}
+    assert broken(short.compare(Options(*pair, normalize=False))) == {"beside constants"}
 
 
 @pytest.mark.parametrize("normalize", [False, True])

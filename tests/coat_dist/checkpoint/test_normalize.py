@@ -1,0 +1,66 @@
+"""First moments stored over the root of the second, and by themselves: what one kind of run wrote, the other gets
+through the universal format only."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.coat_dist.checkpoint.universal_runs import build, contents, differences, wrong_codes
+from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
+from tests.coat_dist.deepspeed.zero_runs import differences as changes
+from tests.support import run_ranks
+
+
+def coat(normalize):
+    return {"optimizer": {"normalize": normalize}, "activation": {"enabled": False}}
+
+
+def there_and_back(rank, world, settings, folder):
+    """Both kinds save; each loads what the other saved: as it is, and converted. Errors, and whatever is wrong."""
+    from coat_dist import convert_to_universal
+
+    wrong, messages, saved = [], {}, {}
+    for normalize in (False, True):
+        engine = build(settings, coat=coat(normalize))
+        run(engine, rank, 0, 3)
+        engine.save_checkpoint(folder, tag=f"{normalize}")
+        saved[normalize] = contents(engine), snapshot(engine)
+        engine.destroy()
+        if rank == 0:
+            convert_to_universal(f"{folder}/{normalize}", f"{folder}/universal-{normalize}")
+            path = next(Path(folder).glob(f"{normalize}/*zero_pp_rank_0*optim_states.pt"))
+            states = torch.load(path, weights_only=False)["optimizer_state_dict"]
+            groups = states.get("base_optimizer_state", states.get("optimizer_state_dict"))["param_groups"]
+            if any(("normalize" in group) != normalize for group in groups):
+                wrong.append("false is to be saved as by earlier releases, by its absence")
+        torch.distributed.barrier()
+    for normalize in (False, True):
+        engine = build(settings, coat=coat(normalize))
+        run(engine, rank, 20, 21)  # state that loading has to replace
+        before = snapshot(engine)
+        try:
+            engine.load_checkpoint(folder, tag=f"{not normalize}")
+            wrong.append("loaded as it is")
+        except ValueError as error:
+            messages[normalize] = str(error)
+        wrong += changes(before, snapshot(engine))
+        engine._config.load_universal_checkpoint = True
+        engine.load_checkpoint(folder, tag=f"universal-{not normalize}")
+        wrong += differences(contents(engine), saved[not normalize][0]) + wrong_codes(engine, saved[not normalize][0])
+        wrong += [] if all(0 < x < 10 for x in run(engine, rank, 3, 4)) else ["loss"]
+        engine._config.load_universal_checkpoint = False
+        engine.load_checkpoint(folder, tag=f"{normalize}")
+        wrong += changes(saved[normalize][1], snapshot(engine))
+        engine.destroy()
+    return wrong, messages
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_refused_as_it_is_and_converted_by_the_universal_format(case, tmp_path):
+    for wrong, messages in run_ranks(2, there_and_back, CASES[case], str(tmp_path)):
+        assert wrong == []
+        for here, message in messages.items():
+            told = f"normalize of parameter group 0: checkpoint has {not here}, this run has {here}"
+            assert told in message and "convert_to_universal" in message
+        assert set(messages) == {False, True}
