@@ -91,9 +91,9 @@ class ActivationConfig(_Block):
     """FP8 format of the operands of products: activations and weights."""
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"
     """FP8 format of gradients."""
-    saved_format: Literal["e3m4", "e4m3", "e5m2"] = "e3m4"
-    """FP8 format of tensors saved for backward, which are read back, not multiplied: "e3m4" is twice as fine as "e4m3"
-    (the paper's) down to 1/124 of a group's largest value."""
+    saved_format: Literal["mixed", "e3m4", "int8", "e4m3", "e5m2"] = "mixed"
+    """8-bit format of tensors saved for backward, which are read back, not multiplied. "mixed": "int8" for what enters
+    activation functions, else "e3m4", which bears channels that are larger than others. The paper's is "e4m3"."""
     group_size: Literal[16, 32, 64, 128] = 32
     """Elements along the hidden dimension that share one scale in tensors saved for backward."""
     scale: Literal["e8m0", "bf16"] = "e8m0"

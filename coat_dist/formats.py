@@ -29,10 +29,12 @@ __all__ = [
     "E3M4",
     "E4M3",
     "E5M2",
+    "INT8",
     "FP8Format",
     "FirstMomentFormat",
     "QuantizedTensor",
     "SecondMomentFormat",
+    "format_of",
     "fp8_format",
 ]
 
@@ -59,18 +61,21 @@ class FP8Format:
 
 E4M3 = FP8Format("e4m3", torch.float8_e4m3fn, 448.0, 3, 2.0**-9)
 E5M2 = FP8Format("e5m2", torch.float8_e5m2, 57344.0, 2, 2.0**-16)
-E3M4 = FP8Format("e3m4", torch.int8, 31.0, 4, 2.0**-6)
-"""Of tensors that are saved and not multiplied: no GPU has a product of it; torch has no dtype for it, codes are bytes.
+E3M4 = FP8Format("e3m4", torch.uint8, 31.0, 4, 2.0**-6)
+"""Of tensors that are saved by groups and not multiplied: no GPU has a product of it, and torch no dtype.
 
-Against E4M3 a bit of exponent became one of mantissa. In a group with a scale of its own it is twice as fine down to
-1/124 of the largest value; its smallest step is 1/1984 of it. All codes are numbers: that one is not finite, a group's
-scale says.
+Against E4M3 a bit of exponent became one of mantissa: in a group it is twice as fine down to 1/124 of the largest
+value, and its smallest step is 1/1984 of that. All codes are numbers: that one is not finite, a group's scale says.
 """
-_FORMATS = {f.name: f for f in (E4M3, E5M2, E3M4)}
+INT8 = FP8Format("int8", torch.int8, 127.0, 7, 1.0)
+"""As E3M4, and in steps of 1/127 of a group's largest value: the finest where a group's values have one size, the
+coarsest where one is large. With powers of two as scales it is the MXINT8 of OCP Microscaling Formats 1.0."""
+_FORMATS = {f.name: f for f in (E4M3, E5M2, E3M4, INT8)}
+_BY_DTYPE = {f.dtype: f for f in _FORMATS.values()}
 
 
 def fp8_format(name: str | FP8Format) -> FP8Format:
-    """The format called ``name`` ("e4m3", "e5m2" or "e3m4"); a format is returned as it is.
+    """The format called ``name`` ("e4m3", "e5m2", "e3m4" or "int8"); a format is returned as it is.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
@@ -83,12 +88,17 @@ def fp8_format(name: str | FP8Format) -> FP8Format:
         raise ValueError(f"FP8 format: got {name!r}, accepted: {', '.join(map(repr, _FORMATS))}") from None
 
 
+def format_of(dtype: torch.dtype) -> FP8Format:
+    """The format whose codes have this dtype."""
+    return _BY_DTYPE[dtype]
+
+
 @dataclass
 class QuantizedTensor:
     """Codes and scales of one tensor.
 
     Attributes:
-        codes: tensor of the original shape; its dtype, float8 or int8 (E3M4), says the format.
+        codes: tensor of the original shape; its dtype says the format.
         scales: "tensor": fp32 scalar; "row": fp32 ``[..., 1]``; "group": ``[..., ceil(n / group_size)]``, either
             bfloat16 or uint8 holding E8M0 exponents (value ``2**(scales - 127)``, 255 = NaN).
         layout: "tensor", "row" or "group".

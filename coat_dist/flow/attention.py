@@ -22,9 +22,10 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import ActivationConfig
-from ..formats import QuantizedTensor, fp8_format
+from ..formats import QuantizedTensor
 from ..ops import dequantize, quantize_groups
 from .function import without_autocast
+from .scaling import saved_format
 
 __all__ = ["attention", "sdpa"]
 
@@ -232,7 +233,7 @@ class _GradientEdge(torch.autograd.Function):
 def _compress(x: torch.Tensor, settings: ActivationConfig) -> QuantizedTensor:
     """``[s, b, heads, d]`` by groups within heads; as long rows where that is the same."""
     x = x.flatten(2) if x.shape[-1] % settings.group_size == 0 else x
-    return quantize_groups(x, fp8_format(settings.saved_format), settings.group_size, settings.scale)
+    return quantize_groups(x, saved_format(settings), settings.group_size, settings.scale)
 
 
 def _values(q: QuantizedTensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -40,7 +40,7 @@ from ..ops import (
 )
 from ..ops import transpose as transposed
 from .norm import Norm, ParameterGrads, finish_grads
-from .scaling import row_operand, shared_scale
+from .scaling import row_operand, saved_format, shared_scale
 from .tensor_parallel import TensorParallel
 
 __all__ = ["NormedInput", "PlainInput", "check_normed", "quantized_input", "residual_alias", "restore_input"]
@@ -67,7 +67,7 @@ class NormedInput:
         """From x ``[rows, h]``: what to save, and y8 ``[all rows, h]``; sequence parallelism gathers the rows."""
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
         groups = settings.group_size, settings.scale
-        given = x, norm.kind, norm.eps, norm.weight, norm.bias, fmt, *groups, exact, fp8_format(settings.saved_format)
+        given = x, norm.kind, norm.eps, norm.weight, norm.bias, fmt, *groups, exact, saved_format(settings)
         if settings.forward_scales == "row":
             if tp.sharded and not settings.fp8_gather:
                 x8, stats, _ = norm_compress(*given)

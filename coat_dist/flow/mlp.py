@@ -28,7 +28,7 @@ from .function import shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
 from .products import check_input, gemm, summed_gemm
-from .scaling import Operand, quantize_gradient, row_operand, share_rows, shared_scale
+from .scaling import Operand, quantize_gradient, row_operand, saved_format, share_rows, shared_scale
 from .tensor_parallel import TensorParallel
 from .weights import Weight
 
@@ -138,7 +138,7 @@ def _activate(
 ) -> tuple[QuantizedTensor, Operand]:
     """From fc1's output ``[rows, parts f / tp]``: what is saved of it, and a, the input of fc2."""
     fmt, exact = fp8_format(settings.format), settings.forward == "exact"
-    saved = fp8_format(settings.saved_format)
+    saved = saved_format(settings, pre_activation=True)
     given = pre, activation, fmt, settings.group_size, settings.scale, exact, bias, saved
     if settings.forward_scales == "row":
         pre8, a8 = activation_compress_rows(*given)
@@ -261,7 +261,7 @@ class _ScaleRows(torch.autograd.Function):
     def forward(ctx: Any, y, factor, settings: ActivationConfig) -> torch.Tensor:
         codes = scales = None
         if ctx.needs_input_grad[1]:
-            y8 = quantize_groups(y, fp8_format(settings.saved_format), settings.group_size, settings.scale)
+            y8 = quantize_groups(y, saved_format(settings), settings.group_size, settings.scale)
             codes, scales = y8.codes, y8.scales
         ctx.save_for_backward(codes, scales, factor)
         ctx.group_size = settings.group_size

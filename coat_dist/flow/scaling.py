@@ -42,7 +42,15 @@ from ..ops import (
 )
 from .tensor_parallel import TensorParallel
 
-__all__ = ["Operand", "quantize_gradient", "quantize_input", "row_operand", "share_rows", "shared_scale"]
+__all__ = [
+    "Operand",
+    "quantize_gradient",
+    "quantize_input",
+    "row_operand",
+    "saved_format",
+    "share_rows",
+    "shared_scale",
+]
 
 
 class Operand(NamedTuple):
@@ -87,6 +95,16 @@ def _largest(scales: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
         return scales
     top = tp.max_(scales.nan_to_num(nan=torch.inf))
     return torch.where(top.isinf(), torch.nan, top)
+
+
+def saved_format(settings: ActivationConfig, pre_activation: bool = False) -> FP8Format:
+    """The format in which a tensor is saved by groups.
+
+    Inputs of norms have a few channels that are large in all tokens. They take their neighbours' bits in INT8, whose
+    steps have one size. What enters an activation function has no such channels.
+    """
+    name = settings.saved_format
+    return fp8_format(("int8" if pre_activation else "e3m4") if name == "mixed" else name)
 
 
 def shared_scale(

@@ -16,7 +16,8 @@ from ..reference.activation import ACTIVATIONS
 from .activation_backward import activation_backward, activation_grad_amax
 from .activation_compress import activation_compress, activation_compress_rows
 from .activation_functions import activate, load_part
-from .fp8 import constants, dense, inverse, pack_rows, store_turned, to_fp8, unpack
+from .fp8 import constants, dense, inverse, pack_rows, store_turned, to_fp8
+from .groups import unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
@@ -37,7 +38,7 @@ TURNED_TILE = (64, 64, 4)
 @triton.jit
 def _quantize_kernel(
     x, scales, bias, scale, out, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BG: tl.constexpr,
 ):  # fmt: skip
     """PACK rows of codes make an element of a transposed ``out``; 0: ``out`` is not transposed."""
@@ -54,12 +55,12 @@ def _quantize_kernel(
         inside = (row < rows) & (column < columns)
         in_group = (row < rows) & (group < groups)
         g = load_part(
-            x, scales, bias, 0, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, E8M0
+            x, scales, bias, 0, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, S
         )  # fmt: skip
         value, _ = activate(g, ACT, C.fast)
         if GATED:
             value *= load_part(
-                x, scales, bias, 1, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, E8M0
+                x, scales, bias, 1, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, S
             )  # fmt: skip
         last, y = y, value * factor
         if PACK == 0:
@@ -80,7 +81,7 @@ def activation_quantize(
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.activation.activation_quantize`."""
     act = ACTIVATIONS[activation]
-    source, scales, size, e8m0 = unpack(pre)
+    source, scales, size, form = unpack(pre)
     shape = (*source.shape[:-2], source.shape[-1]) if size else (*source.shape[:-1], source.shape[-1] // act.parts)
     columns = shape[-1]
     flat = source.reshape(-1, act.parts * columns).contiguous()
@@ -92,7 +93,7 @@ def activation_quantize(
     bm //= max(pack, 1)
     _quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
         flat, scales, dense(bias), scale, out.view(word), rows, columns, cdiv(columns, size) if size else 0,
-        C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, E8M0=e8m0,
+        C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, S=form,
         PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
     )  # fmt: skip
     return QuantizedTensor(out, scale, "tensor")

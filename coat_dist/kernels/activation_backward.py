@@ -16,16 +16,8 @@ import triton.language as tl
 from ..formats import E4M3, FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS, ActivationGradients
 from .activation_functions import activate, load_part
-from .fp8 import (
-    amax_buffer,
-    atomic_amax,
-    constants,
-    inverse,
-    magnitude_bits,
-    pack_rows,
-    store_turned,
-    to_fp8,
-)
+from .fp8 import amax_buffer, atomic_amax, constants, inverse, magnitude_bits, pack_rows, store_turned, to_fp8
+from .groups import unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
@@ -41,7 +33,7 @@ BACKWARD_TILE = (32, 256, 8)
 def _backward_kernel(
     da, x, scales, grad_scale, scale, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
     D: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr,
-    E8M0: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    S: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """PACK rows of codes make an element of a transposed result; 0: nothing is written but the amax."""
     PARTS: tl.constexpr = 2 if GATED else 1
@@ -62,13 +54,13 @@ def _backward_kernel(
         in_group = (row < rows) & (group < groups)
         grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
         g = load_part(
-            x, scales, None, 0, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
+            x, scales, None, 0, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, S
         )  # fmt: skip
         value, slope = activate(g, ACT, C.fast)
         du = grad * value
         if GATED:
             u = load_part(
-                x, scales, None, 1, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, E8M0
+                x, scales, None, 1, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, S
             )  # fmt: skip
             grad *= u
             value *= u
@@ -110,12 +102,13 @@ def _backward_kernel(
 def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, pack, tile) -> None:
     act, columns = ACTIVATIONS[activation], da.shape[-1]
     flat = da.reshape(-1, columns).contiguous()
-    rows, size = flat.shape[0], pre8.group_size
+    rows = flat.shape[0]
+    codes, scales, size, form = unpack(pre8)
     bm, bn, warps = tile
     _backward_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
-        flat, pre8.codes, pre8.scales, grad_scale, scale, amax, *outputs, rows, columns,
+        flat, codes, scales, grad_scale, scale, amax, *outputs, rows, columns,
         cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
-        GATED=act.gated, BIAS=outputs[-1] is not None, G=size, E8M0=pre8.scales.dtype == torch.uint8,
+        GATED=act.gated, BIAS=outputs[-1] is not None, G=size, S=form,
         PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
     )  # fmt: skip
 

@@ -15,18 +15,8 @@ import triton.language as tl
 from ..formats import FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS, ActivationForward, ActivationRows
 from .activation_functions import activate, add_bias
-from .fp8 import (
-    amax_buffer,
-    atomic_amax,
-    constants,
-    dense,
-    group_decode,
-    group_encode,
-    magnitude_bits,
-    row_tiles,
-    scale_of,
-    to_fp8,
-)
+from .fp8 import amax_buffer, atomic_amax, constants, dense, magnitude_bits, row_tiles, scale_of, to_fp8
+from .groups import group_decode, group_encode, room, saved_as
 from .launch import cdiv, fast_launch
 from .quantize import launch_rows
 
@@ -52,16 +42,16 @@ def _load_raw(x, row, column, inside, columns, PARTS: tl.constexpr):
 def _compress_part(
     raw, bias, codes, scales, part, row, column, group, inside, in_group, columns, groups, S: tl.constexpr,
     EXACT: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
+    BN: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     value = add_bias(raw.to(tl.float32), bias, part, column, inside, columns, BIAS)
     if WRITE or not EXACT:
-        q, stored = group_encode(value, BM, BN, G, E8M0, S)
+        q, stored = group_encode(value, BM, BN, G, S)
         if WRITE:
             tl.store(codes + (row * PARTS + part) * columns + column, q, mask=inside)
             tl.store(scales + (row * PARTS + part) * groups + group, stored, mask=in_group)
         if not EXACT:
-            value = group_decode(q, stored, BM, BN, G, E8M0)
+            value = group_decode(q, stored, BM, BN, G, S)
     return value
 
 
@@ -69,18 +59,18 @@ def _compress_part(
 def _compress_tile(
     raw, bias, codes, scales, row, column, group, inside, in_group, columns, groups, S: tl.constexpr,
     ACT: tl.constexpr, EXACT: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """The activation of a tile of :func:`_load_raw`; WRITE: the pre-activation in FP8 is stored."""
     g = _compress_part(
         raw[0], bias, codes, scales, 0, row, column, group, inside, in_group, columns, groups, S, EXACT, PARTS, BIAS,
-        WRITE, BM, BN, G, E8M0,
+        WRITE, BM, BN, G,
     )  # fmt: skip
     value, _ = activate(g, ACT, S.fast)
     if PARTS == 2:
         value *= _compress_part(
             raw[1], bias, codes, scales, 1, row, column, group, inside, in_group, columns, groups, S, EXACT, PARTS,
-            BIAS, WRITE, BM, BN, G, E8M0,
+            BIAS, WRITE, BM, BN, G,
         )  # fmt: skip
     return value
 
@@ -89,7 +79,7 @@ def _compress_tile(
 @triton.jit
 def _compress_kernel(
     x, bias, codes, scales, amax, rows, columns, groups, S: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
@@ -99,7 +89,7 @@ def _compress_kernel(
     raw = _load_raw(x, row, column, inside, columns, PARTS)
     value = _compress_tile(
         raw, bias, codes, scales, row, column, group, inside, in_group, columns, groups, S, ACT, EXACT, PARTS, BIAS,
-        True, BM, BN, G, E8M0,
+        True, BM, BN, G,
     )  # fmt: skip
     atomic_amax(amax, magnitude_bits(value))
 
@@ -131,24 +121,19 @@ def activation_compress(
 def _pre8(pre: torch.Tensor, activation: str, saved: FP8Format, group_size: int, scale: str) -> QuantizedTensor:
     """Room for the pre-activation in FP8."""
     parts = ACTIVATIONS[activation].parts
-    shape, columns = (*pre.shape[:-1], parts), pre.shape[-1] // parts
-    codes = torch.empty(*shape, columns, dtype=saved.dtype, device=pre.device)
-    stored = torch.uint8 if scale == "e8m0" else torch.bfloat16
-    scales = torch.empty(*shape, cdiv(columns, group_size), dtype=stored, device=pre.device)
-    return QuantizedTensor(codes, scales, "group", group_size)
+    return room((*pre.shape[:-1], parts, pre.shape[-1] // parts), saved, group_size, scale, pre.device)
 
 
 def _constants(pre, activation, saved, group_size, scale, exact, bias) -> dict[str, Any]:
     """What both kernels that compress are compiled for."""
     act = ACTIVATIONS[activation]
     return {
-        "S": constants(saved, pre),
+        "S": saved_as(saved, scale, pre),
         "ACT": act.function,
         "PARTS": act.parts,
         "BIAS": bias is not None,
         "EXACT": exact,
         "G": group_size,
-        "E8M0": scale == "e8m0",
     }
 
 
@@ -156,14 +141,13 @@ def _constants(pre, activation, saved, group_size, scale, exact, bias) -> dict[s
 def _row_tile(
     raw, bias, codes, scales, row, first, columns, groups, S: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr,
     PARTS: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
-    E8M0: tl.constexpr,
 ):  # fmt: skip
     """:func:`_compress_tile` of a row's columns from ``first`` on."""
     column = first + tl.arange(0, BN)[None, :]
     group = first // G + tl.arange(0, BN // G)[None, :]
     return _compress_tile(
         raw, bias, codes, scales, row, column, group, column < columns, group < groups, columns, groups, S, ACT, EXACT,
-        PARTS, BIAS, WRITE, 1, BN, G, E8M0,
+        PARTS, BIAS, WRITE, 1, BN, G,
     )  # fmt: skip
 
 
@@ -171,7 +155,7 @@ def _row_tile(
 @triton.jit
 def _compress_rows_kernel(
     x, bias, codes, scales, out, row_scales, columns, groups, C: tl.constexpr, S: tl.constexpr, ACT: tl.constexpr,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr,
     AHEAD: tl.constexpr, HELD: tl.constexpr, LONG: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The activation of HELD tiles of a row stays in registers until the row's scale is known; LONG: there are more,
@@ -187,14 +171,14 @@ def _compress_rows_kernel(
         if i >= AHEAD:
             value = _row_tile(
                 raw[i - AHEAD], bias, codes, scales, row, (i - AHEAD) * BN, columns, groups, S, ACT, EXACT, PARTS, BIAS,
-                True, BN, G, E8M0,
+                True, BN, G,
             )  # fmt: skip
             held = held + (value,)  # type: ignore[assignment]
     if LONG:
         for first in range(HELD * BN, columns, BN):
             tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
             more = _row_tile(
-                tile, bias, codes, scales, row, first, columns, groups, S, ACT, EXACT, PARTS, BIAS, True, BN, G, E8M0
+                tile, bias, codes, scales, row, first, columns, groups, S, ACT, EXACT, PARTS, BIAS, True, BN, G
             )
             top = tl.maximum(top, magnitude_bits(more))
     for i in tl.static_range(HELD):
@@ -208,7 +192,7 @@ def _compress_rows_kernel(
         for first in range(HELD * BN, columns, BN):
             tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
             more = _row_tile(
-                tile, bias, codes, scales, row, first, columns, groups, S, ACT, EXACT, PARTS, BIAS, False, BN, G, E8M0
+                tile, bias, codes, scales, row, first, columns, groups, S, ACT, EXACT, PARTS, BIAS, False, BN, G
             )
             tl.store(out + first + column, to_fp8(more * factor[:, None], C), mask=first + column < columns)
 

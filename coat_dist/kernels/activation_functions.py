@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .approximations import exp2, sigmoid
-from .fp8 import load_tile
+from .groups import load_tile
 
 __all__ = ["activate", "add_bias", "load_part"]
 
@@ -52,9 +52,9 @@ def add_bias(value, bias, part, column, inside, columns, BIAS: tl.constexpr):
 @triton.jit
 def load_part(
     x, scales, bias, part, row, column, group, inside, in_group, columns, groups,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """A tile of the gate (part 0) or of up (part 1), fp32, from plain values (G = 0) or from per-group codes."""
     at = row * PARTS + part
-    out = load_tile(x, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, E8M0)
+    out = load_tile(x, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, S)
     return add_bias(out, bias, part, column, inside, columns, BIAS)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..devices import has_fp8
-from ..formats import E3M4, E4M3, E5M2, FP8Format, QuantizedTensor
+from ..formats import E3M4, E4M3, E5M2, INT8, FP8Format
 from .launch import cdiv, next_power_of_2
 
 __all__ = [
@@ -24,17 +24,11 @@ __all__ = [
     "atomic_amax",
     "code_bits",
     "constants",
-    "decode_raw",
     "dense",
     "from_fp8",
-    "group_decode",
-    "group_encode",
     "inverse",
-    "load_raw",
-    "load_tile",
     "magnitude_bits",
     "pack_rows",
-    "unpack",
     "row_tiles",
     "scale_of",
     "store_turned",
@@ -53,8 +47,8 @@ class Format(NamedTuple):
     largest number's carries into the exponent.
     ``native``: numbers become codes by instructions, otherwise by :func:`code_bits`, as in the interpreter, whose own
     conversion does not round to nearest. ``fast``: the GPU's approximations may be used; not in the interpreter.
-    ``fp8`` is what codes are made of: int8 for E3M4, which Triton does not know, uint8 for E4M3 where a GPU has no FP8
-    instructions, as Triton has no E4M3 there.
+    ``fp8`` is what codes are made of: bytes for E4M3 where a GPU has no FP8 instructions, as Triton has no E4M3 there,
+    and for what Triton does not know. ``e8m0``: of tensors saved by groups, whether scales are powers of two.
     """
 
     fp8: tl.dtype
@@ -66,24 +60,27 @@ class Format(NamedTuple):
     carry: int
     fast: bool
     native: bool
+    e8m0: bool = False
 
 
 _CONSTANTS = {
     (fmt.name, fast, native): Format(
-        fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, carry, fast, native and fmt is not E3M4
+        fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, carry, fast, native and fmt in (E4M3, E5M2)
     )
     for fast, native, e4m3 in ((False, False, tl.float8e4nv), (True, False, tl.uint8), (True, True, tl.float8e4nv))
     for fmt, fp8, lowest, power, carry in (
         (E4M3, e4m3, 121, 8, 0x1FFFFF),
         (E5M2, tl.float8e5, 113, 15, 0x1FFFFF),
-        (E3M4, tl.int8, 125, 4, 0x07FFFF),
+        (E3M4, tl.uint8, 125, 4, 0x07FFFF),
+        (INT8, tl.int8, 127, 6, 0x01FFFF),
     )
 }
+_BY_GROUPS = {key: value._replace(e8m0=True) for key, value in _CONSTANTS.items()}
 
 
-def constants(fmt: FP8Format, tensor: torch.Tensor) -> Format:
+def constants(fmt: FP8Format, tensor: torch.Tensor, e8m0: bool = False) -> Format:
     """Those of kernels on the device of ``tensor``."""
-    return _CONSTANTS[fmt.name, tensor.is_cuda, has_fp8(tensor)]
+    return (_BY_GROUPS if e8m0 else _CONSTANTS)[fmt.name, tensor.is_cuda, has_fp8(tensor)]
 
 
 @triton.jit
@@ -118,49 +115,9 @@ def to_fp8(y, C: tl.constexpr):
 
 
 @triton.jit
-def _e3m4(y, FAST: tl.constexpr):
-    """Codes of E3M4 of numbers that are 2**-12 times what they stand for and do not exceed its largest: in fp16, which
-    then has its normal and its subnormal numbers, the upper bits rounded to nearest even. Of others any code.
-
-    The instructions take four numbers, two to a register: an eighth of those that Triton makes of what stands below.
-    """
-    if FAST:
-        out = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t;
-            cvt.rn.f16x2.f32 a, $2, $1;
-            cvt.rn.f16x2.f32 b, $4, $3;
-            shr.u32 s, a, 6;
-            shr.u32 t, b, 6;
-            and.b32 s, s, 0x10001;
-            and.b32 t, t, 0x10001;
-            add.u32 a, a, 0x1F001F;
-            add.u32 b, b, 0x1F001F;
-            add.u32 a, a, s;
-            add.u32 b, b, t;
-            shr.u32 s, a, 6;
-            shr.u32 t, b, 6;
-            shr.u32 a, a, 8;
-            shr.u32 b, b, 8;
-            lop3.b32 a, a, s, 0x7F007F, 0xD8;
-            lop3.b32 b, b, t, 0x7F007F, 0xD8;
-            prmt.b32 $0, a, b, 0x6420;
-            }""",
-            "=r,r,r,r,r", [y], tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        bits = y.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-        bits += 0x1F + ((bits >> 6) & 1)
-        out = (((bits >> 8) & 0x80) | ((bits >> 6) & 0x7F)).to(tl.int8)
-    return out
-
-
-@triton.jit
 def from_fp8(codes):
     """fp32 values of a tile of codes, which are made of what :class:`Format` says."""
-    if codes.dtype == tl.int8:  # as below, with an exponent's bias that differs by 124; the sign is extended
-        value = ((codes.to(tl.int32) << 19) & -0x7C080000).to(tl.float32, bitcast=True) * 2.0**124
-    elif codes.dtype == tl.uint8:  # the bits of fp32, but for the exponent's bias, which differs by 120
+    if codes.dtype == tl.uint8:  # the bits of fp32, but for the exponent's bias, which differs by 120
         bits = codes.to(tl.int32)
         value = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
         value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
@@ -241,62 +198,6 @@ def scale_of(top, DROP: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def group_encode(x, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, C: tl.constexpr):
-    """Quantize a tile [BM, BN] with one scale per G columns: codes [BM, BN] and stored scales [BM, BN / G]."""
-    groups = tl.reshape(x, (BM, BN // G, G))
-    top = tl.max(magnitude_bits(groups), 2)
-    if E8M0:
-        finite = top < INF_BITS
-        exponent = tl.maximum(((tl.where(finite, top, 0) + C.carry) >> 23) - C.power, 1)
-        inverse = tl.where(finite, (254 - exponent) << 23, NAN_BITS).to(tl.float32, bitcast=True)
-        stored = tl.where(finite, exponent, 255).to(tl.uint8)
-    else:
-        scale, inverse = scale_of(top, 16, C)
-        stored = scale.to(tl.bfloat16)
-    if C.fp8 == tl.int8:
-        codes = _e3m4(groups * (inverse * 2.0**-12)[:, :, None], C.fast)
-    else:
-        codes = to_fp8(groups * inverse[:, :, None], C)
-    return tl.reshape(codes, (BM, BN)), stored
-
-
-@triton.jit
-def group_decode(codes, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr):
-    """Values of a tile of codes [BM, BN] with stored scales [BM, BN / G]."""
-    if E8M0:
-        bits = stored.to(tl.int32)
-        scale = tl.where(bits == 255, NAN_BITS, tl.where(bits == 0, 0x400000, bits << 23)).to(tl.float32, bitcast=True)
-    else:
-        scale = stored.to(tl.float32)
-    values = tl.reshape(from_fp8(codes), (BM, BN // G, G)) * scale[:, :, None]
-    return tl.reshape(values, (BM, BN))
-
-
-@triton.jit
-def load_tile(
-    x, scales, row, column, group, inside, in_group, columns, groups,
-    BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
-):  # fmt: skip
-    """A tile of a tensor [rows, columns] as fp32, from plain values (G = 0) or from codes of G columns a scale."""
-    value, stored = load_raw(x, scales, row, column, group, inside, in_group, columns, groups, G)
-    return decode_raw(value, stored, BM, BN, G, E8M0)
-
-
-@triton.jit
-def load_raw(x, scales, row, column, group, inside, in_group, columns, groups, G: tl.constexpr):
-    """What :func:`load_tile` reads, for :func:`decode_raw`."""
-    value = tl.load(x + row * columns + column, mask=inside, other=0.0)
-    stored = value if G == 0 else tl.load(scales + row * groups + group, mask=in_group, other=0)
-    return value, stored
-
-
-@triton.jit
-def decode_raw(value, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr):
-    out = value.to(tl.float32) if G == 0 else group_decode(value, stored, BM, BN, G, E8M0)
-    return out
-
-
-@triton.jit
 def store_turned(out, codes, row, column, rows, inside):
     """Store a tile transposed into ``out`` [columns, rows]."""
     at = tl.trans(column).to(tl.int64) * rows + tl.trans(row)
@@ -343,11 +244,3 @@ def amax_buffer(device: torch.device) -> torch.Tensor:
 def dense(vector: torch.Tensor | None) -> torch.Tensor | None:
     """A norm's weight or a bias as kernels read it, element after element."""
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
-
-
-def unpack(x: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
-    """What kernels take of a tensor that may be quantized by groups: values or codes, stored scales, group size (0 for
-    plain values), and whether the scales are E8M0."""
-    if isinstance(x, QuantizedTensor):
-        return x.codes, x.scales, x.group_size, x.scales.dtype == torch.uint8
-    return x, None, 0, False

@@ -19,17 +19,14 @@ from .fp8 import (
     atomic_amax,
     constants,
     dense,
-    group_decode,
-    group_encode,
     inverse,
-    load_tile,
     magnitude_bits,
     pack_rows,
     scale_of,
     store_turned,
     to_fp8,
-    unpack,
 )
+from .groups import group_decode, group_encode, load_tile, room, saved_as, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .norm_backward import norm_backward
 from .quantize import launch_rows, packet
@@ -77,7 +74,7 @@ def _normalize(value, center, rstd, mean, row, columns, eps, CENTER: tl.constexp
 @triton.jit
 def _compress_kernel(
     x, weight, bias, codes, scales, rstd, mean, amax, y8, y_scales, columns, groups, eps,
-    C: tl.constexpr, S: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, EXACT: tl.constexpr, CENTER: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, G: tl.constexpr, EXACT: tl.constexpr, CENTER: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Of x, codes of S are written. Of y, ROWS writes codes of C with a scale per row; otherwise its amax is all there
@@ -86,12 +83,12 @@ def _compress_kernel(
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
     value, center = _load_row(x, row, column, inside, columns, CENTER)
-    q, stored = group_encode(value, 1, BN, G, E8M0, S)
+    q, stored = group_encode(value, 1, BN, G, S)
     tl.store(codes + row * columns + column, q, mask=inside)
     group = tl.arange(0, BN // G)[None, :]
     tl.store(scales + row * groups + group, stored, mask=group < groups)
     if not EXACT:
-        value = group_decode(q, stored, 1, BN, G, E8M0)
+        value = group_decode(q, stored, 1, BN, G, S)
     value = _normalize(value, center, rstd, mean, row, columns, eps, CENTER)
     y = _affine(value, weight, bias, column, inside, WEIGHT, BIAS)
     bits = magnitude_bits(tl.where(inside, y, 0.0))
@@ -142,36 +139,23 @@ def norm_compress_rows(
 
 
 def _compress(
-    x,
-    kind,
-    eps,
-    weight,
-    bias,
-    fmt,
-    saved,
-    group_size,
-    scale,
-    exact,
-    amax: torch.Tensor | None,
-    y8: QuantizedTensor | None,
+    x, kind, eps, weight, bias, fmt, saved, size, scale, exact, amax: torch.Tensor | None, y8: QuantizedTensor | None
 ) -> tuple[QuantizedTensor, NormStats]:
     """x8 and the statistics; writes either the amax of y or ``y8``."""
     flat = launch_rows(x)
     rows, columns = flat.shape
-    groups, e8m0, center = cdiv(columns, group_size), scale == "e8m0", kind == "layernorm"
-    codes = torch.empty(x.shape, dtype=saved.dtype, device=x.device)
-    scales = torch.empty((*x.shape[:-1], groups), dtype=torch.uint8 if e8m0 else torch.bfloat16, device=x.device)
+    x8, center = room(x.shape, saved, size, scale, x.device), kind == "layernorm"
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if center else None
     y_codes, y_scales = (None, None) if y8 is None else (y8.codes, y8.scales)
     _compress_kernel[(rows,)](
-        flat, dense(weight), dense(bias), codes, scales, rstd, mean, amax, y_codes, y_scales, columns, groups, eps,
-        C=constants(fmt, x), S=constants(saved, x), G=group_size, E8M0=e8m0, EXACT=exact, CENTER=center,
+        flat, dense(weight), dense(bias), x8.codes, x8.scales, rstd, mean, amax, y_codes, y_scales, columns,
+        x8.scales.shape[-1], eps, C=constants(fmt, x), S=saved_as(saved, scale, x), G=size, EXACT=exact, CENTER=center,
         WEIGHT=weight is not None, BIAS=bias is not None, ROWS=y8 is not None,
-        BN=max(next_power_of_2(columns), group_size),
+        BN=max(next_power_of_2(columns), size),
         num_warps=COMPRESS_WARPS,
     )  # fmt: skip
-    return QuantizedTensor(codes, scales, "group", group_size), NormStats(rstd, mean)
+    return x8, NormStats(rstd, mean)
 
 
 @fast_launch
@@ -210,7 +194,7 @@ def norm_forward(
 @triton.jit
 def _norm_quantize_kernel(
     x, scales, rstd, mean, weight, bias, scale, out, rows, columns, groups,
-    C: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
+    C: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
     """PACK rows of codes make an element of a transposed ``out``; 0: ``out`` is not transposed."""
@@ -225,9 +209,7 @@ def _norm_quantize_kernel(
         row = packet.to(tl.int64) * STEP + i
         here = row < rows
         inside = here & (column < columns)
-        value = load_tile(
-            x, scales, row, column, group, inside, here & (group < groups), columns, groups, BM, BN, G, E8M0
-        )
+        value = load_tile(x, scales, row, column, group, inside, here & (group < groups), columns, groups, BM, BN, G, S)
         if CENTER:
             value = value - tl.load(mean + row, mask=here, other=0.0)
         value = value * tl.load(rstd + row, mask=here, other=0.0)
@@ -251,7 +233,7 @@ def norm_quantize(
     transpose: bool = False,
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.norm.norm_quantize`."""
-    source, scales, size, e8m0 = unpack(x)
+    source, scales, size, form = unpack(x)
     mean = stats.mean if scales is None else None  # x8 has none
     flat = launch_rows(source)
     rows, columns = flat.shape
@@ -263,7 +245,7 @@ def norm_quantize(
     _norm_quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
         flat, scales, stats.rstd, mean, dense(weight), dense(bias), scale, out.view(word), rows, columns,
         cdiv(columns, size) if size else 0,
-        C=constants(fmt, source), G=size, E8M0=e8m0,
+        C=constants(fmt, source), G=size, S=form,
         CENTER=mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,
         BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
     )  # fmt: skip

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from ..formats import QuantizedTensor
 from ..reference.norm import NormStats
-from .fp8 import decode_raw, dense, load_raw, unpack
+from .fp8 import dense
+from .groups import decode_raw, load_raw, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_rows
 
@@ -42,7 +43,7 @@ def _load_row(
 @triton.jit(do_not_specialize=["turns"])
 def _backward_kernel(
     dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups, turns,
-    G: tl.constexpr, E8M0: tl.constexpr, CENTER: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, CENTER: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
     """CENTER: a LayerNorm; SHIFT: x has a mean to be taken off, codes have none."""
@@ -66,7 +67,7 @@ def _backward_kernel(
         here = inside & (row < rows)
         if RESIDUAL:  # of this row: on its way during the reductions; a row ahead it would not fit into registers
             carried = tl.load(residual + row * columns + column, mask=here, other=0.0)
-        value = decode_raw(raw, stored, 1, BN, G, E8M0)
+        value = decode_raw(raw, stored, 1, BN, G, S)
         if SHIFT:
             value = tl.where(here, value - tl.load(mean + row, mask=row < rows, other=0.0), 0.0)
         normalized = value * reciprocal
@@ -103,7 +104,7 @@ def norm_backward(
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`coat_dist.reference.norm.norm_backward`."""
-    source, scales, size, e8m0 = unpack(x)
+    source, scales, size, form = unpack(x)
     source = launch_rows(source)
     rows, columns = source.shape
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
@@ -117,7 +118,7 @@ def norm_backward(
         launch_rows(dy), carried, source, scales, stats.rstd, mean, dense(weight),
         dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
         cdiv(rows, programs),
-        G=size, E8M0=e8m0, CENTER=kind == "layernorm", SHIFT=mean is not None, WEIGHT=weight is not None,
+        G=size, S=form, CENTER=kind == "layernorm", SHIFT=mean is not None, WEIGHT=weight is not None,
         BIAS=bias, RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
         num_warps=warps, maxnreg=registers[residual is not None],
     )  # fmt: skip

@@ -18,9 +18,7 @@ from .fp8 import (
     amax_buffer,
     atomic_amax,
     constants,
-    group_encode,
     inverse,
-    load_tile,
     magnitude_bits,
     pack_rows,
     row_tiles,
@@ -28,6 +26,7 @@ from .fp8 import (
     store_turned,
     to_fp8,
 )
+from .groups import group_encode, load_tile, room, saved_as, unpack
 from .launch import cdiv, fast_launch
 
 __all__ = [
@@ -180,15 +179,14 @@ def _launch(
 @fast_launch
 @triton.jit
 def _groups_kernel(
-    x, codes, scales, rows, columns, groups, C: tl.constexpr, G: tl.constexpr, E8M0: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    x, codes, scales, rows, columns, groups, G: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
     inside = (row < rows) & (column < columns)
     value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    q, stored = group_encode(value, BM, BN, G, E8M0, C)
+    q, stored = group_encode(value, BM, BN, G, S)
     tl.store(codes + row * columns + column, q, mask=inside)
     tl.store(scales + row * groups + group, stored, mask=(row < rows) & (group < groups))
 
@@ -197,17 +195,14 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
     """See :func:`coat_dist.reference.quantize.quantize_groups`."""
     flat = launch_rows(x)
     rows, columns = flat.shape
-    groups = cdiv(columns, group_size)
-    e8m0 = scale == "e8m0"
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    scales = torch.empty((*x.shape[:-1], groups), dtype=torch.uint8 if e8m0 else torch.bfloat16, device=x.device)
+    q = room(x.shape, fmt, group_size, scale, x.device)
     bm, bn, warps = GROUPS_TILE
     if x.numel():
         _groups_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
-            flat, codes, scales, rows, columns, groups, C=constants(fmt, x), G=group_size, E8M0=e8m0,
+            flat, q.codes, q.scales, rows, columns, q.scales.shape[-1], G=group_size, S=saved_as(fmt, scale, x),
             BM=bm, BN=max(bn, group_size), num_warps=warps,
         )  # fmt: skip
-    return QuantizedTensor(codes, scales, "group", group_size)
+    return q
 
 
 @fast_launch
@@ -261,14 +256,14 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
 @fast_launch
 @triton.jit
 def _dequantize_groups_kernel(
-    codes, scales, out, rows, columns, groups, G: tl.constexpr, E8M0: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    codes, scales, out, rows, columns, groups, G: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
     inside = (row < rows) & (column < columns)
     in_group = (row < rows) & (group < groups)
-    value = load_tile(codes, scales, row, column, group, inside, in_group, columns, groups, BM, BN, G, E8M0)
+    value = load_tile(codes, scales, row, column, group, inside, in_group, columns, groups, BM, BN, G, S)
     tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -282,7 +277,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     bm, bn, warps = GROUPS_TILE
     if codes.numel():
         _dequantize_groups_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
-            codes, scales, out, rows, columns, scales.shape[1], G=q.group_size, E8M0=scales.dtype == torch.uint8,
+            codes, scales, out, rows, columns, scales.shape[1], G=q.group_size, S=unpack(q)[3],
             BM=bm, BN=max(bn, q.group_size), num_warps=warps,
         )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ import math
 
 import torch
 
-from ..formats import E3M4, FP8Format, QuantizedTensor
+from ..formats import E3M4, INT8, FP8Format, QuantizedTensor
 
 __all__ = [
     "SMALLEST_SCALE",
@@ -187,13 +187,16 @@ def code_values(codes: torch.Tensor) -> torch.Tensor:
     """What codes of any format stand for, fp32."""
     if codes.dtype != E3M4.dtype:
         return codes.float()
-    # The bits of fp32, but for the exponent's bias, which is 124 less; the sign is extended.
-    return (codes.to(torch.int32) << 19 & -0x7C080000).view(torch.float32) * 2.0**124
+    # The bits of fp32, but for the exponent's bias, which is 124 less.
+    bits = codes.view(torch.int8).to(torch.int32) << 19 & -0x7C080000
+    return bits.view(torch.float32) * 2.0**124
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
     x = (x * scale.reciprocal()).clamp(-fmt.max, fmt.max)
-    return _e3m4(x) if fmt.dtype == E3M4.dtype else x.to(fmt.dtype)
+    if fmt.dtype == E3M4.dtype:
+        return _e3m4(x)
+    return (x.nan_to_num().round() if fmt.dtype == INT8.dtype else x).to(fmt.dtype)
 
 
 def _e3m4(x: torch.Tensor) -> torch.Tensor:
@@ -205,4 +208,4 @@ def _e3m4(x: torch.Tensor) -> torch.Tensor:
     """
     bits = (x * 2.0**-12).half().view(torch.int16).to(torch.int32)
     bits = bits + 0x1F + (bits >> 6 & 1)
-    return (bits >> 8 & 0x80 | bits >> 6 & 0x7F).to(torch.uint8).view(torch.int8)
+    return (bits >> 8 & 0x80 | bits >> 6 & 0x7F).to(torch.uint8)

@@ -16,7 +16,7 @@ from coat_dist.flow import Norm, TensorParallel, linear, mlp, norm_linear, norm_
 
 ONE = TensorParallel()
 EPS = 1e-5
-LARGEST = {"e3m4": 31.0, "e4m3": 448.0, "e5m2": 57344.0}
+LARGEST = {"int8": 127.0, "e3m4": 31.0, "e4m3": 448.0, "e5m2": 57344.0}
 E3M4 = (torch.arange(8)[:, None] - 3).clamp(min=-2).exp2() * (
     torch.arange(16) / 16 + torch.arange(8)[:, None].clamp(max=1)
 )
@@ -120,8 +120,9 @@ class Layer:
         y = GradQuantized.apply(product, config.grad_format)
         return y if bias is None else y + bias
 
-    def grouped(self, t, config):
-        return StraightThrough.apply(t, per_group(t, config.saved_format, config.group_size, config.scale))
+    def grouped(self, t, config, mixed="e3m4"):
+        fmt = mixed if config.saved_format == "mixed" else config.saved_format
+        return StraightThrough.apply(t, per_group(t, fmt, config.group_size, config.scale))
 
     def straight_norm_linear(self, x, config):
         """:func:`coat_dist.flow.norm_linear` in "quantized" mode."""
@@ -135,7 +136,7 @@ class Layer:
         """:func:`coat_dist.flow.mlp` in "quantized" mode."""
         pre = self.fp8_linear(y, self.fc1, config, self.fc1_bias)
         parts = (pre,) if activation in PLAIN else pre.chunk(2, -1)
-        pre = torch.cat([self.grouped(t, config) for t in parts], -1)
+        pre = torch.cat([self.grouped(t, config, "int8") for t in parts], -1)
         return self.fp8_linear(act(pre, activation), self.fc2, config)
 
     def grouped_norm(self, x, config):
@@ -190,6 +191,8 @@ def rounded(x, amax, fmt, aligned):
 
 def as_format(x, fmt):
     """The nearest numbers of a format; E3M4's of what fp16 makes of x."""
+    if fmt == "int8":
+        return x.round()
     if fmt != "e3m4":
         return x.to({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt]).to(x.dtype)
     x, numbers = ((x * 2.0**-12).half() * 2.0**12).to(x.dtype), E3M4.flatten().to(x)

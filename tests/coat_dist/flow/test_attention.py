@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import TensorParallel, attention, linear, sdpa
-from coat_dist.formats import QuantizedTensor, fp8_format
+from coat_dist.flow.scaling import saved_format
+from coat_dist.formats import QuantizedTensor
 from coat_dist.reference.quantize import dequantize, quantize_groups
 
 from .common import relative_error, settings
@@ -31,7 +32,7 @@ def qkv(groups=2, d=64, dtype=torch.bfloat16, keys=S):
 def rounded(x, config, d):
     """Rounded by groups within heads."""
     x = x.detach()
-    q = quantize_groups(x.unflatten(-1, (-1, d)), fp8_format(config.saved_format), config.group_size, config.scale)
+    q = quantize_groups(x.unflatten(-1, (-1, d)), saved_format(config), config.group_size, config.scale)
     return dequantize(q).to(x.dtype).view(x.shape)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from coat_dist.flow import Norm, linear, mlp, norm_linear
+from coat_dist.flow.scaling import saved_format
 from coat_dist.formats import fp8_format
 from coat_dist.reference.activation import ACTIVATIONS, activation_apply
 from coat_dist.reference.gemm import scaled_mm
@@ -45,7 +46,7 @@ def product(a, b, fmt, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forward_is_the_definition_to_the_bit(forward, name, scale, kind, dtype):
     config, fmt = settings(forward=forward, format=name, scale=scale, forward_scales="row"), fp8_format(name)
-    saved = fp8_format(config.saved_format)
+    saved, before_activation = saved_format(config), saved_format(config, pre_activation=True)
     layer, x = Layer.random(kind=kind, dtype=dtype, f=80, biased=True), tokens(33, 64, dtype=dtype)
 
     stats = norm_stats(x, kind, EPS)
@@ -61,7 +62,9 @@ def test_forward_is_the_definition_to_the_bit(forward, name, scale, kind, dtype)
     assert torch.equal(linear(z, layer.back, ONE, config), product(z, layer.back, fmt, dtype))
 
     def rest(pre):
-        pre8 = quantize_groups((pre.float() + layer.fc1_bias.float()).unflatten(-1, (2, -1)), saved, 32, scale)
+        pre8 = quantize_groups(
+            (pre.float() + layer.fc1_bias.float()).unflatten(-1, (2, -1)), before_activation, 32, scale
+        )
         a = activation_apply(pre, "swiglu", layer.fc1_bias) if forward == "exact" else activation_apply(pre8, "swiglu")
         return product(a, layer.fc2, fmt, dtype)
 

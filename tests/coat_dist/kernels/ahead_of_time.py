@@ -32,8 +32,8 @@ def compiled_for(capability: tuple[int, int]) -> Iterator[list[Compiled]]:
 
     def there(value: Any) -> Any:
         if isinstance(value, fp8.Format):
-            name = {4: "e3m4", 3: "e4m3", 2: "e5m2"}[value.mantissa_bits]
-            return fp8._CONSTANTS[name, True, native]
+            name = {2: "e5m2", 3: "e4m3", 4: "e3m4", 7: "int8"}[value.mantissa_bits]
+            return fp8._CONSTANTS[name, True, native]._replace(e8m0=value.e8m0)
         if isinstance(value, torch.Tensor):
             return value if native else launch.as_bytes(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from coat_dist.formats import E3M4, E4M3, E5M2
+from coat_dist.formats import E3M4, E4M3, E5M2, INT8
 from coat_dist.kernels import activation, activation_compress
 from coat_dist.reference import activation as reference
 from coat_dist.reference.activation import ACTIVATIONS
@@ -18,8 +18,8 @@ from .codes import SCALES, SHORT, close, close_rows, same_groups, same_rows, til
 
 KINDS = tuple(itertools.product((E4M3, E5M2), SCALES, (True, False), (torch.float32, torch.bfloat16)))
 """Format, scales, exact or not, dtype of the input: too many to try all of them with every activation."""
-SAVED = {torch.float32: E3M4, torch.bfloat16: None}
-"""Format of the saved pre-activation, by the input's dtype; None is the activation's."""
+SAVED = None, INT8, E3M4
+"""Formats of the saved pre-activation; None is the activation's."""
 WAYS = (None, None), (1, SHORT), (0, None), (2, (32, 2, True, 4)), (0, SHORT)
 """What may be held in registers, and tiles."""
 
@@ -33,6 +33,7 @@ def dealt(hand, act, turn, turns, variants):
 
 def check_activation(device="cpu", sizes=(64, 176), rows=37, activations=tuple(ACTIVATIONS), variants=5):
     """Every activation, with and without a bias, over tails of rows, columns and groups; ``variants`` of the rest."""
+    saved = itertools.cycle(SAVED)
     for act, (turn, (f, biased)) in itertools.product(activations, enumerate(itertools.product(sizes, (False, True)))):
         for grad_fmt, (scale, size), exact, dtype in dealt(KINDS, act, turn, 2 * len(sizes), variants):
             width = f * ACTIVATIONS[act].parts
@@ -40,7 +41,7 @@ def check_activation(device="cpu", sizes=(64, 176), rows=37, activations=tuple(A
             x[0, ::3] = 0
             # Large where x is not: a bias that reached rows or columns outside would raise the amax.
             bias = (torch.randn(width, 2) * 3).to(device, dtype)[:, 0] if biased else None
-            arguments = (x, act, E4M3, size, scale, exact, bias, SAVED[dtype])
+            arguments = (x, act, E4M3, size, scale, exact, bias, next(saved))
             got, wanted = (m.activation_compress(*arguments) for m in (activation, reference))
             same_groups(got.pre8, wanted.pre8)
             torch.testing.assert_close(got.amax, wanted.amax, rtol=1e-5, atol=0)
@@ -71,7 +72,7 @@ def check_activation_of_bad_values(device="cpu"):
         {"pre": x[2], "bias": bias, "da": da[2]}[where][7] = bad
         x, bias, da = x.to(device), bias.to(device), da.to(device)
         got, wanted = (
-            m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias, E3M4) for m in (activation, reference)
+            m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias, INT8) for m in (activation, reference)
         )
         same_groups(got.pre8, wanted.pre8)
         assert got.amax == wanted.amax or torch.isclose(got.amax, wanted.amax, rtol=1e-5)
@@ -95,7 +96,7 @@ def check_activation_of_bad_values(device="cpu"):
         x, da = torch.randn(rows, f * ACTIVATIONS[act].parts).to(device), torch.randn(rows, f).to(device)
         bias = torch.ones(x.shape[1]).to(device)
         got, wanted = (
-            m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias, E3M4) for m in (activation, reference)
+            m.activation_compress(x, act, E4M3, 32, "e8m0", True, bias, INT8) for m in (activation, reference)
         )
         same_groups(got.pre8, wanted.pre8)
         torch.testing.assert_close(got.amax, wanted.amax, rtol=1e-5, atol=0)
@@ -111,6 +112,7 @@ def check_activation_of_bad_values(device="cpu"):
 
 def check_activation_rows(device="cpu", sizes=(176, 2752), rows=37, activations=tuple(ACTIVATIONS), variants=3):
     """Every activation, with and without a bias, over tails of columns and groups; ``variants`` of the rest."""
+    saved = itertools.cycle(SAVED)
     for act, (turn, (f, biased)) in itertools.product(activations, enumerate(itertools.product(sizes, (False, True)))):
         place = act, turn, 2 * len(sizes), variants
         for (fmt, (scale, size), exact, dtype), way in zip(dealt(KINDS, *place), dealt(WAYS, *place), strict=True):
@@ -119,13 +121,16 @@ def check_activation_rows(device="cpu", sizes=(176, 2752), rows=37, activations=
             x[0, 0, ::3] = 0
             # Large where x is not: a bias that reached columns outside would raise the amax.
             bias = (torch.randn(width) * 3).to(device, dtype) if biased else None
-            rest = (act, fmt, size, scale, exact, bias, SAVED[dtype])
+            rest = (act, fmt, size, scale, exact, bias, next(saved))
             with tiles(activation_compress, *way):
                 got = activation.activation_compress_rows(x, *rest)
                 alone = activation.activation_compress_rows(x[1, -1], *rest)
             wanted = reference.activation_compress_rows(x, *rest)
             same_groups(got.pre8, wanted.pre8)
-            (same_rows if act == "squared_relu" else close_rows)(got.a8, wanted.a8)
+            if act == "squared_relu":
+                same_rows(got.a8, wanted.a8)
+            else:  # products of codes are ties of the result's format, with a power of two as its scale, where gates are
+                close_rows(got.a8, wanted.a8, 3e-3 if exact else 2e-2)  # so large that they are hardly changed
             assert torch.equal(alone.a8.codes.view(torch.uint8), got.a8.codes[1, -1].view(torch.uint8))
             assert torch.equal(alone.a8.scales, got.a8.scales[1, -1])
 

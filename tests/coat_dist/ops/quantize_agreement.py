@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from coat_dist.formats import E3M4, E4M3, E5M2, QuantizedTensor
+from coat_dist.formats import E3M4, E4M3, E5M2, INT8, QuantizedTensor
 from coat_dist.kernels import quantize
 from coat_dist.reference import quantize as reference
 from coat_dist.reference.quantize import tensor_scale
@@ -29,7 +29,7 @@ def check_quantize(device="cpu", shapes=((3, 70), (130, 300), (2, 3, 64))):
             for aligned in (False, True):
                 got, wanted = (m.tensor_scale(many, fmt, aligned) for m in (quantize, reference))
                 torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
-            for saved, (kind, size) in itertools.product({fmt, E3M4}, SCALES):
+            for saved, (kind, size) in itertools.product((fmt, E3M4, INT8), SCALES):
                 got, wanted = (m.quantize_groups(x, saved, size, kind) for m in (quantize, reference))
                 same_groups(got, wanted)
             scale = tensor_scale(amax, fmt)
@@ -75,7 +75,8 @@ def wide_rows(*shape, subnormal=True):
 def check_dequantize(device="cpu", shapes=((3, 72), (2, 5, 40))):
     """Any code at any scale: NaN, denormals and both zeros."""
     for shape, (fmt, scale, size) in itertools.product(
-        shapes, ((E4M3, "e8m0", 32), (E5M2, "e8m0", 16), (E4M3, "bf16", 64), (E3M4, "e8m0", 32), (E3M4, "bf16", 16))
+        shapes,
+        ((E4M3, "e8m0", 32), (E5M2, "e8m0", 16), (E4M3, "bf16", 64), *((f, *s) for f in (E3M4, INT8) for s in SCALES)),
     ):
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(fmt.dtype)
         if not codes.is_cuda:  # the interpreter reads these as numbers; quantizers write NaN scales beside them
