@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.common import argument_parser, options, write_result
 from benchmarks.timing import copy_bandwidth, graph_ms
-from coat_dist.formats import E4M3
+from coat_dist.formats import E3M4, E4M3, INT8
 from coat_dist.kernels import activation, norm, quantize, rope
 from coat_dist.reference.rope import Heads, rope_table
 
@@ -37,9 +37,9 @@ def main() -> None:
     gate_up = torch.randn(m, 2 * f, device="cuda", dtype=torch.bfloat16)
     da = torch.randn(m, f, device="cuda", dtype=torch.bfloat16)
     scale = torch.tensor(0.01, device="cuda")
-    compressed = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True)
+    compressed = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True, E3M4)
     stored = compressed.x8, "rmsnorm", compressed.stats
-    gu8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True).pre8
+    gu8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True, None, INT8).pre8
     q = quantize.quantize_tensor(x, E4M3, scale)
     down = torch.randn(h, f, device="cuda", dtype=torch.bfloat16)  # fc2's weight
     heads, batch, size = Heads(h // 128, 1, 128), 4, 128
@@ -55,21 +55,21 @@ def main() -> None:
         "quantize_rows": (lambda: quantize.quantize_rows(x, E4M3), 3 * m * h),
         "quantize_rows of fc2's weight": (lambda: quantize.quantize_rows(down, E4M3), 3 * h * f),
         "transpose codes": (lambda: quantize.transpose(q), 2 * m * h),
-        "quantize_groups": (lambda: quantize.quantize_groups(x, E4M3, 32, "e8m0"), (2 + wide) * m * h),
+        "quantize_groups": (lambda: quantize.quantize_groups(x, E3M4, 32, "e8m0"), (2 + wide) * m * h),
         "dequantize groups": (lambda: quantize.dequantize(compressed.x8, torch.bfloat16), (2 + wide) * m * h),
         "split_rope": (lambda: rope.split_rope(mixed, heads, table), 4 * mixed.numel()),
         "split_rope_backward": (lambda: rope.split_rope_backward(*qkv, heads, table), 4 * mixed.numel()),
         "norm": (lambda: norm.norm_forward(x, "rmsnorm", 1e-5, weight, None), 4 * m * h),
         "norm_compress": (
-            lambda: norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True),
+            lambda: norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True, E3M4),
             (2 + wide) * m * h,
         ),
         "norm_compress_rows": (
-            lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True),
+            lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True, E3M4),
             (3 + wide) * m * h,
         ),
         "norm_compress_rows, quantized": (
-            lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", False),
+            lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", False, E3M4),
             (3 + wide) * m * h,
         ),
         "norm_quantize from x": (
@@ -89,15 +89,15 @@ def main() -> None:
             (6 + wide) * m * h,
         ),
         "activation_compress": (
-            lambda: activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True),
+            lambda: activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True, None, INT8),
             (4 + 2 * wide) * m * f,
         ),
         "activation_compress_rows": (
-            lambda: activation.activation_compress_rows(gate_up, "swiglu", E4M3, 32, "e8m0", True),
+            lambda: activation.activation_compress_rows(gate_up, "swiglu", E4M3, 32, "e8m0", True, None, INT8),
             (5 + 2 * wide) * m * f,
         ),
         "activation_compress_rows, quantized": (
-            lambda: activation.activation_compress_rows(gate_up, "swiglu", E4M3, 32, "e8m0", False),
+            lambda: activation.activation_compress_rows(gate_up, "swiglu", E4M3, 32, "e8m0", False, None, INT8),
             (5 + 2 * wide) * m * f,
         ),
         "activation_quantize from BF16": (

@@ -24,7 +24,7 @@ from benchmarks.speed.optimizer import candidates, flat_parameter
 from benchmarks.timing import graph_ms, timed
 from coat_dist import CoatAdamW
 from coat_dist.devices import has_fp8
-from coat_dist.formats import E4M3
+from coat_dist.formats import E3M4, E4M3, INT8
 from coat_dist.kernels import activation, norm, quantize
 from coat_dist.kernels.launch import forget
 
@@ -77,17 +77,19 @@ def kernels(m: int, h: int, f: int) -> Rows:
     x, gate_up = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for n in (h, 2 * f))
     da = torch.randn(m, f, device="cuda", dtype=torch.bfloat16)
     weight, scale = torch.rand(h, device="cuda", dtype=torch.bfloat16), torch.tensor(0.01, device="cuda")
-    compressed = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True)
-    pre8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True).pre8
+    compressed = norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True, E3M4)
+    pre8 = activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True, None, INT8).pre8
     calls: dict[str, Callable[[], Any]] = {
         "quantize_rows": lambda: quantize.quantize_rows(x, E4M3),
         "quantize_both": lambda: quantize.quantize_both(x, E4M3, scale),
-        "norm_compress_rows": lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True),
+        "norm_compress_rows": lambda: norm.norm_compress_rows(
+            x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True, E3M4
+        ),
         "norm_quantize, transposed": lambda: norm.norm_quantize(
             compressed.x8, compressed.stats, weight, None, E4M3, scale, True
         ),
         "activation_compress_rows": lambda: activation.activation_compress_rows(
-            gate_up, "swiglu", E4M3, 32, "e8m0", True
+            gate_up, "swiglu", E4M3, 32, "e8m0", True, None, INT8
         ),
         "activation_backward": lambda: activation.activation_backward(da, pre8, "swiglu", E4M3, scale, E4M3, scale),
     }
