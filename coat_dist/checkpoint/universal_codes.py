@@ -62,8 +62,7 @@ def write_codes(path: Path, layout: Mapping[str, Any], ranks: list[list[tuple[to
     for pieces in ranks:
         starts = torch.cat([starts for starts, _ in pieces])
         joined.append({"starts": starts} | {key: torch.cat([codes[key] for _, codes in pieces]) for key in CODE_KEYS})
-    layout = {"normalize": False, **layout}  # an earlier release's groups do not say it
-    torch.save({"layout": {key: layout[key] for key in LAYOUT_KEYS}, "ranks": joined}, path)
+    torch.save({"layout": _said_in_full(layout), "ranks": joined}, path)
 
 
 def read_codes(
@@ -86,7 +85,7 @@ def read_codes(
         ValueError: the file cannot be read.
     """
     saved = _read_file(path)
-    if saved is None or len(saved["ranks"]) != tp[1] or saved["layout"] != {key: group[key] for key in LAYOUT_KEYS}:
+    if saved is None or len(saved["ranks"]) != tp[1] or _said_in_full(saved["layout"]) != _said_in_full(group):
         return 0
     codes = saved["ranks"][tp[0]]
     groups, starts = groups_within(*place, group["group_size"])
@@ -98,6 +97,11 @@ def read_codes(
     for key in CODE_KEYS:
         state[key][rows.to(state[key].device)] = codes[key][at[found]].to(state[key].device)
     return len(rows)
+
+
+def _said_in_full(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say what codes mean; earlier releases did not say ``normalize``, which is false then."""
+    return {key: layout.get(key, False) if key == "normalize" else layout[key] for key in LAYOUT_KEYS}
 
 
 def check_codes(path: Path) -> None:

@@ -125,7 +125,7 @@ def _int8_codes(y, x, noise, C: tl.constexpr, STOCHASTIC: tl.constexpr):
 def _log8_read(q, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
     code, step = q.to(tl.float32), k.to(tl.float32) * (0.5 / _LOG8_UNIT)
     root = exp2(code * step[:, None] + (half_log_a - C.max * step)[:, None], FAST)
-    return code, tl.where(q == 0, 0.0, root)
+    return code, root * tl.minimum(code, 1.0)  # not a choice by q: NaN of a must stay, also where codes are zero
 
 
 @triton.jit
@@ -138,11 +138,10 @@ def _log8_spaced(magnitude, log_a, k, C: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def _log8_codes(y, noise, k, C: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
     if STOCHASTIC:  # the probability of the upper code is linear between decoded values
-        y = tl.minimum(y, C.max)
         lower = tl.floor(y)
         step = k * (1.0 / _LOG8_UNIT)
         upper = (exp2((y - lower) * step[:, None], FAST) - 1.0) * (1.0 / (exp2(step, FAST) - 1.0))[:, None]
-        y = lower + tl.minimum(upper, 1.0) + noise
+        y = tl.minimum(lower + tl.minimum(upper, 1.0) + noise, C.max)  # the sum's own rounding may reach 255.5
     return _low_byte(y)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from coat_dist.checkpoint.universal_codes import read_codes, select_codes, write_codes
+from coat_dist.optim import CoatAdamW
 from tests.coat_dist.checkpoint.universal_runs import build, contents, differences, wrong_codes
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
@@ -64,3 +66,20 @@ def test_refused_as_it_is_and_converted_by_the_universal_format(case, tmp_path):
             told = f"normalize of parameter group 0: checkpoint has {not here}, this run has {here}"
             assert told in message and "convert_to_universal" in message
         assert set(messages) == {False, True}
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_codes_of_releases_that_did_not_say_normalize_are_found_where_it_is_false(normalize, tmp_path):
+    p, q = (torch.nn.Parameter(torch.zeros(256)) for _ in range(2))
+    saved, other = CoatAdamW([p], normalize=False), CoatAdamW([q], normalize=normalize)
+    for optimizer, x in ((saved, p), (other, q)):
+        x.grad = torch.randn(256)
+        optimizer.step()
+    path, starts = tmp_path / "codes.coat", torch.tensor([0, 128])
+    write_codes(path, saved.param_groups[0], [[(starts, select_codes(saved.state[p], slice(0, 2)))]])
+    content = torch.load(path)
+    assert content["layout"].pop("normalize") is False
+    torch.save(content, path)  # as an earlier release's
+    found = read_codes(path, other.state[q], other.param_groups[0], (0, 0, 256), (0, 1))
+    assert found == (0 if normalize else 2)
+    assert torch.equal(other.state[q]["coat_m_q"], saved.state[p]["coat_m_q"]) is not normalize

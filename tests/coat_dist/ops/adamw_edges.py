@@ -5,7 +5,9 @@ from itertools import product
 import torch
 
 from coat_dist.kernels import adamw as kernels
+from coat_dist.reference import adamw as reference
 from coat_dist.reference.adamw import AdamWStep
+from coat_dist.reference.dither import dither
 from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encode
 
 from .adamw_problems import NUMBERS, clone, one_step, problem
@@ -30,20 +32,36 @@ def check_non_finite(device="cpu"):
         assert dirty[0].isfinite().sum() == 1023
 
 
+def check_non_finite_moments(device="cpu"):
+    """A square that overflows, or what is not finite, reaches every parameter of its group in the next step."""
+    for bad, (m, v), normalize in product((1e25, torch.inf, torch.nan), PAIRS, (False, True)):
+        kernel, definition = (problem(1024, device, m, v, normalize=normalize) for _ in range(2))
+        for side, tensors in ((kernels, kernel), (reference, definition)):
+            tensors[1][300] = bad
+            one_step(side, *tensors, NUMBERS, 5)
+            tensors[1].zero_()
+            one_step(side, *tensors, NUMBERS, 5)
+            finite = tensors[0].isfinite().view(8, 128).sum(1).tolist()
+            assert finite == [128, 128, 0, 128, 128, 128, 128, 128], (bad, m, v, normalize, side, finite)
+
+
 def check_extremes(device="cpu"):
     """A step that leaves moments alone (gradient zero, decay rates near one) keeps the ends of fp32's range alive."""
     values = [[3.4e38, 1.2e-38], [3.4028e38, 3.4028e38], [1.2e-38], [0.0, 1.2e-38], [1.3e-38, 1.0], [1e-45, 1.0], [0.0]]
     still = AdamWStep(lr=0.0, beta1=1 - 2**-24, beta2=1 - 2**-24, eps=1e-8, weight_decay=0.0, step=1)
-    for first, second in PAIRS:
+    for (first, second), normalize in product(PAIRS, (False, True)):
         for value, seed in product(values, (None, 3) if second == "log8" else (None,)):
             x = torch.tensor(value)
-            codec_m, codec_v = MomentCodec(first), MomentCodec(second, keep_nonzero=True)
-            m, v = (Moment(*(t.to(device) for t in encode(x, c))) for c in (codec_m, codec_v))
+            codec_m = MomentCodec(first, over_root=normalize)
+            codec_v = MomentCodec(second, keep_nonzero=True, keep_grid=normalize)
+            ratio = x.clamp(max=1e15) if normalize else x
+            m, v = (Moment(*(t.to(device) for t in encode(y, c))) for y, c in ((ratio, codec_m), (x, codec_v)))
             before = decode(v, codec_v, len(value))
             zero = torch.zeros(len(value), device=device)
             for _ in range(3):
                 one_step(kernels, zero.clone(), zero, m, v, codec_m, codec_v, still, seed)
-            for after in (decode(m, codec_m, len(value)), decode(v, codec_v, len(value))):
+            after = decode(v, codec_v, len(value))
+            for after in (decode(m, codec_m, len(value), after if normalize else None), after):
                 assert after.isfinite().all()
                 assert (after[before == 0] == 0).all()
             after = decode(v, codec_v, len(value))
@@ -55,7 +73,6 @@ def check_codes_survive(device="cpu"):
     """A step that changes nothing leaves every int8 and log8 code, a and k as they were: arithmetic errors never carry
     a decoded code over to a neighbour. Each group has the largest code and one that pins k."""
     still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
-    codec_m, codec_v = MomentCodec("int8"), MomentCodec("log8", keep_nonzero=True)
     int8 = torch.arange(-127, 129).clamp(max=127).view(2, 128)
     int8[int8.abs() < 4] = 0
     int8[:, :2] = torch.tensor([127, -4])
@@ -63,7 +80,10 @@ def check_codes_survive(device="cpu"):
     log8[log8 < 2] = 0
     log8[:, :2] = torch.tensor([255, 2])
     zero = torch.zeros(256, device=device)
-    for a, (k_m, k_v) in product((1.5 * 2.0**40, 2.0**-60), ((5, 1), (20, 7), (64, 20), (255, 60))):
+    spacings = [(False, k) for k in ((5, 1), (20, 7), (64, 20), (255, 60))] + [(True, k) for k in ((64, 7), (255, 60))]
+    for a, (normalize, (k_m, k_v)) in product((1.5 * 2.0**40, 2.0**-60), spacings):
+        codec_m = MomentCodec("int8", over_root=normalize)
+        codec_v = MomentCodec("log8", keep_nonzero=True, keep_grid=normalize)
         start = [
             Moment(
                 codes.to(dtype).view(torch.uint8).to(device),
@@ -76,7 +96,23 @@ def check_codes_survive(device="cpu"):
         for _ in range(2):
             one_step(kernels, zero.clone(), zero, m, v, codec_m, codec_v, still)
         for before, after in zip(start, (m, v), strict=True):
-            assert all(map(torch.equal, before, after)), (a, k_m, k_v)
+            assert all(map(torch.equal, before, after)), (a, normalize, k_m, k_v)
+
+
+def check_largest_codes(device="cpu"):
+    """At the ends of the noise, too, a group's largest element gets the largest code or its neighbour."""
+    x = torch.ones(512)
+    x[::128], x[1::128] = 0.5, 2.0**-4
+    ends = {1 - 2.0**-17: torch.Tensor.max, 2.0**-17: torch.Tensor.min}
+    for (m, v), (end, extreme), which in product(PAIRS, ends.items(), (0, 1)):
+        seed = next(s for s in range(10**5) if extreme(dither(s, 1, 0, 512, 128)[which].where(x == 1.0, 0.5)) == end)
+        codec_m, codec_v = MomentCodec(m), MomentCodec(v, keep_nonzero=True)
+        first, second = (Moment(*(t.to(device) for t in encode(x, c))) for c in (codec_m, codec_v))
+        still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+        zero = torch.zeros(512, device=device)
+        one_step(kernels, zero.clone(), zero, first, second, codec_m, codec_v, still, seed)
+        for decoded in (decode(first, codec_m), decode(second, codec_v)):
+            assert decoded[(x == 1.0).to(device)].min() > 0.9, (m, v, end, which)
 
 
 def check_smallest_normals(device="cpu"):

@@ -5,7 +5,8 @@ import math
 import torch
 
 from benchmarks.accuracy.encodings import RangedCodec
-from benchmarks.accuracy.trajectories import ratios, stopped
+from benchmarks.accuracy.trajectories import ratios
+from benchmarks.accuracy.trajectory_gradients import stopped
 from coat_dist.kernels import adamw as kernels
 from coat_dist.reference.adamw import AdamWStep
 from coat_dist.reference.moments import MomentCodec

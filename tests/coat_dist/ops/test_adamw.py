@@ -172,6 +172,7 @@ def test_kernel_on_lengths_around_groups_and_tiles(agreement, n):
 SOME = (
     *("default", "e5m2", "groups of 64", "maximize", "bf16", "stochastic", "lr tensor", "gradient factor"),
     *("int8, log8", "e4m3, log8, second moment stochastic", "remainder, copy, stochastic", "fp16 copy"),
+    *("normalized, stochastic", "normalized, int8, log8, stochastic"),
 )
 
 
@@ -184,6 +185,7 @@ def test_many_tensors_in_one_launch(agreement, variant):
 @interpreted
 def test_kernel_on_non_finite_gradients(edges):
     edges.check_non_finite(DEVICE)
+    edges.check_non_finite_moments(DEVICE)
 
 
 @interpreted
@@ -194,6 +196,11 @@ def test_extreme_moments_survive_the_kernel(edges):
 @interpreted
 def test_int8_and_log8_codes_survive_the_kernel(edges):
     edges.check_codes_survive(DEVICE)
+
+
+@interpreted
+def test_largest_codes_do_not_wrap_around_in_the_kernel(edges):
+    edges.check_largest_codes(DEVICE)
 
 
 @interpreted
