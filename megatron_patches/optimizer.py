@@ -240,7 +240,7 @@ class CoatDistributedOptimizer(DistributedOptimizer):
             yield [model_param.numel(), place.start, place.end], *self._shard(model_param)
 
     def _layout(self) -> list[Any]:
-        """What has to be equal where codes are taken over. Earlier releases had no ``normalize``, which is false then."""
+        """What has to be equal where codes are taken over. Earlier releases did not say ``normalize``: false."""
         return [
             [*place, *(group[key] for key in LAYOUT_KEYS if key != "normalize" or group[key])]
             for place, _, group in self._shards()

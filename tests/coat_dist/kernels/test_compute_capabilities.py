@@ -16,7 +16,7 @@ from tests.support import run_ranks  # noqa: E402
 from .ahead_of_time import compiled_for, conversions  # noqa: E402
 from .test_recompiles import run_all  # noqa: E402
 
-FEW = ("default", "stochastic, e5m2, large seed")
+FEW = ("default", "stochastic, e5m2, large seed", "normalized, stochastic")
 
 
 def adamw_steps(variants):

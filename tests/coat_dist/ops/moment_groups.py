@@ -116,11 +116,13 @@ def assert_within_bound(x, moment, codec, steps=1.0):
 
 
 def assert_metadata(x, moment, codec):
-    """a is the amax rounded up (from 2**-17 above a bf16 number on), k as large (the step as small) as the group's spread allows."""
+    """a is the amax rounded up (from 2**-17 above a bf16 number on), k as large (the step as small) as the group's
+    spread allows."""
     zero = x.abs() < TINY
     amax = groups_of(x.abs().where(~zero, 0.0), codec.group_size).amax(1)
     a = moment.a.float()
-    assert ((a >= amax * (1 - 2**-17)) | (a == BF16_MAX)).all() and (a <= torch.maximum(amax * (1 + 2**-7), amax + 1e-45)).all()
+    assert ((a >= amax * (1 - 2**-17)) | (a == BF16_MAX)).all()
+    assert (a <= torch.maximum(amax * (1 + 2**-7), amax + 1e-45)).all()
     k = moment.k.double()
     assert (k >= 1).all()
     if codec.expand:
