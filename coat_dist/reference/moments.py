@@ -66,9 +66,9 @@ What holds for every input, and is tested:
   Stochastic rounding doubles d, and k / 500.
 * Stochastic rounding is unbiased in the stored value y; with log8 in the decoded value, because a moment that is
   unbiased in its logarithm grows: by a third at beta2 = 0.999.
-* Without expansion, decode and encode again gives the same bytes with FP8. With expansion the second pass may find
-  another k, and with int8 another a, because the group's extremes moved by their own rounding: the error bound holds
-  for it anew.
+* Without expansion, decode and encode again gives the same bytes with FP8, unless a value became subnormal. With
+  expansion the second pass may find another k, and with int8 another a, because the group's extremes moved by their own
+  rounding: the error bound holds for it anew.
 """
 
 from __future__ import annotations
