@@ -18,7 +18,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ FP8_CAPABILITY = (8, 9)
 """Ada is the first with FP8 conversion and FP8 matrix products."""
 
 
-def _lookup() -> tuple[Callable[[Any], Any], Callable[[str], Any]]:
-    """How to look a variable up, and the form of names and values that takes.
+def _lookup() -> tuple[Mapping[Any, Any], Callable[[str], Any]]:
+    """Where to look a variable up, and the form of names and values that takes. Not its method ``get`` alone, which
+    torch.compile cannot trace (2.11).
 
     A layer looks some hundred times. Two variables that are not set take 11.6 us by ``os.environ.get``, which encodes
     the name and raises and catches a KeyError, and 0.1 us by the dictionary that CPython keeps behind it (CPython 3.11,
@@ -42,8 +43,8 @@ def _lookup() -> tuple[Callable[[Any], Any], Callable[[str], Any]]:
     """
     inner, encode = getattr(os.environ, "_data", None), getattr(os.environ, "encodekey", None)
     if isinstance(inner, dict) and encode is not None:
-        return inner.get, encode
-    return os.environ.get, str
+        return inner, encode
+    return os.environ, str
 
 
 _environment, _encoded = _lookup()
@@ -53,7 +54,7 @@ _YES = os.environ.encodevalue("1") if _encoded is not str else "1"
 
 def switched_on(name: str) -> bool:
     """Whether ``COAT_REFERENCE``, ``COAT_KERNELS`` or ``COAT_FP8_ARITHMETIC`` is "1" in the environment, now."""
-    return _environment(_NAMES[name]) == _YES
+    return _environment.get(_NAMES[name]) == _YES
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:

@@ -39,7 +39,8 @@ def shaped(out: torch.Tensor, *shape: int) -> torch.Tensor:
     Autograd refuses to change a view in place that an autograd function returned, as code around Megatron's layers
     does with outputs and losses. ``_unsafe_view``, of which torch's own ``matmul`` makes its result, gives a tensor
     that autograd does not know as a view. It is unsafe only where ``out`` is used afterwards. ``torch.compile`` traces
-    it, as it does not ``resize_``.
+    it, as it does not ``resize_``. It also keeps the gradients of a function whose forward ends in a conversion to the
+    dtype that is there already: compiled, torch 2.11 makes them zero without a word.
     """
     assert out.is_contiguous()
     return torch.ops.aten._unsafe_view(out, shape)

@@ -265,7 +265,7 @@ class _ScaleRows(torch.autograd.Function):
             codes, scales = y8.codes, y8.scales
         ctx.save_for_backward(codes, scales, factor)
         ctx.group_size = settings.group_size
-        return (y.float() * factor.float()[..., None]).to(y.dtype)
+        return shaped((y.float() * factor.float()[..., None]).to(y.dtype).contiguous(), *y.shape)
 
     @staticmethod
     @once_differentiable

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..ops import NormStats, norm_backward, norm_forward
-from .function import without_autocast
+from .function import shaped, without_autocast
 from .tensor_parallel import TensorParallel
 
 __all__ = ["Norm", "ParameterGrads", "finish_grads", "norm"]
@@ -72,7 +72,7 @@ class _NormFunction(torch.autograd.Function):
         y, stats = norm_forward(x, norm.kind, norm.eps, weight, bias)
         ctx.save_for_backward(x, weight, bias, *stats)
         ctx.args = norm.without_parameters(), tp, exact
-        return y
+        return shaped(y.contiguous(), *x.shape)
 
     @staticmethod
     @once_differentiable
