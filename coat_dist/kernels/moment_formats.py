@@ -90,7 +90,8 @@ def _constants(codec: MomentCodec, fmt: Format | None) -> Constants:
 @triton.jit
 def _power_read(code, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
     size, power = tl.abs(code), (0.5 * C.unit) / k.to(tl.float32)
-    return size, exp2(log2(size, FAST) * power[:, None] + (half_log_a - C.log2_max * power)[:, None], FAST)
+    octaves = log2(size, FAST) - log2(tl.full((), C.max, tl.float32), FAST)  # 0 of the largest, to the bit
+    return size, exp2(octaves * power[:, None] + half_log_a[:, None], FAST)
 
 
 @triton.jit
@@ -124,7 +125,7 @@ def _int8_codes(y, x, noise, C: tl.constexpr, STOCHASTIC: tl.constexpr):
 @triton.jit
 def _log8_read(q, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
     code, step = q.to(tl.float32), k.to(tl.float32) * (0.5 / _LOG8_UNIT)
-    root = exp2(code * step[:, None] + (half_log_a - C.max * step)[:, None], FAST)
+    root = exp2((code - C.max) * step[:, None] + half_log_a[:, None], FAST)
     return code, root * tl.minimum(code, 1.0)  # not a choice by q: NaN of a must stay, also where codes are zero
 
 
@@ -187,7 +188,11 @@ def codes(
 
 @triton.jit
 def read(q, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
-    """Codes as signed numbers, their size (0 where they mean zero), and the square root of their magnitude."""
+    """Codes as signed numbers, their size (0 where they mean zero), and the square root of their magnitude.
+
+    The largest code must give back a, or the amax would rise from step to step: so it is told from others by a
+    difference that is exactly zero, whatever k multiplies it with.
+    """
     if C.format == "log8":
         code, root = _log8_read(q, half_log_a, k, C, FAST)
         size = code
