@@ -10,12 +10,16 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy.roundings import (
+    ALIGNED,
+    ALIGNED_ROW,
     EXACT,
     FLOW,
+    FORMER,
     FORWARD,
     GEMMS,
-    GROUP,
     ROW,
+    SAVED,
+    SAVED_PRE,
     TENSOR,
     Plan,
     Recipe,
@@ -31,6 +35,7 @@ __all__ = ["ALL", "PRECISE", "REAL", "SETS", "STRAIGHT", "BlockFunction", "Varia
 BlockFunction = Callable[..., torch.Tensor]
 """``(layer, block, x, cos, sin)``, x ``[b, s, h]``."""
 REAL, ALL, PRECISE = "flow", "all roundings", "all roundings, fp64 products"
+BEFORE = "former flow"
 SETS = "flow", "roundings", "products", "candidates"
 
 
@@ -72,11 +77,10 @@ def _straight(forward_x: Rounding, forward_w: Rounding) -> Variant:
     return Variant(functools.partial(rounded_block, everywhere(recipe)))
 
 
-ALIGNED, ALIGNED_ROW = Rounding(aligned=True), Rounding("row", aligned=True)
 STRAIGHT = {
-    "row scales": _straight(ROW, ROW),
-    "tensor scales": _straight(TENSOR, TENSOR),
-    "power-of-two row scales": _straight(ALIGNED_ROW, ALIGNED_ROW),
+    "row scales": _straight(ALIGNED_ROW, ALIGNED_ROW),
+    "tensor scales": _straight(ALIGNED, ALIGNED),
+    "former row scales": _straight(ROW, ROW),
 }
 """Forward in FP8, and of its loss the gradient without further errors, by the scales of forward."""
 
@@ -93,8 +97,12 @@ def _alone(**roundings: Any) -> Variant:
     return _plan(everywhere(Recipe(**roundings)))
 
 
-def _flow_but(straight: str = "row scales", **changes: Any) -> Variant:
-    return _plan(everywhere(replace(FLOW, **changes)), straight)
+def _flow_but(**changes: Any) -> Variant:
+    return _plan(everywhere(replace(FLOW, **changes)), "row scales")
+
+
+def _former_but(straight: str = "former row scales", **changes: Any) -> Variant:
+    return _plan(everywhere(replace(FORMER, **changes)), straight)
 
 
 def _only(gemm: str) -> Plan:
@@ -102,7 +110,7 @@ def _only(gemm: str) -> Plan:
 
 
 def _all_but_layer(left_out: int) -> Plan:
-    return lambda layer, gemm: EXACT if layer == left_out else FLOW
+    return lambda layer, gemm: EXACT if layer == left_out else FORMER
 
 
 def _saved_in(fmt: str) -> dict[str, Any]:
@@ -111,7 +119,7 @@ def _saved_in(fmt: str) -> dict[str, Any]:
 
 def _saved_codes(layer: int, gemm: str) -> Recipe:
     """Where a norm comes before: what differs between saved codes and y is a factor of each row and of each column."""
-    return replace(FLOW, saved_x=ROW, wgrad_x=None) if gemm in ("qkv", "fc1") else FLOW
+    return replace(FORMER, saved_x=ROW, wgrad_x=None) if gemm in ("qkv", "fc1") else FORMER
 
 
 def variants(sets: Sequence[str], layers: int) -> dict[str, Variant]:
@@ -129,15 +137,15 @@ def variants(sets: Sequence[str], layers: int) -> dict[str, Variant]:
         }
     if "roundings" in sets:
         found |= {
-            "forward x": _alone(forward_x=ROW),
-            "forward w": _alone(forward_w=ROW),
+            "forward x": _alone(forward_x=ALIGNED_ROW),
+            "forward w": _alone(forward_w=ALIGNED_ROW),
             "forward x and w, straight through": STRAIGHT["row scales"],
-            "saved x": _alone(saved_x=GROUP),
-            "saved gate, up": _alone(saved_pre=GROUP),
-            "x for wgrad": _alone(wgrad_x=TENSOR),
+            "saved x": _alone(saved_x=SAVED),
+            "saved gate, up": _alone(saved_pre=SAVED_PRE),
+            "x for wgrad": _alone(wgrad_x=ALIGNED),
             "dY for wgrad": _alone(wgrad_dy=TENSOR),
             "dY for dgrad": _alone(dgrad_dy=TENSOR),
-            "w for dgrad": _alone(dgrad_w=TENSOR),
+            "w for dgrad": _alone(dgrad_w=ALIGNED),
         }
     if "check" in sets:
         found |= {REAL: _real(), PRECISE: _flow_but(precise=True)}
@@ -149,32 +157,34 @@ def variants(sets: Sequence[str], layers: int) -> dict[str, Variant]:
 
 
 def _candidates(layers: int) -> dict[str, Variant]:
+    """Changes of the former flow, from which its successor was chosen."""
     noisy, noisy_group, column = Rounding(stochastic=True), Rounding("group", stochastic=True), Rounding("column")
     e3m4, e2m5, int8 = map(_saved_in, ("e3m4", "e2m5", "int8"))
     powers: dict[str, Any] = {"forward_x": ALIGNED_ROW, "forward_w": ALIGNED_ROW, "wgrad_x": ALIGNED}
-    powers |= {"dgrad_w": ALIGNED, "straight": "power-of-two row scales"}
+    powers |= {"dgrad_w": ALIGNED, "straight": "row scales"}
     return {
-        "x, gate, up saved without rounding": _flow_but(saved_x=None, saved_pre=None),
-        "saved in E3M4": _flow_but(**e3m4),
-        "saved in E2M5": _flow_but(**e2m5),
-        "saved in INT8": _flow_but(**int8),
-        "stochastic saved x, gate, up": _flow_but(saved_x=noisy_group, saved_pre=noisy_group),
-        "x for wgrad: the saved codes": _plan(_saved_codes, "row scales"),
-        "x for wgrad: forward's values": _flow_but(wgrad_x=FORWARD),
-        "x for wgrad: headroom 2": _flow_but(wgrad_x=Rounding(headroom=2.0)),
-        "w for dgrad: forward's values": _flow_but(dgrad_w=FORWARD),
-        "w for dgrad: scales of columns": _flow_but(dgrad_w=column),
-        "dY for dgrad: scales of rows": _flow_but(dgrad_dy=ROW),
-        "dY for dgrad: scales of 128 in a row": _flow_but(dgrad_dy=Rounding("group", group=128)),
-        "dY for wgrad: scales of columns": _flow_but(wgrad_dy=column),
-        "dY for wgrad: scales of 128 tokens": _flow_but(wgrad_dy=Rounding("tokens", group=128)),
-        "dY and x for wgrad: scales of columns": _flow_but(wgrad_dy=column, wgrad_x=column),
-        "stochastic dY": _flow_but(dgrad_dy=noisy, wgrad_dy=noisy),
-        "powers of two: dY": _flow_but(dgrad_dy=ALIGNED, wgrad_dy=ALIGNED),
-        "powers of two: x, w": _flow_but(**powers),
-        "powers of two: x, w; E2M5": _flow_but(**powers, **e2m5),
-        "powers of two: x, w; INT8": _flow_but(**powers, **int8),
-        "powers of two: x, w; INT8; dY by rows": _flow_but(**powers, **int8, dgrad_dy=ROW),
+        BEFORE: _former_but(),
+        "x, gate, up saved without rounding": _former_but(saved_x=None, saved_pre=None),
+        "saved in E3M4": _former_but(**e3m4),
+        "saved in E2M5": _former_but(**e2m5),
+        "saved in INT8": _former_but(**int8),
+        "stochastic saved x, gate, up": _former_but(saved_x=noisy_group, saved_pre=noisy_group),
+        "x for wgrad: the saved codes": _plan(_saved_codes, "former row scales"),
+        "x for wgrad: forward's values": _former_but(wgrad_x=FORWARD),
+        "x for wgrad: headroom 2": _former_but(wgrad_x=Rounding(headroom=2.0)),
+        "w for dgrad: forward's values": _former_but(dgrad_w=FORWARD),
+        "w for dgrad: scales of columns": _former_but(dgrad_w=column),
+        "dY for dgrad: scales of rows": _former_but(dgrad_dy=ROW),
+        "dY for dgrad: scales of 128 in a row": _former_but(dgrad_dy=Rounding("group", group=128)),
+        "dY for wgrad: scales of columns": _former_but(wgrad_dy=column),
+        "dY for wgrad: scales of 128 tokens": _former_but(wgrad_dy=Rounding("tokens", group=128)),
+        "dY and x for wgrad: scales of columns": _former_but(wgrad_dy=column, wgrad_x=column),
+        "stochastic dY": _former_but(dgrad_dy=noisy, wgrad_dy=noisy),
+        "powers of two: dY": _former_but(dgrad_dy=ALIGNED, wgrad_dy=ALIGNED),
+        "powers of two: x, w": _former_but(**powers),
+        "powers of two: x, w; E2M5": _former_but(**powers, **e2m5),
+        "powers of two: x, w; INT8": _former_but(**powers, **int8),
+        "powers of two: x, w; INT8; dY by rows": _former_but(**powers, **int8, dgrad_dy=ROW),
         "first layer exact": _plan(_all_but_layer(0)),
         "last layer exact": _plan(_all_but_layer(layers - 1)),
     }

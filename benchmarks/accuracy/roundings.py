@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.small_gpt import Block
-from coat_dist.formats import E4M3, E5M2
+from coat_dist.formats import E3M4, E4M3, E5M2, INT8, FP8Format
 from coat_dist.reference.activation import FUNCTIONS
 from coat_dist.reference.norm import NormStats, norm_apply, norm_backward, norm_stats
 from coat_dist.reference.quantize import (
@@ -29,7 +29,7 @@ from coat_dist.reference.quantize import (
     tensor_scale,
 )
 
-__all__ = ["EXACT", "FLOW", "GEMMS", "Plan", "Recipe", "Rounding", "everywhere", "rope", "rounded_block"]
+__all__ = ["EXACT", "FLOW", "FORMER", "GEMMS", "Plan", "Recipe", "Rounding", "everywhere", "rope", "rounded_block"]
 
 GEMMS = "qkv", "proj", "fc1", "fc2"
 FORWARD: Literal["forward"] = "forward"
@@ -37,7 +37,7 @@ FORWARD: Literal["forward"] = "forward"
 
 @dataclass(frozen=True)
 class Grid:
-    """A format of 8 bits without a dtype in torch: floating-point with a largest value, or integers."""
+    """A format of 8 bits that the package does not have: floating-point with a largest value."""
 
     max: float
     mantissa_bits: int
@@ -47,9 +47,9 @@ class Grid:
 GRIDS: dict[str, Any] = {
     "e4m3": E4M3,
     "e5m2": E5M2,
-    "e3m4": Grid(31.0, 4, 2.0**-6),
+    "e3m4": E3M4,
     "e2m5": Grid(7.875, 5, 2.0**-5),
-    "int8": Grid(127.0, 7, 1.0),
+    "int8": INT8,
 }
 
 
@@ -98,7 +98,7 @@ class Rounding:
         n = x.shape[-1]
         groups = F.pad(x, (0, -n % self.group)).unflatten(-1, (-1, self.group))
         tops = amaxes(groups, -1)[..., None]
-        if self.format in ("e4m3", "e5m2"):
+        if isinstance(grid, FP8Format):
             scales = scale_values(group_scales(tops, grid, "e8m0"))
         else:
             scales = power_of_two(tensor_scale(tops, grid))
@@ -138,8 +138,12 @@ Plan = Callable[[int, str], Recipe]
 """The recipe of a layer's product, one of :data:`GEMMS`."""
 EXACT = Recipe()
 TENSOR, ROW, GROUP = Rounding(), Rounding("row"), Rounding("group")
-FLOW = Recipe(ROW, ROW, GROUP, GROUP, TENSOR, TENSOR, TENSOR, TENSOR)
+ALIGNED, ALIGNED_ROW = Rounding(aligned=True), Rounding("row", aligned=True)
+SAVED, SAVED_PRE = Rounding("group", "e3m4"), Rounding("group", "int8")
+FLOW = Recipe(ALIGNED_ROW, ALIGNED_ROW, SAVED, SAVED_PRE, ALIGNED, TENSOR, TENSOR, ALIGNED)
 """The defaults of the "activation" block."""
+FORMER = Recipe(ROW, ROW, GROUP, GROUP, TENSOR, TENSOR, TENSOR, TENSOR)
+"""Its defaults when candidates for them were compared: scales of any value, E4M3 for all that is saved."""
 
 
 def everywhere(recipe: Recipe) -> Plan:
