@@ -87,12 +87,17 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, default=result_path("convergence/branches"), metavar="JSON")
+    parser.add_argument("--plot", type=Path, default=None, help="where to draw the curves")
     return parser.parse_args(given)
 
 
 def main() -> None:
-    found = json.loads(parse().result.read_text())
-    report(found["runs"], found["failed"], found["settings"]["steps"])
+    arguments = parse()
+    found = json.loads(arguments.result.read_text())
+    settings = found["settings"]
+    report(found["runs"], found["failed"], settings["steps"])
+    if arguments.plot is not None:
+        flow_report.plot(found["runs"], settings["steps"], arguments.plot, settings["branch_at"])
 
 
 if __name__ == "__main__":

@@ -85,9 +85,10 @@ def report(
         print(f"{row['variant']:<24} {', '.join(shown)}  ({mine} runs to {its} of BF16)")
 
 
-def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
+def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path, first: int = 0) -> None:
     """Each run's training loss relative to the mean of BF16's of the same seed, both averaged over :data:`LAST` steps,
     or a tenth of the run where that is less; thick: the mean of a variant's runs. A seed without BF16 is left out.
+    ``first``: the step after which losses begin.
 
     Raises:
         ValueError: nothing is left to draw.
@@ -103,7 +104,7 @@ def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
     whole = [r for r in whole if r["seed"] in based]
     if not whole:
         raise ValueError(f"plot: got no run of {steps} steps with one of {BF16} of its seed, accepted: at least one")
-    curves = {id(r): _smooth(r["losses"], max(1, width * len(r["losses"]) // steps)) for r in whole}
+    curves = {id(r): _smooth(r["losses"], max(1, width * len(r["losses"]) // (steps - first))) for r in whole}
     variants = list(dict.fromkeys(r["variant"] for r in whole))
     size = (2.6 * len(variants), 3)
     figure, axes = plt.subplots(1, len(variants), figsize=size, sharey=True, squeeze=False, layout="constrained")
@@ -112,7 +113,7 @@ def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
         for run in (r for r in whole if r["variant"] == variant):
             base = [curves[id(r)] for r in whole if r["variant"] == BF16 and r["seed"] == run["seed"]]
             gap.append([100 * (x / mean(y) - 1) for x, *y in zip(curves[id(run)], *base, strict=True)])
-            at = [(width // 2 + i * steps / len(run["losses"])) for i in range(len(gap[-1]))]
+            at = [first + width // 2 + i * (steps - first) / len(run["losses"]) for i in range(len(gap[-1]))]
             axis.plot(at, gap[-1], linewidth=0.7, color="tab:orange" if run["seed"] else "tab:blue")
         axis.plot(at, [mean(values) for values in zip(*gap, strict=True)], linewidth=2, color="black")
         axis.set(title=variant.replace(", ", ",\n"), xlabel="step", ylim=(-1.5, 2.5))
