@@ -1,6 +1,6 @@
 """What the branches of `benchmarks/convergence/branches.py` say together.
 
-python -m benchmarks.convergence.branch_report [--result JSON]
+python -m benchmarks.convergence.branch_report [--result JSON] [--plot docs/figures/convergence-branches.png]
 """
 
 from __future__ import annotations
