@@ -26,7 +26,6 @@ from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
 __all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "explain", "load_json", "look_up"]
 __all__ += ["COMMENTS", "decode_base64", "misspells_coat"]
 
-
 COMMENTS = ("_", "#", "/", "$")
 """What keys begin with that nobody reads, such as "_comment" and "$schema"."""
 
@@ -53,8 +52,7 @@ class OptimizerConfig(_Block):
     group_size: Literal[64, 128, 256] = 128
     """Consecutive elements that share one amax and one exponent."""
     stochastic_rounding: Literal[True, False, "auto"] = "auto"
-    """Round codes up or down at random, without bias: true = of both moments, "auto" = of the second one, and of the
-    first in int8; otherwise to nearest."""
+    """Round codes up or down at random, without bias: both moments', or the second's and the first's in int8 ("auto")."""
     master_weights: Literal["parameter", "bf16_remainder"] = "parameter"
     """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it lacks, the same number
     to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``."""
@@ -85,15 +83,14 @@ class ActivationConfig(_Block):
     """"quantized" (the paper): norm and activation read the FP8 tensor that is saved. "exact": they read the BF16
     tensor, and only backward reads the FP8 one."""
     forward_scales: Literal["row", "tensor"] = "row"
-    """Scales of forward's FP8 operands, activations and weights: one a row (token, output feature), or one a tensor
-    (the paper's), which takes two passes where rows take one, and a reduction over ranks. Backward's are per tensor."""
+    """Scales of forward's FP8 operands: one a row (token, output feature), or one a tensor (the paper's), which takes
+    two passes where rows take one, and a reduction over ranks. Backward's are per tensor."""
     format: Literal["e4m3", "e5m2"] = "e4m3"
     """FP8 format of the operands of products: activations and weights."""
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"
     """FP8 format of gradients."""
     saved_format: Literal["mixed", "e3m4", "int8", "e4m3", "e5m2"] = "mixed"
-    """8-bit format of tensors saved for backward, which are read back, not multiplied. "mixed": "int8" for what enters
-    activation functions, else "e3m4", which bears channels that are larger than others. The paper's is "e4m3"."""
+    """Of tensors saved for backward; "mixed": "int8" before activation functions, else "e3m4". The paper's is "e4m3"."""
     group_size: Literal[16, 32, 64, 128] = 32
     """Elements along the hidden dimension that share one scale in tensors saved for backward."""
     scale: Literal["e8m0", "bf16"] = "e8m0"
@@ -108,11 +105,9 @@ class ActivationConfig(_Block):
     """Weight gradients: returned to autograd in the weight's dtype, or added to ``weight.main_grad`` in its own dtype.
     The latter is Megatron's ``gradient_accumulation_fusion``, which ``patch_model`` honours by itself."""
     attention: Literal["bf16", "fp8"] = "bf16"
-    """What attention keeps of q, k, v and its output: "fp8" rounds them by groups, and forward computes from the
-    rounded values."""
+    """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward computes from that."""
     loss: Literal["chunked", "plain"] = "chunked"
-    """Where a model computes its own loss: "chunked" never holds all logits and makes them again in backward; "plain"
-    leaves the model's output layer and loss as they are."""
+    """A model's own loss: "chunked" never holds all logits and makes them again in backward; "plain" leaves it be."""
     z_loss: float = 0.0
     """In training, adds ``z_loss * log(sum(exp(logits)))**2`` to a token's chunked loss (PaLM used 1e-4)."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
