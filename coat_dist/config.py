@@ -52,7 +52,7 @@ class OptimizerConfig(_Block):
     group_size: Literal[64, 128, 256] = 128
     """Consecutive elements that share one amax and one exponent."""
     stochastic_rounding: Literal[True, False, "auto"] = "auto"
-    """Round codes up or down at random, without bias: both moments', or the second's and the first's in int8 ("auto")."""
+    """Round codes up or down at random, without bias: of both moments, or ("auto") of the second and an int8 first."""
     master_weights: Literal["parameter", "bf16_remainder"] = "parameter"
     """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it lacks, the same number
     to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``."""
@@ -90,7 +90,7 @@ class ActivationConfig(_Block):
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"
     """FP8 format of gradients."""
     saved_format: Literal["mixed", "e3m4", "int8", "e4m3", "e5m2"] = "mixed"
-    """Of tensors saved for backward; "mixed": "int8" before activation functions, else "e3m4". The paper's is "e4m3"."""
+    """Of tensors saved for backward; "mixed": "int8" before activation functions, else "e3m4". The paper has e4m3."""
     group_size: Literal[16, 32, 64, 128] = 32
     """Elements along the hidden dimension that share one scale in tensors saved for backward."""
     scale: Literal["e8m0", "bf16"] = "e8m0"
