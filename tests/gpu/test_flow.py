@@ -114,7 +114,9 @@ def wide_tokens(*shape):
 @pytest.mark.parametrize(("rows", "k", "n"), [(50, 192, 128), (33, 72, 40), (17, 4096, 64)])
 def test_row_scales_change_forward_alone(fmt, rows, k, n):
     """Forward is the definition's product by rows; gradients have the bits that per-tensor scales give."""
-    x, weight = wide_tokens(rows, k).requires_grad_(), wide_tokens(n, k).requires_grad_()
+    x, weight = wide_tokens(rows, k).requires_grad_(), wide_tokens(n, k)
+    weight[::3] *= 2.0**-40  # subnormal with one scale for all; powers of two as scales change nothing else
+    weight.requires_grad_()
     weighting, outs, grads = wide_tokens(rows, n), [], []
     for scales in ("tensor", "row"):
         out = linear(x, weight, ONE, ActivationConfig(format=fmt, forward_scales=scales))
