@@ -193,19 +193,20 @@ def code_values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
-    x = (x * scale.reciprocal()).clamp(-fmt.max, fmt.max)
     if fmt.dtype == E3M4.dtype:
-        return _e3m4(x)
+        largest = fmt.max * 2.0**-12
+        return _e3m4((x * (scale.reciprocal() * 2.0**-12)).clamp(-largest, largest))
+    x = (x * scale.reciprocal()).clamp(-fmt.max, fmt.max)
     return (x.nan_to_num().round() if fmt.dtype == INT8.dtype else x).to(fmt.dtype)
 
 
 def _e3m4(x: torch.Tensor) -> torch.Tensor:
-    """Codes of fp32 values of at most E3M4's largest; of NaN any.
+    """Codes of fp32 values, times 2**-12, of at most E3M4's largest; of NaN any.
 
     fp16 has E3M4's normal and subnormal numbers as its own, times 2**-12: its upper bits are rounded to nearest even.
     So kernels take two numbers at a time. Numbers of more bits than fp16 has are rounded twice, those of BF16 once, but
     for some below 2**-5.
     """
-    bits = (x * 2.0**-12).half().view(torch.int16).to(torch.int32)
+    bits = x.half().view(torch.int16).to(torch.int32)
     bits = bits + 0x1F + (bits >> 6 & 1)
     return (bits >> 8 & 0x80 | bits >> 6 & 0x7F).to(torch.uint8)

@@ -15,6 +15,7 @@ BASE = {
             "forward_scales": "row",
             "format": "e4m3",
             "grad_format": "e4m3",
+            "saved_format": "mixed",
             "group_size": 32,
             "scale": "e8m0",
             "fp8_gather": True,

@@ -64,6 +64,15 @@ def test_no_block_is_none_and_unchecked():
             {"activation": {"forward_scales": "rows"}},
             ['coat.activation.forward_scales: got "rows"', "'row' or 'tensor'"],
         ),
+        (
+            {"activation": {"saved_format": "fp8"}},
+            ['coat.activation.saved_format: got "fp8"', "'mixed', 'e3m4', 'int8', 'e4m3' or 'e5m2'"],
+        ),
+        (
+            {"activation": {"saved_formats": "int8"}},
+            ["activation.saved_formats: unknown", "did you mean 'saved_format'"],
+        ),
+        ({"activation": {"format": "int8"}}, ['coat.activation.format: got "int8"', "'e4m3' or 'e5m2'"]),
         ({"activation": {"attention": "fp16"}}, ['coat.activation.attention: got "fp16"', "'bf16' or 'fp8'"]),
         ({"activation": {"weights": "kept"}}, ['coat.activation.weights: got "kept"', "'on_use' or 'cached'"]),
         ({"activation": {"wgrad": "fp32"}}, ['coat.activation.wgrad: got "fp32"', "'grad' or 'main_grad'"]),

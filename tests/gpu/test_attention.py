@@ -5,7 +5,7 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Heads, Norm, TensorParallel, attention, linear, norm_qkv, rope_table, sdpa
-from coat_dist.formats import fp8_format
+from coat_dist.flow.scaling import saved_format
 from coat_dist.reference.quantize import dequantize, quantize_groups
 from tests.coat_dist.flow.common import relative_error
 
@@ -25,7 +25,7 @@ def qkv(s, b, heads, groups, d):
 
 def rounded(x, d, config):
     x = x.detach()
-    q = quantize_groups(x.unflatten(-1, (-1, d)), fp8_format(config.format), config.group_size, config.scale)
+    q = quantize_groups(x.unflatten(-1, (-1, d)), saved_format(config), config.group_size, config.scale)
     return dequantize(q).to(x.dtype).view(x.shape)
 
 
@@ -33,9 +33,11 @@ SHAPES = [(512, 2, 8, 8, 128), (513, 1, 8, 2, 128), (256, 2, 6, 1, 64), (128, 1,
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("form", [("e4m3", "e8m0", 32), ("e5m2", "bf16", 16)])
+@pytest.mark.parametrize(
+    "form", [("mixed", "e8m0", 32), ("int8", "bf16", 32), ("e4m3", "e8m0", 32), ("e5m2", "bf16", 16)]
+)
 def test_forward_and_gradients_are_sdpas_on_rounded_values(shape, form):
-    config = ActivationConfig(attention="fp8", format=form[0], scale=form[1], group_size=form[2])
+    config = ActivationConfig(attention="fp8", saved_format=form[0], scale=form[1], group_size=form[2])
     inputs, d = qkv(*shape), shape[-1]
     out, o8 = attention(*inputs, config)
     values = [rounded(t, d, config).requires_grad_() for t in inputs]

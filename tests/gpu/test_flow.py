@@ -114,7 +114,9 @@ def wide_tokens(*shape):
 @pytest.mark.parametrize(("rows", "k", "n"), [(50, 192, 128), (33, 72, 40), (17, 4096, 64)])
 def test_row_scales_change_forward_alone(fmt, rows, k, n):
     """Forward is the definition's product by rows; gradients have the bits that per-tensor scales give."""
-    x, weight = wide_tokens(rows, k).requires_grad_(), wide_tokens(n, k).requires_grad_()
+    x, weight = wide_tokens(rows, k).requires_grad_(), wide_tokens(n, k)
+    weight[::3] *= 2.0**-40  # subnormal with one scale for all; powers of two as scales change nothing else
+    weight.requires_grad_()
     weighting, outs, grads = wide_tokens(rows, n), [], []
     for scales in ("tensor", "row"):
         out = linear(x, weight, ONE, ActivationConfig(format=fmt, forward_scales=scales))
@@ -122,7 +124,7 @@ def test_row_scales_change_forward_alone(fmt, rows, k, n):
         grads.append(torch.autograd.grad(out, [x, weight], weighting))
     assert not torch.equal(*outs)
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    operands = [quantize_rows(t.detach().cpu(), fp8_format(fmt)) for t in (x, weight)]
+    operands = [quantize_rows(t.detach().cpu(), fp8_format(fmt), aligned=True) for t in (x, weight)]
     expected = reference.scaled_mm(*operands, torch.float32)
     typical = torch.outer(*(dequantize(q).norm(dim=-1) for q in operands)) * k**-0.5  # of one output
     error = (outs[1].cpu().float() - expected).abs()

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from coat_dist import ops
-from coat_dist.formats import E4M3, E5M2, QuantizedTensor
+from coat_dist.formats import E3M4, E4M3, E5M2, INT8, QuantizedTensor
 from coat_dist.kernels import activation, adamw, fp8, norm, quantize
 from coat_dist.kernels.fp8 import code_bits, from_fp8, to_fp8
 from coat_dist.kernels.launch import forget
@@ -142,7 +142,8 @@ def test_the_optimizer_over_many_tensors(ways):
 @pytest.mark.parametrize("scale", ["e8m0", "bf16"])
 @pytest.mark.parametrize("tokens", [256, 131])
 @pytest.mark.parametrize("exact", [True, False])
-def test_kernels_of_the_flow(ways, fmt, scale, tokens, exact):
+@pytest.mark.parametrize("saved", [None, E3M4, INT8], ids=["as operands", "e3m4", "int8"])
+def test_kernels_of_the_flow(ways, fmt, scale, tokens, exact, saved):
     """Every kernel that converts, on numbers of many magnitudes, with infinities and NaN in one row."""
     torch.manual_seed(0)
     x = (torch.randn(tokens, 256) * torch.exp2(torch.randint(-12, 12, (tokens, 256)).float())).bfloat16().cuda()
@@ -152,19 +153,19 @@ def test_kernels_of_the_flow(ways, fmt, scale, tokens, exact):
     factor = torch.tensor(0.01, device="cuda")
 
     def run():
-        grouped = quantize.quantize_groups(x, fmt, 32, scale)
+        grouped = quantize.quantize_groups(x, saved or fmt, 32, scale)
         found = [grouped, quantize.dequantize(grouped), quantize.dequantize(grouped, torch.bfloat16)]
         found += [quantize.quantize_rows(x, fmt), quantize.quantize_both(x, fmt, factor)]
         found += [quantize.quantize_tensor(x, fmt, factor, turn) for turn in (False, True)]
         for kind, more in (("rmsnorm", None), ("layernorm", bias)):
-            settings = kind, 1e-5, gain, more, fmt, 32, scale, exact
+            settings = kind, 1e-5, gain, more, fmt, 32, scale, exact, saved
             x8, stats, top = norm.norm_compress(x, *settings)
             found += [x8, tuple(stats), top, norm.norm_compress_rows(x, *settings)]
             for source in (x, x8):
                 found += [norm.norm_quantize(source, stats, gain, more, fmt, factor, turn) for turn in (False, True)]
             found.append(norm.norm_backward(dy, x8, kind, stats, gain, bias=more is not None))
         for name in ("swiglu", "geglu"):
-            settings = name, fmt, 32, scale, exact
+            settings = name, fmt, 32, scale, exact, None, saved
             pre8, top = activation.activation_compress(pre, *settings)
             found += [pre8, top, activation.activation_compress_rows(pre, *settings)]
             for turn in (False, True):

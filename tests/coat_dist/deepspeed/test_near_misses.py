@@ -12,7 +12,14 @@ from tests.coat_dist.configurations import config
 
 PLAIN = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 OTHERS = {"boat": 1, "cost": 0.1, "cat": [1], "context": {}, "activation": "gelu", "format": "x", "_coat": {}, "a": {}}
-OTHERS |= {"chat": {"model": "x"}, "group_size": 7, "loss": "mse", "own": {"type": "AdamW"}, "_own": {"coat": {}}}
+OTHERS |= {
+    "chat": {"model": "x"},
+    "group_size": 7,
+    "loss": "mse",
+    "save_format": "safetensors",
+    "own": {"type": "AdamW"},
+    "_own": {"coat": {}},
+}
 
 
 def problem(settings):
@@ -59,6 +66,7 @@ def test_configurations_of_others_are_left_alone():
         ({"First-Momment": "int8"}, "First-Momment", "coat.optimizer.first_moment"),
         ({"group_size": 64}, "group_size", "coat.optimizer.group_size"),
         ({"forward": "quantized"}, "forward", "coat.activation.forward"),
+        ({"saved_format": "int8"}, "saved_format", "coat.activation.saved_format"),
         ({"activation": {"enabled": True, "forwrd": 1}}, "activation", "coat.activation"),
         (
             {"optimizer": {"type": "Muon", "params": {"first_moment": "int8"}}},

@@ -92,6 +92,21 @@ def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_form
     assert_same_flow(compare(layer, x, linear(x, layer.back, ONE, config), layer.fp8_linear(x, layer.back, config)))
 
 
+@pytest.mark.parametrize("saved", ["mixed", "e3m4", "int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize(("fmt", "scale", "scales"), [("e4m3", "bf16", "row"), ("e5m2", "e8m0", "tensor")])
+def test_formats_of_saved_tensors(saved, fmt, scale, scales):
+    layer = Layer.random(kind="layernorm", f=80, biased=True)
+    config = settings(forward="quantized", format=fmt, saved_format=saved, scale=scale, forward_scales=scales)
+    x = torch.randn(24, 4, 64, requires_grad=True)
+    mine = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config)
+    assert_same_flow(compare(layer, x, mine, layer.straight_norm_linear(x, config)))
+    mine = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, layer.fc1_bias)
+    assert_same_flow(compare(layer, x, mine, layer.straight_norm_mlp(x, config, "swiglu")))
+    factor = torch.rand(24, 4, requires_grad=True)
+    (got,) = torch.autograd.grad(scale_rows(x, factor, config).sum(), factor)
+    torch.testing.assert_close(got, layer.grouped(x, config).sum(-1), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("group_size", "biased", "scales"), [(16, False, "row"), (64, True, "tensor")])
 def test_other_activations_groups_and_biases(activation, group_size, biased, scales):

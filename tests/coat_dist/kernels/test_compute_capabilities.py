@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from coat_dist.formats import E4M3, E5M2  # noqa: E402
+from coat_dist.formats import E3M4, E4M3, E5M2, INT8  # noqa: E402
 from coat_dist.kernels import adamw, adamw_fp32_kernel, launch, norm, quantize  # noqa: E402
 from coat_dist.reference.adamw import AdamWTensors, FP32Tensors  # noqa: E402
 from tests.coat_dist.ops.adamw_problems import NUMBERS, VARIANTS, extras, one_step, problem  # noqa: E402
@@ -40,9 +40,9 @@ def adamw_steps(variants):
 def some_of_the_flow(tokens):
     """Every kind of conversion: into rows, into packets of four rows, by groups and back."""
     x, gain = torch.randn(tokens, 64).bfloat16(), torch.ones(64)
-    for fmt in (E4M3, E5M2):
+    for fmt, saved in ((E4M3, E3M4), (E5M2, INT8), (E4M3, E4M3), (E5M2, E5M2)):
         quantize.quantize_both(x, fmt, torch.ones(()))
-        x8, stats, _ = norm.norm_compress(x, "rmsnorm", 1e-5, gain, None, fmt, 32, "e8m0", False)
+        x8, stats, _ = norm.norm_compress(x, "rmsnorm", 1e-5, gain, None, fmt, 32, "e8m0", False, saved)
         norm.norm_backward(x, x8, "rmsnorm", stats, gain, bias=False)
 
 
@@ -61,6 +61,7 @@ def with_fp8(rank, world):
     with compiled_for((9, 0)) as made:
         adamw_steps(["default"])
         quantize.quantize_both(torch.zeros(20, 64), E5M2, torch.ones(()))
+        some_of_the_flow(20)
     found = {one.name for one in made if conversions(one.ptx)}
     assert {"_adamw_kernel", "_adamw_table_kernel", "_tensor_kernel"} <= found, found
 

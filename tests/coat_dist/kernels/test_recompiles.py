@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.runtime import jit as runtime  # noqa: E402
 
-from coat_dist.formats import E4M3, QuantizedTensor  # noqa: E402
+from coat_dist.formats import E3M4, E4M3, INT8, QuantizedTensor  # noqa: E402
 from coat_dist.kernels import activation, cross_entropy, launch, norm, quantize, rope  # noqa: E402
 from coat_dist.reference.rope import Heads, rope_table  # noqa: E402
 from tests.support import run_ranks  # noqa: E402
@@ -46,8 +46,8 @@ def run_all(tokens):
     for kind, bias in (("rmsnorm", None), ("layernorm", gain)):
         first = kind, 1e-5, gain, bias
         norm.norm_forward(x, *first)
-        norm.norm_compress_rows(x, *first, E4M3, 32, "e8m0", True)
-        x8, stats, _ = norm.norm_compress(x, *first, E4M3, 32, "e8m0", True)
+        norm.norm_compress_rows(x, *first, E4M3, 32, "e8m0", True, E3M4)
+        x8, stats, _ = norm.norm_compress(x, *first, E4M3, 32, "e8m0", True, E3M4)
         for source in (x, x8):
             for turn in (False, True):
                 norm.norm_quantize(source, stats, gain, bias, E4M3, scale, turn)
@@ -58,10 +58,10 @@ def run_all(tokens):
     quantize.quantize_both(x, E4M3, scale)
     quantize.quantize_tensor(x, E4M3, scale, transpose=True)
     quantize.transpose(QuantizedTensor(x.to(torch.float8_e4m3fn), scale, "tensor"))
-    quantize.dequantize(quantize.quantize_groups(x, E4M3, 32, "e8m0"))
+    quantize.dequantize(quantize.quantize_groups(x, E3M4, 32, "e8m0"))
     pre, da = torch.randn(tokens, 2 * F).bfloat16(), torch.randn(tokens, F).bfloat16()
-    activation.activation_compress_rows(pre, "swiglu", E4M3, 32, "e8m0", True)
-    pre8, _ = activation.activation_compress(pre, "swiglu", E4M3, 32, "e8m0", True)
+    activation.activation_compress_rows(pre, "swiglu", E4M3, 32, "e8m0", True, None, INT8)
+    pre8, _ = activation.activation_compress(pre, "swiglu", E4M3, 32, "e8m0", True, None, INT8)
     activation.activation_quantize(pre, "swiglu", E4M3, scale)
     activation.activation_grad_amax(da, pre8, "swiglu")
     activation.activation_backward(da, pre8, "swiglu", E4M3, scale, E4M3, scale)

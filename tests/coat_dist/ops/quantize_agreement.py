@@ -44,6 +44,18 @@ def check_quantize(device="cpu", shapes=((3, 70), (130, 300), (2, 3, 64))):
                 same(quantize.transpose(wanted).codes, wanted.codes.t())
 
 
+def check_groups_at_the_ends(device="cpu"):
+    """Groups near fp32's largest numbers, whose scales have tiny reciprocals, and near its smallest."""
+    for power, saved, (kind, size) in itertools.product((125, -140), (E3M4, INT8), SCALES):
+        x = (torch.randn(64, 2048, device=device).clamp(-3.9, 3.9).double() * 2.0**power).float()
+        x[0] = x[0, 0]
+        x[1, ::size] *= 2.0**-20
+        got, wanted = (m.quantize_groups(x, saved, size, kind) for m in (quantize, reference))
+        same_groups(got, wanted)
+        same_values(quantize.dequantize(got), reference.dequantize(wanted))
+        assert reference.dequantize(wanted).isfinite().all()
+
+
 def check_quantize_rows(device="cpu", shapes=((5, 70), (3, 2, 64), (4, 1))):
     cases = itertools.product((E4M3, E5M2), shapes, (torch.float32, torch.bfloat16), (False, True), (None, SHORT))
     for fmt, shape, dtype, aligned, chosen in cases:

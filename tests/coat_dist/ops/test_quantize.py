@@ -274,3 +274,7 @@ def test_kernel_with_no_rows_and_with_one_element(agreement):
 
 def test_dequantizing_kernel(agreement):
     agreement.check_dequantize(DEVICE, on_device(((3, 72), (2, 5, 40), (130, 4096)), ((3, 72), (2, 5, 40))))
+
+
+def test_kernel_of_groups_at_the_ends_of_fp32(agreement):
+    agreement.check_groups_at_the_ends(DEVICE)
