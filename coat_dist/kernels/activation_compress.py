@@ -1,6 +1,6 @@
 """Activation kernels that compress fc1's output in forward: ``activation_compress`` and ``activation_compress_rows``.
 
-Both read the pre-activation once and write it in FP8 by groups. The first works on tiles and leaves the activation's
+Both read the pre-activation once and write it in 8 bits by groups. The first works on tiles and leaves the activation's
 amax, for a second pass; the second takes a row a program and writes the activation in FP8 with a scale per row.
 """
 

@@ -108,14 +108,14 @@ transpose = operation(quantize.transpose)  # per-tensor codes, transposed
 
 # Norms: RMSNorm and LayerNorm -----------------------------------------------------------------------------------------
 norm_forward = operation(norm.norm_forward)  # y and the row statistics, no FP8
-norm_compress = operation(norm.norm_compress)  # x in FP8 by groups, statistics, amax of y
-norm_compress_rows = operation(norm.norm_compress_rows)  # x in FP8 by groups, statistics, y in FP8 by rows
+norm_compress = operation(norm.norm_compress)  # x in 8 bits by groups, statistics, amax of y
+norm_compress_rows = operation(norm.norm_compress_rows)  # x in 8 bits by groups, statistics, y in FP8 by rows
 norm_quantize = operation(norm.norm_quantize)  # y in per-tensor FP8, from x or from its FP8, also transposed
 norm_backward = operation(norm.norm_backward)  # gradients of x, weight and bias
 # without a kernel: norm_apply, y from x and the statistics
 
 # Activations: SwiGLU and its kin, of a pre-activation [rows, parts, f] ------------------------------------------------
-activation_compress = operation(activation.activation_compress)  # pre in FP8 by groups, amax of the activation
+activation_compress = operation(activation.activation_compress)  # pre in 8 bits by groups, amax of the activation
 activation_compress_rows = operation(activation.activation_compress_rows)  # the same, activation in FP8 by rows
 activation_quantize = operation(activation.activation_quantize)  # activation in per-tensor FP8, also transposed
 activation_grad_amax = operation(activation.activation_grad_amax)  # backward, pass 1: amax of pre's gradient
