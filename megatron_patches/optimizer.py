@@ -25,7 +25,7 @@ from coat_dist.config import OptimizerConfig as MomentsConfig
 from coat_dist.deepspeed.replicated_grads import SUMMED
 from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
-from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
+from coat_dist.optim.state import EARLIER, LAYOUT_KEYS, check_state, ensure_state
 
 from .blocks import pipelined
 from .settings import Config, coat_block
@@ -240,9 +240,9 @@ class CoatDistributedOptimizer(DistributedOptimizer):
             yield [model_param.numel(), place.start, place.end], *self._shard(model_param)
 
     def _layout(self) -> list[Any]:
-        """What has to be equal where codes are taken over. Earlier releases did not say ``normalize``: false."""
+        """What has to be equal where codes are taken over; as earlier releases wrote it, where it means the same."""
         return [
-            [*place, *(group[key] for key in LAYOUT_KEYS if key != "normalize" or group[key])]
+            [*place, *(group[key] for key in LAYOUT_KEYS if key not in EARLIER or group[key] != EARLIER[key])]
             for place, _, group in self._shards()
         ]
 

@@ -78,9 +78,8 @@ class Study(runs.Study):
         """Where trunks are and stay."""
         self._trunks: dict[int, Path | RunFailed] = {}
         self._making: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._movements: dict[
-            tuple[Any, ...], torch.Tensor
-        ] = {}  # of the branches of this call, see _fill_in_distances
+        # of the branches of this call, see _fill_in_distances
+        self._movements: dict[tuple[Any, ...], torch.Tensor] = {}
         self._shortest: dict[str, float] = {}  # seconds of a branch of this call, by variant
 
     def train(self, job: runs.Job, gpu: str) -> dict[str, Any]:

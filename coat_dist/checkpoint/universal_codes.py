@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..optim.state import CODE_KEYS, LAYOUT_KEYS
+from ..optim.state import CODE_KEYS, EARLIER, LAYOUT_KEYS
 
 __all__ = ["CODES_FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
 
@@ -100,8 +100,9 @@ def read_codes(
 
 
 def _said_in_full(layout: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say what codes mean; earlier releases did not say ``normalize``, which is false then."""
-    return {key: layout.get(key, False) if key == "normalize" else layout[key] for key in LAYOUT_KEYS}
+    """The options that say what codes mean, those too that earlier releases did not say."""
+    said = {**EARLIER, **layout}
+    return {key: said[key] for key in LAYOUT_KEYS}
 
 
 def check_codes(path: Path) -> None:

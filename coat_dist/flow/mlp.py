@@ -211,7 +211,7 @@ class _MLP(torch.autograd.Function):
         da = gemm(d8, ctx.fc2.transposed(fc2_weight, w2_scale), dtype, settings)
         del d8  # like all that follow: the peak of a step is in this function
         top = activation_grad_amax(da, pre8, activation)
-        d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, False)
+        d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, aligned=False)
         bias_sum = None
         if ctx.needs_input_grad[4]:
             bias_sum = torch.float64 if settings.tp_invariant else torch.float32

@@ -101,7 +101,7 @@ def saved_format(settings: ActivationConfig, pre_activation: bool = False) -> FP
     """The format in which a tensor is saved by groups.
 
     Inputs of norms have a few channels that are large in all tokens. They take their neighbours' bits in INT8, whose
-    steps have one size. What enters an activation function has no such channels.
+    steps have one size. What enters an activation function is not known to have such channels.
     """
     name = settings.saved_format
     return fp8_format(("int8" if pre_activation else "e3m4") if name == "mixed" else name)
@@ -141,7 +141,7 @@ def quantize_gradient(
     """
     fmt = fp8_format(settings.grad_format)
     gather = gather and tp.sharded
-    scale = shared_scale(amax(dy) if top is None else top, fmt, tp, gather or settings.tp_invariant, False)
+    scale = shared_scale(amax(dy) if top is None else top, fmt, tp, gather or settings.tp_invariant, aligned=False)
     if gather and settings.fp8_gather:
         d8 = QuantizedTensor(tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor")
         return d8, transpose(d8)

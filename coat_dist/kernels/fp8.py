@@ -5,6 +5,7 @@ They follow ``reference/quantize.py`` to the bit. Magnitudes are compared as int
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from ..devices import has_fp8
 from ..formats import E3M4, E4M3, E5M2, INT8, FP8Format
+from ..reference.quantize import carry_and_power
 from .launch import cdiv, next_power_of_2
 
 __all__ = [
@@ -43,8 +45,7 @@ TINY = tl.constexpr(2.0**-126)  # smallest normal fp32, to the bit; a smaller li
 
 class Format(NamedTuple):
     """An FP8 format as compile-time constants. ``lowest`` is the biased fp32 exponent of its smallest normal number;
-    ``power`` the exponent of its largest; ``carry`` what to add to the bits of an amax so that a significand above the
-    largest number's carries into the exponent.
+    ``carry`` and ``power`` are of :func:`~coat_dist.reference.quantize.carry_and_power`.
     ``native``: numbers become codes by instructions, otherwise by :func:`code_bits`, as in the interpreter, whose own
     conversion does not round to nearest. ``fast``: the GPU's approximations may be used; not in the interpreter.
     ``fp8`` is what codes are made of: bytes for E4M3 where a GPU has no FP8 instructions, as Triton has no E4M3 there,
@@ -63,17 +64,16 @@ class Format(NamedTuple):
     e8m0: bool = False
 
 
+def _constants(fmt: FP8Format, fp8: tl.dtype, fast: bool, native: bool) -> Format:
+    carry, power = carry_and_power(fmt)
+    lowest = 126 + math.frexp(fmt.smallest)[1] + fmt.mantissa_bits
+    return Format(fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, carry, fast, native)
+
+
 _CONSTANTS = {
-    (fmt.name, fast, native): Format(
-        fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, carry, fast, native and fmt in (E4M3, E5M2)
-    )
+    (fmt.name, fast, native): _constants(fmt, fp8, fast, native and fmt in (E4M3, E5M2))
     for fast, native, e4m3 in ((False, False, tl.float8e4nv), (True, False, tl.uint8), (True, True, tl.float8e4nv))
-    for fmt, fp8, lowest, power, carry in (
-        (E4M3, e4m3, 121, 8, 0x1FFFFF),
-        (E5M2, tl.float8e5, 113, 15, 0x1FFFFF),
-        (E3M4, tl.uint8, 125, 4, 0x07FFFF),
-        (INT8, tl.int8, 127, 6, 0x01FFFF),
-    )
+    for fmt, fp8 in ((E4M3, e4m3), (E5M2, tl.float8e5), (E3M4, tl.uint8), (INT8, tl.int8))
 }
 _BY_GROUPS = {key: value._replace(e8m0=True) for key, value in _CONSTANTS.items()}
 

@@ -15,7 +15,7 @@ from .checks import Pairs, check_capturable, check_capture, check_step
 from .plan import Columns, Plan, Plans
 from .seeds import name_of, new_seed, noise_seed, taken_seeds
 from .sharded import is_dtensor, local, local_grad
-from .state import check_group, codecs, ensure_state, moment, stochastic
+from .state import EARLIER, check_group, codecs, ensure_state, moment, stochastic
 from .state import remainder as low_half
 from .state_dict import check_and_box, gather, unbox
 
@@ -266,8 +266,7 @@ class CoatAdamW(torch.optim.Optimizer):
         self.__dict__.pop("_plans", None)
         # pickled by a release that had fewer options
         given = {key: option.default for key, option in inspect.signature(CoatAdamW).parameters.items()}
-        given["normalize"] = False  # which such codes are not
-        self.defaults = {**{k: v for k, v in given.items() if k != "params"}, **self.defaults}
+        self.defaults = {**{k: v for k, v in given.items() if k != "params"}, **EARLIER, **self.defaults}
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)

@@ -104,10 +104,15 @@ def encode_moments(group: Mapping[str, Any], exp_avg: torch.Tensor, exp_avg_sq: 
     A normalized first moment is divided by the root of what the second one's codes mean, so that its own error is all
     that it has.
     """
+    second = encode(exp_avg_sq, codecs(group).second)
+    return _encode_first(group, exp_avg, second), second
+
+
+def _encode_first(group: Mapping[str, Any], exp_avg: torch.Tensor, second: Moment) -> Moment:
+    """The first moment of the elements whose second one is given as codes."""
     codec_m, codec_v = codecs(group)
-    second = encode(exp_avg_sq, codec_v)
-    over = decode(second, codec_v, exp_avg_sq.numel()) if codec_m.over_root else None
-    return encode(exp_avg, codec_m, second=over), second
+    over = decode(second, codec_v, exp_avg.numel()) if codec_m.over_root else None
+    return encode(exp_avg, codec_m, second=over)
 
 
 def _decode_moments(group: Mapping[str, Any], first: Moment, second: Moment) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +153,7 @@ def write_moment(
     if which == "second":
         v.copy_(encode(decoded[1], codec_v))
     if which == "first" or codec_m.over_root:
-        m.copy_(encode(decoded[0], codec_m, second=decode(v, codec_v) if codec_m.over_root else None))
+        m.copy_(_encode_first(group, decoded[0], v))
 
 
 def _rows(

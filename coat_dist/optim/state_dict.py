@@ -16,7 +16,7 @@ from .counts import as_count, is_count
 from .master import export_master
 from .moments import export_moments, import_moments
 from .sharded import from_global, is_dtensor, to_global
-from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
+from .state import EARLIER, FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
 
 __all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
 
@@ -171,7 +171,7 @@ def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless
     coded = group["moments"] == "fp8"
     known = any(key in saved for key in LAYOUT_KEYS)
     if known and coded and not stateless:
-        saved = {"normalize": False, **saved}  # an earlier release's
+        saved = {**EARLIER, **saved}
     for key in LAYOUT_KEYS:
         if key not in saved and (stateless or known and not (coded and key in _MEANING)):
             continue

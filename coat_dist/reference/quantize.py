@@ -26,6 +26,7 @@ __all__ = [
     "SMALLEST_SCALE",
     "amax",
     "amaxes",
+    "carry_and_power",
     "code_values",
     "dequantize",
     "group_scales",
@@ -108,17 +109,20 @@ def group_scales(amax: torch.Tensor, fmt: FP8Format, scale: str) -> torch.Tensor
         ValueError: an unknown kind of scale.
     """
     if scale == "e8m0":
-        # With F = f * 2**p, amax / F needs the next power of two exactly where amax's significand exceeds f, that is
-        # where adding this number carries into the exponent. No logarithm, no rounding.
-        significand, p = math.frexp(fmt.max)
-        p -= 1
-        carry = 2**23 - 1 - int((2 * significand - 1) * 2**23)
+        carry, power = carry_and_power(fmt)
         exponent = (amax.float().view(torch.int32) + carry) >> 23
-        return torch.where(amax.isfinite(), (exponent - p).clamp(min=1), 255).to(torch.uint8)
+        return torch.where(amax.isfinite(), (exponent - power).clamp(min=1), 255).to(torch.uint8)
     if scale == "bf16":
         bits = (tensor_scale(amax, fmt).view(torch.int32) + 0xFFFF) & ~0xFFFF
         return torch.where(amax.isfinite(), bits.view(torch.float32), torch.nan).to(torch.bfloat16)
     raise ValueError(f"scale: got {scale!r}, accepted: 'e8m0', 'bf16'")
+
+
+def carry_and_power(fmt: FP8Format) -> tuple[int, int]:
+    """What E8M0 scales are found with, without a logarithm or rounding. With F = f * 2**power, amax / F needs the next
+    power of two exactly where amax's significand exceeds f: where adding ``carry`` to its bits reaches the exponent."""
+    significand, exponent = math.frexp(fmt.max)
+    return 2**23 - 1 - int((2 * significand - 1) * 2**23), exponent - 1
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
