@@ -49,13 +49,16 @@ def test_groups_are_taken_for_no_wider_than_ratios_matter():
 
 @pytest.mark.parametrize("first", ["e4m3", "e5m2", "int8"])
 def test_a_constant_ratio_keeps_its_amax(first):
-    """A product and a quotient by another root each step do not carry the amax upwards."""
-    codec, ratio = MomentCodec(first, over_root=True), torch.randn(256)
+    """A product and a quotient by another root each step do not move the amax."""
+    codec, ratio = MomentCodec(first, over_root=True), torch.randn(32 * 128)
+    # int8 may read its largest code but one as less than the bf16 value below a: then a falls, once or twice.
     start = encode(ratio, codec)
+    for _ in range(3 if first == "int8" else 0):
+        start = encode(decode(start, codec), codec)
     state = start
     for step in range(50):
-        over = values(256, seed=step)
-        state = encode(decode(state, codec, 256, over), codec, second=over)
+        over = values(32 * 128, seed=step)
+        state = encode(decode(state, codec, 32 * 128, over), codec, second=over)
     assert torch.equal(state.a, start.a)  # k follows the smallest element, which is moved by its own rounding
 
 
