@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
-from megatron_patches import gpt_layer_spec, patch_model, universal_checkpoint_info
+from megatron_patches import gpt_layer_spec, patch_model, patched, universal_checkpoint_info
 from megatron_patches.norm import AllHeadsNorm
 from tests.support import run_ranks
 
-from .tiny import BLOCKS, OLMO2, tiny_batch, tiny_config, tiny_gpt
+from .tiny import BLOCKS, OLMO2, gradients, tiny_batch, tiny_config, tiny_gpt
 from .training import train
 
 FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
@@ -32,6 +33,22 @@ def test_the_report_says_what_stays_bf16():
         "decoder.layers.[0-1].mlp_bda: no norm before the block",
     ):
         assert f"  unfused  {line}" in lines
+
+
+def test_blocks_without_any_norm_are_patched(device):
+    """A layer of any specification, with Megatron's own addition behind its blocks."""
+    model, batch = tiny_gpt(), tiny_batch(0, device)
+    model.decoder.layers[0].input_layernorm = model.decoder.layers[1].pre_mlp_layernorm = IdentityOp()
+    loss, grads = gradients(model, batch)
+    with patched(model, ActivationConfig()) as report:
+        assert report.patched == BLOCKS and set(report.unfused.values()) == {"no norm before the block"}
+        assert set(report.unfused) == {"decoder.layers.0.self_attn_bda", "decoder.layers.1.mlp_bda"}
+        fp8_loss, fp8_grads = gradients(model, batch)
+    assert fp8_loss == pytest.approx(loss, rel=5e-3) and fp8_loss != loss
+    for name, grad in grads.items():
+        cosine = torch.nn.functional.cosine_similarity(grad.flatten().float(), fp8_grads[name].flatten().float(), dim=0)
+        assert cosine > 0.97, name
+    assert gradients(model, batch)[0] == loss
 
 
 def test_evaluation_keeps_no_graph(device):
