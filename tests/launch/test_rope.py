@@ -12,7 +12,7 @@ from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from launch.model.gpt import build_model, load_model_config
 from launch.model.rope import checked_rope_scaling, rope_frequencies
-from megatron_patches import attention, patch_model
+from megatron_patches import attention, compat, patch_model
 from megatron_patches.compat import rope_mscale
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny.json"
@@ -123,3 +123,13 @@ def test_errors_name_the_key(scaling, message):
 def test_rotary_base(base):
     with pytest.raises(CoatConfigError, match=r"^model\.rotary_base: got .*, accepted: "):
         load_model_config(TINY, [f"rotary_base={base}"])
+
+
+def test_a_megatron_without_an_attention_factor(one_rank, monkeypatch):
+    """Before 0.15 it has none, and YaRN would be another model without a word."""
+    monkeypatch.setattr(compat, "rope_mscale", lambda config: 1.0)
+    build_model(described(LLAMA3).with_vocab(500))
+    with pytest.raises(
+        CoatConfigError, match=r"^model\.rope_scaling: attention factor .*: got 1\.1386.*, accepted: 1 "
+    ):
+        build_model(described(YARN).with_vocab(500))
