@@ -66,11 +66,12 @@ def test_every_layer_turns_by_the_scaled_frequencies(one_rank, monkeypatch, name
     assert model.rotary_base == 1000000 and isinstance(model.rotary_base, int)
     built = build_model(model, dtype=torch.float32)
     frequencies, factor = rope_frequencies(model.rope_scaling, 1000000, model.head_channels)
-    angles = built.rotary_pos_emb(32)
+    device = next(built.parameters()).device
+    angles = built.rotary_pos_emb(32).cpu()
     assert torch.equal(angles[:, 0, 0], torch.outer(torch.arange(32.0), frequencies).repeat(1, 2))
     assert rope_mscale(built.config) == pytest.approx(factor, rel=1e-12)
 
-    tokens, positions = torch.randint(0, 500, (2, 32)), torch.arange(32).expand(2, -1)
+    tokens, positions = torch.randint(0, 500, (2, 32), device=device), torch.arange(32, device=device).expand(2, -1)
     plain = build_model(model.model_copy(update={"rope_scaling": None}), dtype=torch.float32)
     plain.load_state_dict(built.state_dict())
     assert (built(tokens, positions, None) - plain(tokens, positions, None)).abs().max() > 1e-4
@@ -81,8 +82,8 @@ def test_every_layer_turns_by_the_scaled_frequencies(one_rank, monkeypatch, name
     patch_model(built, ActivationConfig())
     built(tokens, positions, None)
     assert len(tables) == 1
-    torch.testing.assert_close(tables[0].cos[:, 0], angles[:, 0, 0].cos() * factor, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(tables[0].sin[:, 0], angles[:, 0, 0].sin() * factor, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(tables[0].cos[:, 0].cpu(), angles[:, 0, 0].cos() * factor, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(tables[0].sin[:, 0].cpu(), angles[:, 0, 0].sin() * factor, rtol=1e-6, atol=1e-6)
 
 
 def test_one_way_to_say_it():

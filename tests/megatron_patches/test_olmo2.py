@@ -106,12 +106,13 @@ def _sizes(rank, world):
     runs = [train(tp, sp, 4, None, **FP32, **changes) for tp, sp in ((1, False), (2, False), (2, True))]
     fp8 = [train(tp, sp, 4, ActivationConfig(), **changes) for tp, sp in ((1, False), (2, True))]
     *_, loose, _ = train(2, True, 3, None, hooks=False, **changes)
-    return runs, fp8, loose
+    state = tiny_gpt(tensor_model_parallel_size=2, **changes).sharded_state_dict()
+    return runs, fp8, loose, {name: (state[name].global_shape[1:], state[name].local_shape) for name in HEADS}
 
 
 def test_tensor_parallel_sizes_agree():
     """fp32 and unpatched: all but rounding. In FP8 too within 1 %. Ranks hold their heads' part of the head norms."""
-    for runs, fp8, loose in run_ranks(2, _sizes):
+    for runs, fp8, loose, shapes in run_ranks(2, _sizes):
         losses, first, *_ = runs[0]
         assert losses[-1] < losses[0] - 0.1
         for (other, start, _, replicas, hooked), norms in zip(runs[1:], (set(), AFTER), strict=True):
@@ -121,3 +122,6 @@ def test_tensor_parallel_sizes_agree():
             assert set(hooked) == (norms | {"decoder.final_layernorm.weight"} if norms else set())
         assert fp8[1][0] == pytest.approx(fp8[0][0], rel=1e-2) and not any(fp8[1][3].values())
         assert all(loose[name] > 0 for name in AFTER), "nothing was tested"
+        for name in HEADS:  # in Megatron's distributed checkpoints
+            width = 256 if "q_layernorm" in name else 128
+            assert shapes[name] == ((width,), (width // 2,))
