@@ -51,6 +51,16 @@ def test_blocks_without_any_norm_are_patched(device):
     assert gradients(model, batch)[0] == loss
 
 
+@pytest.mark.parametrize("settings", [{"attention": "fp8"}, {"weights": "cached"}, {"fp8_gather": False}])
+def test_every_option_of_the_flow(settings, device):
+    model, batch = tiny_gpt(**OLMO2), tiny_batch(0, device)
+    loss, _ = gradients(model, batch)
+    with patched(model, ActivationConfig(**settings)):
+        fp8_loss, grads = gradients(model, batch)
+    assert fp8_loss == pytest.approx(loss, rel=5e-3) and fp8_loss != loss
+    assert all(grad.isfinite().all() and grad.any() for grad in grads.values())
+
+
 def test_evaluation_keeps_no_graph(device):
     model, (tokens, _, positions) = tiny_gpt(**OLMO2), tiny_batch(0, device)
     for mode in (torch.no_grad, torch.inference_mode):
