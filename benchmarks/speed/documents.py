@@ -54,13 +54,14 @@ def each_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Doc
 
 
 def wrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-    """``torch.nn.attention.varlen``, causal; it is spelled in two ways."""
+    """``torch.nn.attention.varlen``, causal. Grouped queries are an argument of newer versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     starts, longest = documents.cu_seqlens, documents.max_seqlen
-    more = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
-    flat = (t.squeeze(1) for t in (q, k, v))
-    return varlen_attn(*flat, starts, starts, longest, longest, window_size=(-1, 0), **more).flatten(1).unsqueeze(1)
+    more: dict[str, Any] = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+    arguments: list[Any] = [*(t.squeeze(1) for t in (q, k, v)), starts, starts, longest, longest]
+    out: Any = varlen_attn(*arguments, window_size=(-1, 0), **more)
+    return out.flatten(1).unsqueeze(1)
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
@@ -133,7 +134,8 @@ def one(kind: str, tokens: int, heads: int, groups: int, size: int) -> dict[str,
     documents = documents_of(given)
     shapes = (heads, groups, groups)
     inputs = [torch.randn(tokens, 1, n, size, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for n in shapes]
-    alone = each_alone(*inputs, documents)  # type: ignore[call-arg]
+    q, k, v = inputs
+    alone = each_alone(q, k, v, documents)
     wanted = alone.detach(), *torch.autograd.grad(alone, inputs, torch.ones_like(alone))
     print(f"{kind}: {len(given)} documents, the longest {max(given)}; {heads} heads, {groups} groups", flush=True)
     rows = [measure(name, way, inputs, wanted) for name, way in ways(documents, 4 * tokens).items()]
