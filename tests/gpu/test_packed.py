@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Documents, TensorParallel, attention, linear, sdpa
@@ -103,11 +104,16 @@ def test_a_kernel_that_is_not_there_is_one_sdpa_a_document():
     for known in (True, False):
         out = sdpa(*inputs, documents=documents(CASES["few"], known))
         assert torch.equal(out, each_alone(kinds("bf16"), inputs, CASES["few"]))
+    with sdpa_kernel(SDPBackend.MATH):
+        low = [t.bfloat16() for t in inputs]
+        assert why_no_flash(*low) == "flash attention is switched off"
+        out = sdpa(*low, documents=documents(CASES["few"]))
+    assert relative_error(out, each_alone(kinds("bf16"), low, CASES["few"])) < 0.02
 
 
 @pytest.mark.parametrize("which", ["bf16", "fp8"])
 def test_saved_bytes(which):
-    """As of one document, but for flash attention's state of the random generator: 16 bytes, and the bounds."""
+    """As of one document, but for flash attention's state of the random generator: 24 bytes."""
     inputs, docs = qkv(1024, 8, 2, 128), documents(CASES["few"])
     ignored = [*inputs, docs.cu_seqlens]
     weight = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
