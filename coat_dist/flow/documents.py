@@ -109,9 +109,10 @@ def flash_documents(
 ) -> torch.Tensor:
     """Attention within each document by PyTorch's flash attention, which reads the bounds on the device.
 
-    Called as PyTorch's own operator: ``torch.nn.attention.varlen`` wraps the same one, in Python, and takes no grouped
-    queries before torch 2.12. cuDNN is faster on Hopper, but PyTorch (2.11 to 2.13) makes a new execution plan in every
-    call of its form with cumulative lengths; ``benchmarks/speed/documents.py`` measures both.
+    Called as PyTorch's own operator: ``torch.nn.attention.varlen`` wraps the same one in Python, with arguments that
+    differ between torch 2.11 and 2.13. cuDNN is faster on Hopper without documents, but its form with cumulative lengths
+    is switched off in that wrapper, and a version of PyTorch's ``MHA.cpp`` that was read keeps no execution plans for it:
+    every call makes one. ``benchmarks/speed/documents.py`` measures all of them.
 
     Args:
         q: ``[T, heads, d]``, k and v: ``[T, groups, d]``.
