@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from launch.data import dataset as data
+from launch.data.packed import packed_documents
 from launch.model.experts import scale_aux_loss
 from launch.model.gpt import build_model
 from launch.training.loop import Batch
@@ -60,6 +61,8 @@ def torch_adamw(model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim
 def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch], torch.Tensor]:
     """``loss(engine, batch)``: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
 
+    Where a batch has ``cu_seqlens``, it is one row of documents that do not look at each other, which begin there.
+
     A model that was patched with ``loss: "chunked"`` computes its losses itself; of any other model logits are asked.
     """
     from megatron.core import parallel_state
@@ -73,10 +76,13 @@ def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch],
         tokens, labels, mask, positions = (
             batch[k].to(device, non_blocking=True) for k in ("tokens", "labels", "loss_mask", "position_ids")
         )
+        documents = {}
+        if "cu_seqlens" in batch:
+            documents["packed_seq_params"] = packed_documents(batch["cu_seqlens"], device)
         if isinstance(engine.module, ChunkedLossGPTModel):
-            per_token = engine(tokens, positions, None, labels=labels)
+            per_token = engine(tokens, positions, None, labels=labels, **documents)
         else:
-            per_token = vocab_parallel_cross_entropy(engine(tokens, positions, None), labels, group)
+            per_token = vocab_parallel_cross_entropy(engine(tokens, positions, None, **documents), labels, group)
         return (per_token * mask).sum() / mask.sum().clamp(min=1)
 
     return loss
@@ -104,4 +110,4 @@ def datasets(p: Plan) -> list[Any]:
 def batch_iterator(p: Plan, dataset: Any, dp_rank: int, consumed: int = 0) -> Iterator[Batch]:
     """Endless micro-batches of one data-parallel rank, after ``consumed`` samples of all ranks."""
     sampler = data.PretrainSampler(len(dataset), consumed, p.batch.micro, dp_rank, p.dp)
-    return data.batches(dataset, sampler, p.args.num_workers)
+    return data.batches(dataset, sampler, p.args.num_workers, p.eod)

@@ -33,13 +33,15 @@ class Plan:
     batch: BatchSizes
     dp: int
     """Data-parallel ranks."""
+    eod: int | None = None
+    """The id with which documents end that are kept apart (``--separate-documents``); None = they are not."""
 
     def describe(self) -> str:
         """One line for the log."""
         return (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
             f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
-            f"({self.batch.micro} a micro-batch)"
+            f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
 
     def identity(self) -> dict[str, Any]:
@@ -47,6 +49,7 @@ class Plan:
         settings = {k: v for k, v in self.settings.items() if k != "coat"}
         if self.coat is not None:
             settings["coat"] = self.coat.model_dump()
+        apart = {} if self.eod is None else {"separate_documents": True}
         return {
             "model": self.model.identity(),
             "parallel": {
@@ -57,7 +60,7 @@ class Plan:
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
             "batch": asdict(self.batch),
-            "data": {"paths": self.args.data, "split": self.args.split},
+            "data": {"paths": self.args.data, "split": self.args.split, **apart},
             "seed": self.args.seed,
         }
 
@@ -107,5 +110,6 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         model=model,
         schedule=schedule,
         dp=world // tp,
+        eod=infos[0].eod if args.separate_documents else None,
         batch=batch_sizes(settings, world // tp),
     )
