@@ -33,6 +33,10 @@ class Plan:
     batch: BatchSizes
     dp: int
     """Data-parallel ranks."""
+    eod: int
+    """Id that ends documents in the data, for what tells documents in a batch apart."""
+    sources: dict[str, Any]
+    """What descriptions of token files among ``--data`` say, by the sources' names."""
 
     def describe(self) -> str:
         """One line for the log."""
@@ -57,7 +61,11 @@ class Plan:
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
             "batch": asdict(self.batch),
-            "data": {"paths": self.args.data, "split": self.args.split},
+            "data": {
+                "paths": self.args.data,
+                "split": self.args.split,
+                **({"sources": self.sources} if self.sources else {}),
+            },
             "seed": self.args.seed,
         }
 
@@ -85,6 +93,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         prefixes, _ = data.parse_blend(args.data)
         infos = [data.read_info(prefix) for prefix in prefixes]
         data.check_one_tokenizer(prefixes, infos)
+        mixtures = [data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)]
     model = model.with_vocab(max(info.vocab_size for info in infos))
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
@@ -107,5 +116,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         model=model,
         schedule=schedule,
         dp=world // tp,
+        eod=infos[0].eod,
+        sources={name: source for mixture in mixtures for name, source in mixture.items()},
         batch=batch_sizes(settings, world // tp),
     )
