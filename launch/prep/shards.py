@@ -150,7 +150,7 @@ def _unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def tokenize(job: Job, shards: list[list[Piece]], workers: int, quiet: bool) -> list[dict[str, Any]]:
+def tokenize(job: Job, shards: list[list[Piece]], workers: int) -> list[dict[str, Any]]:
     """Run the shards that are not there yet; the counts of all, in order."""
     results: dict[int, dict[str, Any]] = {}
     for number in range(len(shards)):
@@ -159,9 +159,9 @@ def tokenize(job: Job, shards: list[list[Piece]], workers: int, quiet: bool) -> 
             results[number] = done
     sizes = [sum(piece.size for piece in shard) for shard in shards]
     todo = [n for n in range(len(shards)) if n not in results]
-    if results and not quiet:
+    if results:
         say(f"continuing: {len(results)} of {len(shards)} shards are there already")
-    bar = Progress(sum(sizes), "tokenize", unit="B", initial=sum(sizes[n] for n in results), quiet=quiet)
+    bar = Progress(sum(sizes), "tokenize", unit="B", initial=sum(sizes[n] for n in results))
     workers = min(workers, len(todo))
     with bar:
         if workers <= 1:
@@ -188,7 +188,7 @@ def tokenize(job: Job, shards: list[list[Piece]], workers: int, quiet: bool) -> 
     return [results[number] for number in range(len(shards))]
 
 
-def merge(job: Job, prefix: str, results: Sequence[dict[str, Any]], quiet: bool) -> None:
+def merge(job: Job, prefix: str, results: Sequence[dict[str, Any]]) -> None:
     """Join the shards, in order, to ``PREFIX.bin`` and ``PREFIX.idx``.
 
     Raises:
@@ -199,7 +199,7 @@ def merge(job: Job, prefix: str, results: Sequence[dict[str, Any]], quiet: bool)
 
     with replacing(f"{prefix}.idx") as index, replacing(f"{prefix}.bin") as data:
         builder = IndexedDatasetBuilder(data, dtype=np.dtype(job.dtype).type)
-        with Progress(sum(r["documents"] for r in results), "merge", unit="doc", quiet=quiet) as bar:
+        with Progress(sum(r["documents"] for r in results), "merge", unit="doc") as bar:
             for number, result in enumerate(results):
                 tokens, lengths = _part(job, number, result)
                 for end, length in zip(np.cumsum(lengths, dtype=np.int64), lengths, strict=True):
