@@ -127,7 +127,7 @@ def test_a_run_that_fails_and_one_that_wandb_refuses(work, tmp_path):
         )
 
 
-BASE = "--deepspeed_config x --model y --data z --train-steps 20".split()
+BASE = ["--deepspeed_config", "x", "--model", "y", "--data", "z", "--train-steps", "20"]
 
 
 @pytest.mark.parametrize(
