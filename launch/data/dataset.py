@@ -7,6 +7,7 @@ samples a run asks for, nor on the number of ranks: a run that stops after any n
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import os
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -23,6 +25,7 @@ from torch.utils.data import Dataset
 
 from coat_dist.ranks import on_rank_0
 from launch.data.blend import DataInfo, check_one_tokenizer, parse_blend, parse_split, read_info, without_suffix
+from launch.data.endless_blend import EndlessBlend
 from launch.data.gpt_dataset import EndlessConfig, EndlessGPTDataset, Identity
 from launch.data.mixture import Mixture, is_mixture, read_mixture
 from launch.data.sampler import PretrainSampler, batches
@@ -189,7 +192,23 @@ def build_datasets(
     assert config.split_matrix is not None
     _check_amounts([part.name for part in parts], lengths, config.split_matrix, sizes, seq_length)
     config.split_matrix = [m if n else None for m, n in zip(config.split_matrix, sizes, strict=True)]  # type: ignore[misc]
+    if len(parts) > 1 and config.token_files:
+        return _mixed(parts, sizes, config)
     return tuple(BlendedMegatronDatasetBuilder(EndlessGPTDataset, list(sizes), lambda: True, config).build())  # type: ignore
+
+
+def _mixed(parts: Sequence[_Part], sizes: Sequence[int], config: EndlessConfig) -> tuple[Any, ...]:
+    """Train, valid and test sets with token files among their ``parts``, which may be too many for a table of all."""
+    built = []
+    for part in parts:
+        alone = copy.copy(config)
+        alone.blend = ([part.name], None)
+        built.append(BlendedMegatronDatasetBuilder(EndlessGPTDataset, list(sizes), lambda: True, alone).build())
+    weights = [part.weight for part in parts]
+    return tuple(
+        EndlessBlend(sets, weights, size) if size else None
+        for sets, size in zip(zip(*built, strict=True), sizes, strict=True)
+    )
 
 
 def _check_amounts(

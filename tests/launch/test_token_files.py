@@ -10,6 +10,7 @@ from launch import prepare_data
 from launch.data import token_files
 from launch.data.blend import parse_blend, read_info, without_suffix
 from launch.data.dataset import build_datasets
+from launch.data.endless_blend import EndlessBlend
 from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
 from tests.launch.tiny_data import rows
@@ -95,6 +96,26 @@ def test_weights_are_shares_of_the_samples_at_every_point(two, tmp_path, weights
         assert abs(of_high(dataset, samples) - share * samples) <= 1
     assert rows(train(path, 40), 40) == rows(dataset, 40)  # not of the run's length
     assert rows(train(path, 400, seed=8), 40) != rows(dataset, 40)
+
+
+def test_a_mixture_draws_as_megatrons_blend_and_goes_on_without_a_longer_table(two, tmp_path):
+    """Sources prepared as copies, and blended by Megatron with the same weights."""
+    copies = []
+    for name, files, dtype in (("low", "low", "uint16"), ("high", "high.npy", "uint32")):
+        options = f"--tokenizer none --vocab-size {VOCAB} --eod {EOS} --dtype {dtype} --quiet --workers 1"
+        inputs = sorted((tmp_path / files).iterdir()) if files == "low" else [tmp_path / files]
+        asked = [*(f"--input {f}" for f in inputs), f"--output {tmp_path}/copy-{name}", options]
+        assert prepare_data.main(" ".join(asked).split()) == 0
+        copies.append(f"{two[len(copies)]['weight']} {tmp_path}/copy-{name}")
+    ours, theirs = train(describe(tmp_path, two), 300), train(copies, 300)
+    assert rows(ours, 300) == rows(theirs, 300)
+    short = EndlessBlend(ours.datasets, [1, 3], 300, block=40)
+    assert rows(short, 40) == rows(ours, 40)
+    drawn = [short[i]["dataset_id"] for i in range(300)]
+    assert drawn == drawn[:40] * 7 + drawn[:20] and drawn[:40].count(1) == 30
+    for which in (0, 1):  # each source in its own order, without a hole
+        mine = [tuple(short[i]["tokens"].tolist()) for i in range(300) if drawn[i] == which]
+        assert mine == rows(ours.datasets[which], len(mine))
 
 
 def test_without_weights_tokens_count(two, tmp_path):
