@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -254,7 +255,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         "only with --tensor-parallel 2 or more",
     )
     for name in ("tensorboard", "wandb"):
-        if getattr(args, name) is not None and find_spec(name) is None:
+        if getattr(args, name) is not None and not _installed(name):
             problems.append(f"--{name}: needs the package of that name: pip install {name}")
     for name in ("wandb-name", "wandb-entity", "wandb-mode"):
         require(name, getattr(args, name.replace("-", "_")) is None or args.wandb is not None, "only with --wandb")
@@ -268,6 +269,14 @@ def check_arguments(args: argparse.Namespace) -> None:
         require("profile-steps", possible, "FIRST-LAST, such as 10-12, or one step, from 1 to --train-steps")
     if problems:
         raise CoatConfigError("\n".join(problems))
+
+
+def _installed(package: str) -> bool:
+    """Whether a package can be imported. A folder of its name is none: W&B leaves one where it has run."""
+    if package in sys.modules:
+        return True
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

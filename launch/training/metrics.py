@@ -182,8 +182,10 @@ class MetricsLog:
                 if continues:
                     truncate_metrics(path, start_step)
                     self._summary = Summary(read_metrics(path) if path.exists() else ())
+                    self._folder.joinpath("summary.json").unlink(missing_ok=True)  # of a run that goes on
                 else:
                     put_aside(path)
+                    put_aside(self._folder / "summary.json")
                 self._file = path.open("a", encoding="utf-8")
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter

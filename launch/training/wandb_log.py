@@ -55,7 +55,7 @@ class WandbLog:
                 "`wandb login`, or with --wandb-mode offline"
             ) from problem
         if kept is not None:
-            write_text(kept, json.dumps({"id": self._run.id, "project": project}) + "\n")
+            write_text(kept, json.dumps({"id": str(self._run.id), "project": project}) + "\n")
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of one step. Of steps that are repeated after a restart W&B keeps the first."""

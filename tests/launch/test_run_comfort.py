@@ -143,7 +143,7 @@ BASE = ["--deepspeed_config", "x", "--model", "y", "--data", "z", "--train-steps
     ],
 )
 def test_what_cannot_be_asked_for_is_one_line(monkeypatch, more, message):
-    monkeypatch.setattr(arguments, "find_spec", lambda name: None if name == "wandb" else object())
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     with pytest.raises(CoatConfigError) as caught:
         arguments.parse([*BASE, *more.split()])
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
@@ -171,6 +171,23 @@ def test_steps_that_are_not_asked_for_are_not_profiled(tmp_path, monkeypatch):
     cannot = StepProfiler((1, 1), tmp_path / "missing")
     with pytest.raises(CoatConfigError, match="--profile-steps: cannot write .*trace-steps1.json"), cannot.around(1):
         pass
+
+
+def test_a_folder_that_wandb_left_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CoatConfigError, match="--wandb: needs the package of that name"):
+        arguments.parse([*BASE, "--wandb", "project"])
+
+
+def test_summary_of_an_earlier_run_is_put_aside(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    for continues, names in ((False, ["summary.json.1"]), (True, [])):
+        for file in tmp_path.glob("summary*"):
+            file.unlink()
+        (tmp_path / "summary.json").write_text("{}")
+        MetricsLog(str(tmp_path), None, start_step=1, total_steps=2, active=True, continues=continues).close()
+        assert [p.name for p in tmp_path.glob("summary*")] == names
 
 
 def test_steps_are_hidden_above_info(tmp_path, capsys, monkeypatch):
