@@ -25,7 +25,7 @@ import argparse
 from collections.abc import Sequence
 
 from launch.command_line import Parser, local_path
-from launch.data.dataset import cache_folder
+from launch.data.cache import cache_folder
 from launch.data.mixture import Mixture, read_mixture
 from launch.data.token_files import TokenFiles, build_index
 from launch.log_level import add_log_level, say, set_log_level

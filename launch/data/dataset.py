@@ -12,10 +12,8 @@ import functools
 import hashlib
 import os
 import struct
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from torch.utils.data import Dataset
 
 from coat_dist.ranks import on_rank_0
 from launch.data.blend import DataInfo, check_one_tokenizer, parse_blend, parse_split, read_info, without_suffix
+from launch.data.cache import cache_folder
 from launch.data.endless_blend import EndlessBlend
 from launch.data.gpt_dataset import EndlessConfig, EndlessGPTDataset, Identity
 from launch.data.mixture import Mixture, is_mixture, read_mixture
@@ -39,7 +38,6 @@ __all__ = [
     "PretrainSampler",
     "batches",
     "build_datasets",
-    "cache_folder",
     "check_one_tokenizer",
     "is_mixture",
     "parse_blend",
@@ -106,21 +104,6 @@ def _parts(prefixes: Sequence[str], weights: Sequence[float] | None, cache: str)
         whole = weights[number] if weights else own if len(prefixes) == 1 else tokens
         found += [replace(part, weight=part.weight * (whole / own)) for part in here]
     return found
-
-
-def cache_folder(prefixes: Sequence[str], cache_dir: str | None) -> str:
-    """A folder for sample indices that can be written: the one asked for, else beside the data, else the user's."""
-    key = hashlib.sha256("\n".join(os.path.abspath(p) for p in prefixes).encode()).hexdigest()[:16]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    beside = Path(f"{prefixes[0]}.cache")
-    for folder in [Path(cache_dir)] if cache_dir else [beside, home / "coat_dist" / key]:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return str(folder)
-        except OSError as problem:
-            failed = f"{folder} ({problem.strerror})"
-    raise DataError(f"cache_dir: cannot write to {failed}, accepted: a folder that can be written")
 
 
 def build_datasets(

@@ -19,7 +19,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -115,14 +115,16 @@ def read_mixture(path: str | os.PathLike) -> Mixture:
     path = os.path.expanduser(os.fspath(path))
     content = _load(path)
 
-    def fail(where: str, got: Any, accepted: str) -> None:
+    def fail(where: str, got: Any, accepted: str) -> NoReturn:
         raise DataError(f"data: {path}: {where}: got {got!r}, accepted: {accepted}")
 
     _check_keys(path, "", content, _TOP)
     given = content.get("sources")
     if not isinstance(given, list) or not given:
         fail("sources", given, 'a list of one or more objects such as {"name": "web", "files": ["web/*.npy"]}')
-    sources, agreed = [], {"eos": {}, "vocab_size": {}}
+    sources: list[Source] = []
+    agreed: dict[str, list[tuple[Any, str]]] = {"eos": [], "vocab_size": []}
+    """Different values of a key, and where each was found first."""
     for number, entry in enumerate(given):
         where = f"sources[{number}]"
         if not isinstance(entry, dict):
@@ -137,17 +139,19 @@ def read_mixture(path: str | os.PathLike) -> Mixture:
         if weight is not None and not (_is_number(weight) and weight > 0 and math.isfinite(weight)):
             fail(f"{where}.weight", weight, "a positive number")
         dtype = entry.get("dtype", content.get("dtype"))
-        if dtype is not None and dtype not in DTYPES:
+        if dtype is not None and not (isinstance(dtype, str) and dtype in DTYPES):
             fail(f"{where}.dtype" if "dtype" in entry else "dtype", dtype, '"uint16" or "uint32"')
         for key, values in agreed.items():
-            values.setdefault(entry.get(key, content.get(key)), f"{where}.{key}" if key in entry else key)
+            value = entry.get(key, content.get(key))
+            if value not in [known for known, _ in values]:
+                values.append((value, f"{where}.{key}" if key in entry else key))
         files = _files(path, f"{where}.files", entry.get("files"))
         sources.append(Source(name, None if weight is None else float(weight), files, dtype))
     for key, values in agreed.items():
         if len(values) > 1:
-            found = ", ".join(f"{value!r} in {where}" for value, where in values.items())
+            found = ", ".join(f"{value!r} in {where}" for value, where in values)
             raise DataError(f"data: {path}: {key}: got {found}, accepted: one tokenizer for all sources")
-    (vocab, vocab_at), (eos, eos_at) = (next(iter(agreed[key].items())) for key in ("vocab_size", "eos"))
+    (vocab, vocab_at), (eos, eos_at) = agreed["vocab_size"][0], agreed["eos"][0]
     if not _is_id(vocab) or not 1 <= vocab <= 2**31:
         fail(vocab_at, vocab, "the number of ids of the tokenizer that made the files, such as 50280")
     if not _is_id(eos) or not 0 <= eos < vocab:
