@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -273,9 +272,10 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def _installed(package: str) -> bool:
     """Whether a package can be imported. A folder of its name is none: W&B leaves one where it has run."""
-    if package in sys.modules:
+    try:
+        spec = find_spec(package)
+    except ValueError:  # a module without one, put there by hand
         return True
-    spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 

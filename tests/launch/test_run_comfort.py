@@ -64,7 +64,7 @@ def fake_wandb(path):
         return Run(options.get("id"))
 
     module = types.ModuleType("wandb")
-    module.init, module.__spec__ = init, types.SimpleNamespace(name="wandb")
+    module.init = init
     sys.modules["wandb"] = module
 
 
