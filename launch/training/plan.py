@@ -33,8 +33,6 @@ class Plan:
     batch: BatchSizes
     dp: int
     """Data-parallel ranks."""
-    eod: int
-    """Id that ends documents in the data, for what tells documents in a batch apart."""
     sources: dict[str, Any]
     """What descriptions of token files among ``--data`` say, by the sources' names."""
 
@@ -116,7 +114,6 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         model=model,
         schedule=schedule,
         dp=world // tp,
-        eod=infos[0].eod,
         sources={name: source for mixture in mixtures for name, source in mixture.items()},
         batch=batch_sizes(settings, world // tp),
     )

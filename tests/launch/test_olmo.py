@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from launch import index_tokens
+from launch.data.blend import read_info
 from launch.find_config import read_config
 from launch.training import arguments
 from launch.training.metrics import read_metrics
@@ -106,7 +107,7 @@ def test_the_commands_of_the_docs(olmo, tmp_path, monkeypatch, name, lr, warmup,
     assert (p.batch.total, p.batch.micro * p.batch.accumulation, p.model.seq_length) == (2048, 8, 2048)
     assert (p.schedule.lr, p.schedule.warmup_steps, p.schedule.kind) == (lr, warmup, schedule)
     assert (p.schedule.decay_steps, p.schedule.min_lr) == (steps, pytest.approx(lr / 10))
-    assert (p.eod, p.model.vocab_size) == (50279, 50304)
+    assert (read_info("dolma/dolma.json").eod, p.model.vocab_size) == (50279, 50304)
     if name == "olmo-1b":
         words[words.index("--deepspeed_config") + 1] = str(olmo / "olmo.json")
         small = [*TINY, "seq_length=32", "--train-steps", "2", "--warmup-steps", "1", "--eval-steps", "1"]
