@@ -22,6 +22,7 @@ REQUIRES = [
     "psutil>=5.9,<8",
     "pyarrow>=17",
     "matplotlib>=3.9,<4",
+    "pyyaml>=6,<7",
     "tensorboard>=2.17,<3",
 ]
 HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "safetensors>=0.4"]
@@ -35,6 +36,7 @@ EXTRAS = {
         "mypy>=1.11,<3",
     ],
     "hf": HF,
+    "wandb": ["wandb>=0.17"],
 }
 
 

@@ -1,6 +1,6 @@
-"""Draw loss, throughput and memory of one or several runs.
+"""Draw loss, throughput and memory of one or several runs, and how far their losses are from the first one's.
 
-python launch/plot.py runs/a runs/b --output loss.png
+python launch/plot.py runs/bf16 runs/coat --smooth 50 --gap --output loss.png
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from launch.command_line import Parser, local_path, whole_number
+from launch.command_line import Parser, local_path, number
+from launch.compare_runs import gap, series, smoothed
+from launch.log_level import add_log_level, say, set_log_level
 from launch.training.metrics import read_metrics
 
 __all__ = ["draw", "main"]
@@ -29,31 +31,37 @@ __all__ = ["draw", "main"]
 Records = list[dict[str, Any]]
 
 
-def draw(runs: dict[str, Records], output: str | Path, smooth: int = 1) -> None:
-    """Write a picture of three panels.
+def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_gap: bool = False) -> list[str]:
+    """Write a picture of three panels, or of four.
 
     Args:
         runs: records of ``metrics.jsonl`` by the name shown in the legend.
         output: file; its suffix chooses the format (.png, .pdf, .svg).
-        smooth: steps of a trailing mean drawn over the loss; 1 = none.
+        smooth: of the line drawn over the loss, see :func:`launch.compare_runs.smoothed`; 1 = none.
+        with_gap: also draw how far the losses are from those of the first run.
+
+    Returns:
+        With ``with_gap`` a line for each other run.
 
     Raises:
-        ValueError: a format that matplotlib does not write.
+        ValueError: a format that matplotlib does not write; runs without a common step.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (loss, speed, memory) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    panels = 4 if with_gap else 3
+    figure, (loss, speed, memory, *more) = plt.subplots(1, panels, figsize=(5 * panels, 4.2), layout="constrained")
+    said = _draw_gap(more[0], runs, smooth) if with_gap else []
     for index, (name, records) in enumerate(runs.items()):
         color = f"C{index}"
         x, y = _series(records, "loss")
         loss.plot(
-            x, y, color=color, alpha=0.35 if smooth > 1 else 1.0, label=None if smooth > 1 else name, linewidth=1.2
+            x, y, color=color, alpha=0.35 if smooth != 1 else 1.0, label=None if smooth != 1 else name, linewidth=1.2
         )
-        if smooth > 1:
-            loss.plot(x, _trailing_mean(y, smooth), color=color, label=name, linewidth=1.5)
+        if smooth != 1:
+            loss.plot(x, smoothed(y, smooth), color=color, label=name, linewidth=1.5)
         for key, marker in (("valid_loss", "o"), ("test_loss", "*")):
             x, y = _series(records, key)
             if x:
@@ -72,7 +80,8 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: int = 1) -> None:
         speed.plot(x, y, color=color, label=name, linewidth=1.2)
         x, y = _series(records, "peak_memory_bytes")
         memory.plot(x, [v / 2**30 for v in y], color=color, label=name, linewidth=1.2)
-    for axis, title in ((loss, "loss"), (speed, "tokens/s/GPU"), (memory, "peak memory of rank 0, GiB")):
+    titles = ("loss", "tokens/s/GPU", "peak memory of rank 0, GiB", "loss against the first run, %")
+    for axis, title in zip((loss, speed, memory, *more), titles, strict=False):
         axis.set(xlabel="step", title=title)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
@@ -80,16 +89,41 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: int = 1) -> None:
     memory.set_ylim(bottom=0)
     figure.savefig(output, dpi=130)
     plt.close(figure)
+    return said
+
+
+def _draw_gap(axis: Any, runs: dict[str, Records], smooth: float) -> list[str]:
+    """Draw the relative difference of losses to the first run's; a line that says what was compared for each other."""
+    (first, baseline), *others = runs.items()
+    said = []
+    for index, (name, records) in enumerate(others, 1):
+        found = gap(records, baseline, smooth=smooth)
+        if not found.steps:
+            raise ValueError(f"--gap: {name} and {first} have no step at which both have a loss")
+        axis.plot(found.steps, [100 * x for x in found.relative], color=f"C{index}", label=name, linewidth=1.2)
+        valid = gap(records, baseline, "valid_loss")
+        if valid.steps:
+            axis.plot(
+                valid.steps,
+                [100 * x for x in valid.relative],
+                "o",
+                color=f"C{index}",
+                markersize=5,
+                label=f"{name}, valid",
+            )
+        said.append(
+            f"{name} against {first}: {100 * found.at_the_end:+.3f} % over the last tenth of {len(found.steps)} common "
+            f"steps ({found.steps[0]} to {found.steps[-1]}); left out: {found.one_only} steps of one run only, "
+            f"{found.not_finite} without a finite loss"
+        )
+    axis.axhline(0.0, color="C0", linewidth=1.2, label=first)
+    return said
 
 
 def _series(records: Records, key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the records that have a number under ``key``."""
-    found = [(r["step"], float(r[key])) for r in records if isinstance(r.get(key), int | float)]
-    return [s for s, _ in found], [v for _, v in found]
-
-
-def _trailing_mean(values: list[float], window: int) -> list[float]:
-    return [sum(part) / len(part) for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))]
+    """Steps and values of the records that have a finite number under ``key``."""
+    found = series(records, key)
+    return list(found), list(found.values())
 
 
 def _check_output(path: Path) -> None:
@@ -122,15 +156,37 @@ def _check_output(path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; the exit status."""
-    p = Parser(prog="plot.py", description="Draw loss, throughput and memory of one or several runs.")
+    p = Parser(
+        prog="plot.py",
+        description="Draw loss, throughput and memory of one or several runs.",
+        meant={"smoothing": "--smooth", "baseline": "--gap", "out": "--output"},
+    )
     p.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="folder with metrics.jsonl, or such a file")
     p.add_argument("--output", type=local_path, default="loss.png", help="picture to write (.png, .pdf, .svg)")
-    p.add_argument("--smooth", type=whole_number, default=1, metavar="STEPS", help="trailing mean of the loss")
+    p.add_argument(
+        "--smooth",
+        type=number,
+        default=1,
+        metavar="STEPS|WEIGHT",
+        help="of the loss: a whole number is a mean over so many steps; 0.9, say, an exponential moving average with "
+        "that weight on the past, as in TensorBoard",
+    )
+    p.add_argument(
+        "--gap",
+        action="store_true",
+        help="a fourth panel: relative difference of (smoothed) losses to the first run's, step by step",
+    )
+    add_log_level(p)
     args = p.parse_args(argv)
+    set_log_level(args.log_level)
     runs: dict[str, Records] = {}
     try:
-        if args.smooth < 1:
-            raise ValueError(f"--smooth: got {args.smooth}, accepted: an integer >= 1")
+        if not (0 < args.smooth < 1 or (args.smooth >= 1 and args.smooth == int(args.smooth))):
+            raise ValueError(
+                f"--smooth: got {args.smooth:g}, accepted: an integer >= 1 (steps), or a weight between 0 and 1"
+            )
+        if args.gap and len(args.runs) < 2:
+            raise ValueError("--gap: got one run, accepted: two or more, the baseline first")
         _check_output(Path(args.output))
         for run in args.runs:
             path = Path(run)
@@ -139,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(f"{run}: holds no steps")
             name = path.name if path.is_dir() else path.parent.name or path.stem
             runs[name if name not in runs else run] = records
-        draw(runs, Path(args.output), args.smooth)
+        said = draw(runs, Path(args.output), args.smooth, args.gap)
     except FileNotFoundError as problem:
         print(
             f"error: {problem.filename} does not exist, accepted: a folder with metrics.jsonl, or such a file",
@@ -152,7 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("plot: interrupted", file=sys.stderr)
         return 130
-    print(f"wrote {args.output}")
+    for line in [*said, f"wrote {args.output}"]:
+        say(line)
     return 0
 
 

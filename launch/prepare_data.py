@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from launch.data.tokenizer import Tokenizer, bpe_size, load, train_bpe
+from launch.log_level import say, set_log_level
 from launch.prep import DataError
 from launch.prep.arguments import parser
 from launch.prep.documents import ReadOptions, texts
@@ -66,8 +67,7 @@ def _train(parts: Path, shards: list[list[Piece]], args: argparse.Namespace, voc
                     if taken >= args.train_bytes:
                         return
 
-    if not args.quiet:
-        print(f"training a byte-level BPE of {vocab} tokens")
+    say(f"training a byte-level BPE of {vocab} tokens")
     with replacing(file) as temporary:
         train_bpe(sample(), vocab, Path(temporary))
         if not taken:
@@ -137,8 +137,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     prefix, parts = args.output, Path(f"{args.output}.parts")
     with locked(prefix, parts):
         if finished(prefix, settings, args.overwrite):
-            if not args.quiet:
-                print(f"{prefix}: already prepared with these settings, nothing to do")
+            say(f"{prefix}: already prepared with these settings, nothing to do")
             summary = read_json(f"{prefix}.json")
             assert summary is not None
         else:
@@ -165,11 +164,11 @@ def _write(
     if size is not None:
         spec = f"hf:{_train(parts, shards, args, size)}"
         tokenizer = load(spec)
-        if tokenizer.vocab_size < size and not args.quiet:
-            print(
+        if tokenizer.vocab_size < size:
+            say(
                 f"prepare_data: warning: --tokenizer: got {args.tokenizer}, but the text is enough for "
                 f"{tokenizer.vocab_size} tokens only; the vocabulary is {tokenizer.vocab_size}",
-                file=sys.stderr,
+                "warning",
             )
     vocab_size, eod = (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (args.vocab_size, int(args.eod))
     job = Job(
@@ -182,7 +181,7 @@ def _write(
         dtype="uint16" if vocab_size < 65500 else "int32",  # Megatron's own rule
         append_eod=args.append_eod,
     )
-    results = tokenize(job, shards, args.workers, args.quiet)
+    results = tokenize(job, shards, args.workers)
     for result in results:
         skipped.update(result["skipped"])
     totals = {key: sum(r[key] for r in results) for key in ("documents", "tokens", "text_bytes")}
@@ -193,7 +192,7 @@ def _write(
             "accepted: one or more"
         )
     Path(f"{args.output}.json").unlink(missing_ok=True)  # what it vouches for is about to be replaced
-    merge(job, args.output, results, args.quiet)
+    merge(job, args.output, results)
     file = None
     if tokenizer is not None and tokenizer.file is not None:
         file = (
@@ -216,18 +215,19 @@ def _write(
 def _report(prefix: str, summary: dict[str, Any]) -> None:
     left_out = ", ".join(f"{reason} {count}" for reason, count in summary["skipped"].items()) or "nothing"
     size = os.path.getsize(f"{prefix}.bin")
-    print(
+    say(
         f"{prefix}: {summary['documents']:,} documents, {summary['tokens']:,} tokens "
         f"({size:,} bytes of {summary['dtype']}) "
         f"from {summary['files']:,} files ({summary['input_bytes']:,} bytes)"
     )
-    print(f"  vocabulary {summary['vocab_size']:,}, end of document {summary['eod']}, tokenizer {summary['tokenizer']}")
-    print(f"  left out: {left_out}")
+    say(f"  vocabulary {summary['vocab_size']:,}, end of document {summary['eod']}, tokenizer {summary['tokenizer']}")
+    say(f"  left out: {left_out}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status: 0 done, 2 bad input or settings, 130 interrupted."""
     args = parser(__doc__).parse_args(arguments)
+    set_log_level("error" if args.quiet else args.log_level)
     try:
         summary = prepare(args)
     except DataError as problem:
@@ -239,8 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("prepare_data: interrupted; the same command continues", file=sys.stderr)
         return 130
-    if not args.quiet:
-        _report(args.output, summary)
+    _report(args.output, summary)
     return 0
 
 

@@ -36,6 +36,7 @@ from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed.monitors import make_folders
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
+from launch.log_level import set_log_level, shows
 from launch.model.gpt import flops_per_token
 from launch.training import arguments, build, checkpoint, failing, runtime
 from launch.training.folders import Folders, open_folders
@@ -43,6 +44,8 @@ from launch.training.loop import BadSteps, Batch, Loop, Progress
 from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog
 from launch.training.plan import Plan, plan
+from launch.training.profile import StepProfiler, parse_steps
+from launch.training.wandb_log import WandbLog
 
 __all__ = ["main", "train"]
 
@@ -86,14 +89,19 @@ def train(
         loop.stop, loop.last_checkpoint = stop, source
         if interfere is not None:
             interfere(loop)
-        why = loop.run()
-    ending = f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
+        try:
+            why = loop.run()
+        except BadSteps:
+            loop.log.finish("too many non-finite steps in a row", progress.step, loop.last_checkpoint, failed=True)
+            raise
+        ending = f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
+        loop.log.finish(ending, progress.step, loop.last_checkpoint if p.args.save else None)
     return ending + (f"; checkpoint {loop.last_checkpoint}" if p.args.save else "; nothing saved (no --save)")
 
 
 def say(text: str) -> None:
     """Print on rank 0."""
-    if torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0 and shows("info"):
         print(text, flush=True)
 
 
@@ -119,6 +127,7 @@ def make_loop(
 
     a, dp_rank = p.args, parallel_state.get_data_parallel_rank()
     superseded = list(folders.superseded)
+    active, continues = torch.distributed.get_rank() == 0, folders.source is not None and not a.overwrite
 
     def evaluation(dataset: Any) -> Callable[[], Iterator[Batch]] | None:
         return None if dataset is None else lambda: build.batch_iterator(p, dataset, dp_rank)
@@ -140,8 +149,9 @@ def make_loop(
             a.tensorboard,
             start_step=progress.step,
             total_steps=a.train_steps,
-            active=torch.distributed.get_rank() == 0,
-            continues=folders.source is not None and not a.overwrite,
+            active=active,
+            continues=continues,
+            wandb=start_wandb(p, continues),
         ),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         progress=progress,
@@ -157,7 +167,32 @@ def make_loop(
         save=save if a.save else None,
         save_interval=a.save_interval,
         max_bad_steps=a.max_bad_steps,
+        profiler=StepProfiler(parse_steps(a.profile_steps), a.output, active) if a.profile_steps else None,
     )
+
+
+def start_wandb(p: Plan, continues: bool) -> WandbLog | None:
+    """The run at Weights & Biases, on rank 0, if it was asked for; an error of it on all ranks."""
+    a = p.args
+    if a.wandb is None:
+        return None
+    made: list[WandbLog] = []
+
+    def start() -> None:  # what it returns would be sent to the other ranks
+        made.append(
+            WandbLog(
+                a.wandb,
+                name=a.wandb_name,
+                entity=a.wandb_entity,
+                mode=a.wandb_mode,
+                folder=a.output,
+                continues=continues,
+                config={**p.identity(), "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}},
+            )
+        )
+
+    on_rank_0(start)
+    return made[0] if made else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", 0))
     try:
         args = arguments.parse(argv)
+        set_log_level(args.log_level)
         p = plan(args, int(os.environ.get("WORLD_SIZE", 1)))
         device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
@@ -180,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 4
     stop.leave()
-    if rank == 0:
+    if rank == 0 and shows("info"):
         print(ending, flush=True)
     runtime.finish()
     return 0

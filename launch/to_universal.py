@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -38,6 +38,8 @@ import torch
 
 from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, verify
+from launch.log_level import say, set_log_level
+from launch.progress import Progress
 from launch.universal.arguments import parse, without_effect
 from launch.universal.output import Output
 from launch.universal.source import Source, find_source, read_source
@@ -85,7 +87,7 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
                 shutil.rmtree(output.temporary)
             output.temporary.mkdir()
             held.callback(shutil.rmtree, output.temporary, ignore_errors=True)  # after an error; else it is gone
-            convert_to_universal(there.path, output.temporary)
+            convert_to_universal(there.path, output.temporary, _progress(held))
             content = there.manifest if there.of_run else {"format": FORMAT, **identity}
             manifest = {**(content or {}), "files": sync_files(output.temporary), "universal": True}
             left = output.publish(manifest)
@@ -97,8 +99,20 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
                 "ZeRO wrote"
             ) from problem
         for line in left:
-            print(f"warning: cannot remove an old checkpoint: {line}", file=sys.stderr)
+            say(f"warning: cannot remove an old checkpoint: {line}", "warning")
     return output.final
+
+
+def _progress(held: ExitStack) -> Callable[[int, int], None]:
+    """For ``convert_to_universal``; what it shows ends with ``held``."""
+    bar: list[Progress] = []
+
+    def show(elements: int, of: int) -> None:
+        if not bar:
+            bar.append(held.enter_context(Progress(of, "convert", unit="elements")))
+        bar[0].update(elements)
+
+    return show
 
 
 def _identity(source: Source) -> dict[str, Any]:
@@ -137,8 +151,9 @@ def _remove_if_empty(folder: Path, was_there: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
     args = parse(argv, __doc__)
+    set_log_level(args.log_level)
     for line in without_effect(args):
-        print(line, file=sys.stderr)
+        say(line, "warning")
     try:
         source = find_source(args.load)
         final = convert(source.path, Path(args.output or args.output_folder), exact=args.output is None)
@@ -149,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("to_universal: interrupted; nothing was changed", file=sys.stderr)
         return 130
     size = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
-    print(f"{source.path} -> {final} ({size:,} bytes); {_how_to_load(source, final)}")
+    say(f"{source.path} -> {final} ({size:,} bytes); {_how_to_load(source, final)}")
     return 0
 
 

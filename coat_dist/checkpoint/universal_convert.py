@@ -14,8 +14,9 @@ code, so a run can move to FP8 moments and back.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of
 _OF_MODEL = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
 
 
-def convert_to_universal(source: str | Path, target: str | Path) -> int:
+def convert_to_universal(
+    source: str | Path, target: str | Path, on_progress: Callable[[int, int], None] | None = None
+) -> int:
     """Write the universal form of one checkpoint's folder into another, without processes or temporary files.
 
     Args:
@@ -39,6 +42,8 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
             ``universal_checkpoint_info`` (``megatron_patches.universal_checkpoint_info`` makes it), which says how each
             parameter is divided.
         target: is created where absent; empty, and not in ``source``.
+        on_progress: called after each parameter with its number of elements and that of all (of the first
+            tensor-parallel rank).
 
     Returns:
         The number of parameters written.
@@ -84,8 +89,11 @@ def convert_to_universal(source: str | Path, target: str | Path) -> int:
     for row, model in zip(shards, models, strict=True):
         if row[0].round_robin:
             _check_places(row, model[0])
+    elements = {name: math.prod(shape) for name, shape in shapes[0].items()}
     for name in shapes[0]:
         _write_parameter(target / "zero" / name, name, shards, [s[name] for s in shapes], rules or {})
+        if on_progress is not None:
+            on_progress(elements[name], sum(elements.values()))
     torch.save(_untrained_tensors(models, shapes[0], rules or {}, source), _in_new_folder(target / "zero" / "rest.pt"))
     if extra := _extra_states(models):
         torch.save(extra, target / "zero" / EXTRA_STATE)

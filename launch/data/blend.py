@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
 
 __all__ = ["DataInfo", "check_one_tokenizer", "parse_blend", "parse_split", "read_info", "without_suffix"]
@@ -40,7 +41,8 @@ def without_suffix(given: str) -> str:
     """``given`` without the ``.bin``, ``.idx`` or ``.json`` of one of a data set's files, and ``~`` as the home folder.
 
     Args:
-        given: ``PREFIX`` or ``WEIGHT PREFIX``. A data set whose prefix really ends so is left as it is.
+        given: ``PREFIX`` or ``WEIGHT PREFIX``. A data set whose prefix really ends so is left as it is, and so is a
+            description of token files.
     """
     if Path(f"{given}.idx").exists():
         return given
@@ -48,23 +50,33 @@ def without_suffix(given: str) -> str:
     if not space or _number(weight) is None:
         weight, space, prefix = "", "", given
     prefix = os.path.expanduser(prefix.strip())
+    if is_mixture(prefix):
+        return weight + space + prefix
     if prefix.endswith(_FORGIVEN) and not Path(f"{prefix}.idx").exists():
         prefix = prefix.rpartition(".")[0]
     return weight + space + prefix
 
 
 def read_info(prefix: str) -> DataInfo:
-    """Read ``PREFIX.json``.
+    """Read ``PREFIX.json``, or a description of token files.
 
     Raises:
         DataError: the data set is missing or incomplete. For data that Megatron's own tools made, a ``PREFIX.json``
             with the two keys ``vocab_size`` and ``eod`` is enough.
     """
+    if is_mixture(prefix):
+        mixture = read_mixture(prefix)
+        return DataInfo(mixture.vocab_size, mixture.eos, None, "of token files")
+    if prefix.endswith(".npy"):
+        raise DataError(
+            f"data: got {prefix}, which is a token file, accepted: a description of such files (docs/data.md)"
+        )
     for suffix in _SUFFIXES:
         if not Path(prefix + suffix).is_file():
             raise DataError(
                 f"data: {prefix}{suffix} {'is no file' if Path(prefix + suffix).exists() else 'does not exist'}, "
-                f"accepted: the PREFIX of files written by prepare_data.py{_there_are(prefix)}"
+                "accepted: the PREFIX of files written by prepare_data.py, or a description of token files, JSON or "
+                f"YAML{_there_are(prefix)}"
             )
     try:
         content = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))

@@ -7,33 +7,43 @@ samples a run asks for, nor on the number of ranks: a run that stops after any n
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import os
 import struct
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.indexed_dataset import DType
 from torch.utils.data import Dataset
 
+from coat_dist.ranks import on_rank_0
 from launch.data.blend import DataInfo, check_one_tokenizer, parse_blend, parse_split, read_info, without_suffix
+from launch.data.cache import cache_folder
+from launch.data.endless_blend import EndlessBlend
 from launch.data.gpt_dataset import EndlessConfig, EndlessGPTDataset, Identity
+from launch.data.mixture import Mixture, is_mixture, read_mixture
 from launch.data.sampler import PretrainSampler, batches
+from launch.data.token_files import TokenFiles, build_index
 from launch.prep import DataError
 
 __all__ = [
     "DataError",
     "DataInfo",
+    "Mixture",
     "PretrainSampler",
     "batches",
     "build_datasets",
     "check_one_tokenizer",
+    "is_mixture",
     "parse_blend",
     "parse_split",
     "read_info",
+    "read_mixture",
     "without_suffix",
 ]
 
@@ -60,19 +70,40 @@ def _lengths(prefix: str) -> np.ndarray:
     return lengths
 
 
-def _cache_folder(prefixes: Sequence[str], cache_dir: str | None) -> str:
-    """A folder for sample indices that can be written: the one asked for, else beside the data, else the user's."""
-    key = hashlib.sha256("\n".join(os.path.abspath(p) for p in prefixes).encode()).hexdigest()[:16]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    beside = Path(f"{prefixes[0]}.cache")
-    for folder in [Path(cache_dir)] if cache_dir else [beside, home / "coat_dist" / key]:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return str(folder)
-        except OSError as problem:
-            failed = f"{folder} ({problem.strerror})"
-    raise DataError(f"cache_dir: cannot write to {failed}, accepted: a folder that can be written")
+@dataclass(frozen=True)
+class _Part:
+    """One data set of a blend."""
+
+    name: str
+    """Its prefix; of token files, the description's path, "#" and the source's name."""
+    weight: float
+    lengths: np.ndarray
+    """Of documents, int32."""
+    files: TokenFiles | None = None
+
+
+def _parts(prefixes: Sequence[str], weights: Sequence[float] | None, cache: str) -> list[_Part]:
+    """What to draw from: data sets, and each source of a description. Without weights, by number of tokens.
+
+    The weight of a description is divided among its sources. Index files are made on rank 0 where they are not there.
+    """
+    found: list[_Part] = []
+    for number, prefix in enumerate(prefixes):
+        if not is_mixture(prefix):
+            here = [_Part(prefix, 1.0, _lengths(prefix))]
+        else:
+            mixture = read_mixture(prefix)
+            index = on_rank_0(functools.partial(build_index, mixture, cache))
+            files = [TokenFiles(s, mixture.eos, path) for s, path in zip(mixture.sources, index, strict=True)]
+            here = [
+                _Part(f"{prefix}#{s.name}", s.weight or float(f.tokens), f.sequence_lengths, f)
+                for s, f in zip(mixture.sources, files, strict=True)
+            ]
+        own = sum(part.weight for part in here)
+        tokens = float(sum(part.lengths.sum(dtype=np.int64) for part in here))
+        whole = weights[number] if weights else own if len(prefixes) == 1 else tokens
+        found += [replace(part, weight=part.weight * (whole / own)) for part in here]
+    return found
 
 
 def build_datasets(
@@ -122,15 +153,13 @@ def build_datasets(
             f"megatron-core: its compiled dataset helpers are missing ({problem}), accepted: a wheel for this "
             "Python (pip install --force-reinstall megatron-core), or run make in its folder megatron/core/datasets"
         ) from None
-    lengths = [_lengths(prefix) for prefix in prefixes]
-    if len(prefixes) == 1:
-        weights = None
-    elif weights is None:
-        weights = [float(x.sum(dtype=np.int64)) for x in lengths]
+    cache = cache_folder(prefixes, cache_dir)
+    parts = _parts(prefixes, weights, cache)
+    lengths = [part.lengths for part in parts]
     config = EndlessConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        blend=(prefixes, weights),
+        blend=([part.name for part in parts], [part.weight for part in parts] if len(parts) > 1 else None),
         split=",".join(f"{s:.12f}" for s in shares),
         tokenizer=Identity(
             infos[0].vocab_size, infos[0].eod, [hashlib.sha256(x.tobytes()).hexdigest() for x in lengths]
@@ -140,12 +169,29 @@ def build_datasets(
         eod_mask_loss=eod_mask_loss,
         create_attention_mask=False,
         mid_level_dataset_surplus=0.1,  # nothing is built for it, see EndlessGPTDataset.__len__
-        index_cache=_cache_folder(prefixes, cache_dir),
+        index_cache=cache,
+        token_files={part.name: part.files for part in parts if part.files is not None},
     )
     assert config.split_matrix is not None
-    _check_amounts(prefixes, lengths, config.split_matrix, sizes, seq_length)
+    _check_amounts([part.name for part in parts], lengths, config.split_matrix, sizes, seq_length)
     config.split_matrix = [m if n else None for m, n in zip(config.split_matrix, sizes, strict=True)]  # type: ignore[misc]
+    if len(parts) > 1 and config.token_files:
+        return _mixed(parts, sizes, config)
     return tuple(BlendedMegatronDatasetBuilder(EndlessGPTDataset, list(sizes), lambda: True, config).build())  # type: ignore
+
+
+def _mixed(parts: Sequence[_Part], sizes: Sequence[int], config: EndlessConfig) -> tuple[Any, ...]:
+    """Train, valid and test sets with token files among their ``parts``, which may be too many for a table of all."""
+    built = []
+    for part in parts:
+        alone = copy.copy(config)
+        alone.blend = ([part.name], None)
+        built.append(BlendedMegatronDatasetBuilder(EndlessGPTDataset, list(sizes), lambda: True, alone).build())
+    weights = [part.weight for part in parts]
+    return tuple(
+        EndlessBlend(sets, weights, size) if size else None
+        for sets, size in zip(zip(*built, strict=True), sizes, strict=True)
+    )
 
 
 def _check_amounts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+from launch.data.token_files import TokenFiles
 from launch.prep import DataError
 
 __all__ = ["EndlessConfig", "EndlessGPTDataset", "Identity"]
@@ -24,6 +25,8 @@ class EndlessConfig(GPTDatasetConfig):
 
     index_cache: str = ""
     """Folder of sample indices. Not ``path_to_cache``: BlendedDataset cannot use that without torch.distributed."""
+    token_files: dict[str, TokenFiles] = field(default_factory=dict)
+    """What is read from token files, by the name that stands for its prefix in ``blend``."""
 
 
 class Identity:
@@ -56,6 +59,11 @@ class EndlessGPTDataset(GPTDataset):
         self.epoch_samples = super().__len__()
         self._epoch = 0
         self._order: np.ndarray | None = None
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: EndlessConfig) -> Any:  # type: ignore[override]
+        """What documents are read from: token files where they lie, or a data set of ``prepare_data.py``."""
+        return config.token_files.get(dataset_path) or GPTDataset.build_low_level_dataset(dataset_path, config)
 
     def __len__(self) -> int:
         return self.epoch_samples if self.requested is None else self.requested

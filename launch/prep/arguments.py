@@ -6,6 +6,7 @@ import argparse
 import os
 
 from launch.command_line import Parser, local_path
+from launch.log_level import add_log_level
 
 __all__ = ["parser"]
 
@@ -112,5 +113,6 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         help="input of one unit of work that survives a kill (default: 8M)",
     )
     p.add_argument("--overwrite", action="store_true", help="replace an output of other settings")
-    p.add_argument("--quiet", action="store_true", help="print errors only")
+    p.add_argument("--quiet", action="store_true", help="print errors only, as --log-level error does")
+    add_log_level(p)
     return p

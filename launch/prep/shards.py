@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from launch.data.tokenizer import Tokenizer, load
+from launch.log_level import say
 from launch.prep import DataError
 from launch.prep.documents import ReadOptions, texts, token_documents
 from launch.prep.sources import Piece
+from launch.progress import Progress
 
 __all__ = ["Job", "merge", "read_json", "replacing", "run_shard", "tokenize", "write_json"]
 
@@ -149,7 +150,7 @@ def _unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def tokenize(job: Job, shards: list[list[Piece]], workers: int, quiet: bool) -> list[dict[str, Any]]:
+def tokenize(job: Job, shards: list[list[Piece]], workers: int) -> list[dict[str, Any]]:
     """Run the shards that are not there yet; the counts of all, in order."""
     results: dict[int, dict[str, Any]] = {}
     for number in range(len(shards)):
@@ -158,11 +159,9 @@ def tokenize(job: Job, shards: list[list[Piece]], workers: int, quiet: bool) -> 
             results[number] = done
     sizes = [sum(piece.size for piece in shard) for shard in shards]
     todo = [n for n in range(len(shards)) if n not in results]
-    if results and not quiet:
-        print(f"continuing: {len(results)} of {len(shards)} shards are there already")
-    bar = _bar(
-        quiet, total=sum(sizes), initial=sum(sizes[n] for n in results), unit="B", unit_scale=True, desc="tokenize"
-    )
+    if results:
+        say(f"continuing: {len(results)} of {len(shards)} shards are there already")
+    bar = Progress(sum(sizes), "tokenize", unit="B", initial=sum(sizes[n] for n in results))
     workers = min(workers, len(todo))
     with bar:
         if workers <= 1:
@@ -189,12 +188,7 @@ def tokenize(job: Job, shards: list[list[Piece]], workers: int, quiet: bool) -> 
     return [results[number] for number in range(len(shards))]
 
 
-def _bar(quiet: bool, **options: Any) -> tqdm:
-    hidden = quiet or os.environ.get("RANK", "0") != "0"
-    return tqdm(disable=True if hidden else None, dynamic_ncols=True, **options)  # None: only on a terminal
-
-
-def merge(job: Job, prefix: str, results: Sequence[dict[str, Any]], quiet: bool) -> None:
+def merge(job: Job, prefix: str, results: Sequence[dict[str, Any]]) -> None:
     """Join the shards, in order, to ``PREFIX.bin`` and ``PREFIX.idx``.
 
     Raises:
@@ -205,7 +199,7 @@ def merge(job: Job, prefix: str, results: Sequence[dict[str, Any]], quiet: bool)
 
     with replacing(f"{prefix}.idx") as index, replacing(f"{prefix}.bin") as data:
         builder = IndexedDatasetBuilder(data, dtype=np.dtype(job.dtype).type)
-        with _bar(quiet, total=sum(r["documents"] for r in results), unit="doc", unit_scale=True, desc="merge") as bar:
+        with Progress(sum(r["documents"] for r in results), "merge", unit="doc") as bar:
             for number, result in enumerate(results):
                 tokens, lengths = _part(job, number, result)
                 for end, length in zip(np.cumsum(lengths, dtype=np.int64), lengths, strict=True):

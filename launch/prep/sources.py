@@ -232,12 +232,17 @@ def open_parquet(path: str) -> Any:
         raise DataError(f"--input: {path} is not a readable Parquet file: {problem}") from None
 
 
-def open_tokens(path: str, dtype: np.dtype | None) -> np.ndarray:
+def open_tokens(path: str, dtype: np.dtype | None, option: str | None = "--input") -> np.ndarray:
     """Map a token file: a NumPy array file, or bare numbers (Dolma ships those under the name .npy too).
+
+    Args:
+        dtype: of bare numbers; a NumPy file must be of it where it is given.
+        option: of the command line that named the file, for the error; None: a description of token files did.
 
     Raises:
         DataError: not one-dimensional, not of an accepted type, or not a whole number of tokens.
     """
+    key = "--dtype" if option else "dtype"
     with open(path, "rb") as file:
         numpy_file = file.read(6) == b"\x93NUMPY"
     try:
@@ -248,13 +253,13 @@ def open_tokens(path: str, dtype: np.dtype | None) -> np.ndarray:
                     f"holds {tokens.dtype} of shape {tokens.shape}, accepted: one dimension of uint16, uint32 or int32"
                 )
             if dtype is not None and tokens.dtype != dtype:
-                raise ValueError(f"holds {tokens.dtype}, --dtype says {dtype}")
+                raise ValueError(f"holds {tokens.dtype}, {key} says {dtype}")
             return tokens
         size = os.path.getsize(path)
         if dtype is None:
-            raise ValueError("is a file of bare numbers: --dtype uint16 or uint32 is needed")
+            raise ValueError(f"is a file of bare numbers: {key} uint16 or uint32 is needed")
         if size % dtype.itemsize:
-            raise ValueError(f"has {size} bytes, not a multiple of {dtype.itemsize} (--dtype {dtype})")
+            raise ValueError(f"has {size} bytes, not a multiple of {dtype.itemsize} ({key} {dtype})")
         return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
     except ValueError as problem:
-        raise DataError(f"--input: {path} {problem}") from None
+        raise DataError(f"{option + ': ' if option else ''}{path} {problem}") from None

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from coat_dist import CoatConfigError
 from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import without_suffix
+from launch.log_level import add_log_level
+from launch.training.profile import parse_steps
 
 __all__ = ["check_arguments", "parse", "parser"]
 
@@ -23,6 +25,7 @@ _MEANT = {
     "learning-rate": "--lr",
     "load-checkpoint": "--load",
     "logging-dir": "--tensorboard",
+    "logging-level": "--log-level",
     "lr-decay-iters": "--lr-decay-steps",
     "lr-decay-style": "--lr-schedule",
     "lr-scheduler-type": "--lr-schedule",
@@ -33,8 +36,13 @@ _MEANT = {
     "output-dir": "--output",
     "reset-attention-mask": "--separate-documents",
     "reset-position-ids": "--separate-documents",
+    "profile": "--profile-steps",
+    "profile-step-end": "--profile-steps",
+    "profile-step-start": "--profile-steps",
+    "report-to": "--wandb",
     "resume": "--load",
     "resume-from-checkpoint": "--load",
+    "run-name": "--wandb-name",
     "save-steps": "--save-interval",
     "save-total-limit": "--keep-last",
     "steps": "--train-steps",
@@ -42,6 +50,11 @@ _MEANT = {
     "tensorboard-dir": "--tensorboard",
     "tp": "--tensor-parallel",
     "train-iters": "--train-steps",
+    "verbosity": "--log-level",
+    "wandb-exp-name": "--wandb-name",
+    "wandb-project": "--wandb",
+    "wandb-run-name": "--wandb-name",
+    "wandb-save-dir": "--output",
 }
 
 
@@ -105,7 +118,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="[WEIGHT ]PREFIX",
-        help="output prefix of prepare_data.py, .bin and .idx may follow; several are blended by weight",
+        help="output prefix of prepare_data.py, .bin and .idx may follow, or a description of Dolma's token files "
+        "(JSON, YAML; docs/data.md); several are blended by weight",
     )
     g.add_argument("--split", default="950,40,10", help="parts of train, valid and test")
     g.add_argument(
@@ -164,6 +178,22 @@ def parser() -> argparse.ArgumentParser:
         help="folder for metrics.jsonl and memory.json (under torchrun write --output: it takes --run for its own)",
     )
     g.add_argument("--tensorboard", type=local_path, default=None, metavar="DIR", help="also write TensorBoard events")
+    g.add_argument("--wandb", default=None, metavar="PROJECT", help="also log to Weights & Biases (pip install wandb)")
+    g.add_argument("--wandb-name", default=None, metavar="NAME", help="of the run there (default: W&B makes one up)")
+    g.add_argument("--wandb-entity", default=None, metavar="NAME", help="user or team there (default: yours)")
+    g.add_argument(
+        "--wandb-mode",
+        choices=["online", "offline"],
+        default=None,
+        help="offline: into files below --output, for `wandb sync` later (default: what WANDB_MODE says, else online)",
+    )
+    g.add_argument(
+        "--profile-steps",
+        default=None,
+        metavar="FIRST-LAST",
+        help="write a trace of these steps of rank 0 into --output, for chrome://tracing or Perfetto",
+    )
+    add_log_level(g)
     g.add_argument(
         "--save",
         type=local_path,
@@ -232,10 +262,30 @@ def check_arguments(args: argparse.Namespace) -> None:
         not args.sequence_parallel or args.tensor_parallel > 1,
         "only with --tensor-parallel 2 or more",
     )
-    if args.tensorboard is not None and find_spec("tensorboard") is None:
-        problems.append("--tensorboard: needs the package of that name: pip install tensorboard")
+    for name in ("tensorboard", "wandb"):
+        if getattr(args, name) is not None and not _installed(name):
+            problems.append(f"--{name}: needs the package of that name: pip install {name}")
+    for name in ("wandb-name", "wandb-entity", "wandb-mode"):
+        require(name, getattr(args, name.replace("-", "_")) is None or args.wandb is not None, "only with --wandb")
+    require("wandb", args.wandb is None or args.wandb.strip() != "", "the name of a project")
+    if args.profile_steps is not None:
+        require("profile-steps", args.output is not None, "only with --output")
+        try:
+            possible = parse_steps(args.profile_steps)[1] <= args.train_steps
+        except ValueError:
+            possible = False
+        require("profile-steps", possible, "FIRST-LAST, such as 10-12, or one step, from 1 to --train-steps")
     if problems:
         raise CoatConfigError("\n".join(problems))
+
+
+def _installed(package: str) -> bool:
+    """Whether a package can be imported. A folder of its name is none: W&B leaves one where it has run."""
+    try:
+        spec = find_spec(package)
+    except ValueError:  # a module without one, put there by hand
+        return True
+    return spec is not None and spec.origin is not None
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog, peak_memory_bytes
+from launch.training.profile import StepProfiler
 from launch.training.runtime import StopSignal, mean_over_ranks
 from launch.training.schedule import Schedule
 
@@ -74,6 +75,7 @@ class Loop:
     memory: MemoryReport | None = None
     """Measures the first step that changes the weights; its table is printed once."""
     last_checkpoint: Any = None
+    profiler: StepProfiler | None = None
 
     def run(self) -> str | None:
         """Train to the last step and evaluate on the test split.
@@ -89,7 +91,8 @@ class Loop:
         if self.stop_at_step is not None and self.progress.step >= self.stop_at_step < self.total_steps:
             why = "--stop-at-step"  # reached before: the same command was started again
         while self.progress.step < self.total_steps and why is None:
-            record = self._step()
+            with self.profiler.around(self.progress.step + 1) if self.profiler else contextlib.nullcontext():
+                record = self._step()
             step = self.progress.step
             if self.valid is not None and self.eval_interval and step % self.eval_interval == 0:
                 record["valid_loss"] = self.evaluate(self.valid())
@@ -106,6 +109,8 @@ class Loop:
                 why or step == self.total_steps or (self.save_interval and step % self.save_interval == 0)
             ):
                 self.last_checkpoint, saved_step = self.save(), step
+        if self.profiler is not None:
+            self.profiler.close()
         if self.save is not None and saved_step != self.progress.step:
             self.last_checkpoint = self.save()
         return why

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,9 +15,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import write_text
+from launch.log_level import shows
+from launch.training.summary import Summary
+from launch.training.wandb_log import WandbLog
 
 __all__ = ["MetricsLog", "format_line", "peak_memory_bytes", "put_aside", "read_metrics", "truncate_metrics"]
 
@@ -97,6 +102,23 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
     return " | ".join(parts)
 
 
+def format_summary(summary: Mapping[str, Any], unit: str) -> str:
+    """The line of a run that has ended; ``unit`` as for :func:`format_line`."""
+    parts = [
+        f"summary: step {summary['step']}",
+        f"{summary['tokens']:,} tokens in {duration(summary['seconds'])}",
+        f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
+    ]
+    if summary["tokens_per_second"] is not None:
+        each = summary["tokens_per_second_per_gpu"]
+        parts.insert(2, f"{summary['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a {unit})")
+    if summary["best_valid_loss"] is not None:
+        parts.append(f"best valid loss {summary['best_valid_loss']:.4f} at step {summary['best_valid_step']}")
+    if summary["test_loss"] is not None:
+        parts.append(f"test loss {summary['test_loss']:.4f}")
+    return " | ".join(parts)
+
+
 def duration(seconds: float) -> str:
     """Seconds as 1:02:03, 2:03 or 0:03, days in front where there are any."""
     minutes, second = divmod(int(seconds + 0.5), 60)
@@ -125,6 +147,7 @@ class MetricsLog:
         total_steps: last step of the run, for the ETA.
         active: whether this rank writes: rank 0.
         continues: whether an existing file is this run's; another's is renamed.
+        wandb: also gets every record.
 
     Raises:
         CoatConfigError: from here and from all methods, a file that cannot be written.
@@ -139,6 +162,7 @@ class MetricsLog:
         total_steps: int,
         active: bool,
         continues: bool = True,
+        wandb: WandbLog | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self._active, self._total, self._stream = active, total_steps, stream or sys.stdout
@@ -147,6 +171,8 @@ class MetricsLog:
         self._recent: deque[float] = deque(maxlen=20)
         self._file: TextIO | None = None
         self._board: Any = None
+        self._wandb = wandb
+        self._summary, self._began = Summary(), time.monotonic()
         if not active:
             return
         if self._folder is not None:
@@ -155,8 +181,11 @@ class MetricsLog:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if continues:
                     truncate_metrics(path, start_step)
+                    self._summary = Summary(read_metrics(path) if path.exists() else ())
+                    self._folder.joinpath("summary.json").unlink(missing_ok=True)  # of a run that goes on
                 else:
                     put_aside(path)
+                    put_aside(self._folder / "summary.json")
                 self._file = path.open("a", encoding="utf-8")
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -172,7 +201,8 @@ class MetricsLog:
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._recent.append(record["step_time"])
         eta = (self._total - record["step"]) * sum(self._recent) / len(self._recent)
-        print(format_line(clean, self._total, eta, self._unit), file=self._stream, flush=True)
+        self._summary.add(clean)
+        self.note(format_line(clean, self._total, eta, self._unit))
         if self._file is not None:
             with _written("output", Path(self._file.name)):
                 self._file.write(json.dumps(clean) + "\n")
@@ -182,10 +212,32 @@ class MetricsLog:
                 for key, value in clean.items():
                     if key != "step" and isinstance(value, int | float):
                         self._board.add_scalar(key, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(clean)
+
+    def finish(self, ended: str, step: int, checkpoint: Any, failed: bool = False) -> None:
+        """Say what the run was, and write ``summary.json``.
+
+        Args:
+            ended: how, in words.
+            step: the last one.
+            checkpoint: the last one, or None.
+            failed: what W&B is told.
+        """
+        if not self._active:
+            return
+        wall, ranks = time.monotonic() - self._began, dist.get_world_size()
+        summary = {"ended": ended, "step": step, **self._summary.to_dict(wall_seconds=wall, ranks=ranks)}
+        summary["checkpoint"] = None if checkpoint is None else str(checkpoint)
+        self.note(format_summary(summary, self._unit))
+        self.write_json("summary.json", summary)
+        if self._wandb is not None:
+            self._wandb.finish(summary, failed)
+            self._wandb = None
 
     def note(self, text: str) -> None:
         """Print something that is not a step's line."""
-        if self._active:
+        if self._active and shows("info"):
             print(text, file=self._stream, flush=True)
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
@@ -199,4 +251,6 @@ class MetricsLog:
             if sink is not None:
                 with suppress(OSError):  # what could not be written before has been raised
                     sink.close()
-        self._file = self._board = None
+        if self._wandb is not None:
+            self._wandb.finish({}, failed=True)
+        self._file = self._board = self._wandb = None

@@ -35,6 +35,8 @@ class Plan:
     """Data-parallel ranks."""
     eod: int | None = None
     """The id with which documents end that are kept apart (``--separate-documents``); None = they are not."""
+    sources: dict[str, Any]
+    """What descriptions of token files among ``--data`` say, by the sources' names."""
 
     def describe(self) -> str:
         """One line for the log."""
@@ -60,7 +62,12 @@ class Plan:
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
             "batch": asdict(self.batch),
-            "data": {"paths": self.args.data, "split": self.args.split, **apart},
+            "data": {
+                "paths": self.args.data,
+                "split": self.args.split,
+                **apart,
+                **({"sources": self.sources} if self.sources else {}),
+            },
             "seed": self.args.seed,
         }
 
@@ -88,6 +95,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         prefixes, _ = data.parse_blend(args.data)
         infos = [data.read_info(prefix) for prefix in prefixes]
         data.check_one_tokenizer(prefixes, infos)
+        mixtures = [data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)]
     model = model.with_vocab(max(info.vocab_size for info in infos))
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
@@ -111,5 +119,6 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         schedule=schedule,
         dp=world // tp,
         eod=infos[0].eod if args.separate_documents else None,
+        sources={name: source for mixture in mixtures for name, source in mixture.items()},
         batch=batch_sizes(settings, world // tp),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from coat_dist.deepspeed.without_launcher import leave_out_compiled_operation
+from launch.log_level import quiet_libraries
 
 __all__ = [
     "StopSignal",
@@ -90,11 +90,8 @@ def reseed(seed: int) -> None:
 
 
 def quiet() -> None:
-    """Let libraries log warnings and errors only, without the warnings that no reader of the log can act on."""
-    for name in ("DeepSpeed", "megatron", "torch.distributed", "matplotlib"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for handler in logging.getLogger("DeepSpeed").handlers:
-        handler.setLevel(logging.WARNING)
+    """Let libraries log what ``--log-level`` says, without the warnings that no reader of the log can act on."""
+    quiet_libraries()
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     # megatron-core's comment on its own default, at every construction of a TransformerConfig.

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from launch.command_line import Parser, local_path, whole_number
+from launch.log_level import add_log_level
 
 __all__ = ["parse", "without_effect"]
 
@@ -51,6 +52,7 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
         metavar="DIR",
         help="becomes the universal checkpoint; `latest_universal` beside it names it, as DeepSpeed's program does",
     )
+    add_log_level(p)
     g = p.add_argument_group("options of DeepSpeed's ds_to_universal.py, taken without effect")
     for name, why in _DEEPSPEED.items():
         names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))

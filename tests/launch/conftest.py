@@ -9,8 +9,15 @@ import pytest
 import sentencepiece
 import torch
 
+from launch import log_level
 from tests.launch.pretrain_runs import MODEL
 from tests.support import megatron_on_one_rank
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_hidden(monkeypatch):
+    """A program that is called with --log-level or --quiet leaves its choice to the process."""
+    monkeypatch.setattr(log_level, "_level", "info")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from coat_dist import CoatConfigError
 from launch.find_config import find_config
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("pretrain", "prepare_data", "to_universal", "plot")
+PROGRAMS = ("pretrain", "prepare_data", "index_tokens", "to_universal", "plot")
 CONFIGS = {kind: sorted(p.name for p in (ROOT / "configs" / kind).glob("*.json")) for kind in ("models", "deepspeed")}
 
 

@@ -30,7 +30,13 @@ def start(program, *argv, folder, first_import, rank="0", ignored=False):
 
 @pytest.mark.parametrize(
     ("program", "first_import"),
-    [("pretrain", "torch"), ("prepare_data", "numpy"), ("to_universal", "torch"), ("plot", "torch")],
+    [
+        ("pretrain", "torch"),
+        ("prepare_data", "numpy"),
+        ("index_tokens", "numpy"),
+        ("to_universal", "torch"),
+        ("plot", "torch"),
+    ],
 )
 def test_while_importing(program, first_import, tmp_path):
     ended = start(program, folder=tmp_path, first_import=first_import)

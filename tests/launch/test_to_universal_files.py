@@ -32,9 +32,10 @@ def make(save, step, seed=0):
 def conversion(monkeypatch):
     """A conversion that copies into nested folders, as the real one writes."""
 
-    def convert(source, target):
+    def convert(source, target, on_progress):
         (target / "zero" / "weight").mkdir(parents=True)
         torch.save((source / "states.pt").read_text(), target / "zero" / "weight" / "fp32.pt")
+        on_progress(10, 10)
 
     monkeypatch.setattr(coat_dist, "convert_to_universal", convert)
 

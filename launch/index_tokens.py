@@ -1,0 +1,77 @@
+"""Check token files of Dolma or OLMo and index their documents, before a run does so on its GPUs.
+
+    python launch/index_tokens.py dolma.json
+
+`launch/pretrain.py --data dolma.json` finds the index and reads the tokens where they lie. docs/data.md describes the
+file. A run that was killed goes on with the next token file.
+Exit status: 0 done, 2 a description or token file that cannot be used, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.interrupts import leave_quietly, raise_again
+
+if __name__ == "__main__":
+    leave_quietly("index_tokens")
+
+import argparse
+from collections.abc import Sequence
+
+from launch.command_line import Parser, local_path
+from launch.data.cache import cache_folder
+from launch.data.mixture import Mixture, read_mixture
+from launch.data.token_files import TokenFiles, build_index
+from launch.log_level import add_log_level, say, set_log_level
+from launch.prep import DataError
+
+__all__ = ["main"]
+
+
+def _table(mixture: Mixture, found: Sequence[TokenFiles]) -> str:
+    """Files, documents and tokens of each source, and its share of the samples."""
+    weights = [s.weight or float(f.tokens) for s, f in zip(mixture.sources, found, strict=True)]
+    lines = [f"{'source':<20}{'files':>8}{'documents':>16}{'tokens':>20}{'share of samples':>18}"]
+    for source, files, weight in zip(mixture.sources, found, weights, strict=True):
+        share = f"{weight / sum(weights):.4f}"
+        lines.append(f"{source.name:<20}{len(source.files):>8,}{len(files):>16,}{files.tokens:>20,}{share:>18}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; its exit status."""
+    p = Parser(
+        prog="index_tokens.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        meant={"data": "the description by itself", "data-cache-path": "--data-cache", "cache-dir": "--data-cache"},
+    )
+    p.add_argument("mixture", type=local_path, metavar="FILE", help="description of token files, JSON or YAML")
+    p.add_argument(
+        "--data-cache", type=local_path, metavar="DIR", help="as it is given to pretrain.py (default: FILE.cache)"
+    )
+    add_log_level(p)
+    args = p.parse_args(argv)
+    set_log_level(args.log_level)
+    try:
+        mixture = read_mixture(args.mixture)
+        index = build_index(mixture, cache_folder([args.mixture], args.data_cache))
+        say(_table(mixture, [TokenFiles(s, mixture.eos, i) for s, i in zip(mixture.sources, index, strict=True)]))
+    except (DataError, OSError) as problem:
+        print(f"error: {problem}".replace("error: cache_dir:", "error: --data-cache:"), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("index_tokens: interrupted; the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise_again()
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""What a run leaves beside its metrics: a summary, a trace of chosen steps, a run at Weights & Biases."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from coat_dist import CoatConfigError
+from launch.training import arguments
+from launch.training.metrics import MetricsLog, read_metrics
+from launch.training.profile import StepProfiler
+from launch.training.summary import Summary
+from tests.launch.pretrain_runs import command, configuration, rank_main
+from tests.support import run_ranks
+
+
+def record(step, **more):
+    return {
+        "step": step,
+        "loss": 5.0 / step,
+        "step_time": 2.0,
+        "tokens_per_second": 100.0,
+        "peak_memory_bytes": step,
+        **more,
+    }
+
+
+def test_summary_counts_earlier_starts_too():
+    summary = Summary([record(1, valid_loss=4.0), record(2, valid_loss=2.5)])
+    summary.add(record(3, peak_memory_bytes=1, valid_loss=None))
+    summary.add(record(4, valid_loss=3.0, test_loss=7.0))
+    assert summary.to_dict(wall_seconds=9.0, ranks=2) == {
+        "recorded_steps": 4, "tokens": 800, "seconds": 8.0, "wall_seconds": 9.0, "tokens_per_second": 100.0,
+        "tokens_per_second_per_gpu": 50.0, "peak_memory_bytes": 4, "loss": 1.25, "best_valid_loss": 2.5,
+        "best_valid_step": 2, "test_loss": 7.0,
+    }  # fmt: skip
+    empty = Summary().to_dict(wall_seconds=0.0, ranks=1)
+    assert empty["tokens_per_second"] is None and empty["best_valid_step"] is None
+
+
+def fake_wandb(path):
+    """A module that writes down how it is called."""
+
+    def note(**what):
+        with open(path, "a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    class Run:
+        def __init__(self, known):
+            self.id = known or "made-up"
+            self.summary = {}
+
+        def log(self, numbers, step):
+            note(log=numbers, step=step)
+
+        def finish(self, exit_code):
+            note(finish=exit_code, summary=self.summary)
+
+    def init(**options):
+        note(init=options)
+        if options["project"] == "refused":
+            raise RuntimeError("api_key not configured\nrun wandb login")
+        return Run(options.get("id"))
+
+    module = types.ModuleType("wandb")
+    module.init = init
+    sys.modules["wandb"] = module
+
+
+def with_wandb(rank, world, argv, path, poisoned=()):
+    fake_wandb(path)
+    return rank_main(rank, world, argv, poisoned)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_and_its_continuation_at_wandb_with_trace_and_summary(work, tmp_path):
+    """Two ranks; stopped by a signal after step 4, continued to step 6; steps 3 to 5 are to be traced."""
+    config, run, save, calls = configuration(tmp_path, 2), tmp_path / "run", tmp_path / "save", tmp_path / "calls"
+    asked = ["--wandb", "project", "--wandb-name", "first", "--wandb-mode", "offline", "--profile-steps", "3-5"]
+    more = [*asked, "--save", save, "--load", "auto", "--eval-interval", "2", "--eval-steps", "1"]
+    argv = command(work, run, config, *more, steps=6)
+    end = run_ranks(2, with_wandb, argv, str(calls), [(4, "signal", 0)])[0]
+    assert end.startswith("stopped by SIGTERM after step 4")
+    first, (start, *logged, finish) = json.loads((run / "summary.json").read_text()), read(calls)
+    assert {k: start["init"][k] for k in ("project", "name", "mode", "dir")} == {
+        "project": "project", "name": "first", "mode": "offline", "dir": str(run),
+    }  # fmt: skip
+    assert "id" not in start["init"] and start["init"]["config"]["model"]["num_layers"] == 2
+    assert [(c["step"], c["log"]["loss"]) for c in logged] == [(r["step"], r["loss"]) for r in read_metrics(run)]
+    assert finish["finish"] == 0 and finish["summary"]["tokens"] == first["tokens"] == 4 * 8 * 32
+    assert (first["ended"], first["step"]) == ("stopped by SIGTERM after step 4", 4)
+    assert first["checkpoint"] == str(save / "step00000004")
+    assert [p.name for p in run.glob("*trace*")] == ["trace-steps3-4.json"]
+
+    assert run_ranks(2, with_wandb, argv, str(calls))[0].startswith("finished 6 steps")
+    again = [c for c in read(calls) if "init" in c][1]["init"]
+    assert (again["id"], again["resume"]) == ("made-up", "allow")
+    records, summary = read_metrics(run), json.loads((run / "summary.json").read_text())
+    assert [c["step"] for c in read(calls) if "log" in c] == [1, 2, 3, 4, 5, 6]
+    valid = {r["valid_loss"]: r["step"] for r in records if "valid_loss" in r}
+    assert (summary["best_valid_loss"], summary["best_valid_step"]) == (min(valid), valid[min(valid)])
+    assert summary["tokens"] == 6 * 8 * 32 and summary["seconds"] == pytest.approx(sum(r["step_time"] for r in records))
+    assert summary["peak_memory_bytes"] == max(r["peak_memory_bytes"] for r in records)
+    assert sorted(p.name for p in run.glob("*trace*")) == ["trace-steps3-4.json", "trace-steps5.json"]
+    names = {e.get("name") for e in json.loads((run / "trace-steps3-4.json").read_text())["traceEvents"]}
+    assert {"step 3", "step 4"} <= names and not {"step 2", "step 5"} & names and any("aten::" in str(n) for n in names)
+
+
+def test_a_run_that_fails_and_one_that_wandb_refuses(work, tmp_path):
+    config, calls = configuration(tmp_path, 2), tmp_path / "calls"
+    argv = command(work, tmp_path / "bad", config, "--wandb", "project", "--max-bad-steps", "2", steps=6)
+    end = run_ranks(1, with_wandb, argv, str(calls), [(2, "loss", 0), (3, "loss", 0)])[0]
+    summary = json.loads((tmp_path / "bad" / "summary.json").read_text())
+    assert (
+        end.startswith("BadSteps") and summary["ended"] == "too many non-finite steps in a row" and summary["step"] == 3
+    )
+    assert read(calls)[-1]["finish"] == 1 and "mode" not in read(calls)[0]["init"] and summary["loss"] is None
+    argv = command(work, tmp_path / "refused", config, "--wandb", "refused", steps=6)
+    for end in run_ranks(2, with_wandb, argv, str(calls)):
+        assert end == (
+            "CoatConfigError: --wandb: got refused, which cannot be started (RuntimeError: api_key not configured run "
+            "wandb login), accepted: after `wandb login`, or with --wandb-mode offline"
+        )
+
+
+BASE = ["--deepspeed_config", "x", "--model", "y", "--data", "z", "--train-steps", "20"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--wandb project", "--wandb: needs the package of that name: pip install wandb"),
+        ("--wandb-mode offline", "--wandb-mode: got 'offline', accepted: only with --wandb"),
+        ("--profile-steps 10-12", "--profile-steps: got '10-12', accepted: only with --output"),
+        ("--profile-steps 12-10 --output o", "--profile-steps: got '12-10', accepted: FIRST-LAST, such as 10-12"),
+        ("--profile-steps 0 --output o", "--profile-steps: got '0'"),
+        ("--profile-steps 19-21 --output o", "--profile-steps: got '19-21'"),
+        ("--profile-steps ten --output o", "--profile-steps: got 'ten'"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line(monkeypatch, more, message):
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+    with pytest.raises(CoatConfigError) as caught:
+        arguments.parse([*BASE, *more.split()])
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("theirs", ["--wandb-project p", "--report-to wandb", "--profile", "--wandb_exp_name n"])
+def test_other_programs_names(capsys, theirs):
+    with pytest.raises(SystemExit):
+        arguments.parse([*BASE, *theirs.split()])
+    assert "no such option (did you mean --" in capsys.readouterr().err
+
+
+def test_steps_that_are_not_asked_for_are_not_profiled(tmp_path, monkeypatch):
+    profiler = StepProfiler((5, 6), tmp_path)
+    with profiler.around(4):
+        assert profiler._profile is None
+    with profiler.around(5):
+        assert profiler._profile is not None
+    with profiler.around(6):
+        pass
+    assert profiler._profile is None and [p.name for p in tmp_path.iterdir()] == ["trace-steps5-6.json"]
+    other = StepProfiler((7, 8), tmp_path / "missing", active=False)
+    with other.around(7):
+        assert other._profile is None
+    cannot = StepProfiler((1, 1), tmp_path / "missing")
+    with pytest.raises(CoatConfigError, match="--profile-steps: cannot write .*trace-steps1.json"), cannot.around(1):
+        pass
+
+
+def test_a_folder_that_wandb_left_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CoatConfigError, match="--wandb: needs the package of that name"):
+        arguments.parse([*BASE, "--wandb", "project"])
+
+
+def test_summary_of_an_earlier_run_is_put_aside(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    for continues, names in ((False, ["summary.json.1"]), (True, [])):
+        for file in tmp_path.glob("summary*"):
+            file.unlink()
+        (tmp_path / "summary.json").write_text("{}")
+        MetricsLog(str(tmp_path), None, start_step=1, total_steps=2, active=True, continues=continues).close()
+        assert [p.name for p in tmp_path.glob("summary*")] == names
+
+
+def test_steps_are_hidden_above_info(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("launch.log_level._level", "warning")
+    log = MetricsLog(str(tmp_path), None, start_step=0, total_steps=2, active=True)
+    log.step({**record(1), "lr": 1.0, "grad_norm": 1.0, "tokens_per_second_per_gpu": 1.0, "tflops_per_gpu": 1.0})
+    log.close()
+    assert capsys.readouterr().out == "" and len(read_metrics(tmp_path)) == 1

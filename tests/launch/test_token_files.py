@@ -1,0 +1,320 @@
+"""Dolma's token files, read where they lie: the order of samples, weights, the index, and what is refused."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from launch import prepare_data
+from launch.data import token_files
+from launch.data.blend import parse_blend, read_info, without_suffix
+from launch.data.dataset import build_datasets
+from launch.data.endless_blend import EndlessBlend
+from launch.data.mixture import is_mixture, read_mixture
+from launch.prep import DataError
+from tests.launch.tiny_data import rows
+from tests.support import run_ranks
+
+EOS, VOCAB = 7, 1000
+
+
+def tokens(documents, seed, low=10, high=VOCAB, end=True):
+    """Documents of 1 to 60 random ids, each with eos behind it (``end``: the last one too)."""
+    rng = np.random.default_rng(seed)
+    parts = [np.append(rng.integers(low, high, rng.integers(0, 60)), EOS) for _ in range(documents)]
+    whole = np.concatenate(parts)
+    return whole if end else np.append(whole, rng.integers(low, high, 11))
+
+
+def write(path, values, dtype="uint16"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.asarray(values, dtype).tofile(path)
+    return path
+
+
+def describe(folder, sources, name="mix.json", **top):
+    top = {"eos": EOS, "vocab_size": VOCAB, "dtype": "uint16", **top}
+    (folder / name).write_text(json.dumps({**top, "sources": sources}))
+    return str(folder / name)
+
+
+def train(path, samples, seq=32, seed=7, **options):
+    options = {"split": "90,10,0", "valid_samples": 0, "test_samples": 0, **options}
+    paths = [path] if isinstance(path, str) else path
+    return build_datasets(paths, seq_length=seq, train_samples=samples, seed=seed, **options)[0]
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A description of two sources whose ids tell them apart: "low" of three files in uint16, "high" in uint32."""
+    for number in range(3):
+        write(tmp_path / f"low/part-{number}.npy", tokens(40, number, high=400, end=number != 1))
+    write(tmp_path / "high.npy", tokens(150, 9, low=500), "uint32")
+    return [
+        {"name": "low", "weight": 1, "files": ["low/part-*.npy"]},
+        {"name": "high", "weight": 3, "files": "high.npy", "dtype": "uint32"},
+    ]
+
+
+def of_high(dataset, samples):
+    return sum(bool((dataset[i]["tokens"] >= 500).any()) for i in range(samples))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_samples_are_those_of_a_prepared_copy(tmp_path, dtype):
+    """Also of a file that does not end with eos: an eos is put behind it in both."""
+    files = [write(tmp_path / f"part-{n}.npy", tokens(40, n, end=n != 1), dtype) for n in range(3)]
+    path = describe(tmp_path, [{"name": "all", "files": ["part-*.npy"]}], dtype=dtype)
+    copy = [f"--input {f}" for f in files]
+    options = f"--output {tmp_path}/copy --tokenizer none --vocab-size {VOCAB} --eod {EOS} --dtype {dtype} --quiet"
+    assert prepare_data.main(f"{' '.join(copy)} {options} --workers 1".split()) == 0
+    ours, theirs = train(path, 300), train(f"{tmp_path}/copy", 300)
+    assert ours.epoch_samples == theirs.epoch_samples < 300
+    assert rows(ours, 300) == rows(theirs, 300)
+    assert all((ours[i]["labels"] == theirs[i]["labels"]).all() for i in range(100))
+
+
+def test_nothing_is_copied(two, tmp_path):
+    dataset = train(describe(tmp_path, two), 20)
+    sources = [part.dataset for part in dataset.datasets]
+    assert [type(s).__name__ for s in sources] == ["TokenFiles"] * 2
+    big = int(sources[1].sequence_lengths.argmax())
+    got = sources[1].get(big)
+    assert isinstance(got.base, np.memmap) and got.dtype == np.uint32 and not got.flags.writeable
+    written = sum(f.stat().st_size for f in (tmp_path / "mix.json.cache").iterdir())
+    assert not any(f.suffix == ".bin" for f in (tmp_path / "mix.json.cache").iterdir()) and written < 100_000
+
+
+@pytest.mark.parametrize(("weights", "share"), [((1, 3), 0.75), ((0.5, 0.5), 0.5)])
+def test_weights_are_shares_of_the_samples_at_every_point(two, tmp_path, weights, share):
+    for source, weight in zip(two, weights, strict=True):
+        source["weight"] = weight
+    path = describe(tmp_path, two)
+    dataset = train(path, 400)
+    for samples in (40, 100, 400):  # beyond an epoch of the smaller source too
+        assert abs(of_high(dataset, samples) - share * samples) <= 1
+    assert rows(train(path, 40), 40) == rows(dataset, 40)  # not of the run's length
+    assert rows(train(path, 400, seed=8), 40) != rows(dataset, 40)
+
+
+def test_a_mixture_draws_as_megatrons_blend_and_goes_on_without_a_longer_table(two, tmp_path):
+    """Sources prepared as copies, and blended by Megatron with the same weights."""
+    copies = []
+    for name, files, dtype in (("low", "low", "uint16"), ("high", "high.npy", "uint32")):
+        options = f"--tokenizer none --vocab-size {VOCAB} --eod {EOS} --dtype {dtype} --quiet --workers 1"
+        inputs = sorted((tmp_path / files).iterdir()) if files == "low" else [tmp_path / files]
+        asked = [*(f"--input {f}" for f in inputs), f"--output {tmp_path}/copy-{name}", options]
+        assert prepare_data.main(" ".join(asked).split()) == 0
+        copies.append(f"{two[len(copies)]['weight']} {tmp_path}/copy-{name}")
+    ours, theirs = train(describe(tmp_path, two), 300), train(copies, 300)
+    assert rows(ours, 300) == rows(theirs, 300)
+    short = EndlessBlend(ours.datasets, [1, 3], 300, block=40)
+    assert rows(short, 40) == rows(ours, 40)
+    drawn = [short[i]["dataset_id"] for i in range(300)]
+    assert drawn == drawn[:40] * 7 + drawn[:20] and drawn[:40].count(1) == 30
+    for which in (0, 1):  # each source in its own order, without a hole
+        mine = [tuple(short[i]["tokens"].tolist()) for i in range(300) if drawn[i] == which]
+        assert mine == rows(ours.datasets[which], len(mine))
+
+
+def test_without_weights_tokens_count(two, tmp_path):
+    for source in two:
+        del source["weight"]
+    sizes = [
+        sum(os.path.getsize(f) for f in (tmp_path / "low").iterdir()) / 2,
+        os.path.getsize(tmp_path / "high.npy") / 4,
+    ]
+    assert abs(of_high(train(describe(tmp_path, two), 200), 200) - 200 * sizes[1] / sum(sizes)) <= 2
+
+
+def test_yaml_says_the_same(two, tmp_path):
+    expected = rows(train(describe(tmp_path, two), 50), 50)
+    (tmp_path / "mix.yaml").write_text(
+        f"eos: {EOS}   # ends documents\nvocab_size: {VOCAB}\nsources:\n"
+        "  - {name: low, weight: 1, dtype: uint16, files: [low/part-0.npy, low/part-1.npy, low/part-2.npy]}\n"
+        "  - name: high\n    weight: 3\n    dtype: uint32\n    files: high.npy\n"
+    )
+    assert rows(train(str(tmp_path / "mix.yaml"), 50), 50) == expected
+
+
+def test_a_blend_with_a_prepared_data_set(two, tmp_path):
+    write(tmp_path / "more.npy", tokens(100, 3, low=401, high=499))
+    options = f"--input {tmp_path}/more.npy --tokenizer none --vocab-size {VOCAB} --eod {EOS} --dtype uint16 --quiet"
+    assert prepare_data.main(f"{options} --output {tmp_path}/more --workers 1".split()) == 0
+    dataset = train([f"0.5 {describe(tmp_path, two)}", f"0.5 {tmp_path}/more"], 160)
+    assert abs(of_high(dataset, 160) - 60) <= 1
+    assert (
+        abs(sum(bool(((dataset[i]["tokens"] > 400) & (dataset[i]["tokens"] < 499)).any()) for i in range(160)) - 80)
+        <= 1
+    )
+
+
+def test_splits_share_no_document(tmp_path):
+    """Ids are documents' numbers."""
+    numbers = np.repeat(np.arange(10, 110), 30)
+    numbers[29::30] = EOS
+    write(tmp_path / "a.npy", numbers)
+    path = describe(tmp_path, [{"name": "a", "files": ["a.npy"]}])
+    sets = build_datasets([path], "80,10,10", 16, 40, 10, 10, 1)
+    seen = [{t for i in range(len(s)) for t in s[i]["tokens"].tolist()} - {EOS} for s in sets]
+    assert not (seen[0] & seen[1] or seen[0] & seen[2] or seen[1] & seen[2])
+    assert min(seen[1]) >= 90 and min(seen[2]) >= 100
+
+
+def test_names(two, tmp_path):
+    path = describe(tmp_path, two)
+    assert is_mixture(path) and without_suffix(path) == path and without_suffix(f"0.5 {path}") == f"0.5 {path}"
+    assert parse_blend([f"1 {path}", "2 x"]) == ([path, "x"], [1.0, 2.0])
+    assert (read_info(path).vocab_size, read_info(path).eod) == (VOCAB, EOS)
+    assert [s.name for s in read_mixture(path).sources] == ["low", "high"]
+
+
+def test_index_is_built_once_and_anew_for_a_file_that_has_changed(two, tmp_path, monkeypatch):
+    path = describe(tmp_path, two)
+    expected, read = rows(train(path, 30), 30), []
+    real = token_files._index_file
+    monkeypatch.setattr(token_files, "_index_file", lambda *a: (read.append(os.path.basename(a[2])), real(*a)))
+    assert rows(train(path, 30), 30) == expected and read == []
+    write(tmp_path / "low/part-1.npy", tokens(60, 77, high=400))
+    assert rows(train(path, 30), 30) != expected and read == ["part-1.npy"]
+    for file in (tmp_path / "mix.json.cache").glob("*.documents.npy"):  # cut, as by a full disk
+        file.write_bytes(file.read_bytes()[:100])
+    train(path, 30)
+    assert read == ["part-1.npy"]
+
+
+def test_a_killed_index_goes_on(two, tmp_path, monkeypatch):
+    path, real, read = describe(tmp_path, two), token_files._index_file, []
+
+    def dies(*arguments):
+        read.append(os.path.basename(arguments[2]))
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(token_files, "_index_file", dies)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        train(path, 10)
+    assert not list((tmp_path / "mix.json.cache").glob("*.documents.npy"))
+    train(path, 10)
+    assert sorted(set(read)) == sorted(["part-0.npy", "part-1.npy", "part-2.npy", "high.npy"])
+    assert read.count(read[0]) == 1 and not list((tmp_path / "mix.json.cache").glob(".unfinished-*"))
+
+
+def on_rank(rank, world, path):
+    return rows(train(path, 50), 50)
+
+
+def test_ranks_agree(two, tmp_path):
+    path = describe(tmp_path, two)
+    first, second = run_ranks(2, on_rank, path)
+    assert first == second == rows(train(path, 50), 50)
+
+
+def on_rank_error(rank, world, path):
+    try:
+        train(path, 50)
+    except DataError as problem:
+        return str(problem)
+
+
+def test_every_rank_is_told(two, tmp_path):
+    write(tmp_path / "high.npy", [1, 2, VOCAB, EOS] * 5, "uint32")
+    errors = run_ranks(2, on_rank_error, describe(tmp_path, two))
+    assert errors[0] == errors[1] and "token 2 is 1000" in errors[0]
+
+
+ONE = [{"name": "a", "files": ["a.npy"]}]
+
+
+@pytest.mark.parametrize(
+    ("sources", "top", "message"),
+    [
+        ([], {}, r"sources: got \[\]"),
+        (None, {"source": ONE}, "source: no such key, did you mean sources"),
+        ([{"name": "a", "paths": ["a.npy"]}], {}, r"sources\[0\].paths: no such key, did you mean files"),
+        (ONE, {"eod": 7}, "eod: no such key, did you mean eos"),
+        (ONE, {"vocab": 7}, "vocab: no such key, did you mean vocab_size"),
+        (ONE, {"eos": None}, "eos: got None, accepted: the id that ends documents, 0 to 999"),
+        (ONE, {"eos": 1000}, "eos: got 1000"),
+        (ONE, {"vocab_size": None}, "vocab_size: got None"),
+        (ONE, {"vocab_size": 70000}, "dtype uint16 cannot hold the ids of vocab_size 70000"),
+        (ONE, {"dtype": None}, "a.npy is a file of bare numbers: dtype uint16 or uint32 is needed"),
+        (ONE, {"eos": [7]}, r"eos: got \[7\]"),
+        (ONE, {"eos": True}, "eos: got True"),
+        (ONE, {"dtype": ["uint16"]}, r"dtype: got \['uint16'\]"),
+        ([7], {}, r"sources\[0\]: got 7, accepted: an object"),
+        ([{"name": "a", "files": [1]}], {}, r"sources\[0\].files: got \[1\]"),
+        ([{"name": "a"}], {}, r"sources\[0\].files: got None"),
+        (ONE, {"dtype": "int64"}, 'dtype: got .int64., accepted: "uint16" or "uint32"'),
+        ([{"files": ["a.npy"]}], {}, r"sources\[0\].name: got None"),
+        ([*ONE, *ONE], {}, r"sources\[1\].name: got .a."),
+        ([*ONE, {"name": "b", "files": ["./a.npy"]}], {}, "a.npy is given twice, in a and in b"),
+        ([{**ONE[0], "weight": 0}], {}, r"sources\[0\].weight: got 0"),
+        ([{**ONE[0], "weight": 1}, {"name": "b", "files": ["b.npy"]}], {}, "weight: got one for a, accepted"),
+        ([*ONE, {"name": "b", "files": ["b.npy"], "eos": 9}], {}, r"eos: got 7 in eos, 9 in sources\[1\].eos"),
+        ([{"name": "a", "files": ["none-*.npy"]}], {}, r"sources\[0\].files: none-\*.npy matches no file"),
+        ([{"name": "a", "files": ["none.npy"]}], {}, r"none.npy does not exist"),
+        ([{"name": "a", "files": ["folder"]}], {}, r"folder is a folder, accepted: files, or a pattern"),
+        ([{"name": "a", "files": ["s3://x/a.npy"]}], {}, "local files"),
+        ([{"name": "a", "files": ["odd.npy"]}], {}, r"a: .*odd.npy has 21 bytes, not a multiple of 2 \(dtype uint16\)"),
+        ([{"name": "a", "files": ["empty.npy"]}], {}, "empty.npy is empty"),
+        ([{"name": "a", "files": ["header.npy"]}], {}, "header.npy holds uint32, dtype says uint16"),
+    ],
+)
+def test_a_description_that_cannot_be_used_is_refused_before_tokens_are_read(tmp_path, sources, top, message):
+    write(tmp_path / "a.npy", tokens(50, 1))
+    write(tmp_path / "b.npy", tokens(50, 2))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "odd.npy").write_bytes(b"x" * 21)
+    (tmp_path / "empty.npy").write_bytes(b"")
+    np.save(tmp_path / "header.npy", np.arange(9, dtype=np.uint32))
+    path = describe(tmp_path, sources, **top)
+    if sources is None:
+        path = str(tmp_path / "mix.json")
+        (tmp_path / "mix.json").write_text(json.dumps(top))
+    with pytest.raises(DataError, match=message) as caught:
+        read_info(path)
+    assert str(caught.value).startswith(f"data: {path}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "given", "message"),
+    [
+        ([5, 6, EOS, 5000, EOS] * 9, "uint16", "uint16", r"token 3 is 5000, accepted: ids from 0 to 999"),
+        ([5, 6, 8] * 30, "uint16", "uint16", "eos 7 does not occur in its 90 tokens"),
+        ([*range(10, 40), EOS], "uint32", "uint16", "every second token is 0 or 1 .* looks like uint32"),
+        ([*range(10, 41), EOS], "uint16", "uint32", "looks like uint16"),
+    ],
+)
+def test_tokens_that_cannot_be_right_are_named(tmp_path, values, dtype, given, message):
+    write(tmp_path / "good.npy", tokens(50, 1), given)
+    write(tmp_path / "bad.npy", values, dtype)
+    path = describe(tmp_path, [{"name": "a", "files": ["good.npy", "bad.npy"]}], dtype=given)
+    with pytest.raises(DataError, match=rf"data: .*mix.json: a: .*bad.npy: .*{message}"):
+        train(path, 10)
+
+
+def test_files_with_numpys_header(tmp_path):
+    values = tokens(80, 1)
+    np.save(tmp_path / "a.npy", values.astype(np.uint16))
+    write(tmp_path / "b.npy", values)
+    with_header = describe(tmp_path, [{"name": "a", "files": ["a.npy"]}], "one.json", dtype=None)
+    bare = describe(tmp_path, [{"name": "a", "files": ["b.npy"]}], "two.json")
+    assert rows(train(with_header, 30), 30) == rows(train(bare, 30), 30)
+
+
+@pytest.mark.parametrize("text", ['{"sources": 1, "sources": 2}', "not json", "[1]", '{"sources": '])
+def test_a_file_that_is_no_description(tmp_path, text):
+    (tmp_path / "mix.json").write_text(text)
+    with pytest.raises(DataError, match=f"data: {tmp_path}/mix.json: .*accepted"):
+        read_info(str(tmp_path / "mix.json"))
+    (tmp_path / "mix.yaml").write_text("eos: 1\neos: 2\n")
+    with pytest.raises(DataError, match="mix.yaml: .*'eos' is given twice"):
+        read_info(str(tmp_path / "mix.yaml"))
+    with pytest.raises(DataError, match="no.yaml: No such file"):
+        read_info(str(tmp_path / "no.yaml"))
+    with pytest.raises(DataError, match="which is a token file, accepted: a description"):
+        read_info("part-0.npy")
