@@ -64,7 +64,9 @@ class ZeroCheckpoint:
                 "it was saved"
             )
         self.rules: Mapping[str, Any] = rules or {}
-        self.shapes = [{name: s for group in row[0]["param_shapes"] for name, s in group.items()} for row in self.models]
+        self.shapes = [
+            {name: s for group in row[0]["param_shapes"] for name, s in group.items()} for row in self.models
+        ]
         """Shapes of the trained parameters of each tensor-parallel rank."""
         for row, model in zip(self.shards, self.models, strict=True):
             if row[0].round_robin:
@@ -90,7 +92,22 @@ class ZeroCheckpoint:
                     f"{shapes[name].numel()}"
                 )
             pieces.append(flat.view(shapes[name]))
-        return _join_ranks(name, pieces, self.rules)
+        return self.join(name, pieces)
+
+    def join(self, name: str, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The tensor of all tensor-parallel ranks, and how to divide it again, in DeepSpeed's keys."""
+
+        def listed(key: str) -> bool:
+            return any(re.match(pattern, name) for pattern in self.rules.get(key, ()))
+
+        if not self.rules or listed("tp_replicated_parameter_patterns"):
+            return pieces[0].contiguous(), {}
+        if listed("parameter_with_2_sub_params_cat_dim_0"):
+            halves = [piece.chunk(2, 0) for piece in pieces]
+            whole = torch.cat([half[i] for i in range(2) for half in halves])
+            return whole, {"cat_dim": 0, "param_n_sub_params": 2}
+        dim = 1 if listed("parameter_with_row_parallelism_patterns") else 0
+        return torch.cat(pieces, dim), {"cat_dim": dim}
 
     def untrained(self) -> dict[str, dict[str, Any]]:
         """Frozen parameters and buffers, in their own dtype: ``{name: {"param": tensor, ...}}``."""
@@ -103,7 +120,8 @@ class ZeroCheckpoint:
                 continue
             pieces = [one[name] for one in per_rank]
             if name not in first["buffer_names"] or not self.rules:  # frozen_param_shapes are not saved at stage 1
-                whole, layout = _join_ranks(name, pieces, self.rules)
+                whole, layout = self.join(name, pieces)
+                whole = whole.clone() if whole is pieces[0] else whole  # of its own, for it may be a view
             elif all(torch.equal(piece, pieces[0]) for piece in pieces):
                 whole, layout = pieces[0].clone(), {}
             else:
@@ -149,22 +167,6 @@ def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
                 "DeepSpeed records them then, which are wrong; accepted: false, or a checkpoint of an engine of "
                 "coat_dist.initialize"
             )
-
-
-def _join_ranks(name: str, pieces: list[torch.Tensor], rules: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The tensor of all tensor-parallel ranks, and how to divide it again, in DeepSpeed's keys."""
-
-    def listed(key: str) -> bool:
-        return any(re.match(pattern, name) for pattern in rules.get(key, ()))
-
-    if not rules or listed("tp_replicated_parameter_patterns"):
-        return pieces[0].contiguous().clone(), {}
-    if listed("parameter_with_2_sub_params_cat_dim_0"):
-        halves = [piece.chunk(2, 0) for piece in pieces]
-        whole = torch.cat([half[i] for i in range(2) for half in halves])
-        return whole, {"cat_dim": 0, "param_n_sub_params": 2}
-    dim = 1 if listed("parameter_with_row_parallelism_patterns") else 0
-    return torch.cat(pieces, dim), {"cat_dim": dim}
 
 
 def _outside_optimizer(row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -28,7 +28,10 @@ def _lines(kind: str) -> Table:
             "qkv",
             tuple(f"model.layers.{{}}.self_attn.{one}_proj.{kind}" for one in "qkv"),
         ),
-        f"decoder.layers.{{}}.self_attention.linear_proj.{kind}": ("same", (f"model.layers.{{}}.self_attn.o_proj.{kind}",)),
+        f"decoder.layers.{{}}.self_attention.linear_proj.{kind}": (
+            "same",
+            (f"model.layers.{{}}.self_attn.o_proj.{kind}",),
+        ),
         f"decoder.layers.{{}}.mlp.linear_fc1.{kind}": (
             "halves",
             tuple(f"model.layers.{{}}.mlp.{one}_proj.{kind}" for one in ("gate", "up")),

@@ -153,7 +153,9 @@ def _check(folder: Path, entries: dict[str, Entry], shapes: dict[str, tuple[int,
     any_file = next(iter(entries.values())).file if entries else folder
     if missing := [name for name in shapes if name not in entries]:
         if all(f"model.{name}" in shapes for name in list(entries)[:3]):
-            raise CheckpointError(f"{any_file}: names lack `model.`: saved without its output layer, accepted: *ForCausalLM")
+            raise CheckpointError(
+                f"{any_file}: names lack `model.`: saved without its output layer, accepted: *ForCausalLM"
+            )
         raise CheckpointError(f"{any_file if _single(entries) else folder / _INDEX}: has no tensor {_some(missing)}")
     for name, shape in shapes.items():
         if entries[name].shape != shape:
@@ -168,7 +170,9 @@ def _check(folder: Path, entries: dict[str, Entry], shapes: dict[str, tuple[int,
             f"{entries[extra[0]].file}: holds {_some(extra)}, which a model as {CONFIG} describes does not have"
         )
     if "lm_head.weight" in entries and entries["lm_head.weight"].shape != shapes["model.embed_tokens.weight"]:
-        raise CheckpointError(f"{entries['lm_head.weight'].file}: tensor lm_head.weight: got another shape than embeddings")
+        raise CheckpointError(
+            f"{entries['lm_head.weight'].file}: tensor lm_head.weight: got another shape than embeddings"
+        )
 
 
 def _single(entries: dict[str, Entry]) -> bool:
@@ -190,6 +194,3 @@ def _checksums(folder: Path) -> dict[str, int]:
         raise CheckpointError(f"{folder / MANIFEST}: cannot be read ({problem})") from None
     tensors = manifest.get("tensors") if isinstance(manifest, dict) else None
     return tensors if isinstance(tensors, dict) else {}
-
-
-

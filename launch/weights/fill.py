@@ -13,8 +13,9 @@ __all__ = ["fill"]
 def fill(model: torch.nn.Module, weights: Weights) -> None:
     """Copy ``weights`` into a Megatron ``GPTModel``, patched or not, of any tensor- and pipeline-parallel size.
 
-    Call it on every rank, before DeepSpeed's ZeRO-3 divides the parameters. Values are rounded to the parameters' dtype.
-    Where the model's embedding has more or fewer rows of padding than the source's, they become zero or are left out.
+    Call it on every rank, before DeepSpeed's ZeRO-3 divides the parameters. Values are rounded to the parameters'
+    dtype. Where the model's embedding has more or fewer rows of padding than the source's, they become zero or are
+    left out.
 
     Args:
         model: on any device; ``model.module`` is taken where it is a wrapper.

@@ -32,13 +32,14 @@ def _layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     wide = model.ffn_hidden_size * ACTIVATIONS[model.activation].parts
     shapes: dict[str, tuple[int, ...]] = _norm("input_layernorm", model, h, model.norm_affine)
     shapes["self_attention.linear_proj.weight"] = (h, d * model.num_attention_heads)
-    if model.linear_bias:
+    if model.linear_bias or model.attention_output_bias:
         shapes["self_attention.linear_proj.bias"] = (h,)
     shapes["self_attention.linear_qkv.weight"] = (qkv, h)
     if model.linear_bias or model.qkv_bias:
         shapes["self_attention.linear_qkv.bias"] = (qkv,)
-    for one in ("q", "k"):
-        shapes |= _norm(f"self_attention.{one}_layernorm", model, d, model.qk_norm)
+    for one, heads in (("q", model.num_attention_heads), ("k", model.kv_heads)):
+        size = d * heads if model.qk_norm == "full" else d
+        shapes |= _norm(f"self_attention.{one}_layernorm", model, size, model.qk_norm is not False)
     shapes |= _norm("pre_mlp_layernorm", model, h, model.norm_affine)
     for name, shape in (("mlp.linear_fc1", (wide, h)), ("mlp.linear_fc2", (h, model.ffn_hidden_size))):
         shapes[f"{name}.weight"] = shape

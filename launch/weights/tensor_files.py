@@ -146,5 +146,7 @@ def _entry(file: Path, name: str, value: Any, base: int, size: int) -> Entry:
             f"{file}: tensor {name}: got {stop - start} bytes, accepted: {entry.bytes}, those of {list(shape)} {code}"
         )
     if base + stop > size:
-        raise CheckpointError(f"{file}: tensor {name} ends at byte {base + stop}, and the file at {size}: it is cut off")
+        raise CheckpointError(
+            f"{file}: tensor {name} ends at byte {base + stop}, and the file at {size}: it is cut off"
+        )
     return entry
