@@ -89,7 +89,8 @@ def _differing(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     try:
         read, _ = model_from_config(dict(config), "config.json")
     except CoatConfigError as problem:
-        return [str(problem).partition(":")[2].partition(":")[0].strip()]
+        key = str(problem).partition(":")[2].partition(":")[0].strip()
+        return ["activation" if key == "hidden_act" else key]
     one, other = function_of(read), function_of(model)
     differing = [key for key in one if one[key] != other[key]]
     if read.seq_length < model.seq_length:
