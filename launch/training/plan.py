@@ -11,7 +11,8 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
-from launch.model.gpt import ModelConfig, load_model_config, parameter_count
+from launch.model.gpt import ModelConfig, parameter_count
+from launch.training.initial import initial_weights, tokenizer_warning
 from launch.training.schedule import Schedule
 from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
 
@@ -37,10 +38,15 @@ class Plan:
     """The id with which documents end that are kept apart (``--separate-documents``); None = they are not."""
     sources: dict[str, Any]
     """What descriptions of token files among ``--data`` say, by the sources' names."""
+    weights: Any = None
+    """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
+
+    warning: str | None = None
+    """A line for the log."""
 
     def describe(self) -> str:
-        """One line for the log."""
-        return (
+        """One line for the log, and a second one where there is a warning."""
+        return ("" if self.warning is None else f"{self.warning}\n") + (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
             f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
             f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
@@ -90,7 +96,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
     """
     tp = args.tensor_parallel
     settings, coat = load_settings(args.deepspeed_config, tp=tp)
-    model = load_model_config(args.model, args.model_override)
+    model, weights = initial_weights(args)
     with as_typed():
         prefixes, _ = data.parse_blend(args.data)
         infos = [data.read_info(prefix) for prefix in prefixes]
@@ -121,4 +127,6 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         eod=infos[0].eod if args.separate_documents else None,
         sources={name: source for mixture in mixtures for name, source in mixture.items()},
         batch=batch_sizes(settings, world // tp),
+        weights=weights,
+        warning=tokenizer_warning(weights, prefixes[0], infos[0]),
     )
