@@ -29,25 +29,34 @@ from megatron.core.transformer.transformer_layer import (
 from .attention import CompactSelfAttention
 from .compat import check_version, fc1_params, field_or
 from .config_check import why_not_built
-from .core_attention import SDPA
+from .core_attention import SDPA, is_causal
 from .norm import Norm
 
 __all__ = ["gpt_layer_spec"]
 
 
-def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: int | None = None) -> ModuleSpec:
-    """The ``transformer_layer_spec`` of a ``GPTModel``, dense or with experts.
+def gpt_layer_spec(
+    config: TransformerConfig,
+    *,
+    affine: bool = True,
+    vp_stage: int | None = None,
+    attn_mask_type: AttnMaskType = AttnMaskType.causal,
+) -> ModuleSpec:
+    """The ``transformer_layer_spec`` of a ``GPTModel``, dense or with experts; or of a block of such layers.
 
     Args:
         config: every field is honoured, refused, or without meaning here; :mod:`megatron_patches.fields` says which.
             Experts are a ``SequentialMLP``: grouped products need another package.
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
+        attn_mask_type: ``AttnMaskType.no_mask`` for attention in both directions, as in a vision transformer:
+            ``TransformerBlock(config, gpt_layer_spec(config, attn_mask_type=...))`` is its layers and final norm.
 
     Raises:
-        ValueError: a field of ``config`` that would be ignored, by its key.
+        ValueError: a field of ``config`` that would be ignored, by its key; another ``attn_mask_type``.
     """
     check_version()
+    is_causal(attn_mask_type)
     if (reason := why_not_built(config)) is not None:
         raise ValueError(reason)
     norm = ModuleSpec(module=Norm, params={"affine": affine})
@@ -58,7 +67,7 @@ def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: 
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=RowParallelLinear))
     mlps = [_experts(config) if moe else dense for moe in _expert_layers(config, vp_stage)]
     # A block instead of a layer, because a bare layer spec leaves the final norm to Megatron's choice.
-    layers = [_layer(norm, head_norm, mlp) for mlp in mlps]
+    layers = [_layer(norm, head_norm, mlp, attn_mask_type) for mlp in mlps]
     return ModuleSpec(
         module=TransformerBlock, submodules=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     )
@@ -80,7 +89,7 @@ def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool
     return [bool(moe) for moe in everywhere[first : first + count]]
 
 
-def _layer(norm: ModuleSpec, head_norm: ModuleSpec | type, mlp: ModuleSpec) -> ModuleSpec:
+def _layer(norm: ModuleSpec, head_norm: ModuleSpec | type, mlp: ModuleSpec, mask: AttnMaskType) -> ModuleSpec:
     # Names of norms in Megatron's distributed checkpoints, for exchange with Transformer Engine models.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if mlp.module is MLP:  # a router's norm has its own name there as well
@@ -91,7 +100,7 @@ def _layer(norm: ModuleSpec, head_norm: ModuleSpec | type, mlp: ModuleSpec) -> M
             input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=CompactSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
+                params={"attn_mask_type": mask},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
                     core_attention=SDPA,
