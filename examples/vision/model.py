@@ -58,9 +58,7 @@ class VisionLanguageModel(nn.Module):
         self.language = language
         self.image_token = image_token
 
-    def forward(
-        self, images: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Pictures ``[b, 3, side, side]`` and tokens ``[b, s]`` → logits, or given labels losses ``[b, s]``."""
         features = self.projector(self.vision(images))
         text = self.language.embedding(tokens, None)  # [s, b, h]; rotary: no positions are added here

@@ -13,7 +13,7 @@ import torch
 
 __all__ = ["CAPTION", "END", "IMAGE", "PAD", "START", "VOCABULARY", "captions", "draw", "sample", "sentence"]
 
-SIZES = {"small": 0.11, "large": 0.2}  # half of a thing's width, in parts of the picture's
+SIZES = {"small": 0.13, "large": 0.22}  # half of a thing's width, in parts of the picture's
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0.2, 1), "yellow": (1, 1, 0)}
 SHAPES = ("circle", "square", "triangle")
 RELATIONS = {"left of": ("left", "of"), "above": ("above",)}
@@ -65,15 +65,15 @@ def draw(scenes: torch.Tensor, side: int, generator: torch.Generator) -> torch.T
 
     picture = uniform(0.1, 0.3, 1, 1, 1).expand(count, 3, side, side)
     above = scenes[:, 2] == 1
-    for place, thing in ((0.26, scenes[:, 0]), (0.74, scenes[:, 1])):
+    for place, thing in ((0.25, scenes[:, 0]), (0.75, scenes[:, 1])):
         size, colour, shape = torch.tensor(THINGS)[thing].unbind(1)
-        along, across = uniform(place - 0.04, place + 0.04), uniform(0.42, 0.58)
+        along, across = uniform(place - 0.03, place + 0.03), uniform(0.42, 0.58)
         x, y = torch.where(above, across, along), torch.where(above, along, across)
         radius = torch.tensor(list(SIZES.values()))[size] * uniform(0.95, 1.05)
         covered = _covered(shape, x * side, y * side, radius * side, side)
         paint = torch.tensor(list(COLOURS.values()))[colour] * uniform(0.8, 1.0, 1)
         picture = picture + covered[:, None] * (paint[:, :, None, None] - picture)
-    return 2 * picture - 1 + 0.05 * torch.randn(count, 3, side, side, generator=generator)
+    return 2 * picture - 1 + 0.03 * torch.randn(count, 3, side, side, generator=generator)
 
 
 def _words(thing: int) -> tuple[str, str, str]:
