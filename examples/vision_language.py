@@ -39,9 +39,9 @@ from megatron_patches import gpt_layer_spec, initialize_model_parallel, rng_stat
 
 # Layers, width and heads of the tower and the GPT; pixels of a picture's and a patch's side; pictures of a step.
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": dict(vision=(2, 64, 4), language=(2, 64, 4), side=28, patch=4, batch=6, steps=30, lr=4e-3, test=16),
-    "small": dict(vision=(2, 64, 4), language=(2, 64, 4), side=28, patch=7, batch=32, steps=1000, lr=2.5e-3, test=256),
-    "large": dict(vision=(12, 384, 6), language=(12, 512, 8), side=56, patch=8, batch=256, steps=1500, lr=5e-4, test=512),
+    "tiny": dict(vision=(2, 64, 4), language=(2, 64, 4), side=28, patch=4, batch=6, steps=30, lr=4e-3),
+    "small": dict(vision=(2, 64, 4), language=(2, 64, 4), side=28, patch=7, batch=32, steps=1000, lr=2.5e-3),
+    "large": dict(vision=(12, 384, 6), language=(12, 512, 8), side=56, patch=8, batch=256, steps=800, lr=5e-4),
 }  # fmt: skip
 gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
@@ -173,13 +173,13 @@ def run(args: argparse.Namespace, block: str) -> dict[str, Any]:
         folder = None if args.checkpoint is None else args.checkpoint / f"{block}_frozen"
         note(f"{block}: a new projector and GPT behind this tower, which is frozen")
     engine, losses, seconds = train(args, block, folder, tower)
-    size, features = SIZES[args.size], engine.module.vision.tokens
-    common = dict(side=size["side"], features=features, tp=args.tp)
+    common = dict(side=SIZES[args.size]["side"], features=engine.module.vision.tokens, tp=args.tp)
+    pictures = 16 if args.size == "tiny" else 256
     result = {
         "losses": losses,
         "seconds": seconds,
-        "held_out": evaluate(engine, size["test"], **common, held_out=True, examples=3),
-        "trained": evaluate(engine, size["test"] // 4, **common, held_out=False),
+        "held_out": evaluate(engine, pictures, **common, held_out=True, examples=3),
+        "trained": evaluate(engine, pictures // 4, **common, held_out=False),
     }
     for wanted, said in result["held_out"]["examples"]:
         note(f'  picture: "{wanted}", caption: "{said}"')
