@@ -117,7 +117,7 @@ def configuration(args: argparse.Namespace, block: str) -> dict[str, Any]:
 
 
 def train(
-    args: argparse.Namespace, block: str, folder: Path | None, tower: dict[str, torch.Tensor] | None = None
+    args: argparse.Namespace, block: str, folder: Path | None, tower: list[torch.Tensor] | None = None
 ) -> tuple[Any, list[float], float]:
     """Train a model; with ``tower`` behind a vision tower of these weights, which is frozen.
 
@@ -126,12 +126,13 @@ def train(
     """
     size, model = SIZES[args.size], build(args)
     if tower is not None:
-        model.vision.load_state_dict(tower)
         model.vision.requires_grad_(False)
+        for parameter, trained in zip(model.vision.parameters(), tower, strict=True):
+            parameter.copy_(trained)
     optimizer = None
     if block == "bf16":  # the baseline: torch's AdamW over the same parameter groups
         groups = coat_dist.param_groups(model, weight_decay=0.05)
-        optimizer = torch.optim.AdamW(groups, lr=size["lr"], betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(groups, lr=size["lr"], betas=(0.9, 0.95), fused=gpu)
     config = configuration(args, block)
     engine, *_ = megatron_patches.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     if engine.coat_patch_report is not None:
@@ -168,7 +169,7 @@ def run(args: argparse.Namespace, block: str) -> dict[str, Any]:
         engine, *_ = train(args, block, folder)
         vision = engine.module.vision
         with deepspeed.zero.GatheredParameters(list(vision.parameters())):  # ZeRO-3 holds parts of them
-            tower = {name: t.detach().clone() for name, t in vision.state_dict().items()}
+            tower = [p.detach().clone() for p in vision.parameters()]
         engine.destroy()
         folder = None if args.checkpoint is None else args.checkpoint / f"{block}_frozen"
         note(f"{block}: a new projector and GPT behind this tower, which is frozen")
