@@ -145,8 +145,7 @@ def train(
     for step in range(engine.global_steps, args.steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)  # other data-parallel ranks draw other pictures
         scenes = shapes.sample(engine.train_micro_batch_size_per_gpu(), generator)
-        drawn = make_batch(scenes, size["side"], features, args.tp, generator)
-        images, tokens, labels, mask = (t.to(device) for t in drawn)
+        images, tokens, labels, mask = make_batch(scenes, size["side"], features, args.tp, generator, device)
         loss = (engine(images, tokens, labels) * mask).sum() / mask.sum()  # of the caption's tokens alone
         engine.backward(loss)
         engine.step()

@@ -18,7 +18,7 @@ def text_length(features: int, tp: int) -> int:
 
 
 def make_batch(
-    scenes: torch.Tensor, side: int, features: int, tp: int, generator: torch.Generator
+    scenes: torch.Tensor, side: int, features: int, tp: int, generator: torch.Generator, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """Pictures ``[b, 3, side, side]``, tokens and labels ``[b, s]``, and which labels are words of the caption."""
     text = torch.full((len(scenes), text_length(features, tp) + 1), shapes.PAD)
@@ -26,7 +26,8 @@ def make_batch(
     text[:, 1 : 1 + features] = shapes.IMAGE
     text[:, 1 + features : 1 + features + shapes.CAPTION] = shapes.captions(scenes)
     tokens, labels = text[:, :-1], text[:, 1:]
-    return shapes.draw(scenes, side, generator), tokens, labels, (labels != shapes.PAD) & (labels != shapes.IMAGE)
+    mask = (labels != shapes.PAD) & (labels != shapes.IMAGE)
+    return shapes.draw(scenes, side, generator, device), *(t.to(device) for t in (tokens, labels, mask))
 
 
 @torch.no_grad()
@@ -55,8 +56,8 @@ def evaluate(
     generator = torch.Generator().manual_seed(999 + held_out)  # no seed of training's
     for start in range(0, pictures, 64):
         scenes = shapes.sample(min(64, pictures - start), generator, held_out)
-        images, tokens, *_ = make_batch(scenes, side, features, tp, generator)
-        said = say(engine, images.to(engine.device), tokens.to(engine.device), features).cpu()
+        images, tokens, *_ = make_batch(scenes, side, features, tp, generator, engine.device)
+        said = say(engine, images, tokens, features).cpu()
         wanted = shapes.captions(scenes)
         same = (said == wanted) | (wanted == shapes.PAD)  # what follows <end> is not looked at
         right += int(same.all(1).sum())

@@ -7,6 +7,7 @@ the generator that is given. Of all pairs of things an eighth never occurs in tr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations_with_replacement, product
 
 import torch
@@ -56,24 +57,35 @@ def sentence(tokens: torch.Tensor) -> str:
     return " ".join(words[: words.index("<end>")] if "<end>" in words else words)
 
 
-def draw(scenes: torch.Tensor, side: int, generator: torch.Generator) -> torch.Tensor:
-    """Pictures ``[count, 3, side, side]`` with values from about -1 to 1."""
-    count = len(scenes)
+def draw(
+    scenes: torch.Tensor, side: int, generator: torch.Generator, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Pictures ``[count, 3, side, side]`` with values from about -1 to 1, drawn on ``device``.
+
+    ``generator`` is the CPU's. Another device has its own for the noise, which differs between kinds of devices.
+    """
+    count, scenes = len(scenes), scenes.to(device)
 
     def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
-        return low + (high - low) * torch.rand(count, *shape, generator=generator)
+        return (low + (high - low) * torch.rand(count, *shape, generator=generator)).to(device)
+
+    def table(values: Iterable) -> torch.Tensor:
+        return torch.tensor(list(values), device=device)
 
     picture = uniform(0.1, 0.3, 1, 1, 1).expand(count, 3, side, side)
     above = scenes[:, 2] == 1
     for place, thing in ((0.25, scenes[:, 0]), (0.75, scenes[:, 1])):
-        size, colour, shape = torch.tensor(THINGS)[thing].unbind(1)
+        size, colour, shape = table(THINGS)[thing].unbind(1)
         along, across = uniform(place - 0.03, place + 0.03), uniform(0.42, 0.58)
         x, y = torch.where(above, across, along), torch.where(above, along, across)
-        radius = torch.tensor(list(SIZES.values()))[size] * uniform(0.95, 1.05)
+        radius = table(SIZES.values())[size] * uniform(0.95, 1.05)
         covered = _covered(shape, x * side, y * side, radius * side, side)
-        paint = torch.tensor(list(COLOURS.values()))[colour] * uniform(0.8, 1.0, 1)
+        paint = table(COLOURS.values())[colour] * uniform(0.8, 1.0, 1)
         picture = picture + covered[:, None] * (paint[:, :, None, None] - picture)
-    return 2 * picture - 1 + 0.03 * torch.randn(count, 3, side, side, generator=generator)
+    if torch.device(device).type != "cpu":
+        seed = int(torch.randint(2**31, (1,), generator=generator))
+        generator = torch.Generator(device).manual_seed(seed)
+    return 2 * picture - 1 + 0.03 * torch.randn(count, 3, side, side, generator=generator, device=device)
 
 
 def _words(thing: int) -> tuple[str, str, str]:
@@ -83,7 +95,7 @@ def _words(thing: int) -> tuple[str, str, str]:
 
 def _covered(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor, side: int) -> torch.Tensor:
     """How much of each pixel a shape covers, ``[count, side, side]``: a step of one pixel at its edge."""
-    pixels = torch.arange(side) + 0.5
+    pixels = torch.arange(side, device=x.device) + 0.5
     dx, dy = pixels[None, None, :] - x[:, None, None], pixels[None, :, None] - y[:, None, None]
     r = radius[:, None, None]
     outside = torch.stack(  # distance from the edge of each kind of shape, below zero inside
@@ -93,4 +105,4 @@ def _covered(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torc
             torch.maximum(dy - 0.8 * r, 0.87 * dx.abs() - 0.5 * (dy + r)),
         ]
     )
-    return (0.5 - outside[shape, torch.arange(len(shape))]).clamp(0, 1)
+    return (0.5 - outside[shape, torch.arange(len(shape), device=x.device)]).clamp(0, 1)
