@@ -14,6 +14,7 @@ which stays as it is. docs/vision-language.md says what comes out, and how to pu
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -65,6 +66,8 @@ def options() -> argparse.Namespace:
     args.steps = size["steps"] if args.steps is None else args.steps
     if args.steps < 1:
         parser.error(f"--steps: got {args.steps}, accepted: 1 or more")
+    if args.attention == "fp8" and args.block == "bf16":
+        parser.error("--attention: got fp8 with --block bf16, accepted: bf16, as only the block keeps FP8")
     if args.tp < 1 or any(n % args.tp for n in (ranks, size["vision"][2], size["language"][2])):
         parser.error(f"--tp: got {args.tp}, accepted: a divisor of the number of ranks, {ranks}, and of heads")
     if size["batch"] % (ranks // args.tp):
@@ -139,7 +142,7 @@ def train(
         note(engine.coat_patch_report)  # both stacks of layers, the tower's and the GPT's
     if folder is not None and (folder / "latest").exists():
         engine.load_checkpoint(str(folder))
-        note(f"{folder}: goes on after step {engine.global_steps}")
+        note(f"{folder}: has {engine.global_steps} of {args.steps} steps")
     losses, began = [], time.perf_counter()
     rank, features = parallel_state.get_data_parallel_rank(), model.vision.tokens
     for step in range(engine.global_steps, args.steps):
@@ -162,6 +165,7 @@ def run(args: argparse.Namespace, block: str) -> dict[str, Any]:
     """One variant, from random weights to the accuracy of its captions."""
     note(f"{block}: --size {args.size}, {args.steps} steps")
     if gpu:
+        gc.collect()  # the variant before
         torch.cuda.reset_peak_memory_stats()
     folder, tower = None if args.checkpoint is None else args.checkpoint / block, None
     if args.vision == "frozen":
@@ -170,6 +174,7 @@ def run(args: argparse.Namespace, block: str) -> dict[str, Any]:
         with deepspeed.zero.GatheredParameters(list(vision.parameters())):  # ZeRO-3 holds parts of them
             tower = [p.detach().clone() for p in vision.parameters()]
         engine.destroy()
+        del engine, vision
         folder = None if args.checkpoint is None else args.checkpoint / f"{block}_frozen"
         note(f"{block}: a new projector and GPT behind this tower, which is frozen")
     engine, losses, seconds = train(args, block, folder, tower)

@@ -131,6 +131,7 @@ def test_pictures_are_the_seeds_and_show_their_captions(shapes):
     [
         (["--steps", "0"], "--steps: got 0, accepted: 1 or more"),
         (["--tp", "2"], "--tp: got 2, accepted: a divisor of the number of ranks, 1, and of heads"),
+        (["--block", "bf16", "--attention", "fp8"], "--attention: got fp8 with --block bf16, accepted: bf16"),
         (["--block", "fp8"], "argument --block: invalid choice: 'fp8'"),
         (["--step", "3"], "unrecognized arguments: --step 3"),
     ],
