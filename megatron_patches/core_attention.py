@@ -18,7 +18,7 @@ from coat_dist.formats import QuantizedTensor
 
 from .config_check import check_field
 
-__all__ = ["SDPA", "is_causal"]
+__all__ = ["SDPA"]
 
 
 class SDPA(MegatronModule):
@@ -117,7 +117,7 @@ class SDPA(MegatronModule):
         for name, given in (("attention_bias", attention_bias), ("packed_seq_params", packed_seq_params)):
             if given is not None:
                 raise ValueError(f"{name}: got {type(given).__name__}, accepted: None with SDPA core attention")
-        causal = is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        causal = _is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         if causal and query.shape[0] != key.shape[0]:
             raise ValueError(
                 f"causal attention: got {query.shape[0]} queries for {key.shape[0]} keys, accepted: equal lengths"
@@ -134,8 +134,7 @@ class SDPA(MegatronModule):
             yield
 
 
-def is_causal(kind: AttnMaskType) -> bool:
-    """Whether an ``attn_mask_type`` is causal; ValueError for one that SDPA core attention lacks."""
+def _is_causal(kind: AttnMaskType) -> bool:
     accepted = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
     if kind not in accepted:
         raise ValueError(f"attn_mask_type: got {kind.name}, accepted: {', '.join(k.name for k in accepted)}")

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 from .attention import CompactSelfAttention
 from .compat import check_version, fc1_params, field_or
 from .config_check import why_not_built
-from .core_attention import SDPA, is_causal
+from .core_attention import SDPA
 from .norm import Norm
 
 __all__ = ["gpt_layer_spec"]
@@ -56,7 +56,8 @@ def gpt_layer_spec(
         ValueError: a field of ``config`` that would be ignored, by its key; another ``attn_mask_type``.
     """
     check_version()
-    is_causal(attn_mask_type)
+    if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+        raise ValueError(f"attn_mask_type: got {attn_mask_type.name}, accepted: causal, no_mask")
     if (reason := why_not_built(config)) is not None:
         raise ValueError(reason)
     norm = ModuleSpec(module=Norm, params={"affine": affine})
@@ -67,7 +68,9 @@ def gpt_layer_spec(
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=RowParallelLinear))
     mlps = [_experts(config) if moe else dense for moe in _expert_layers(config, vp_stage)]
     # A block instead of a layer, because a bare layer spec leaves the final norm to Megatron's choice.
-    layers = [_layer(norm, head_norm, mlp, attn_mask_type) for mlp in mlps]
+    layers = [_layer(norm, head_norm, mlp) for mlp in mlps]
+    for layer in layers:
+        layer.submodules.self_attention.params["attn_mask_type"] = attn_mask_type
     return ModuleSpec(
         module=TransformerBlock, submodules=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     )
@@ -89,7 +92,7 @@ def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool
     return [bool(moe) for moe in everywhere[first : first + count]]
 
 
-def _layer(norm: ModuleSpec, head_norm: ModuleSpec | type, mlp: ModuleSpec, mask: AttnMaskType) -> ModuleSpec:
+def _layer(norm: ModuleSpec, head_norm: ModuleSpec | type, mlp: ModuleSpec) -> ModuleSpec:
     # Names of norms in Megatron's distributed checkpoints, for exchange with Transformer Engine models.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if mlp.module is MLP:  # a router's norm has its own name there as well
@@ -100,7 +103,7 @@ def _layer(norm: ModuleSpec, head_norm: ModuleSpec | type, mlp: ModuleSpec, mask
             input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=CompactSelfAttention,
-                params={"attn_mask_type": mask},
+                params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
                     core_attention=SDPA,
