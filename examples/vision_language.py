@@ -215,6 +215,8 @@ def main() -> dict[str, dict[str, Any]]:
     args = options()
     if gpu:
         torch.cuda.set_device(device)  # where Megatron builds the model
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # matrices are small, and threads on cores that are busy wait for one another
     prepare()  # `python vision_language.py` is the only rank; without a GPU nothing is compiled first
     deepspeed.init_distributed()
     initialize_model_parallel(tp=args.tp, seed=1234)
