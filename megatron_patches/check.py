@@ -44,7 +44,8 @@ def check_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
         for block in plan.blocks:
             reason = why_no_fp8_attention(block.layer.self_attention) if block.kind == "self_attention" else None
             if reason is not None:
-                where = f"layer {block.layer.layer_number}"
+                stack = block.layer_name.rpartition("layers.")[0].rstrip(".").removesuffix("decoder").rstrip(".")
+                where = f"layer {block.layer.layer_number}" + (f" of {stack}" if stack else "")
                 raise ValueError(f'activation.attention: got "fp8", accepted: "bf16" with {reason} ({where})')
 
 

@@ -54,6 +54,7 @@ def make_plan(model: nn.Module, settings: ActivationConfig) -> Plan:
 
 def _plan_blocks(model: nn.Module, settings: ActivationConfig, plan: Plan) -> None:
     left = plan.report.left
+    _check_bf16_layers(settings, max((config.num_layers for config in configs_of(model)), default=0))
     for config in configs_of(model):
         all_bf16 = len(_bf16_layers(settings, config.num_layers)) == config.num_layers
         plan.why_nothing = plan.why_nothing or why_bf16_config(config) or ("bf16_layers" if all_bf16 else None)
@@ -103,13 +104,13 @@ def _plan_outputs(model: nn.Module, settings: ActivationConfig, plan: Plan) -> N
 
 
 def _bf16_layers(settings: ActivationConfig, layers: int) -> set[int]:
-    """Indices, from 0 over all pipeline stages, of the layers that stay BF16; ``layers`` is how many there are.
+    """Indices, from 0 over all pipeline stages, of the layers that stay BF16; ``layers`` is how many there are."""
+    return {i % layers for i in settings.bf16_layers if -layers <= i < layers}
 
-    Raises:
-        ValueError: an index out of range.
-    """
+
+def _check_bf16_layers(settings: ActivationConfig, layers: int) -> None:
+    """Raises ValueError for an index that is out of range; ``layers``: of the highest stack in the model."""
     wrong = [i for i in settings.bf16_layers if not -layers <= i < layers]
-    if wrong:
+    if wrong and layers:
         accepted = f"{-layers} to {layers - 1} for {layers} layers"
         raise ValueError(f"activation.bf16_layers: got {wrong[0]}, accepted: {accepted}")
-    return {i % layers for i in settings.bf16_layers}

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core import tensor_parallel as megatron_tp
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
 from coat_dist.deepspeed.replicated_grads import SUMMED, is_head_norm, partial_over_tp
@@ -57,14 +59,15 @@ def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
             module.reduce_grad_over_tp, module.partial_by_heads = True, is_head_norm(name)
             inside.update(id(p) for p in module.parameters(recurse=False))
     group = parallel_state.get_tensor_model_parallel_group()
-    config = _config(model)
+    configs = _configs(model)
     names = []
     for name, parameter in model.named_parameters():
         if id(parameter) in operations:
             setattr(parameter, SUMMED, True)
             if id(parameter) not in inside:
                 by_tokens = operations[id(parameter)] == "sum" and not is_head_norm(name)
-                parameter.register_hook(_reducer(group, operations[id(parameter)], config if by_tokens else None))
+                config = configs.get(id(parameter)) if by_tokens else None
+                parameter.register_hook(_reducer(group, operations[id(parameter)], config))
             names.append(name)
     return names
 
@@ -100,9 +103,20 @@ def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{name}.weight", module.weight
 
 
-def _config(model: nn.Module) -> Any:
-    """The configuration in which Megatron switches sequence parallelism on and off, or None if no module has one."""
-    return next((m.config for m in model.modules() if isinstance(m, MegatronModule)), None)
+def _configs(model: nn.Module) -> dict[int, Any]:
+    """By the id of a parameter: the configuration in which Megatron switches its sequence parallelism on and off.
+
+    A model may hold several, of which not all are sequence parallel: a vision tower beside a GPT. Modules inside a
+    block may have copies, which Megatron does not switch.
+    """
+    found: dict[int, Any] = {}
+    for kinds in ((MegatronModule,), (LanguageModule, TransformerBlock)):
+        own: dict[int, Any] = {}
+        for module in (m for m in model.modules() if isinstance(m, kinds)):
+            for parameter in module.parameters():
+                own.setdefault(id(parameter), module.config)
+        found |= own
+    return found
 
 
 def _reducer(group: dist.ProcessGroup, operation: str, config: Any = None) -> Any:

@@ -47,8 +47,9 @@ def gpt_layer_spec(
     norm_placement: Literal["pre", "post"] = "pre",
     norm_all_heads: bool = False,
     attention_output_bias: bool = False,
+    attn_mask_type: AttnMaskType = AttnMaskType.causal,
 ) -> ModuleSpec:
-    """The ``transformer_layer_spec`` of a ``GPTModel``, dense or with experts.
+    """The ``transformer_layer_spec`` of a ``GPTModel``, dense or with experts; or of a block of such layers.
 
     Args:
         config: every field is honoured, refused, or without meaning here; :mod:`megatron_patches.fields` says which.
@@ -59,18 +60,23 @@ def gpt_layer_spec(
         norm_all_heads: RMSNorm on queries and keys over all heads together (OLMo-2). ``config.qk_layernorm``, of which
             Megatron concludes that their weights are replicated, stays False.
         attention_output_bias: a bias of linear_proj alone; ``config.add_bias_linear`` gives all linears one.
+        attn_mask_type: ``AttnMaskType.no_mask`` for attention in both directions, as in a vision transformer:
+            ``TransformerBlock(config, gpt_layer_spec(config, attn_mask_type=...))`` is its layers and final norm.
 
     Raises:
-        ValueError: a field of ``config`` that would be ignored, by its key, or another ``norm_placement``.
+        ValueError: a field of ``config`` that would be ignored, by its key; another ``norm_placement`` or
+            ``attn_mask_type``.
     """
     check_version()
+    if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+        raise ValueError(f"attn_mask_type: got {attn_mask_type.name}, accepted: causal, no_mask")
     if (reason := why_not_built(config)) is not None:
         raise ValueError(reason)
     if norm_placement not in ("pre", "post"):
         raise ValueError(f"norm_placement: got {norm_placement!r}, accepted: 'pre', 'post'")
     norm = ModuleSpec(module=Norm, params={"affine": affine})
     layer = _layer(norm, affine, norm_placement)
-    layer.submodules.self_attention = _attention(config, norm_all_heads, attention_output_bias)
+    layer.submodules.self_attention = _attention(config, attn_mask_type, norm_all_heads, attention_output_bias)
     fc1 = ModuleSpec(module=ColumnParallelLinear, params=fc1_params(config))
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=RowParallelLinear))
     mlps = [_experts(config) if moe else dense for moe in _expert_layers(config, vp_stage)]
@@ -97,7 +103,7 @@ def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool
     return [bool(moe) for moe in everywhere[first : first + count]]
 
 
-def _attention(config: TransformerConfig, norm_all_heads: bool, output_bias: bool) -> ModuleSpec:
+def _attention(config: TransformerConfig, mask: AttnMaskType, norm_all_heads: bool, output_bias: bool) -> ModuleSpec:
     """Self-attention with SDPA, and the norms on queries and keys that are asked for."""
     l2 = field_or(config, "qk_l2_norm", False)
     head_norms: list[Any] = [Norm if config.qk_layernorm else IdentityOp] * 2
@@ -111,7 +117,7 @@ def _attention(config: TransformerConfig, norm_all_heads: bool, output_bias: boo
         head_norms = [ModuleSpec(module=AllHeadsNorm, params={"heads": count}) for count in counts]
     return ModuleSpec(
         module=CompactSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": mask},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=SDPA,

@@ -36,8 +36,10 @@ def commands(name: str) -> list[str]:
     return found
 
 
-def start(command: str, **environment: str) -> str:
+def start(command: str, limit: float = 300, **environment: str) -> str:
     """Run a command with the launcher that stands beside this Python, and a port of its own; what it printed.
+
+    It may take ``limit`` seconds.
 
     Raises:
         AssertionError: it failed.
@@ -51,7 +53,7 @@ def start(command: str, **environment: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=limit,
     )
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout

@@ -13,7 +13,14 @@ MISSING = [name for name in ("transformers", "accelerate") if importlib.util.fin
 
 
 def test_all_are_here():
-    assert NAMES == ["deepspeed_any_model", "megatron_deepspeed", "megatron_loop", "torch_loop", "trainer"]
+    assert NAMES == [
+        "deepspeed_any_model",
+        "megatron_deepspeed",
+        "megatron_loop",
+        "torch_loop",
+        "trainer",
+        "vision_language",
+    ]
 
 
 @pytest.mark.parametrize(("name", "command"), [(name, command) for name in NAMES for command in commands(name)])
@@ -28,3 +35,6 @@ def test_command(name, command):
         assert taken and 2.0 < float(taken[1]) < 2.2, printed
     if "megatron" in name:
         assert "FP8 flow: 4 of 4 blocks patched" in printed, printed
+    if name == "vision_language":
+        assert "FP8 flow: 8 of 8 blocks patched" in printed, printed
+        assert "captions of pictures that are new" in printed, printed
