@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from coat_dist import CoatConfigError
 from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import without_suffix
+from launch.planning.recompute import add_recompute_options, check_recompute
 
 __all__ = ["check_arguments", "parse", "parser"]
 
@@ -95,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
     g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
     g.add_argument("--seed", type=whole_number, default=1234, help="of initial weights, data order and dropout")
+
+    add_recompute_options(p.add_argument_group("memory"))
 
     g = p.add_argument_group("data")
     g.add_argument(
@@ -223,6 +226,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         not args.sequence_parallel or args.tensor_parallel > 1,
         "only with --tensor-parallel 2 or more",
     )
+    problems += check_recompute(args)
     if args.tensorboard is not None and find_spec("tensorboard") is None:
         problems.append("--tensorboard: needs the package of that name: pip install tensorboard")
     if problems:

@@ -25,7 +25,7 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) 
     """
     import megatron_patches
 
-    model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel)
+    model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel, **p.recompute)
     if p.model.num_moe_experts is not None:
         scale_aux_loss(p.batch.accumulation)
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}

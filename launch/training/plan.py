@@ -6,12 +6,13 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, load_model_config, parameter_count
+from launch.planning.recompute import recompute_options
 from launch.training.schedule import Schedule
 from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
 
@@ -33,6 +34,8 @@ class Plan:
     batch: BatchSizes
     dp: int
     """Data-parallel ranks."""
+    recompute: dict[str, Any] = field(default_factory=dict)
+    """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
     def describe(self) -> str:
         """One line for the log."""
@@ -108,4 +111,5 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         schedule=schedule,
         dp=world // tp,
         batch=batch_sizes(settings, world // tp),
+        recompute=recompute_options(args, model.num_layers),
     )
