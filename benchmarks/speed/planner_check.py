@@ -1,7 +1,8 @@
 """What training really needs of a GPU: peaks, what is held when, and step times, beside the planner's numbers.
 
     python -m benchmarks.speed.planner_check [--only NAME ...] [--ranks 2] [--seconds 450] [--output DIR]
-    python -m benchmarks.speed.planner_check --compare FILE.json       # the planner against an earlier measurement
+    python -m benchmarks.speed.planner_check --verify            # configurations that the planner was not fitted to
+    python -m benchmarks.speed.planner_check --compare FILE.json # the planner against an earlier measurement
 
 Each configuration is an engine of `launch/pretrain.py` with random tokens in processes of its own (`--ranks` of them,
 each on a GPU), six steps: the first four taken apart (forward, backward, step), the last two timed as a whole. A
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -59,6 +61,22 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     },
 }
+VERIFY: dict[str, dict[str, Any]] = {
+    "7b-8-layers-zero2-coat-largest": {**SEVEN, "override": ["num_layers=8"], "config": "zero2", "micro": "largest"},
+    "7b-8-layers-zero2-bf16-largest": {
+        **SEVEN,
+        "override": ["num_layers=8"],
+        "config": "zero2-bf16",
+        "micro": "largest",
+    },
+    "13b-zero2-coat-mb3": {"model": "llama2-13b", "override": ["num_layers=3"], "config": "zero2", "micro": 3},
+    "8b-zero3-coat-mb2": {**EIGHT, "config": "zero3", "micro": 2},
+    "7b-zero2-coat-remainder-mb2": CASES["7b-zero2-coat-remainder-mb2"],
+    "7b-zero2-bf16-full-recompute-mb4": CASES["7b-zero2-bf16-full-recompute-mb4"],
+    "7b-zero2-coat-mlp-recompute-mb4": CASES["7b-zero2-coat-mlp-recompute-mb4"],
+    "olmo-zero1-coat-mb16": {**OLMO, "config": "zero1", "micro": 16},
+}
+"""The first two are the planner's largest micro-batches on this GPU: they have to run."""
 STEPS, APART = 6, 4
 
 
@@ -76,6 +94,39 @@ def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def planned(case: dict[str, Any], ranks: int) -> Any:
+    """The planner's run of a case."""
+    from coat_dist import CoatConfig
+    from launch.model.gpt import load_model_config
+    from launch.planning.run import Run
+
+    settings, tp = settings_of(case), case.get("tp", 1)
+    return Run(
+        model=load_model_config(case["model"], case["override"]),
+        settings=settings,
+        coat=CoatConfig.from_deepspeed(settings),
+        dp=ranks // tp,
+        tp=tp,
+        sequence_parallel=tp > 1,
+        micro=case["micro"],
+        accumulation=case.get("accumulation", 1),
+        recompute=case.get("recompute", {}),
+    )
+
+
+def largest(case: dict[str, Any]) -> int:
+    """The largest micro-batch that the planner says fits on this GPU as it is."""
+    import torch
+
+    from launch.planning.gpus import GPUS
+    from launch.planning.search import largest_micro_batch
+
+    free, total = torch.cuda.mem_get_info()
+    other = total - free - torch.cuda.memory_reserved() + 2**30
+    run = planned({**case, "micro": 1}, torch.distributed.get_world_size())
+    return largest_micro_batch(run, GPUS["h100"].but(memory=total, other=other))
+
+
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """One rank's run of a case: bytes at every point, and seconds."""
     import torch
@@ -87,8 +138,18 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     from launch.training.settings import batch_sizes
     from megatron_patches import initialize_model_parallel
 
+    used: dict[str, int] = {}
+
+    def look(moment: str) -> None:
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            used[moment] = total - free - torch.cuda.memory_reserved()
+
+    look("the CUDA context alone")
     device = runtime.start(int(os.environ["LOCAL_RANK"]))
+    look("process group")
     gpu = device.type == "cuda"
+    case = {**case, "micro": largest(case)} if case["micro"] == "largest" else case
     tp = case.get("tp", 1)
     initialize_model_parallel(tp, seed=1234, create_gloo_process_groups=False)
     world, settings = torch.distributed.get_world_size(), settings_of(case)
@@ -120,6 +181,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     note("started")
     engine = build.build_engine(p, lambda text: None)  # type: ignore[arg-type]
     note("engine built")
+    look("engine built")
     loss_of = build.language_model_loss(tp, device)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     assert model.vocab_size is not None
@@ -161,6 +223,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         if step == APART - 1:
             parts = [b - a for a, b in zip(clock, clock[1:], strict=False)]
     result: dict[str, Any] = {
+        "case": case,
         "loss": float(loss),
         "table": report.to_dict(),
         "held": held,
@@ -175,6 +238,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             "peak_reserved": max(one["peak_reserved"] for one in held),
             "not_torchs": total - free - torch.cuda.memory_reserved(),
             "gpu_bytes": total,
+            "not_torchs_by": used,
             "gpu": torch.cuda.get_device_name(),
             "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"],
         }
@@ -219,12 +283,20 @@ def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: f
     return max((json.loads(path.read_text()) for path in found), key=lambda one: one.get("peak_reserved", 0))
 
 
+def predict(case: dict[str, Any], ranks: int, gpu: str) -> dict[str, float]:
+    """The planner's bytes and seconds of a case."""
+    from launch.planning.gpus import find_gpu
+    from launch.planning.search import need
+    from launch.planning.speed import step_time
+
+    run = planned(case, ranks)
+    peak = need(run).peak
+    seconds = step_time(run, find_gpu(gpu)).seconds
+    return {"allocated": peak.allocated, "reserved": peak.reserved, "seconds": seconds}
+
+
 def compare(results: dict[str, dict[str, Any]], ranks: int) -> list[str]:
     """A line for each measured case: measured, and the planner's numbers over them."""
-    try:
-        from launch.planning.check import predict_case
-    except ImportError:
-        predict_case = None
     lines = [
         f"{'configuration':<36}{'allocated':>10}{'reserved':>10}{'other':>7}{'step ms':>9}   GiB; predicted / measured"
     ]
@@ -239,26 +311,28 @@ def compare(results: dict[str, dict[str, Any]], ranks: int) -> list[str]:
             f"{one[key] / 2**30:>{width}.2f}"
             for key, width in (("peak_allocated", 10), ("peak_reserved", 10), ("not_torchs", 7))
         )
+        predicted = predict(one["case"], ranks, one["gpu"])
+        ratios = [
+            predicted["allocated"] / one["peak_allocated"],
+            predicted["reserved"] / one["peak_reserved"],
+            predicted["seconds"] / one["step_seconds"],
+        ]
         line += f"{1e3 * one['step_seconds']:>9.1f}"
-        if predict_case is not None:
-            predicted = predict_case(one["case"], settings_of(one["case"]), ranks, one["gpu"])
-            line += "   allocated {:.3f}, reserved {:.3f}, time {:.2f}".format(
-                predicted["allocated"] / one["peak_allocated"],
-                predicted["reserved"] / one["peak_reserved"],
-                predicted["seconds"] / one["step_seconds"],
-            )
-        lines.append(line)
+        lines.append(line + "   allocated {:.3f}, reserved {:.3f}, time {:.2f}".format(*ratios))
     return lines
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=None, choices=list(CASES), metavar="NAME", help=", ".join(CASES))
+    parser.add_argument(
+        "--only", nargs="+", default=None, choices=[*CASES, *VERIFY], metavar="NAME", help=", ".join([*CASES, *VERIFY])
+    )
     parser.add_argument("--again", action="store_true", help="measure also what the result file has")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs")
     parser.add_argument("--seconds", type=float, default=450, help="start no configuration later than this")
     parser.add_argument("--tiny", action="store_true", help="with tiny models (to try this program without a GPU)")
+    parser.add_argument("--verify", action="store_true", help="configurations that the planner was not fitted to")
     parser.add_argument("--compare", default=None, metavar="FILE", help="a result of this program")
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
     return parser.parse_args(given)
@@ -269,7 +343,7 @@ def main() -> None:
     if arguments.child is not None:
         case, out = json.loads(arguments.child[0]), Path(arguments.child[1])
         result = measure(case)
-        out.write_text(json.dumps({"case": case, **result}))
+        out.write_text(json.dumps(result))
         return
     if int(os.environ.get("RANK", 0)):
         return  # under torchrun: the first process starts the ranks
@@ -283,15 +357,18 @@ def main() -> None:
     results = {k: v for k, v in results.items() if "error" not in v}
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"planner-check-{os.getpid()}"
     folder.mkdir()
+    if shutil.which("nvidia-smi"):  # before any process of ours
+        query = ["nvidia-smi", "--query-gpu=memory.total,memory.used,memory.reserved", "--format=csv"]
+        subprocess.run(query, check=False)
     began = time.monotonic()
-    for key in arguments.only or CASES:
+    for key in arguments.only or (VERIFY if arguments.verify else CASES):
         if key in results and not arguments.again:
             continue
         left = arguments.seconds - (time.monotonic() - began)
         if left < 15:
             print(f"{key}: not started, --seconds {arguments.seconds:.0f} are over; start the same command again")
             continue
-        case = CASES[key]
+        case = {**CASES, **VERIFY}[key]
         if arguments.tiny:
             small = ["hidden_size=256", "ffn_hidden_size=512", "num_attention_heads=4", "num_query_groups=4"]
             case = {**case, "override": [*small, "num_layers=2", "seq_length=64", "vocab_size=1000"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,13 @@ def add_gpu_options(group: Any) -> None:
     group.add_argument(
         "--gpu-memory", default=None, metavar="SIZE", help="memory of a GPU, such as 80GiB (default: that of --gpu)"
     )
+    group.add_argument(
+        "--other-memory",
+        default=None,
+        metavar="SIZE",
+        help="of it, what is not torch's: CUDA, NCCL, other programs (default: what is in use here and 1 GiB; for "
+        "another machine 7.8GiB, or 8.8GiB with several GPUs)",
+    )
 
 
 def chosen_gpu(args: argparse.Namespace) -> GPU:
@@ -67,19 +75,23 @@ def chosen_gpu(args: argparse.Namespace) -> GPU:
     """
     import torch
 
-    memory = None if args.gpu_memory is None else memory_bytes(args.gpu_memory)
+    changes: dict[str, int] = {}
     if args.gpu is not None:
         gpu = find_gpu(args.gpu)
-    elif torch.cuda.is_available():
-        here = torch.cuda.get_device_properties(0)
+    elif torch.cuda.is_available() and args.gpu_memory is None:
+        free, total = torch.cuda.mem_get_info()
         try:
-            gpu = find_gpu(here.name)
+            gpu = find_gpu(torch.cuda.get_device_name())
         except CoatConfigError:
             gpu = GPUS["h100"]
-        memory = memory or here.total_memory
+        changes = {"memory": total, "other": total - free + 2**30}
     else:
         gpu = GPUS["h100"]
-    return gpu if memory is None else gpu.but(memory)
+    if args.gpu_memory is not None:
+        changes["memory"] = memory_bytes(args.gpu_memory)
+    if args.other_memory is not None:
+        changes["other"] = memory_bytes(args.other_memory, "--other-memory")
+    return gpu.but(**changes)
 
 
 def run_of(
@@ -154,9 +166,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
     Raises:
         CoatConfigError: settings that cannot be used or planned.
     """
+    import torch
+
     from launch.training.settings import batch_sizes, load_settings
 
     args = _parser().parse_args(argv)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on the screen that it found no GPU
     world = 1 if args.gpus is None else args.gpus
     problems = check_recompute(args)
     for name in ("gpus", "tensor_parallel", "accumulation", "seq_length", "vocab_size"):
@@ -202,7 +218,7 @@ def _with_batch(args: Any, model: Any, settings: Any, coat: Any, world: int, bat
     if given == AUTO:
         steps = settings.get(keys[1])
         run = run_of(model, settings, coat, args, world, 1, steps if isinstance(steps, int) else 1)
-        return run.but(micro=max(1, largest_micro_batch(run, gpu.memory))), gpu, args
+        return run.but(micro=max(1, largest_micro_batch(run, gpu))), gpu, args
     if args.micro_batch is not None:
         settings[keys[0]] = args.micro_batch
         settings.pop(keys[2], None)

@@ -7,7 +7,8 @@ by the ratio of their data sheets' numbers, and are marked so.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from coat_dist import CoatConfigError
 
@@ -34,9 +35,12 @@ class GPU:
     link: float
     """Bytes a second at which a rank gathers or scatters, within a host."""
     measured: bool = False
+    other: int | None = None
+    """Bytes in use that are not torch's, where that is known."""
 
-    def but(self, memory: int) -> GPU:
-        return GPU(self.name, memory, self.bf16, self.fp8, self.attention, self.copy, self.link, self.measured)
+    def but(self, **changes: Any) -> GPU:
+        """This GPU with other values."""
+        return replace(self, **changes)
 
 
 def _like(name: str, gib: float, bf16: float, fp8: float, copy: float, link: float) -> GPU:
@@ -93,13 +97,13 @@ def find_gpu(name: str) -> GPU:
     raise CoatConfigError(f"--gpu: got {name!r}, accepted: {', '.join(GPUS)} (or --gpu-memory alone)")
 
 
-def memory_bytes(text: str) -> int:
+def memory_bytes(text: str, option: str = "--gpu-memory") -> int:
     """Bytes of "80GiB", "80GB", "80g" (10^9) or "85899345920".
 
     Raises:
-        CoatConfigError: anything else.
+        CoatConfigError: anything else; names ``option``.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] not in _UNITS or not float(found[1]):
-        raise CoatConfigError(f"--gpu-memory: got {text!r}, accepted: a size such as 80GiB or 141GB")
+        raise CoatConfigError(f"{option}: got {text!r}, accepted: a size such as 80GiB or 141GB")
     return int(float(found[1]) * _UNITS[found[2]])

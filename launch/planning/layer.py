@@ -103,6 +103,8 @@ def saved(run: Run, patched: bool) -> tuple[float, float, float]:
             qkv, mlp = qkv - stream, mlp - stream
         if "mlp" in modules:
             mlp = 2 * stream + (8 if run.model.normalization == "layernorm" else 4) / sizes.share
+    if "core_attn" in modules:
+        attention -= 4 * sizes.heads  # q, k, v and the output stay
     return qkv, attention, mlp + dropout
 
 

@@ -40,9 +40,9 @@ _SAID = {
 }
 
 
-def rows(run: Run) -> list[tuple[str, int]]:
+def rows(run: Run, gpu: GPU | None = None) -> list[tuple[str, int]]:
     """What is held at the peak, and what is added to it: name and bytes."""
-    needed = need(run)
+    needed = need(run, gpu)
     peak = needed.peak
     found = [(_SAID.get(key, key), peak.held[key]) for key in _ORDER if peak.held.get(key)]
     found += [(key, size) for key, size in peak.held.items() if key not in _ORDER]
@@ -56,16 +56,16 @@ def rows(run: Run) -> list[tuple[str, int]]:
     ]
 
 
-def table(run: Run) -> str:
+def table(run: Run, gpu: GPU | None = None) -> str:
     """What takes how much at the peak, a line each."""
     lines = [f"{'memory of the rank that needs most':<40}{'GiB':>9}"]
-    lines += [f"  {name:<38}{size / GIB:>9.2f}" for name, size in rows(run)]
+    lines += [f"  {name:<38}{size / GIB:>9.2f}" for name, size in rows(run, gpu)]
     return "\n".join([*lines, f"  the peak is in {need(run).peak.moment}"])
 
 
 def _short(run: Run, name: str, gpu: GPU) -> dict[str, Any]:
-    largest = largest_micro_batch(run, gpu.memory)
-    needed = need(run)
+    largest = largest_micro_batch(run, gpu)
+    needed = need(run, gpu)
     result: dict[str, Any] = {
         "name": name,
         "micro_batch": run.micro,
@@ -88,7 +88,7 @@ def _short(run: Run, name: str, gpu: GPU) -> dict[str, Any]:
 
 def answer(run: Run, gpu: GPU) -> dict[str, Any]:
     """Everything that the planner says, as plain values; sizes in bytes, times in seconds."""
-    needed, found, time = need(run), states(run), step_time(run, gpu)
+    needed, found, time = need(run, gpu), states(run), step_time(run, gpu)
     coat, plain = with_block(run), without_block(run)
     return {
         "gpu": {"name": gpu.name, "memory_bytes": gpu.memory, "rates_measured": gpu.measured},
@@ -113,8 +113,8 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
             "needed_bytes": needed.total,
             "phases_bytes": needed.peak.other_peaks,
         },
-        "fits": fits(run, gpu.memory),
-        "largest_micro_batch": largest_micro_batch(run, gpu.memory),
+        "fits": fits(run, gpu),
+        "largest_micro_batch": largest_micro_batch(run, gpu),
         "with_block": _short(coat, "with the block", gpu),
         "without_block": _short(plain, "without", gpu),
         "step": {"seconds": time.seconds, "parts_seconds": time.parts, "tokens": time.tokens},
@@ -132,7 +132,7 @@ def text(run: Run, gpu: GPU) -> str:
     lines = [
         f"{said['parameters_per_rank']:,} parameters a rank before ZeRO-{run.stage}; {ranks}; micro-batch {run.micro} "
         f"of {run.model.seq_length} tokens, {run.accumulation} a step",
-        table(run),
+        table(run, gpu),
     ]
     need_gib, has = said["peak"]["needed_bytes"] / GIB, gpu.memory / GIB
     verdict = "fits" if said["fits"] else "DOES NOT FIT"

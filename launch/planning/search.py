@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from coat_dist import CoatConfig
 
+from .gpus import GPU
 from .run import Run
 from .timeline import Peak, simulate
 
@@ -26,8 +27,10 @@ __all__ = [
 
 MARGIN = 0.02
 """Part of what the allocator reserves that is added before a run is said to fit: pages that are half used."""
-_ALONE, _TOGETHER = 800 * 2**20, 1900 * 2**20
-"""Not torch's: the CUDA context, kernels and libraries; with NCCL's buffers."""
+_ALONE, _TOGETHER = int(7.8 * 2**30), int(8.8 * 2**30)
+"""Memory in use on a GPU that is not torch's, where nothing better is known: 7.76 GiB were measured on an H100 with one
+rank, whatever the configuration (the CUDA context, libraries, kernels, what the machine itself has taken); with NCCL's
+buffers a GiB more, an allowance."""
 _MOST = 4096
 
 
@@ -54,31 +57,34 @@ class Saving:
     run: Run
 
 
-def need(run: Run) -> Need:
-    """What the rank that needs most takes."""
+def need(run: Run, gpu: GPU | None = None) -> Need:
+    """What the rank that needs most takes; on ``gpu``, of which more may be known."""
     peak = simulate(run)
     building = peak.other_peaks.get("building the engine", 0)
     peak = Peak(peak.moment, peak.held, max(peak.reserved, building), peak.other_peaks)
-    return Need(peak, _ALONE if run.dp * run.tp == 1 else _TOGETHER, int(MARGIN * peak.reserved))
+    other = _ALONE if run.dp * run.tp == 1 else _TOGETHER
+    if gpu is not None and gpu.other is not None:
+        other = gpu.other
+    return Need(peak, other, int(MARGIN * peak.reserved))
 
 
-def fits(run: Run, memory: int) -> bool:
-    """Whether ``memory`` bytes, all that the GPU has, are enough."""
-    return need(run).total <= memory
+def fits(run: Run, gpu: GPU) -> bool:
+    """Whether the GPU's memory is enough."""
+    return need(run, gpu).total <= gpu.memory
 
 
-def largest_micro_batch(run: Run, memory: int) -> int:
+def largest_micro_batch(run: Run, gpu: GPU) -> int:
     """The largest micro-batch that fits; 0 where not even one sample does."""
     low, high = 0, 1
-    while high <= _MOST and fits(run.but(micro=high), memory):
+    while high <= _MOST and fits(run.but(micro=high), gpu):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(run.but(micro=middle), memory) else (low, middle)
+        low, high = (middle, high) if fits(run.but(micro=middle), gpu) else (low, middle)
     return low
 
 
-def candidates(run: Run, memory: int, total: int | None, accumulation: int | None = None) -> Iterator[Run]:
+def candidates(run: Run, gpu: GPU, total: int | None, accumulation: int | None = None) -> Iterator[Run]:
     """Runs that fit, the largest micro-batch first.
 
     Args:
@@ -86,14 +92,14 @@ def candidates(run: Run, memory: int, total: int | None, accumulation: int | Non
             each rank's samples, and accumulation follows.
         accumulation: ``gradient_accumulation_steps`` where it is given.
     """
-    for micro in range(largest_micro_batch(run, memory), 0, -1):
+    for micro in range(largest_micro_batch(run, gpu), 0, -1):
         if total is None:
             found = run.but(micro=micro, accumulation=accumulation or 1)
         elif total % (micro * run.dp) or (accumulation and total != micro * run.dp * accumulation):
             continue
         else:
             found = run.but(micro=micro, accumulation=total // (micro * run.dp))
-        if fits(found, memory):
+        if fits(found, gpu):
             yield found
 
 

@@ -14,9 +14,9 @@ from math import ceil
 
 from .layer import backward_moments, saved
 from .run import Parameter, Run, parameters
-from .zero import GROUPS, States, states
+from .zero import States, local_elements, states
 
-__all__ = ["Peak", "simulate"]
+__all__ = ["Peak", "kept_for_backward", "simulate"]
 
 _CHUNK = 2**26
 """Logits of a chunk (``coat_dist/flow/loss.py``)."""
@@ -75,7 +75,7 @@ class _Buckets:
         self.line, self.run, self.states = line, run, found
         self.waiting: list[Parameter] = []
         self.begun = False
-        self.local = _local(run, rank)
+        self.local = local_elements(run, rank)
 
     def take(self, p: Parameter) -> None:
         """A parameter's gradient is complete: it goes into a bucket, and what was in there before is reduced."""
@@ -85,7 +85,7 @@ class _Buckets:
             if run.stage < 3:
                 line.held["DeepSpeed's buckets"] += found.bucket_bytes
         if found.full_gradients and not run.overlap:  # ZeRO-1 reduces when backward is over
-            if not run_keeps_gradients(run):
+            if not _keeps_gradients(run):
                 line.held["gradients"] += 2 * p.numel
             return
         if sum(one.numel for one in self.waiting) + p.numel > found.bucket:
@@ -131,20 +131,7 @@ class _Buckets:
             line.held["DeepSpeed's buckets"] = 0
 
 
-def _local(run: Run, rank: int) -> dict[str, int]:
-    """Elements of each parameter that ZeRO-1 and 2 give to a rank, which holds one stretch of each group."""
-    found: dict[str, int] = {}
-    for matrix in GROUPS:
-        group = [p for p in parameters(run) if p.matrix is matrix]
-        size = ceil(sum(p.numel for p in group) / (2 * run.dp)) * 2
-        begin = 0
-        for p in group:
-            found[p.name] = max(0, min(begin + p.numel, (rank + 1) * size) - max(begin, rank * size))
-            begin += p.numel
-    return found
-
-
-def run_keeps_gradients(run: Run) -> bool:
+def _keeps_gradients(run: Run) -> bool:
     """Whether gradients of earlier micro-batches are there when a forward pass begins."""
     return run.accumulation > 1
 
@@ -168,7 +155,7 @@ def simulate(run: Run, rank: int | None = None) -> Peak:
         held["DeepSpeed's buckets"] = found.bucket_bytes
         held["gradients"] = found.gradients
         held["gathered parameters"] = found.gathered
-    elif run_keeps_gradients(run):
+    elif _keeps_gradients(run):
         held["gradients"] = found.full_gradients or found.gradients
     elif run.stage == 1 and run.fp32_gradients:
         held["gradients"] = found.gradients
@@ -233,8 +220,25 @@ def _forward(line: _Timeline, run: Run, stream: int) -> list[int]:
     widest = max(one.made for one in moments) if again else 0
     line.look("forward", "the last layer", temporary=2 * stream + widest // 2)
     # The final norm's input and output, and statistics.
-    line.held["activations"] += 2 * stream + 8 * run.tokens
+    line.held["activations"] += 2 * stream + _statistics(run)
     return kept
+
+
+def _statistics(run: Run) -> int:
+    """Of the final norm."""
+    return (8 if run.model.normalization == "layernorm" else 4) * run.tokens // run.shared
+
+
+def kept_for_backward(run: Run) -> int:
+    """Bytes that one forward pass keeps for backward, the loss's included, without parameters."""
+    line = _Timeline(run)
+    _forward(line, run, 2 * run.model.hidden_size * run.tokens // run.shared)
+    logits = 0 if run.chunked else 2 * (run.model.padded_vocab // run.tp) * run.tokens
+    again = {i for unit in _units(run) for i in unit}
+    # Frequencies, which a layer that is computed again keeps, and their cosines and sines, which patched layers share.
+    per_position = (4 if again else 0) + (8 if set(range(run.model.num_layers)) - again - run.bf16_layers else 0)
+    tables = per_position * run.model.seq_length * run.model.head_channels
+    return line.held["activations"] + logits + tables + 28 * run.tokens
 
 
 def _loss(line: _Timeline, run: Run, stream: int) -> None:
@@ -266,7 +270,7 @@ def _backward(buckets: _Buckets, every: list[Parameter], kept: list[int], stream
     for p in every:
         if p.name.startswith("decoder.final"):
             buckets.take(p)
-    line.held["activations"] -= 2 * stream + 8 * run.tokens
+    line.held["activations"] -= 2 * stream + _statistics(run)
     units = _units(run)
     first = {unit[0]: unit for unit in units}
     last = {unit[-1]: unit for unit in units}

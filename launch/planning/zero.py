@@ -11,7 +11,7 @@ from math import ceil
 
 from .run import Parameter, Run, parameters
 
-__all__ = ["GROUPS", "States", "states"]
+__all__ = ["States", "local_elements", "states"]
 
 GROUPS = (True, False)
 """Matrices decay and may have 8-bit moments, vectors have neither (``coat_dist.param_groups``)."""
@@ -83,13 +83,17 @@ def states(run: Run) -> States:
             full_gradients=0,
         )
     padded = sum(run.dp * n for n in shards)
+    if gradient == 2:  # of parameters that two ranks share, each has the whole gradient
+        waiting = 2 * max(sum(p.numel for p in found if local_elements(run, r).get(p.name)) for r in range(run.dp))
+    else:
+        waiting = gradient * shard
     unsharded = run.stage == 1 and run.fp32_gradients  # BF16_Optimizer
     return States(
         elements=elements,
         weights=2 * padded,
         master=master,
         moments=moments,
-        gradients=4 * padded if unsharded else gradient * shard,
+        gradients=4 * padded if unsharded else waiting,
         shard=shard,
         largest=pieces,
         bucket=bucket,
@@ -98,6 +102,19 @@ def states(run: Run) -> States:
         sub_group=shard,
         full_gradients=2 * elements if run.stage == 1 and not unsharded else 0,
     )
+
+
+def local_elements(run: Run, rank: int) -> dict[str, int]:
+    """Elements of each parameter that ZeRO-1 and 2 give to a rank, which holds one stretch of each group."""
+    found: dict[str, int] = {}
+    for matrix in GROUPS:
+        group = [p for p in parameters(run) if p.matrix is matrix]
+        size = ceil(sum(p.numel for p in group) / (2 * run.dp)) * 2
+        begin = 0
+        for p in group:
+            found[p.name] = max(0, min(begin + p.numel, (rank + 1) * size) - max(begin, rank * size))
+            begin += p.numel
+    return found
 
 
 def _moments(run: Run, elements: int, matrices: bool) -> int:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from coat_dist import CoatConfigError
 from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import without_suffix
+from launch.planning.arguments import add_gpu_options, micro_batch
 from launch.planning.recompute import add_recompute_options, check_recompute
 
 __all__ = ["check_arguments", "parse", "parser"]
@@ -28,9 +29,13 @@ _MEANT = {
     "lr-scheduler-type": "--lr-schedule",
     "lr-warmup-iters": "--warmup-steps",
     "max-steps": "--train-steps",
+    "micro-batch-size": "--micro-batch",
     "model-config": "--model",
     "out": "--output",
     "output-dir": "--output",
+    "per-device-train-batch-size": "--micro-batch",
+    "recompute": "--recompute-granularity",
+    "recompute-activations": "--recompute-granularity",
     "resume": "--load",
     "resume-from-checkpoint": "--load",
     "save-steps": "--save-interval",
@@ -97,7 +102,19 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
     g.add_argument("--seed", type=whole_number, default=1234, help="of initial weights, data order and dropout")
 
-    add_recompute_options(p.add_argument_group("memory"))
+    g = p.add_argument_group("memory")
+    g.add_argument(
+        "--micro-batch",
+        type=micro_batch,
+        default=None,
+        metavar="N|auto",
+        help="samples of a forward pass on a rank, in place of train_micro_batch_size_per_gpu; auto = the largest that "
+        "fits, by the planner and a trial step",
+    )
+    add_recompute_options(g)
+    g.add_argument("--dry-run", action="store_true", help="print what the run needs (launch/planner.py), and end")
+    g.add_argument("--json", action="store_true", help="with --dry-run: as plain values")
+    add_gpu_options(g)
 
     g = p.add_argument_group("data")
     g.add_argument(
@@ -227,6 +244,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         "only with --tensor-parallel 2 or more",
     )
     problems += check_recompute(args)
+    require("json", not args.json or args.dry_run, "only with --dry-run")
+    require("gpu", args.gpu is None or args.dry_run, "only with --dry-run")
+    require("gpus", args.gpus is None or args.dry_run, "only with --dry-run (a launcher says how many there are)")
+    require("gpus", args.gpus is None or args.gpus >= 1, "an integer >= 1")
     if args.tensorboard is not None and find_spec("tensorboard") is None:
         problems.append("--tensorboard: needs the package of that name: pip install tensorboard")
     if problems:

@@ -14,7 +14,7 @@ from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, load_model_config, parameter_count
 from launch.planning.recompute import recompute_options
 from launch.training.schedule import Schedule
-from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
+from launch.training.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
 
 __all__ = ["Plan", "as_typed", "plan"]
 
@@ -34,6 +34,8 @@ class Plan:
     batch: BatchSizes
     dp: int
     """Data-parallel ranks."""
+    auto: bool = False
+    """The micro-batch is to be found, or was."""
     recompute: dict[str, Any] = field(default_factory=dict)
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
@@ -59,7 +61,7 @@ class Plan:
             },
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
-            "batch": asdict(self.batch),
+            "batch": asdict(self.batch) | ({"found": "auto"} if self.auto else {}),
             "data": {"paths": self.args.data, "split": self.args.split},
             "seed": self.args.seed,
         }
@@ -103,6 +105,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         kind=args.lr_schedule,
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
+    auto = auto_batch(args, settings, world // tp)
     return Plan(
         args=args,
         settings=settings,
@@ -110,6 +113,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         model=model,
         schedule=schedule,
         dp=world // tp,
-        batch=batch_sizes(settings, world // tp),
+        batch=batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, world // tp),
+        auto=auto,
         recompute=recompute_options(args, model.num_layers),
     )
