@@ -77,7 +77,7 @@ VERIFY: dict[str, dict[str, Any]] = {
     "olmo-zero1-coat-mb16": {**OLMO, "config": "zero1", "micro": 16},
 }
 """The first two are the planner's largest micro-batches on this GPU: they have to run."""
-STEPS, APART = 6, 4
+STEPS, APART, GIB = 6, 4, 2**30
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -224,24 +224,26 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             parts = [b - a for a, b in zip(clock, clock[1:], strict=False)]
     result: dict[str, Any] = {
         "case": case,
-        "loss": float(loss),
-        "table": report.to_dict(),
-        "held": held,
-        "step_seconds": min(times[APART:]),
-        "parts_seconds": parts,
+        "table": {name: row["bytes"] for name, row in report.to_dict().items()},
+        "seconds": {"step": min(times[APART:]), **{f"part {i}": one for i, one in enumerate(parts)}},
     }
     if gpu:
         note("end")
         free, total = torch.cuda.mem_get_info()
-        result |= {
-            "peak_allocated": max(one["peak"] for one in held),
-            "peak_reserved": max(one["peak_reserved"] for one in held),
-            "not_torchs": total - free - torch.cuda.memory_reserved(),
-            "gpu_bytes": total,
-            "not_torchs_by": used,
-            "gpu": torch.cuda.get_device_name(),
-            "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"],
+        phases: dict[str, int] = {}
+        for one in held:
+            phase = one["moment"].rpartition(", ")[2]
+            phases[phase] = max(phases.get(phase, 0), one["peak"])
+        result["peaks"] = phases
+        result["bytes"] = {
+            "allocated": max(one["peak"] for one in held),
+            "reserved": max(one["peak_reserved"] for one in held),
+            "other": total - free - torch.cuda.memory_reserved(),
+            **{f"other, {moment}": size for moment, size in used.items()},
+            "of the GPU": total,
+            "allocator retries": torch.cuda.memory_stats()["num_alloc_retries"],
         }
+        case["gpu"] = torch.cuda.get_device_name()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return result
@@ -280,7 +282,9 @@ def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: f
     if not all(path.exists() for path in found):
         log = "\n".join((folder / f"{name}-{rank}.log").read_text()[-1500:] for rank in range(ranks))
         return {"error": log}
-    return max((json.loads(path.read_text()) for path in found), key=lambda one: one.get("peak_reserved", 0))
+    return max(
+        (json.loads(path.read_text()) for path in found), key=lambda one: one.get("bytes", {}).get("reserved", 0)
+    )
 
 
 def predict(case: dict[str, Any], ranks: int, gpu: str) -> dict[str, float]:
@@ -304,21 +308,17 @@ def compare(results: dict[str, dict[str, Any]], ranks: int) -> list[str]:
         if "error" in one:
             lines.append(f"{name:<36} failed: {one['error'].strip().splitlines()[-1][:120]}")
             continue
-        if "peak_reserved" not in one:
-            lines.append(f"{name:<36} (no GPU) step {1e3 * one['step_seconds']:.0f} ms")
+        step = one["seconds"]["step"]
+        if "bytes" not in one:
+            lines.append(f"{name:<36} (no GPU) step {1e3 * step:.0f} ms")
             continue
-        line = f"{name:<36}" + "".join(
-            f"{one[key] / 2**30:>{width}.2f}"
-            for key, width in (("peak_allocated", 10), ("peak_reserved", 10), ("not_torchs", 7))
+        sizes, predicted = one["bytes"], predict(one["case"], ranks, one["case"]["gpu"])
+        lines.append(
+            f"{name:<36}{sizes['allocated'] / GIB:>10.2f}{sizes['reserved'] / GIB:>10.2f}"
+            f"{sizes['other'] / GIB:>7.2f}{1e3 * step:>9.1f}   "
+            f"allocated {predicted['allocated'] / sizes['allocated']:.3f}, "
+            f"reserved {predicted['reserved'] / sizes['reserved']:.3f}, time {predicted['seconds'] / step:.2f}"
         )
-        predicted = predict(one["case"], ranks, one["gpu"])
-        ratios = [
-            predicted["allocated"] / one["peak_allocated"],
-            predicted["reserved"] / one["peak_reserved"],
-            predicted["seconds"] / one["step_seconds"],
-        ]
-        line += f"{1e3 * one['step_seconds']:>9.1f}"
-        lines.append(line + "   allocated {:.3f}, reserved {:.3f}, time {:.2f}".format(*ratios))
     return lines
 
 

@@ -30,7 +30,8 @@ def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | 
     """
     settings = _read(given)
     coat = CoatConfig.from_deepspeed(settings)
-    check_deepspeed(settings, tp=tp, mpu=True, coat=coat)
+    found_later = {MICRO: 1} if settings.get(MICRO) == "auto" else {}
+    check_deepspeed({**settings, **found_later}, tp=tp, mpu=True, coat=coat)
     problems = []
 
     def require(key: str, good: bool, accepted: str) -> None:
