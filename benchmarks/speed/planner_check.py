@@ -145,6 +145,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             free, total = torch.cuda.mem_get_info()
             used[moment] = total - free - torch.cuda.memory_reserved()
 
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     look("the CUDA context alone")
     device = runtime.start(int(os.environ["LOCAL_RANK"]))
     look("process group")

@@ -10,7 +10,7 @@ from .search import MARGIN, fits, largest_micro_batch, need, savings, with_block
 from .speed import step_time
 from .zero import states
 
-__all__ = ["ACCURACY", "answer", "table", "text"]
+__all__ = ["ACCURACY", "answer", "size", "table", "text"]
 
 GIB = 2**30
 ACCURACY = "memory: within 5 % of measured peaks; time: within about 20 % (docs/memory.md)"
@@ -40,12 +40,17 @@ _SAID = {
 }
 
 
+def size(number: int) -> str:
+    """Bytes for a reader."""
+    return f"{number / GIB:.2f} GiB" if abs(number) >= GIB / 10 else f"{number / 2**20:.1f} MiB"
+
+
 def rows(run: Run, gpu: GPU | None = None) -> list[tuple[str, int]]:
     """What is held at the peak, and what is added to it: name and bytes."""
     needed = need(run, gpu)
     peak = needed.peak
     found = [(_SAID.get(key, key), peak.held[key]) for key in _ORDER if peak.held.get(key)]
-    found += [(key, size) for key, size in peak.held.items() if key not in _ORDER]
+    found += [(key, number) for key, number in peak.held.items() if key not in _ORDER]
     return [
         *found,
         ("= peak allocated by torch", peak.allocated),
@@ -59,7 +64,7 @@ def rows(run: Run, gpu: GPU | None = None) -> list[tuple[str, int]]:
 def table(run: Run, gpu: GPU | None = None) -> str:
     """What takes how much at the peak, a line each."""
     lines = [f"{'memory of the rank that needs most':<40}{'GiB':>9}"]
-    lines += [f"  {name:<38}{size / GIB:>9.2f}" for name, size in rows(run, gpu)]
+    lines += [f"  {name:<38}{number / GIB:>9.2f}" for name, number in rows(run, gpu)]
     return "\n".join([*lines, f"  the peak is in {need(run).peak.moment}"])
 
 
@@ -155,7 +160,7 @@ def text(run: Run, gpu: GPU) -> str:
     lines.append(f"a step of {1e3 * said['step']['seconds']:.0f} ms: {parts}")
     if said["savings"]:
         lines.append("what would save most:")
-        lines += [f"  {one['bytes'] / GIB:6.1f} GiB  {one['setting']}" for one in said["savings"]]
+        lines += [f"  {size(one['bytes']):>11}  {one['setting']}" for one in said["savings"]]
     lines += [f"note: {note}" for note in said["notes"]]
     if not gpu.measured:
         lines.append(f"note: rates of {gpu.name} follow from a measured H200 by the ratio of data sheets")

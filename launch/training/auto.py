@@ -19,10 +19,11 @@ import torch.distributed as dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import read_manifest
 from launch.planning.gpus import GPU, GPUS, memory_bytes
+from launch.planning.report import size
 from launch.planning.run import Run
 from launch.planning.search import candidates, need, savings
 from launch.training import build, runtime
-from launch.training.exhausted import GIB, OutOfMemory, explanation, is_out_of_memory, run_of_plan
+from launch.training.exhausted import OutOfMemory, explanation, is_out_of_memory, run_of_plan
 from launch.training.plan import Plan
 from launch.training.settings import MICRO, STEPS, TOTAL, batch_sizes
 
@@ -57,10 +58,10 @@ def settle(p: Plan, device: torch.device, source: Path | None, say: Any) -> Plan
         failed = found.micro
         say(f"micro-batch: {found.micro} does not fit: {problem}")
     least = need(smallest, gpu).total
-    said = "\n".join(f"  {one.bytes / GIB:.2f} GiB  {one.what}" for one in savings(smallest))
+    said = "\n".join(f"  {size(one.bytes):>11}  {one.what}" for one in savings(smallest))
     raise CoatConfigError(
         f'{MICRO}: got "auto", accepted: settings with which a micro-batch fits that divides {TOTAL} by the ranks; '
-        f"1 sample needs {least / GIB:.2f} GiB and {gpu.memory / GIB:.2f} are there. What would save most:\n{said}"
+        f"1 sample needs {size(least)} and {size(gpu.memory)} are there. What would save most:\n{said}"
     )
 
 
@@ -181,7 +182,7 @@ def _agree(name: str, problem: BaseException | None, p: Plan) -> str | None:
 def _why(p: Plan, run: Run, gpu: GPU, failed: int) -> str:
     found = need(run, gpu)
     text = (
-        f"micro-batch: {p.batch.micro} found ({p.batch.accumulation} a step), needs {found.total / GIB:.2f} of "
-        f"{gpu.memory / GIB:.2f} GiB by the plan; two trial steps fitted"
+        f"micro-batch: {p.batch.micro} found ({p.batch.accumulation} a step), needs {size(found.total)} of "
+        f"{size(gpu.memory)} by the plan; two trial steps fitted"
     )
     return text + (f"; {failed} did not" if failed else "")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
-from launch.planning.report import table
+from launch.planning.report import size, table
 from launch.planning.run import Run
 from launch.planning.search import savings
 from launch.training.plan import Plan
@@ -71,7 +71,7 @@ def explanation(p: Plan, doing: str, problem: BaseException, report: Any = None)
     try:
         run = run_of_plan(p)
         lines += ["by the plan:", table(run), "what would save most, one at a time:"]
-        lines += [f"  {one.bytes / GIB:7.2f} GiB  {one.what}" for one in savings(run)]
+        lines += [f"  {size(one.bytes):>11}  {one.what}" for one in savings(run)]
     except CoatConfigError as reason:
         lines.append(f"there is no plan of what takes how much: {reason}")
     if report is not None and report.to_dict():

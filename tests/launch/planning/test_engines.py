@@ -27,10 +27,17 @@ def compare(model, settings, tp=1, recompute=None, tolerance=0.001):
         assert row["activations"] == pytest.approx(kept_for_backward(run), rel=tolerance)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
-    ("stage", "coat", "more"),
-    [(1, {}, {}), (2, {}, FP32), (3, {}, FP32), (1, None, {}), (2, None, FP32), (3, None, FP32)],
+    ("stage", "coat", "more", "tp"),
+    [(1, {}, {}, 1), (2, {}, FP32, 1), (3, {}, FP32, 1), (2, {}, FP32, 2)]
+    + [
+        pytest.param(stage, coat, more, tp, marks=pytest.mark.slow)
+        for stage, coat, more, tp in ((1, None, {}, 1), (2, None, FP32, 1), (3, None, FP32, 1), (1, {}, {}, 2))
+    ]
+    + [
+        pytest.param(stage, coat, more, 2, marks=pytest.mark.slow)
+        for stage, coat, more in ((3, {}, FP32), (1, None, {}), (2, None, FP32), (3, None, FP32))
+    ],
 )
 def test_stages(stage, coat, more, tp) -> None:
     compare(MODEL, settings_of(stage, coat, **more), tp)
@@ -40,9 +47,11 @@ def test_stages(stage, coat, more, tp) -> None:
     ("changes", "coat", "more"),
     [
         ({"num_query_groups": 2, "tie_embeddings": True}, {"activation": {"attention": "fp8"}}, FP32),
-        ({"activation": "gelu", "normalization": "layernorm", "linear_bias": True}, {}, FP32),
         ({"norm_affine": False, "normalization": "layernorm"}, None, FP32),
-        ({"qk_norm": True}, None, FP32),
+        pytest.param({"qk_norm": True}, None, FP32, marks=pytest.mark.slow),
+        pytest.param(
+            {"activation": "gelu", "normalization": "layernorm", "linear_bias": True}, {}, FP32, marks=pytest.mark.slow
+        ),
         ({}, {"activation": {"loss": "plain", "bf16_layers": [0, -1], "group_size": 16, "scale": "bf16"}}, FP32),
         ({}, {"optimizer": {"master_weights": "bf16_remainder"}}, REMAINDER),
     ],
@@ -51,6 +60,7 @@ def test_models_and_options(changes, coat, more) -> None:
     compare({**MODEL, **changes}, settings_of(2, coat, **more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coat", [{}, None])
 @pytest.mark.parametrize(
     "recompute",
