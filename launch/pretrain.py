@@ -39,6 +39,7 @@ from coat_dist.deepspeed.monitors import make_folders
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
 from launch.model.gpt import flops_per_token
+from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
 from launch.training import arguments, auto, build, checkpoint, exhausted, failing, runtime
 from launch.training.folders import Folders, open_folders
@@ -172,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", 0))
     try:
         args = arguments.parse(argv)
+        if args.dry_run:
+            silence_deepspeed()
         p = plan(args, args.gpus or int(os.environ.get("WORLD_SIZE", 1)))
         if args.dry_run:
             return dry_run(p, rank)

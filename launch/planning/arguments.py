@@ -16,7 +16,7 @@ from .gpus import GPU, GPUS, find_gpu, memory_bytes
 from .recompute import add_recompute_options, check_recompute, recompute_options
 from .run import Run
 
-__all__ = ["add_gpu_options", "chosen_gpu", "micro_batch", "parse", "run_of"]
+__all__ = ["add_gpu_options", "chosen_gpu", "micro_batch", "parse", "run_of", "silence_deepspeed"]
 
 AUTO = "auto"
 _MEANT = {
@@ -94,6 +94,14 @@ def chosen_gpu(args: argparse.Namespace) -> GPU:
     return gpu.but(**changes)
 
 
+def silence_deepspeed() -> None:
+    """Before DeepSpeed is imported: it would say on the screen that it found no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def run_of(
     model: ModelConfig,
     settings: Mapping[str, Any],
@@ -166,13 +174,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
     Raises:
         CoatConfigError: settings that cannot be used or planned.
     """
-    import torch
-
     from launch.training.settings import batch_sizes, load_settings
 
     args = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on the screen that it found no GPU
+    silence_deepspeed()
     world = 1 if args.gpus is None else args.gpus
     problems = check_recompute(args)
     for name in ("gpus", "tensor_parallel", "accumulation", "seq_length", "vocab_size"):
@@ -209,16 +214,16 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
 
 
 def _with_batch(args: Any, model: Any, settings: Any, coat: Any, world: int, batch_sizes: Any) -> Any:
-    from .search import largest_micro_batch
+    from .search import candidates
 
     gpu, keys = chosen_gpu(args), ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     given = args.micro_batch if args.micro_batch is not None else settings.get(keys[0])
     if args.accumulation is not None:
         settings[keys[1]] = args.accumulation
     if given == AUTO:
-        steps = settings.get(keys[1])
-        run = run_of(model, settings, coat, args, world, 1, steps if isinstance(steps, int) else 1)
-        return run.but(micro=max(1, largest_micro_batch(run, gpu))), gpu, args
+        total, steps = settings.get(keys[2]), None if settings.get(keys[2]) else settings.get(keys[1])
+        run = run_of(model, settings, coat, args, world, 1, steps or 1)
+        return next(candidates(run, gpu, total, steps), run), gpu, args
     if args.micro_batch is not None:
         settings[keys[0]] = args.micro_batch
         settings.pop(keys[2], None)
