@@ -150,10 +150,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     look("the CUDA context alone")
     device = runtime.start(int(os.environ["LOCAL_RANK"]))
     look("process group")
-    gpu = device.type == "cuda"
-    case = {**case, "micro": largest(case)} if case["micro"] == "largest" else case
-    tp = case.get("tp", 1)
+    gpu, tp = device.type == "cuda", case.get("tp", 1)
     initialize_model_parallel(tp, seed=1234, create_gloo_process_groups=False)
+    look("Megatron's groups")
+    case = {**case, "micro": largest(case)} if case["micro"] == "largest" else case
     world, settings = torch.distributed.get_world_size(), settings_of(case)
     model = load_model_config(case["model"], case["override"])
     p = SimpleNamespace(
@@ -226,7 +226,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             parts = [b - a for a, b in zip(clock, clock[1:], strict=False)]
     result: dict[str, Any] = {
         "case": case,
-        "table": {name: row["bytes"] for name, row in report.to_dict().items()},
+        "bytes": {f"held: {name}": row["bytes"] for name, row in report.to_dict().items()},
         "seconds": {"step": min(times[APART:]), **{f"part {i}": one for i, one in enumerate(parts)}},
     }
     if gpu:
@@ -234,17 +234,18 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info()
         phases: dict[str, int] = {}
         for one in held:
-            phase = one["moment"].rpartition(", ")[2]
+            phase = f"peak: {one['moment'].rpartition(', ')[2]}"
             phases[phase] = max(phases.get(phase, 0), one["peak"])
-        result["peaks"] = phases
-        result["bytes"] = {
+        result["bytes"] |= {
+            **phases,
             "allocated": max(one["peak"] for one in held),
             "reserved": max(one["peak_reserved"] for one in held),
             "other": total - free - torch.cuda.memory_reserved(),
-            **{f"other, {moment}": size for moment, size in used.items()},
+            **{f"other: {moment}": size for moment, size in used.items()},
             "of the GPU": total,
-            "allocator retries": torch.cuda.memory_stats()["num_alloc_retries"],
         }
+        if retries := torch.cuda.memory_stats()["num_alloc_retries"]:
+            result["allocator_retries"] = retries
         case["gpu"] = torch.cuda.get_device_name()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -282,11 +283,8 @@ def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: f
                 one.kill()
     found = [folder / f"{name}-{rank}" for rank in range(ranks)]
     if not all(path.exists() for path in found):
-        log = "\n".join((folder / f"{name}-{rank}.log").read_text()[-1500:] for rank in range(ranks))
-        return {"error": log}
-    return max(
-        (json.loads(path.read_text()) for path in found), key=lambda one: one.get("bytes", {}).get("reserved", 0)
-    )
+        return {"error": "\n".join((folder / f"{name}-{rank}.log").read_text()[-1500:] for rank in range(ranks))}
+    return max((json.loads(path.read_text()) for path in found), key=lambda one: one["bytes"].get("reserved", 0))
 
 
 def predict(case: dict[str, Any], ranks: int, gpu: str) -> dict[str, float]:
@@ -311,7 +309,7 @@ def compare(results: dict[str, dict[str, Any]], ranks: int) -> list[str]:
             lines.append(f"{name:<36} failed: {one['error'].strip().splitlines()[-1][:120]}")
             continue
         step = one["seconds"]["step"]
-        if "bytes" not in one:
+        if "reserved" not in one["bytes"]:
             lines.append(f"{name:<36} (no GPU) step {1e3 * step:.0f} ms")
             continue
         sizes, predicted = one["bytes"], predict(one["case"], ranks, one["case"]["gpu"])

@@ -19,6 +19,8 @@ from .run import Run
 __all__ = ["add_gpu_options", "chosen_gpu", "micro_batch", "parse", "run_of", "silence_deepspeed"]
 
 AUTO = "auto"
+_CONTEXT = 2**29
+"""Of this process, which has asked."""
 _MEANT = {
     "attention-backend": "--attention",
     "config": "--deepspeed_config",
@@ -62,8 +64,8 @@ def add_gpu_options(group: Any) -> None:
         "--other-memory",
         default=None,
         metavar="SIZE",
-        help="of it, what is not torch's: CUDA, NCCL, other programs (default: what is in use here and 1 GiB; for "
-        "another machine 7.8GiB, or 8.8GiB with several GPUs)",
+        help="of it, what is not torch's: CUDA, NCCL, other programs (default: 7.8GiB, or 8.8GiB with several "
+        "GPUs, and what other programs use of the GPU here)",
     )
 
 
@@ -84,7 +86,7 @@ def chosen_gpu(args: argparse.Namespace) -> GPU:
             gpu = find_gpu(torch.cuda.get_device_name())
         except CoatConfigError:
             gpu = GPUS["h100"]
-        changes = {"memory": total, "other": total - free + 2**30}
+        changes = {"memory": total, "in_use": max(0, total - free - _CONTEXT)}
     else:
         gpu = GPUS["h100"]
     if args.gpu_memory is not None:

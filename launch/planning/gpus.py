@@ -36,7 +36,9 @@ class GPU:
     """Bytes a second at which a rank gathers or scatters, within a host."""
     measured: bool = False
     other: int | None = None
-    """Bytes in use that are not torch's, where that is known."""
+    """Bytes that are not torch's, where that is known."""
+    in_use: int = 0
+    """Bytes that other programs have taken."""
 
     def but(self, **changes: Any) -> GPU:
         """This GPU with other values."""

@@ -95,8 +95,9 @@ def _usable(p: Plan, device: torch.device) -> GPU:
         other = memory_bytes(p.args.other_memory, "--other-memory")
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        # In use now, with the context and NCCL's first buffers, and an allowance for what comes later.
-        memory, other = total, other or total - free - torch.cuda.memory_reserved() + 2**30
+        # In use now, and an allowance for what comes later; never less than was measured elsewhere.
+        now = total - free - torch.cuda.memory_reserved() + 2**30
+        memory, other = total, other or max(now, need(run_of_plan(p)).not_torchs)
     elif p.args.gpu_memory is None:
         raise CoatConfigError(
             f'{MICRO}: got "auto" without a GPU, accepted: an integer >= 1, or --gpu-memory with what may be used'

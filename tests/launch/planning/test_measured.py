@@ -10,6 +10,7 @@ from coat_dist import CoatConfig
 from launch.model.gpt import load_model_config
 from launch.planning.gpus import find_gpu
 from launch.planning.run import Run
+from launch.planning.search import need
 from launch.planning.speed import step_time
 from launch.planning.timeline import kept_for_backward, simulate
 from launch.planning.zero import states
@@ -30,14 +31,15 @@ def test_one_gpu(name) -> None:
     one = MEASURED[name]
     run = planned(one["case"], 1)
     peak, found = simulate(run), states(run)
-    assert peak.allocated == pytest.approx(one["bytes"]["allocated"], rel=0.015)
+    assert peak.allocated == pytest.approx(one["bytes"]["allocated"], rel=0.025)
     assert peak.reserved >= 0.98 * one["bytes"]["allocated"]
+    assert need(run).total >= one["bytes"]["allocated"] + one["bytes"]["other"]
     assert step_time(run, find_gpu(one["case"]["gpu"])).seconds == pytest.approx(one["seconds"]["step"], rel=0.15)
-    assert one["table"]["parameters"] == found.weights
-    assert one["table"]["gradients"] == found.gradients
-    assert one["table"]["master weights"] == found.master
-    assert one["table"]["optimizer moments"] == found.moments
-    assert one["table"]["activations"] == pytest.approx(kept_for_backward(run), rel=0.005)
+    assert one["bytes"]["held: parameters"] == found.weights
+    assert one["bytes"]["held: gradients"] == found.gradients
+    assert one["bytes"]["held: master weights"] == found.master
+    assert one["bytes"]["held: optimizer moments"] == found.moments
+    assert one["bytes"]["held: activations"] == pytest.approx(kept_for_backward(run), rel=0.005)
 
 
 @pytest.mark.parametrize(
