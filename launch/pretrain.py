@@ -4,7 +4,7 @@
         --model configs/models/tiny.json --data DATA_PREFIX --train-steps 100 --output runs/first
 
 Exit status: 0 done, or stopped and saved on request; 2 a setting, file or checkpoint that cannot be used; 3 too many
-steps in a row with a non-finite loss or gradient norm; 4 another rank has ended or does not answer.
+steps in a row with a non-finite loss or gradient norm; 4 another rank has ended or does not answer; 5 out of memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.interrupts import leave_quietly
+from launch.planning.allocator import expandable_segments
 
 if __name__ == "__main__":
     leave_quietly("pretrain")
+    expandable_segments()  # read when torch's allocator begins
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +40,9 @@ from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
 from launch.log_level import set_log_level, shows
 from launch.model.gpt import flops_per_token
-from launch.training import arguments, build, checkpoint, failing, runtime
+from launch.planning.arguments import silence_deepspeed
+from launch.planning.dry_run import dry_run
+from launch.training import arguments, auto, build, checkpoint, exhausted, failing, runtime
 from launch.training.folders import Folders, open_folders
 from launch.training.loop import BadSteps, Batch, Loop, Progress
 from launch.training.memory import MemoryReport
@@ -79,6 +83,9 @@ def train(
         folders = on_rank_0(lambda: open_folders(p.args, locks))
         on_rank_0(lambda: make_folders(p.settings))
         source = folders.source
+        p = auto.settle(p, device, source, say)
+        explain = exhausted.Explain(p)
+        locks.push(explain.leave)
         examined = None if source is None else checkpoint.examine(source, p.identity())
         sets = build.datasets(p)
         say(p.describe())
@@ -92,6 +99,7 @@ def train(
         loop = make_loop(p, device, engine, sets, progress, folders)
         locks.callback(loop.log.close)  # before the locks go
         loop.stop, loop.last_checkpoint = stop, source
+        explain.watch(loop)
         if interfere is not None:
             interfere(loop)
         try:
@@ -207,13 +215,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = arguments.parse(argv)
         set_log_level(args.log_level)
-        p = plan(args, int(os.environ.get("WORLD_SIZE", 1)))
+        if args.dry_run:
+            silence_deepspeed()
+        p = plan(args, args.gpus or int(os.environ.get("WORLD_SIZE", 1)))
+        if args.dry_run:
+            return dry_run(p, rank)
         device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
         ending = train(p, device, stop)
     except (*USER_ERRORS, BadSteps) as problem:
         failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2
+    except exhausted.OutOfMemory as problem:
+        failing.end(str(problem), rank, once=True)
+        return exhausted.STATUS
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not failing.of_another_rank(problem):
             raise

@@ -10,6 +10,8 @@ from coat_dist import CoatConfigError
 from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import without_suffix
 from launch.log_level import add_log_level
+from launch.planning.arguments import add_gpu_options, micro_batch
+from launch.planning.recompute import add_recompute_options, check_recompute
 from launch.training.profile import parse_steps
 
 __all__ = ["check_arguments", "parse", "parser"]
@@ -34,6 +36,7 @@ _MEANT = {
     "lr-scheduler-type": "--lr-schedule",
     "lr-warmup-iters": "--warmup-steps",
     "max-steps": "--train-steps",
+    "micro-batch-size": "--micro-batch",
     "model-config": "--model",
     "model-name-or-path": "--init-from",
     "out": "--output",
@@ -45,6 +48,9 @@ _MEANT = {
     "profile-step-end": "--profile-steps",
     "profile-step-start": "--profile-steps",
     "report-to": "--wandb",
+    "per-device-train-batch-size": "--micro-batch",
+    "recompute": "--recompute-granularity",
+    "recompute-activations": "--recompute-granularity",
     "resume": "--load",
     "resume-from-checkpoint": "--load",
     "run-name": "--wandb-name",
@@ -124,6 +130,20 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
     g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
     g.add_argument("--seed", type=whole_number, default=1234, help="of initial weights, data order and dropout")
+
+    g = p.add_argument_group("memory")
+    g.add_argument(
+        "--micro-batch",
+        type=micro_batch,
+        default=None,
+        metavar="N|auto",
+        help="samples of a forward pass on a rank, in place of train_micro_batch_size_per_gpu; auto = the largest that "
+        "fits, by the planner and a trial step",
+    )
+    add_recompute_options(g)
+    g.add_argument("--dry-run", action="store_true", help="print what the run needs (launch/planner.py), and end")
+    g.add_argument("--json", action="store_true", help="with --dry-run: as plain values")
+    add_gpu_options(g)
 
     g = p.add_argument_group("data")
     g.add_argument(
@@ -295,6 +315,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         except ValueError:
             possible = False
         require("profile-steps", possible, "FIRST-LAST, such as 10-12, or one step, from 1 to --train-steps")
+    problems += check_recompute(args)
+    require("json", not args.json or args.dry_run, "only with --dry-run")
+    require("gpu", args.gpu is None or args.dry_run, "only with --dry-run")
+    require("gpus", args.gpus is None or args.dry_run, "only with --dry-run (a launcher says how many there are)")
+    require("gpus", args.gpus is None or args.gpus >= 1, "an integer >= 1")
     if problems:
         raise CoatConfigError("\n".join(problems))
 

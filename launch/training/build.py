@@ -28,7 +28,7 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
     """
     import megatron_patches
 
-    model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel)
+    model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel, **p.recompute)
     if weights is not None:
         fill(model, weights)
         note(f"weights: {weights.kind} {weights.path}")

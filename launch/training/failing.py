@@ -25,11 +25,12 @@ WAIT = 1.5
 """Seconds in which the rank that fails first has said what it has to say."""
 
 
-def end(line: str, rank: int, consequence: bool = False) -> None:
+def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> None:
     """Print ``line`` unless another rank has said it, or a launcher ends this rank because another has failed.
 
     Args:
         consequence: the error is that another rank has ended: what that one has said is enough.
+        once: ranks say the same in other words (what their GPU holds): the first one that comes says it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from a launcher whose other rank has failed: nothing to be saved
     tell_torchrun(f"error: {line}")
@@ -37,6 +38,9 @@ def end(line: str, rank: int, consequence: bool = False) -> None:
     if store is None:
         time.sleep(2 * WAIT if rank else 0)  # rank 0 has most likely said the same, and the launcher ends this rank
     said = None
+    if once and store is not None and not _first(store):
+        time.sleep(WAIT if rank else 2 * WAIT)
+        return
     if store is not None and (rank or consequence):
         said = _said(store, 3 * WAIT if consequence else WAIT)
     if said is None or not (consequence or said == line):
@@ -60,6 +64,14 @@ def _own_store() -> Any:
         return store.clone()
     except RuntimeError:
         return None
+
+
+def _first(store: Any) -> bool:
+    """Whether no other rank has asked this before; a store that has gone is no reason to be silent."""
+    try:
+        return store.add(f"{KEY}/once", 1) == 1
+    except RuntimeError:
+        return True
 
 
 def _said(store: Any, seconds: float) -> str | None:

@@ -6,15 +6,16 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
+from launch.planning.recompute import recompute_options
 from launch.training.initial import initial_weights, tokenizer_warning
 from launch.training.schedule import Schedule
-from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
+from launch.training.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
 
 __all__ = ["Plan", "as_typed", "plan"]
 
@@ -43,6 +44,10 @@ class Plan:
 
     warning: str | None = None
     """A line for the log."""
+    auto: bool = False
+    """The micro-batch is to be found, or was."""
+    recompute: dict[str, Any] = field(default_factory=dict)
+    """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
     def describe(self) -> str:
         """One line for the log, and a second one where there is a warning."""
@@ -67,7 +72,7 @@ class Plan:
             },
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
-            "batch": asdict(self.batch),
+            "batch": asdict(self.batch) | ({"found": "auto"} if self.auto else {}),
             "data": {
                 "paths": self.args.data,
                 "split": self.args.split,
@@ -117,6 +122,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         kind=args.lr_schedule,
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
+    auto = auto_batch(args, settings, world // tp)
     return Plan(
         args=args,
         settings=settings,
@@ -126,7 +132,9 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         dp=world // tp,
         eod=infos[0].eod if args.separate_documents else None,
         sources={name: source for mixture in mixtures for name, source in mixture.items()},
-        batch=batch_sizes(settings, world // tp),
         weights=weights,
         warning=tokenizer_warning(weights, prefixes[0], infos[0]),
+        batch=batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, world // tp),
+        auto=auto,
+        recompute=recompute_options(args, model.num_layers),
     )

@@ -13,7 +13,9 @@ from coat_dist.config import decode_base64, load_json, look_up
 from coat_dist.deepspeed.refusals import check_deepspeed
 from launch.find_config import read_config
 
-__all__ = ["BatchSizes", "batch_sizes", "load_settings", "peak_lr"]
+__all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes", "load_settings", "peak_lr"]
+
+MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 
 def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | None]:
@@ -28,7 +30,8 @@ def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | 
     """
     settings = _read(given)
     coat = CoatConfig.from_deepspeed(settings)
-    check_deepspeed(settings, tp=tp, mpu=True, coat=coat)
+    found_later = {MICRO: 1} if settings.get(MICRO) == "auto" else {}
+    check_deepspeed({**settings, **found_later}, tp=tp, mpu=True, coat=coat)
     problems = []
 
     def require(key: str, good: bool, accepted: str) -> None:
@@ -88,7 +91,7 @@ def batch_sizes(settings: Mapping[str, Any], dp: int) -> BatchSizes:
     Raises:
         CoatConfigError: too few given to know the rest, not positive integers, or contradictory.
     """
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    keys = MICRO, STEPS, TOTAL
     micro, accumulation, total = (settings.get(k) for k in keys)
     for key, value in zip(keys, (micro, accumulation, total), strict=True):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -107,6 +110,33 @@ def batch_sizes(settings: Mapping[str, Any], dp: int) -> BatchSizes:
             f"data-parallel ranks ({dp}) = {expected}"
         )
     return BatchSizes(micro, accumulation, expected)
+
+
+def auto_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int) -> bool:
+    """Whether the micro-batch is to be found; ``--micro-batch`` goes into ``settings``, which have 1 until it is found.
+
+    Raises:
+        CoatConfigError: what else is given leaves no choice, or is not divisible.
+    """
+    if args.micro_batch is not None:
+        settings[MICRO] = args.micro_batch
+    for key in (STEPS, TOTAL):
+        if settings.get(key) == "auto":
+            raise CoatConfigError(f'{key}: got "auto", accepted: an integer >= 1, or absent (only {MICRO} is found)')
+    if settings.get(MICRO) != "auto":
+        return False
+    settings[MICRO] = 1
+    total, steps = settings.get(TOTAL), settings.get(STEPS)
+    if total is None:
+        return True
+    batch_sizes({TOTAL: total, STEPS: steps, MICRO: None}, dp)
+    if total % dp:
+        raise CoatConfigError(f"{TOTAL}: got {total}, accepted: a multiple of the data-parallel ranks ({dp})")
+    if steps is not None:
+        raise CoatConfigError(
+            f'{MICRO}: got "auto" beside {TOTAL} {total} and {STEPS} {steps}, accepted: "auto" with at most one of them'
+        )
+    return True
 
 
 def peak_lr(args: argparse.Namespace, settings: Mapping[str, Any]) -> float:

@@ -1,0 +1,44 @@
+"""What a training run needs of a GPU's memory, and how long a step takes, before it is started.
+
+    python -m launch.planner --model llama2-7b --deepspeed_config zero2 --gpus 8 --gpu h100
+
+Exit status: 0 an answer was given, whatever it says; 2 settings that cannot be used or planned.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.interrupts import leave_quietly
+
+if __name__ == "__main__":
+    leave_quietly("planner")
+
+from collections.abc import Sequence
+
+from coat_dist import CoatConfigError
+from launch.planning.arguments import as_json, parse
+from launch.planning.report import answer, text
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; its exit status."""
+    try:
+        run, gpu, args = parse(argv)
+        said = as_json(answer(run, gpu)) if args.json else text(run, gpu)
+    except CoatConfigError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    print(said)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a run needs of a GPU's memory and how long its steps take, before it is started."""

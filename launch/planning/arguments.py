@@ -1,0 +1,238 @@
+"""Command line of ``planner.py``, and what it and ``pretrain.py --dry-run`` make of theirs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coat_dist import CoatConfig, CoatConfigError
+from launch.command_line import Parser, local_path, whole_number
+from launch.model.gpt import ModelConfig, load_model_config
+
+from .gpus import GPU, GPUS, find_gpu, memory_bytes
+from .recompute import add_recompute_options, check_recompute, recompute_options
+from .run import Run
+
+__all__ = ["add_gpu_options", "chosen_gpu", "micro_batch", "parse", "run_of", "silence_deepspeed"]
+
+AUTO = "auto"
+_CONTEXT = 2**29
+"""Of this process, which has asked."""
+_MEANT = {
+    "attention-backend": "--attention",
+    "config": "--deepspeed_config",
+    "ds-config": "--deepspeed_config",
+    "gpu-mem": "--gpu-memory",
+    "memory": "--gpu-memory",
+    "micro-batch-size": "--micro-batch",
+    "model-config": "--model",
+    "nproc-per-node": "--gpus",
+    "num-gpus": "--gpus",
+    "num_gpus": "--gpus",
+    "per-device-train-batch-size": "--micro-batch",
+    "stage": "--zero-stage",
+    "tensor-model-parallel-size": "--tensor-parallel",
+    "tp": "--tensor-parallel",
+    "world-size": "--gpus",
+    "zero": "--zero-stage",
+}
+
+
+def micro_batch(text: str) -> int | str:
+    """A positive whole number, or "auto", as a type of an option."""
+    if text == AUTO:
+        return text
+    number = whole_number(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, or auto")
+    return number
+
+
+def add_gpu_options(group: Any) -> None:
+    """Which GPUs are planned for."""
+    group.add_argument("--gpus", type=whole_number, default=None, metavar="N", help="number of GPUs, all of one kind")
+    group.add_argument(
+        "--gpu", default=None, metavar="NAME", help=f"kind of GPU: {', '.join(GPUS)} (default: the one here, else h100)"
+    )
+    group.add_argument(
+        "--gpu-memory", default=None, metavar="SIZE", help="memory of a GPU, such as 80GiB (default: that of --gpu)"
+    )
+    group.add_argument(
+        "--other-memory",
+        default=None,
+        metavar="SIZE",
+        help="of it, what is not torch's: CUDA, NCCL, other programs (default: 7.8GiB, or 8.8GiB with several "
+        "GPUs, and what other programs use of the GPU here)",
+    )
+
+
+def chosen_gpu(args: argparse.Namespace) -> GPU:
+    """The GPU that ``--gpu`` and ``--gpu-memory`` mean; without either the one of this machine, else an H100.
+
+    Raises:
+        CoatConfigError: no such GPU, or no size.
+    """
+    import torch
+
+    changes: dict[str, int] = {}
+    if args.gpu is not None:
+        gpu = find_gpu(args.gpu)
+    elif torch.cuda.is_available() and args.gpu_memory is None:
+        free, total = torch.cuda.mem_get_info()
+        try:
+            gpu = find_gpu(torch.cuda.get_device_name())
+        except CoatConfigError:
+            gpu = GPUS["h100"]
+        changes = {"memory": total, "in_use": max(0, total - free - _CONTEXT)}
+    else:
+        gpu = GPUS["h100"]
+    if args.gpu_memory is not None:
+        changes["memory"] = memory_bytes(args.gpu_memory)
+    if args.other_memory is not None:
+        changes["other"] = memory_bytes(args.other_memory, "--other-memory")
+    return gpu.but(**changes)
+
+
+def silence_deepspeed() -> None:
+    """Before DeepSpeed is imported: it would say on the screen that it found no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def run_of(
+    model: ModelConfig,
+    settings: Mapping[str, Any],
+    coat: CoatConfig | None,
+    args: argparse.Namespace,
+    world: int,
+    micro: int,
+    accumulation: int,
+) -> Run:
+    """The run that a command line of ``planner.py`` or ``pretrain.py`` describes."""
+    return Run(
+        model=model,
+        settings=settings,
+        coat=coat,
+        dp=world // args.tensor_parallel,
+        tp=args.tensor_parallel,
+        sequence_parallel=args.sequence_parallel,
+        micro=micro,
+        accumulation=accumulation,
+        recompute=recompute_options(args, model.num_layers),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="planner.py",
+        description="What a training run needs of a GPU's memory, whether it fits, the largest micro-batch, with the "
+        '"coat" block and without, and how long a step takes. Needs no GPU and no data.',
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        meant=_MEANT,
+    )
+    g = p.add_argument_group("the run, as for pretrain.py")
+    g.add_argument(
+        "--model", type=local_path, required=True, metavar="FILE", help="a path, or a name such as llama2-7b"
+    )
+    g.add_argument("--model-override", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="other values")
+    g.add_argument(
+        "--deepspeed_config",
+        "--deepspeed-config",
+        type=local_path,
+        default="zero2",
+        metavar="FILE",
+        help="DeepSpeed JSON: a path, or a name such as zero2-bf16",
+    )
+    g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
+    g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
+    g.add_argument(
+        "--micro-batch",
+        type=micro_batch,
+        default=None,
+        metavar="N|auto",
+        help="samples of a forward pass; auto = the largest that fits (default: the configuration's)",
+    )
+    g.add_argument("--accumulation", type=whole_number, default=None, metavar="N", help="forward passes of a step")
+    g.add_argument("--seq-length", type=whole_number, default=None, metavar="N", help="tokens of a sample")
+    g.add_argument("--vocab-size", type=whole_number, default=None, metavar="N", help="where the model names none")
+    add_recompute_options(g)
+    g = p.add_argument_group("in place of the configuration's")
+    g.add_argument("--zero-stage", type=whole_number, default=None, choices=[1, 2, 3], help="ZeRO stage")
+    g.add_argument("--attention", default=None, choices=["bf16", "fp8"], help="what attention keeps")
+    g.add_argument("--loss", default=None, choices=["chunked", "plain"], help="whether all logits are held")
+    add_gpu_options(p.add_argument_group("GPUs"))
+    p.add_argument("--json", action="store_true", help="print plain values: sizes in bytes, times in seconds")
+    return p
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespace]:
+    """Parse ``planner.py``'s command line; what is typed wrong is one line, with status 2.
+
+    Raises:
+        CoatConfigError: settings that cannot be used or planned.
+    """
+    from launch.training.settings import batch_sizes, load_settings
+
+    args = _parser().parse_args(argv)
+    silence_deepspeed()
+    world = 1 if args.gpus is None else args.gpus
+    problems = check_recompute(args)
+    for name in ("gpus", "tensor_parallel", "accumulation", "seq_length", "vocab_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            problems.append(f"--{name.replace('_', '-')}: got {value}, accepted: an integer >= 1")
+    if args.tensor_parallel >= 1 and world % args.tensor_parallel:
+        problems.append(f"--tensor-parallel: got {args.tensor_parallel}, accepted: a divisor of --gpus ({world})")
+    if args.sequence_parallel and args.tensor_parallel == 1:
+        problems.append("--sequence-parallel: got True, accepted: only with --tensor-parallel 2 or more")
+    if problems:
+        raise CoatConfigError("\n".join(problems))
+    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
+    overrides = list(args.model_override)
+    overrides += [f"seq_length={args.seq_length}"] if args.seq_length else []
+    model = load_model_config(args.model, overrides)
+    if args.vocab_size is not None:
+        model = model.with_vocab(args.vocab_size)
+    if model.vocab_size is None:
+        raise CoatConfigError("model.vocab_size: got null, accepted: a number, or --vocab-size")
+    model.check_parallel(args.tensor_parallel, args.sequence_parallel)
+    if args.zero_stage is not None:
+        settings["zero_optimization"] = {**settings["zero_optimization"], "stage": args.zero_stage}
+    for key in ("attention", "loss"):
+        if (value := getattr(args, key)) is None:
+            continue
+        if coat is None or not coat.activation.enabled:
+            raise CoatConfigError(
+                f'--{key}: got {value}, accepted: only with a "coat" block that has activation.enabled'
+            )
+        settings["coat"].setdefault("activation", {})[key] = value
+        coat = CoatConfig.parse(settings["coat"])
+    return _with_batch(args, model, settings, coat, world, batch_sizes)
+
+
+def _with_batch(args: Any, model: Any, settings: Any, coat: Any, world: int, batch_sizes: Any) -> Any:
+    from .search import candidates
+
+    gpu, keys = chosen_gpu(args), ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    given = args.micro_batch if args.micro_batch is not None else settings.get(keys[0])
+    if args.accumulation is not None:
+        settings[keys[1]] = args.accumulation
+    if given == AUTO:
+        total, steps = settings.get(keys[2]), None if settings.get(keys[2]) else settings.get(keys[1])
+        run = run_of(model, settings, coat, args, world, 1, steps or 1)
+        return next(candidates(run, gpu, total, steps), run), gpu, args
+    if args.micro_batch is not None:
+        settings[keys[0]] = args.micro_batch
+        settings.pop(keys[2], None)
+    sizes = batch_sizes(settings, world // args.tensor_parallel)
+    return run_of(model, settings, coat, args, world, sizes.micro, sizes.accumulation), gpu, args
+
+
+def as_json(said: Mapping[str, Any]) -> str:
+    """An answer as text."""
+    return json.dumps(said, indent=2)

@@ -1,0 +1,27 @@
+"""``pretrain.py --dry-run``: the planner's answer about this very run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .arguments import as_json, chosen_gpu, run_of
+from .report import answer, text
+from .search import candidates
+
+__all__ = ["dry_run"]
+
+
+def dry_run(p: Any, rank: int = 0) -> int:
+    """Print, on rank 0, what a ``Plan`` needs; no process group, no GPU and no model is touched. The exit status.
+
+    Raises:
+        CoatConfigError: a run that cannot be planned; names the key.
+    """
+    gpu, world = chosen_gpu(p.args), p.dp * p.args.tensor_parallel
+    run = run_of(p.model, p.settings, p.coat, p.args, world, p.batch.micro, p.batch.accumulation)
+    if p.auto:
+        given = p.settings.get("train_batch_size"), p.settings.get("gradient_accumulation_steps")
+        run = next(candidates(run, gpu, *given), run)
+    if rank == 0:
+        print(as_json(answer(run, gpu)) if p.args.json else text(run, gpu), flush=True)
+    return 0

@@ -1,0 +1,111 @@
+"""GPUs by name: how much memory a program finds on them, and the rates that a step's time is made of.
+
+Rates were measured on one H200 (`benchmarks/results/speed`, `docs/flow-speed.md`); those of other GPUs follow from it
+by the ratio of their data sheets' numbers, and are marked so.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from coat_dist import CoatConfigError
+
+__all__ = ["GPUS", "GPU", "find_gpu", "memory_bytes"]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of GPU."""
+
+    name: str
+    memory: int
+    """Bytes that the driver reports, which are less than the name says."""
+    bf16: float
+    """Operations a second of matrix products."""
+    fp8: float
+    """The same of FP8; of a GPU without them, those of BF16."""
+    attention: float
+    """Operations a second of causal attention, forward and backward together."""
+    copy: float
+    """Bytes a second, read plus written."""
+    link: float
+    """Bytes a second at which a rank gathers or scatters, within a host."""
+    measured: bool = False
+    other: int | None = None
+    """Bytes that are not torch's, where that is known."""
+    in_use: int = 0
+    """Bytes that other programs have taken."""
+
+    def but(self, **changes: Any) -> GPU:
+        """This GPU with other values."""
+        return replace(self, **changes)
+
+
+def _like(name: str, gib: float, bf16: float, fp8: float, copy: float, link: float) -> GPU:
+    """Rates in proportion to an H200's data sheet: 989 and 1979 TFLOP/s, 4.8 TB/s, 900 GB/s."""
+    own = fp8 or bf16
+    return GPU(
+        name,
+        int(gib * 2**30),
+        660e12 * bf16 / 989,
+        (1250e12 * own / 1979) if fp8 else 660e12 * bf16 / 989,
+        480e12 * bf16 / 989,
+        4.27e12 * copy / 4.8,
+        400e9 * link / 900,
+    )
+
+
+GPUS = {
+    one.name: one
+    for one in (
+        GPU("h200", int(139.8 * 2**30), 660e12, 1250e12, 480e12, 4.27e12, 400e9, True),
+        _like("h100", 79.1, 989, 1979, 3.35, 900),
+        _like("h100-pcie", 79.1, 756, 1513, 2.0, 64),
+        _like("h20", 95.0, 148, 296, 4.0, 900),
+        _like("gh200", 94.5, 989, 1979, 4.0, 900),
+        _like("b200", 178.3, 2250, 4500, 8.0, 1800),
+        _like("a100", 79.1, 312, 0, 2.0, 600),
+        _like("a100-40", 39.4, 312, 0, 1.55, 600),
+        _like("l40s", 44.3, 362, 733, 0.86, 32),
+        _like("rtx4090", 23.5, 165, 330, 1.0, 32),
+    )
+}
+_ALSO = {"h100-80": "h100", "h100-sxm": "h100", "h100-80gb": "h100", "a100-80": "a100", "a100-80gb": "a100"}
+_ALSO |= {"a100-40gb": "a100-40", "h200-141": "h200", "4090": "rtx4090"}
+
+
+def find_gpu(name: str) -> GPU:
+    """The GPU that ``name`` means, in any case: one of the table, or what torch calls one ("NVIDIA H100 80GB HBM3").
+
+    Raises:
+        CoatConfigError: none of them; lists the names.
+    """
+    text = name.lower().strip()
+    if (found := GPUS.get(_ALSO.get(text, text))) is not None:
+        return found
+    if "a100" in text and "40gb" in text:
+        return GPUS["a100-40"]
+    if "h100" in text and "pcie" in text:
+        return GPUS["h100-pcie"]
+    words = re.split(r"[^a-z0-9]+", text)
+    joined = "".join(words)
+    for key, gpu in GPUS.items():
+        if "-" not in key and (key in words or (key in joined and key not in ("h20",))):
+            return gpu
+    raise CoatConfigError(f"--gpu: got {name!r}, accepted: {', '.join(GPUS)} (or --gpu-memory alone)")
+
+
+def memory_bytes(text: str, option: str = "--gpu-memory") -> int:
+    """Bytes of "80GiB", "80GB", "80g" (10^9) or "85899345920".
+
+    Raises:
+        CoatConfigError: anything else; names ``option``.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if found is None or found[2] not in _UNITS or not float(found[1]):
+        raise CoatConfigError(f"{option}: got {text!r}, accepted: a size such as 80GiB or 141GB")
+    return int(float(found[1]) * _UNITS[found[2]])

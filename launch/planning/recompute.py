@@ -1,0 +1,79 @@
+"""What backward computes again instead of keeping it: Megatron's recompute settings, as options of the programs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from coat_dist import CoatConfigError
+from launch.command_line import whole_number
+
+__all__ = ["MODULES", "add_recompute_options", "check_recompute", "recompute_options"]
+
+MODULES = ("core_attn", "mlp", "layernorm")
+"""Parts of a layer that ``--recompute-granularity selective`` can name."""
+
+
+def add_recompute_options(group: Any) -> None:
+    """Add Megatron's options to a group of a parser."""
+    group.add_argument(
+        "--recompute-granularity",
+        choices=["full", "selective"],
+        default=None,
+        help="compute whole layers again in backward, or parts of them (default: keep what backward needs)",
+    )
+    group.add_argument(
+        "--recompute-method",
+        choices=["uniform", "block"],
+        default=None,
+        help="with full: units of so many layers, or only the first so many layers (default: uniform)",
+    )
+    group.add_argument(
+        "--recompute-num-layers", type=whole_number, default=None, metavar="N", help="with full: how many (default: 1)"
+    )
+    group.add_argument(
+        "--recompute-modules",
+        nargs="+",
+        choices=MODULES,
+        default=None,
+        help="with selective: which parts of a layer (default: core_attn)",
+    )
+
+
+def check_recompute(args: argparse.Namespace) -> list[str]:
+    """A line for every option that does not fit the others."""
+    problems = []
+    for name, needs in (
+        ("recompute_method", "full"),
+        ("recompute_num_layers", "full"),
+        ("recompute_modules", "selective"),
+    ):
+        given = getattr(args, name)
+        if given is not None and args.recompute_granularity != needs:
+            problems.append(
+                f"--{name.replace('_', '-')}: got {given!r}, accepted: only with --recompute-granularity {needs}"
+            )
+    if args.recompute_num_layers is not None and args.recompute_num_layers < 1:
+        problems.append(f"--recompute-num-layers: got {args.recompute_num_layers}, accepted: an integer >= 1")
+    return problems
+
+
+def recompute_options(args: argparse.Namespace, num_layers: int) -> dict[str, Any]:
+    """Arguments of Megatron's ``TransformerConfig``; none where nothing is computed again.
+
+    Raises:
+        CoatConfigError: more layers than the model has.
+    """
+    if args.recompute_granularity is None:
+        return {}
+    if args.recompute_granularity == "selective":
+        modules = list(args.recompute_modules or ["core_attn"])
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    layers = args.recompute_num_layers or 1
+    if layers > num_layers:
+        raise CoatConfigError(f"--recompute-num-layers: got {layers}, accepted: up to the model's {num_layers} layers")
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": args.recompute_method or "uniform",
+        "recompute_num_layers": layers,
+    }

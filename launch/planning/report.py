@@ -1,0 +1,167 @@
+"""The planner's answers as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .gpus import GPU
+from .run import Run
+from .search import MARGIN, fits, largest_micro_batch, need, savings, with_block, without_block
+from .speed import step_time
+from .zero import states
+
+__all__ = ["ACCURACY", "answer", "size", "table", "text"]
+
+GIB = 2**30
+ACCURACY = "memory: within 5 % of measured peaks; time: within about 20 % (docs/memory.md)"
+_ORDER = (
+    "parameters",
+    "gathered parameters",
+    "cached FP8 weights",
+    "master weights",
+    "moments",
+    "gradients",
+    "gradients outside of the buckets",
+    "DeepSpeed's buckets",
+    "DeepSpeed's reduction",
+    "activations",
+    "logits",
+    "computing",
+    "temporary",
+    "tables, batch, workspaces",
+)
+_SAID = {
+    "gathered parameters": "parameters, gathered (ZeRO-3)",
+    "logits": "logits and their gradients",
+    "computing": "temporary, of backward or step",
+    "temporary": "gradient of the residual stream",
+    "activations": "activations (saved for backward)",
+    "DeepSpeed's reduction": "DeepSpeed's copies of a bucket",
+}
+
+
+def size(number: int) -> str:
+    """Bytes for a reader."""
+    return f"{number / GIB:.2f} GiB" if abs(number) >= GIB / 10 else f"{number / 2**20:.1f} MiB"
+
+
+def rows(run: Run, gpu: GPU | None = None) -> list[tuple[str, int]]:
+    """What is held at the peak, and what is added to it: name and bytes."""
+    needed = need(run, gpu)
+    peak = needed.peak
+    found = [(_SAID.get(key, key), peak.held[key]) for key in _ORDER if peak.held.get(key)]
+    found += [(key, number) for key, number in peak.held.items() if key not in _ORDER]
+    return [
+        *found,
+        ("= peak allocated by torch", peak.allocated),
+        ("+ allocator: pools of two streams", peak.reserved - peak.allocated),
+        ("+ not torch's: CUDA, NCCL, kernels", needed.not_torchs),
+        (f"+ margin, {MARGIN:.0%}", needed.margin),
+        ("= needed", needed.total),
+    ]
+
+
+def table(run: Run, gpu: GPU | None = None) -> str:
+    """What takes how much at the peak, a line each."""
+    lines = [f"{'memory of the rank that needs most':<40}{'GiB':>9}"]
+    lines += [f"  {name:<38}{number / GIB:>9.2f}" for name, number in rows(run, gpu)]
+    return "\n".join([*lines, f"  the peak is in {need(run).peak.moment}"])
+
+
+def _short(run: Run, name: str, gpu: GPU) -> dict[str, Any]:
+    largest = largest_micro_batch(run, gpu)
+    needed = need(run, gpu)
+    result: dict[str, Any] = {
+        "name": name,
+        "micro_batch": run.micro,
+        "peak_allocated_bytes": needed.peak.allocated,
+        "peak_reserved_bytes": needed.peak.reserved,
+        "needed_bytes": needed.total,
+        "fits": needed.total <= gpu.memory,
+        "largest_micro_batch": largest,
+    }
+    if largest:
+        best = step_time(run.but(micro=largest), gpu)
+        result["at_largest"] = {
+            "step_seconds": best.seconds,
+            "tokens_per_second_per_gpu": best.tokens_per_second_per_gpu,
+        }
+    time = step_time(run, gpu)
+    result["step_seconds"], result["tokens_per_second_per_gpu"] = time.seconds, time.tokens_per_second_per_gpu
+    return result
+
+
+def answer(run: Run, gpu: GPU) -> dict[str, Any]:
+    """Everything that the planner says, as plain values; sizes in bytes, times in seconds."""
+    needed, found, time = need(run, gpu), states(run), step_time(run, gpu)
+    coat, plain = with_block(run), without_block(run)
+    return {
+        "gpu": {"name": gpu.name, "memory_bytes": gpu.memory, "rates_measured": gpu.measured},
+        "ranks": {"gpus": run.dp * run.tp, "data_parallel": run.dp, "tensor_parallel": run.tp},
+        "zero_stage": run.stage,
+        "micro_batch": run.micro,
+        "gradient_accumulation_steps": run.accumulation,
+        "parameters_per_rank": found.elements,
+        "states_bytes": {
+            "parameters": found.weights,
+            "gradients": found.gradients,
+            "master weights": found.master,
+            "moments": found.moments,
+        },
+        "peak": {
+            "moment": needed.peak.moment,
+            "held_bytes": needed.peak.held,
+            "allocated_bytes": needed.peak.allocated,
+            "reserved_bytes": needed.peak.reserved,
+            "not_torchs_bytes": needed.not_torchs,
+            "margin_bytes": needed.margin,
+            "needed_bytes": needed.total,
+            "phases_bytes": needed.peak.other_peaks,
+        },
+        "fits": fits(run, gpu),
+        "largest_micro_batch": largest_micro_batch(run, gpu),
+        "with_block": _short(coat, "with the block", gpu),
+        "without_block": _short(plain, "without", gpu),
+        "step": {"seconds": time.seconds, "parts_seconds": time.parts, "tokens": time.tokens},
+        "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
+        "savings": [{"setting": one.what, "bytes": one.bytes} for one in savings(run)],
+        "notes": run.notes(),
+        "accuracy": ACCURACY,
+    }
+
+
+def text(run: Run, gpu: GPU) -> str:
+    """The answer for a reader."""
+    said = answer(run, gpu)
+    ranks = f"{run.dp} data- x {run.tp} tensor-parallel ranks" + (" (sequence parallel)" if run.shared > 1 else "")
+    lines = [
+        f"{said['parameters_per_rank']:,} parameters a rank before ZeRO-{run.stage}; {ranks}; micro-batch {run.micro} "
+        f"of {run.model.seq_length} tokens, {run.accumulation} a step",
+        table(run, gpu),
+    ]
+    need_gib, has = said["peak"]["needed_bytes"] / GIB, gpu.memory / GIB
+    verdict = "fits" if said["fits"] else "DOES NOT FIT"
+    lines.append(f"{verdict}: needs {need_gib:.1f} GiB of {has:.1f} GiB ({gpu.name})")
+    lines.append("")
+    lines.append(
+        f"{'':<18}{'allocated':>11}{'needed':>9}{'fits':>6}{'largest':>9}{'step':>10}{'tokens/s/GPU':>14}"
+        f"{'at the largest':>16}"
+    )
+    for key in ("with_block", "without_block"):
+        one = said[key]
+        at = f"{one['at_largest']['tokens_per_second_per_gpu']:,.0f}" if one["largest_micro_batch"] else "-"
+        lines.append(
+            f"{one['name']:<18}{one['peak_allocated_bytes'] / GIB:>11.1f}{one['needed_bytes'] / GIB:>9.1f}"
+            f"{'yes' if one['fits'] else 'no':>6}{one['largest_micro_batch'] or 'none':>9}"
+            f"{1e3 * one['step_seconds']:>7.0f} ms{one['tokens_per_second_per_gpu']:>14,.0f}{at:>16}"
+        )
+    lines.append("")
+    parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in said["step"]["parts_seconds"].items())
+    lines.append(f"a step of {1e3 * said['step']['seconds']:.0f} ms: {parts}")
+    if said["savings"]:
+        lines.append("what would save most:")
+        lines += [f"  {size(one['bytes']):>11}  {one['setting']}" for one in said["savings"]]
+    lines += [f"note: {note}" for note in said["notes"]]
+    if not gpu.measured:
+        lines.append(f"note: rates of {gpu.name} follow from a measured H200 by the ratio of data sheets")
+    return "\n".join([*lines, said["accuracy"]])

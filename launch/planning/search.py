@@ -1,0 +1,177 @@
+"""Answers: whether a run fits, the largest micro-batch that does, and which settings would save how much."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from coat_dist import CoatConfig
+
+from .gpus import GPU
+from .run import Run
+from .timeline import Peak, simulate
+
+__all__ = [
+    "MARGIN",
+    "Need",
+    "Saving",
+    "candidates",
+    "fits",
+    "largest_micro_batch",
+    "need",
+    "savings",
+    "with_block",
+    "without_block",
+]
+
+MARGIN = 0.02
+"""Part of what the allocator reserves that is added before a run is said to fit: pages that are half used."""
+_ALONE, _TOGETHER = int(7.8 * 2**30), int(8.8 * 2**30)
+"""What a rank takes that is not torch's, where nothing better is known. 7.76 GiB were measured on an H100 with one rank, in
+every configuration alike: the CUDA context 0.51, the default process group 0.65, up to the built engine (Megatron's
+process groups among it) 6.45, after that 0.15. With several ranks a GiB more, an allowance."""
+_MOST = 4096
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one GPU that a run takes."""
+
+    peak: Peak
+    not_torchs: int
+    margin: int
+
+    @property
+    def total(self) -> int:
+        """What must be there for the run to be said to fit."""
+        return self.peak.reserved + self.not_torchs + self.margin
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A change of settings and the bytes that the peak is smaller by."""
+
+    what: str
+    bytes: int
+    run: Run
+
+
+def need(run: Run, gpu: GPU | None = None) -> Need:
+    """What the rank that needs most takes; on ``gpu``, of which more may be known."""
+    peak = simulate(run)
+    building = peak.other_peaks.get("building the engine", 0)
+    peak = Peak(peak.moment, peak.held, max(peak.reserved, building), peak.other_peaks)
+    other = _ALONE if run.dp * run.tp == 1 else _TOGETHER
+    if gpu is not None:
+        other = other + gpu.in_use if gpu.other is None else gpu.other
+    return Need(peak, other, int(MARGIN * peak.reserved))
+
+
+def fits(run: Run, gpu: GPU) -> bool:
+    """Whether the GPU's memory is enough."""
+    return need(run, gpu).total <= gpu.memory
+
+
+def largest_micro_batch(run: Run, gpu: GPU) -> int:
+    """The largest micro-batch that fits; 0 where not even one sample does."""
+    low, high = 0, 1
+    while high <= _MOST and fits(run.but(micro=high), gpu):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(run.but(micro=middle), gpu) else (low, middle)
+    return low
+
+
+def candidates(run: Run, gpu: GPU, total: int | None, accumulation: int | None = None) -> Iterator[Run]:
+    """Runs that fit, the largest micro-batch first.
+
+    Args:
+        total: samples of a step on all ranks (``train_batch_size``), or None. With it the micro-batch is a divisor of
+            each rank's samples, and accumulation follows.
+        accumulation: ``gradient_accumulation_steps`` where it is given.
+    """
+    for micro in range(largest_micro_batch(run, gpu), 0, -1):
+        if total is None:
+            found = run.but(micro=micro, accumulation=accumulation or 1)
+        elif total % (micro * run.dp) or (accumulation and total != micro * run.dp * accumulation):
+            continue
+        else:
+            found = run.but(micro=micro, accumulation=total // (micro * run.dp))
+        if fits(found, gpu):
+            yield found
+
+
+def with_block(run: Run) -> Run:
+    """The run with a "coat" block and its defaults, where it has none."""
+    if run.coat is not None and run.flow is not None and run.fp8_moments:
+        return run
+    settings = copy.deepcopy(dict(run.settings))
+    settings["optimizer"] = {**settings.get("optimizer", {}), "type": "CoatAdamW"}
+    settings["coat"] = {}
+    return run.but(settings=settings, coat=CoatConfig.parse({}))
+
+
+def without_block(run: Run) -> Run:
+    """The run in plain BF16 with torch's AdamW."""
+    settings = copy.deepcopy({key: value for key, value in run.settings.items() if key != "coat"})
+    optimizer = settings.setdefault("optimizer", {})
+    optimizer["type"] = "AdamW"
+    known = ("lr", "betas", "eps", "weight_decay")
+    optimizer["params"] = {k: v for k, v in (optimizer.get("params") or {}).items() if k in known}
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        settings.get("bf16", {}).pop(key, None)
+    return run.but(settings=settings, coat=None)
+
+
+def _with(run: Run, block: str, **changes: object) -> Run:
+    settings = copy.deepcopy(dict(run.settings))
+    settings[block] = {**(settings.get(block) or {}), **changes}
+    return run.but(settings=settings)
+
+
+def _with_activation(run: Run, **changes: object) -> Run:
+    assert run.coat is not None
+    activation = run.coat.activation.model_copy(update=changes)
+    return run.but(coat=run.coat.model_copy(update={"activation": activation}))
+
+
+def _changes(run: Run) -> Iterator[tuple[str, Callable[[], Run]]]:
+    if run.flow is None:
+        yield 'the "coat" block with "type": "CoatAdamW"', lambda: with_block(run)
+    elif not run.fp8_moments:
+        yield '"type": "CoatAdamW"', lambda: with_block(run)
+    if run.micro > 1:
+        half = run.micro // 2
+        yield (
+            f"train_micro_batch_size_per_gpu {half} with gradient_accumulation_steps "
+            f"{-(-run.micro * run.accumulation // half)}",
+            lambda: run.but(micro=half, accumulation=-(-run.micro * run.accumulation // half)),
+        )
+    if run.recompute.get("recompute_granularity") != "full":
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        yield "--recompute-granularity full (a third more time)", lambda: run.but(recompute=full)
+    if run.dp > 1 and run.stage < 3:
+        later = run.stage + 1
+        yield f"zero_optimization.stage {later}", lambda: _with(run, "zero_optimization", stage=later)
+    if run.dp > 2 and run.stage == 1:
+        yield "zero_optimization.stage 3", lambda: _with(run, "zero_optimization", stage=3)
+    if run.flow is not None and not run.chunked:
+        yield 'coat.activation.loss "chunked"', lambda: _with_activation(run, loss="chunked")
+    if run.flow is not None and run.flow.attention == "bf16":
+        yield 'coat.activation.attention "fp8"', lambda: _with_activation(run, attention="fp8")
+    if run.flow is not None and run.flow.bf16_layers:
+        yield "coat.activation.bf16_layers []", lambda: _with_activation(run, bf16_layers=())
+    if int(run.zero("reduce_bucket_size", 500_000_000)) > 100_000_000:
+        yield (
+            "zero_optimization.reduce_bucket_size 50000000",
+            lambda: _with(run, "zero_optimization", reduce_bucket_size=50_000_000),
+        )
+
+
+def savings(run: Run, most: int = 3) -> list[Saving]:
+    """The settings that save most, one at a time."""
+    now = need(run).total
+    found = [Saving(what, now - need(changed).total, changed) for what, make in _changes(run) for changed in (make(),)]
+    return sorted((one for one in found if one.bytes > 0), key=lambda one: -one.bytes)[:most]

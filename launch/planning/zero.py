@@ -1,0 +1,133 @@
+"""What DeepSpeed's ZeRO optimizers and our optimizer keep on a rank, and what they take for a moment.
+
+From `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and `bf16_optimizer.py` of DeepSpeed 0.19.8, and from
+`coat_dist/optim/state.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from .run import Parameter, Run, parameters
+
+__all__ = ["States", "local_elements", "states"]
+
+GROUPS = (True, False)
+"""Matrices decay and may have 8-bit moments, vectors have neither (``coat_dist.param_groups``)."""
+_PERSISTENT = 100_000
+_SUB_GROUP = 1_000_000_000
+_BUCKET = 500_000_000
+_LIVE = 1_000_000_000
+_PREFETCH = 50_000_000
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of one rank, unless another unit is named."""
+
+    elements: int
+    """Parameters of the rank before ZeRO shards them."""
+    weights: int
+    master: int
+    moments: int
+    gradients: int
+    """What waits for the step after the last backward."""
+    shard: int
+    """Elements that this rank updates, padding included."""
+    largest: int
+    """Elements of the largest gradient whose norm this rank takes."""
+    bucket: int
+    """Elements of a bucket."""
+    bucket_bytes: int
+    """Of all buckets that exist at a time."""
+    gathered: int
+    """ZeRO-3: weights that are whole between their uses."""
+    sub_group: int
+    """ZeRO-3: elements that are stepped at a time."""
+    full_gradients: int
+    """ZeRO-1: bytes of all gradients, before they are reduced."""
+
+
+def states(run: Run) -> States:
+    """What ZeRO's stages make of a run's parameters."""
+    found = parameters(run)
+    groups = [[p for p in found if p.matrix is matrix] for matrix in GROUPS]
+    elements, bucket = sum(p.numel for p in found), int(run.zero("reduce_bucket_size", _BUCKET))
+    gradient = 2 if run.remainder or not run.fp32_gradients else 4
+    if run.stage == 3:
+        shards = [sum(ceil(p.numel / run.dp) for p in group) for group in groups]
+    else:
+        shards = [ceil(sum(p.numel for p in group) / (2 * run.dp)) * 2 for group in groups]
+    shard = sum(shards)
+    pieces = max(ceil(p.numel / run.dp) if run.stage == 3 else min(p.numel, shards[not p.matrix]) for p in found)
+    moments = sum(_moments(run, n, matrix) for n, matrix in zip(shards, GROUPS, strict=True))
+    master = sum(ceil(n / run.group_size) * 2 * run.group_size for n in shards) if run.remainder else 4 * shard
+    if run.stage == 3:
+        threshold = int(run.zero("param_persistence_threshold", _PERSISTENT))
+        persistent = sum(p.numel for p in found if p.numel < threshold) if run.dp > 1 else 0
+        live = int(run.zero("max_live_parameters", _LIVE)) + int(run.zero("prefetch_bucket_size", _PREFETCH))
+        size = int(run.zero("sub_group_size", _SUB_GROUP))
+        return States(
+            elements=elements,
+            weights=2 * shard + 2 * persistent,
+            master=master,
+            moments=moments,
+            gradients=gradient * shard,
+            shard=shard,
+            largest=pieces,
+            bucket=bucket,
+            bucket_bytes=2 * bucket if run.zero("contiguous_gradients", True) else 0,
+            gathered=2 * min(elements, live) if run.dp > 1 else 0,
+            sub_group=max(_sub_groups(group, run.dp, size) for group in groups if group),
+            full_gradients=0,
+        )
+    padded = sum(run.dp * n for n in shards)
+    if gradient == 2:  # of parameters that two ranks share, each has the whole gradient
+        waiting = 2 * max(sum(p.numel for p in found if local_elements(run, r).get(p.name)) for r in range(run.dp))
+    else:
+        waiting = gradient * shard
+    unsharded = run.stage == 1 and run.fp32_gradients  # BF16_Optimizer
+    return States(
+        elements=elements,
+        weights=2 * padded,
+        master=master,
+        moments=moments,
+        gradients=4 * padded if unsharded else waiting,
+        shard=shard,
+        largest=pieces,
+        bucket=bucket,
+        bucket_bytes=2 * bucket * (2 if run.overlap else 1) if run.zero("contiguous_gradients", True) else 0,
+        gathered=0,
+        sub_group=shard,
+        full_gradients=2 * elements if run.stage == 1 and not unsharded else 0,
+    )
+
+
+def local_elements(run: Run, rank: int) -> dict[str, int]:
+    """Elements of each parameter that ZeRO-1 and 2 give to a rank, which holds one stretch of each group."""
+    found: dict[str, int] = {}
+    for matrix in GROUPS:
+        group = [p for p in parameters(run) if p.matrix is matrix]
+        size = ceil(sum(p.numel for p in group) / (2 * run.dp)) * 2
+        begin = 0
+        for p in group:
+            found[p.name] = max(0, min(begin + p.numel, (rank + 1) * size) - max(begin, rank * size))
+            begin += p.numel
+    return found
+
+
+def _moments(run: Run, elements: int, matrices: bool) -> int:
+    if not run.fp8_moments or not matrices:
+        return 8 * elements
+    return 2 * ceil(elements / run.group_size) * (run.group_size + 3)  # codes, a bf16 amax, an exponent
+
+
+def _sub_groups(group: list[Parameter], dp: int, size: int) -> int:
+    """Elements of the largest sub-group, which is closed by the parameter that makes it large enough."""
+    largest = now = 0
+    for p in group:
+        now += ceil(p.numel / dp)
+        largest = max(largest, now)
+        now = 0 if now >= size else now
+    return largest

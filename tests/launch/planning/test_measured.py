@@ -1,0 +1,75 @@
+"""The planner against peaks and times that were measured on GPUs."""
+
+import json
+
+import pytest
+
+from benchmarks.common import ROOT, result_path
+from benchmarks.speed.planner_check import CASES, VERIFY, planned, settings_of
+from coat_dist import CoatConfig
+from launch.model.gpt import load_model_config
+from launch.planning.gpus import find_gpu
+from launch.planning.run import Run
+from launch.planning.search import need
+from launch.planning.speed import step_time
+from launch.planning.timeline import kept_for_backward, simulate
+from launch.planning.zero import states
+
+GIB = 2**30
+MEASURED = json.loads(result_path("speed/planner-check").read_text())["results"]
+
+
+def two_gpus(config, layers, micro, tp=1, model="llama2-7b") -> Run:
+    settings = json.loads((ROOT / f"configs/deepspeed/{config}.json").read_text())
+    described = load_model_config(model, [f"num_layers={layers}"])
+    coat = CoatConfig.from_deepspeed(settings)
+    return Run(model=described, settings=settings, coat=coat, dp=2 // tp, tp=tp, sequence_parallel=tp > 1, micro=micro)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_one_gpu(name) -> None:
+    one = MEASURED[name]
+    run = planned(one["case"], 1)
+    peak, found = simulate(run), states(run)
+    assert peak.allocated == pytest.approx(one["bytes"]["allocated"], rel=0.025)
+    assert peak.reserved >= 0.98 * one["bytes"]["allocated"]
+    assert need(run).total >= one["bytes"]["allocated"] + one["bytes"]["other"]
+    assert step_time(run, find_gpu(one["case"]["gpu"])).seconds == pytest.approx(one["seconds"]["step"], rel=0.15)
+    assert one["bytes"]["held: parameters"] == found.weights
+    assert one["bytes"]["held: gradients"] == found.gradients
+    assert one["bytes"]["held: master weights"] == found.master
+    assert one["bytes"]["held: optimizer moments"] == found.moments
+    assert one["bytes"]["held: activations"] == pytest.approx(kept_for_backward(run), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "micro", "tp", "model", "gib", "tolerance"),
+    [
+        ("zero2-bf16", 8, 2, 1, "llama2-7b", 27.10, 0.01),
+        ("zero2", 8, 2, 1, "llama2-7b", 16.42, 0.05),
+        ("zero2-bf16", 8, 2, 2, "llama2-7b", 21.3, 0.02),
+        ("zero2", 8, 2, 2, "llama2-7b", 14.6, 0.02),
+        ("zero2-bf16", 32, 2, 1, "llama2-7b", 95.6, 0.01),
+        ("zero2", 32, 8, 1, "llama2-7b", 98.7, 0.01),
+        ("zero2", 32, 10, 1, "llama2-7b", 115, 0.01),
+        ("zero2", 32, 11, 1, "llama2-7b", 123, 0.01),
+        ("zero2", 40, 2, 1, "llama2-13b", 100.6, 0.01),
+    ],
+)
+def test_rank_0_of_two_gpus(config, layers, micro, tp, model, gib, tolerance) -> None:
+    """Peaks that pretrain.py printed on H200s, which are rank 0's."""
+    run = two_gpus(config, layers, micro, tp, model)
+    assert simulate(run, 0).allocated / GIB == pytest.approx(gib, rel=tolerance)
+    assert simulate(run).allocated >= simulate(run, 0).allocated  # the last rank needs more
+
+
+def test_recorded_runs_of_two_gpus() -> None:
+    recorded = json.loads(result_path("speed/train-2-ranks").read_text())
+    for one in recorded["runs"]:
+        seconds = step_time(two_gpus(one["config"], 8, 2), find_gpu("NVIDIA H200")).seconds
+        assert 1e3 * seconds == pytest.approx(one["step_ms"], rel=0.2)
+
+
+def test_cases_have_settings() -> None:
+    for case in (*CASES.values(), *VERIFY.values()):
+        assert CoatConfig.from_deepspeed(settings_of(case)) is not None or case["config"].endswith("bf16")

@@ -1,0 +1,147 @@
+"""The planner's command line, its answers, and `pretrain.py --dry-run`, which gives the same ones."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.common import ROOT
+from launch import planner, pretrain
+from launch.model.gpt import load_model_config, parameter_count
+from launch.planning.allocator import expandable_segments
+from launch.planning.gpus import GPUS, find_gpu, memory_bytes
+from launch.planning.run import parameters
+from tests.launch.planning.engines import MODEL, planned, settings_of
+from tests.launch.pretrain_runs import command, configuration
+
+SEVEN = ["--model", "llama2-7b", "--gpus", "8", "--gpu", "h100"]
+
+
+def say(capsys, *argv) -> dict:
+    assert planner.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_table_says_what_json_says(capsys) -> None:
+    said = say(capsys, *SEVEN)
+    assert planner.main(SEVEN) == 0
+    table = capsys.readouterr().out
+    gib = 2**30
+    assert f"{said['peak']['allocated_bytes'] / gib:.2f}" in re.search("= peak allocated by torch +(.*)", table)[1]
+    assert sum(said["peak"]["held_bytes"].values()) == said["peak"]["allocated_bytes"]
+    assert said["states_bytes"]["parameters"] == 2 * 6738415616
+    assert said["fits"] and "fits: needs" in table and "with the block" in table
+    coat, plain = said["with_block"], said["without_block"]
+    assert coat["largest_micro_batch"] == said["largest_micro_batch"] > plain["largest_micro_batch"]
+    assert coat["needed_bytes"] < plain["needed_bytes"] and len(said["savings"]) == 3
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(capsys) -> None:
+    said = say(capsys, *SEVEN, "--micro-batch", "auto")
+    assert said["fits"] and said["micro_batch"] == said["largest_micro_batch"]
+    assert not say(capsys, *SEVEN, "--micro-batch", str(said["micro_batch"] + 1))["fits"]
+
+
+@pytest.mark.parametrize(
+    ("options", "larger"),
+    [
+        (["--zero-stage", "3"], False),
+        (["--zero-stage", "1"], True),
+        (["--recompute-granularity", "full"], False),
+        (["--attention", "fp8"], False),
+        (["--loss", "plain", "--micro-batch", "8"], True),
+        (["--tensor-parallel", "2", "--sequence-parallel"], False),
+        (["--deepspeed_config", "zero2-bf16"], True),
+        (["--seq-length", "8192"], True),
+    ],
+)
+def test_settings_change_the_peak(capsys, options, larger) -> None:
+    base = [*SEVEN, *(options[-2:] if "--micro-batch" in options else [])]
+    before, after = (say(capsys, *argv)["peak"]["needed_bytes"] for argv in (base, [*SEVEN, *options]))
+    assert (after > before) is larger and after != before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpu", "v100"], "--gpu: got 'v100', accepted: h200, h100, "),
+        (["--gpu-memory", "80 apples"], "--gpu-memory: got '80 apples', accepted: a size such as 80GiB"),
+        (["--model-override", "vocab_size=null"], "model.vocab_size: got null, accepted: a number, or --vocab-size"),
+        (["--tensor-parallel", "3"], "--tensor-parallel: got 3, accepted: a divisor of --gpus (8)"),
+        (["--attention", "fp8", "--deepspeed_config", "zero2-bf16"], "--attention: got fp8, accepted: only with a"),
+        (["--recompute-method", "block"], "accepted: only with --recompute-granularity full"),
+        (["--model", "tiny-moe", "--vocab-size", "500"], "model.num_moe_experts: got 8, accepted: null"),
+    ],
+)
+def test_errors_name_what_was_given(capsys, options, said) -> None:
+    assert planner.main([*SEVEN, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+
+
+def test_misspelt_options_are_answered_with_ours(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        planner.main(["--model", "llama2-7b", "--num-gpus", "8"])
+    assert "did you mean --gpus?" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_the_same_without_a_launcher(work, tmp_path, capsys, monkeypatch) -> None:
+    config = configuration(tmp_path, 2)
+    argv = command(work, tmp_path / "run", config, "--dry-run", "--json", "--gpus", "4", "--gpu", "h100")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert pretrain.main(argv) == 0
+    dry = json.loads(capsys.readouterr().out)
+    options = ["--model", str(work / "model.json"), "--deepspeed_config", config, "--vocab-size", "250"]
+    assert dry == say(capsys, *options, "--gpus", "4", "--gpu", "h100")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_program_prints_nothing_but_its_answer() -> None:
+    line = [sys.executable, "launch/planner.py", "--model", "tiny", "--vocab-size", "500", "--json"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["ranks"]["gpus"] == 1
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "olmo-1b", "llama-30b"])
+def test_parameters_are_those_of_the_model(name) -> None:
+    model = load_model_config(name)
+    run = planned(model.model_dump(exclude_unset=True), settings_of(2, {}))
+    assert sum(p.numel for p in parameters(run)) == parameter_count(model)
+    assert sum(p.numel for p in parameters(planned({**MODEL, "qk_norm": True}, settings_of(2, {}), tp=2))) > 0
+
+
+def test_gpus_by_every_name() -> None:
+    names = {
+        "H100": "h100",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100-SXM4-40GB": "a100-40",
+        "a100-80": "a100",
+        "NVIDIA H200": "h200",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+    }
+    assert {given: find_gpu(given).name for given in names} == names
+    assert memory_bytes("80GiB") == 80 * 2**30 and memory_bytes("141 GB") == 141 * 10**9 == memory_bytes("141g")
+    assert all(gpu.memory > 0 and gpu.bf16 <= gpu.fp8 for gpu in GPUS.values())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, None),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, None),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"},
+        ),
+    ],
+)
+def test_segments_are_expandable_unless_the_user_has_said(before, after) -> None:
+    environment = dict(before)
+    expandable_segments(environment)
+    assert environment == (before if after is None else after)
