@@ -44,9 +44,11 @@ from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.evaluation import arguments, model, report, scoring
 from launch.evaluation.inputs import Inputs, notes, read_inputs
 from launch.evaluation.rows import Row
+from launch.model.gpt import load_model_config
 from launch.prep import DataError
 from launch.training import failing, runtime
 from launch.weights import open_weights
+from launch.weights.checkpoint import CheckpointWeights
 
 __all__ = ["evaluate", "main"]
 
@@ -71,7 +73,8 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if args.output is not None:
         on_rank_0(lambda: _try_folder(args.output))
     baseline = None if args.baseline is None else on_rank_0(lambda: report.read_report("--baseline", args.baseline))
-    weights = open_weights(args.load)
+    described = None if args.model is None else load_model_config(args.model)
+    weights = open_weights(args.load, model=described)
     run, step = model.read_run(Path(weights.path))
     coat = model.choose_coat(args.deepspeed_config, run) if args.forward == "fp8" else None
     inputs = read_inputs(args, weights, run)
@@ -84,8 +87,11 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         say(line)
     initialize_model_parallel(tp, create_gloo_process_groups=False)
     built = model.build(weights, forward=args.forward, coat=coat, tp=tp, device=device, note=say)
-    losses = scoring.token_losses(built, device)
-    results = score_all(args, inputs, losses)
+    padded = weights.model.padded_vocab > (weights.model.vocab_size or 0)
+    losses = scoring.token_losses(built, device, weights.model.vocab_size if padded else None)
+    # Prepared data is scored as the run that trained the model scores it.
+    as_trained = scoring.token_losses(built, device) if isinstance(weights, CheckpointWeights) else losses
+    results = score_all(args, inputs, losses, as_trained)
     result = {
         "format": report.FORMAT,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -104,15 +110,17 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return result
 
 
-def score_all(args: argparse.Namespace, inputs: Inputs, losses: scoring.Losses) -> dict[str, list[dict[str, Any]]]:
-    """Results of all inputs by kind.
+def score_all(
+    args: argparse.Namespace, inputs: Inputs, losses: scoring.Losses, of_data: scoring.Losses
+) -> dict[str, list[dict[str, Any]]]:
+    """Results of all inputs by kind; ``of_data`` is for prepared data.
 
     Raises:
         CoatConfigError: the model gives losses that are no numbers.
     """
 
-    def score(rows: Sequence[Row], what: str) -> list[float]:
-        sums = scoring.score(losses, rows, args.batch_size, what, args.tensor_parallel)
+    def score(rows: Sequence[Row], what: str, by: scoring.Losses = losses) -> list[float]:
+        sums = scoring.score(by, rows, args.batch_size, what, args.tensor_parallel)
         if bad := sum(not math.isfinite(value) for value in sums):
             raise CoatConfigError(f"{what}: the loss of {bad} of {len(rows)} rows is not finite: the model is broken")
         return sums
@@ -129,7 +137,7 @@ def score_all(args: argparse.Namespace, inputs: Inputs, losses: scoring.Losses) 
         results["text"].append({**one, **counts})
     if inputs.data:
         name = f"{' '.join(args.data)} ({inputs.settings['part']})"
-        results["data"].append(report.tokens_result(name, inputs.data, score(inputs.data, name), None))
+        results["data"].append(report.tokens_result(name, inputs.data, score(inputs.data, name, of_data), None))
     for path, asked, rows, bad in inputs.questions:
         one = report.choices_result(path, asked, rows, score(rows.rows, path))
         results["choices"].append({**one, "malformed": bad})

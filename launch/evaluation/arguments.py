@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from coat_dist import CoatConfigError
@@ -53,6 +54,8 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     _how(p.add_argument_group("how"))
     _output(p.add_argument_group("output"))
     args = p.parse_args(argv)
+    if args.load is None and args.model is not None and os.path.isdir(args.model):
+        args.load, args.model = args.model, None  # what other programs call a model is a folder of weights
     check(args)
     return args
 
@@ -61,12 +64,17 @@ def _model(g: argparse._ArgumentGroup) -> None:
     g.add_argument(
         "--load",
         "--checkpoint",
-        "--model",
         dest="load",
         type=local_path,
         metavar="DIR",
         help="a training checkpoint or the folder whose `latest` names it, a universal checkpoint, a converted folder, "
         "or a Hugging Face folder",
+    )
+    g.add_argument(
+        "--model",
+        type=local_path,
+        metavar="FILE",
+        help="description of the model, of a checkpoint that does not say (of another program than pretrain.py)",
     )
     g.add_argument(
         "--forward",

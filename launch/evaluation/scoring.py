@@ -20,18 +20,22 @@ Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``losses(tokens, labels)``: int64 ``[b, s]`` twice, on the CPU, to fp32 ``[b, s]``, nats."""
 
 
-def token_losses(model: Any, device: torch.device) -> Losses:
+def token_losses(model: Any, device: torch.device, vocab_size: int | None = None) -> Losses:
     """Per-token losses of a model that :func:`launch.model.gpt.build_model` built, patched or not.
 
-    They are those that ``pretrain.py`` averages: a model that was patched with ``loss: "chunked"`` computes them
-    itself, of any other one logits are asked. Ranks of one tensor-parallel group call it together.
+    Ranks of one tensor-parallel group call it together.
+
+    Args:
+        vocab_size: the softmax is over this many ids, without the rows that pad the embedding: what transformers
+            computes of the model. None = over the padding too, as ``pretrain.py`` trains and evaluates; a model that
+            was patched with ``loss: "chunked"`` then computes its losses itself.
     """
     from megatron.core import parallel_state
 
     from coat_dist.flow import TensorParallel, vocab_parallel_cross_entropy
     from megatron_patches.loss import ChunkedLossGPTModel
 
-    group = TensorParallel()
+    group, rank = TensorParallel(), parallel_state.get_tensor_model_parallel_rank()
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         group = TensorParallel(parallel_state.get_tensor_model_parallel_group())
 
@@ -39,9 +43,15 @@ def token_losses(model: Any, device: torch.device) -> Losses:
     def losses(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         tokens, labels = tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        if isinstance(model, ChunkedLossGPTModel):
+        if vocab_size is None and isinstance(model, ChunkedLossGPTModel):
             return model(tokens, positions, None, labels=labels)
-        return vocab_parallel_cross_entropy(model(tokens, positions, None), labels, group)
+        logits = model(tokens, positions, None)
+        if vocab_size is not None:
+            columns = logits.shape[-1]
+            logits[..., min(max(vocab_size - rank * columns, 0), columns) :] = -torch.inf
+        # A row at a time: the loss makes fp32 copies of what it gets.
+        rows = [vocab_parallel_cross_entropy(logits[i : i + 1], labels[i : i + 1], group) for i in range(len(tokens))]
+        return torch.cat(rows)
 
     return losses
 
