@@ -79,7 +79,12 @@ def train(
         examined = None if source is None else checkpoint.examine(source, p.identity())
         sets = build.datasets(p)
         say(p.describe())
-        engine = build.build_engine(p, say, universal=examined is not None and examined.universal)
+        engine = build.build_engine(
+            p,
+            say,
+            universal=examined is not None and examined.universal,
+            weights=p.weights if examined is None else None,
+        )
         progress = Progress() if examined is None else resume(engine, examined)
         loop = make_loop(p, device, engine, sets, progress, folders)
         locks.callback(loop.log.close)  # before the locks go
@@ -119,12 +124,13 @@ def make_loop(
 
     a, dp_rank = p.args, parallel_state.get_data_parallel_rank()
     superseded = list(folders.superseded)
+    carried = checkpoint.carried(folders.source, p.weights)  # read now: the source may be removed meanwhile
 
     def evaluation(dataset: Any) -> Callable[[], Iterator[Batch]] | None:
         return None if dataset is None else lambda: build.batch_iterator(p, dataset, dp_rank)
 
     def save() -> Path:
-        saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded)
+        saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
         superseded.clear()  # from now on their names may be this run's
         return saved
 

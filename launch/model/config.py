@@ -16,7 +16,11 @@ from launch.find_config import read_config
 from launch.model.experts import ExpertsConfig
 from launch.model.rope import checked_rope_scaling
 
-__all__ = ["ModelConfig", "load_model_config"]
+__all__ = ["ModelConfig", "described_model", "load_model_config"]
+
+
+_YOUNGER = ("attention_output_bias", "norm_placement", "rope_scaling", "sliding_window")
+"""Keys that descriptions in older checkpoints lack."""
 
 
 def _whole(number: float) -> float:
@@ -113,6 +117,11 @@ class ModelConfig(ExpertsConfig):
             )
         return self
 
+    def identity(self) -> dict[str, Any]:
+        """As for experts; keys that are younger than some checkpoints appear where they say something."""
+        usual = {key: field.default for key, field in type(self).model_fields.items() if key in _YOUNGER}
+        return {key: value for key, value in super().identity().items() if key not in usual or value != usual[key]}
+
     @property
     def kv_heads(self) -> int:
         return self.num_query_groups or self.num_attention_heads
@@ -181,6 +190,12 @@ def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> Model
     needed = [key for key, field in ModelConfig.model_fields.items() if field.is_required()]
     if not any(key in values for key in needed):
         raise CoatConfigError(f"--model: {given} describes no model, accepted: an object with {', '.join(needed)}")
+    return described_model(values, overrides)
+
+
+def described_model(values: dict[str, Any], overrides: Sequence[str] = ()) -> ModelConfig:
+    """See :func:`load_model_config`; ``values`` is the content of a description."""
+    values = dict(values)
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:

@@ -11,7 +11,8 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
-from launch.model.gpt import ModelConfig, load_model_config, parameter_count
+from launch.model.gpt import ModelConfig, parameter_count
+from launch.training.initial import initial_weights
 from launch.training.schedule import Schedule
 from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
 
@@ -33,6 +34,8 @@ class Plan:
     batch: BatchSizes
     dp: int
     """Data-parallel ranks."""
+    weights: Any = None
+    """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
 
     def describe(self) -> str:
         """One line for the log."""
@@ -80,7 +83,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
     """
     tp = args.tensor_parallel
     settings, coat = load_settings(args.deepspeed_config, tp=tp)
-    model = load_model_config(args.model, args.model_override)
+    model, weights = initial_weights(args)
     with as_typed():
         prefixes, _ = data.parse_blend(args.data)
         infos = [data.read_info(prefix) for prefix in prefixes]
@@ -108,4 +111,5 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         schedule=schedule,
         dp=world // tp,
         batch=batch_sizes(settings, world // tp),
+        weights=weights,
     )
