@@ -188,6 +188,32 @@ def test_the_tokenizer_of_a_training_checkpoint_is_its_datas(trained):
     assert "--tokenizer: bytes has 257 ids, accepted: what the model was trained with, bpe:300" in problem
 
 
+def test_the_same_weights_give_the_same_numbers_in_every_kind_of_folder(trained, tiny):
+    """A training checkpoint, its universal form, its export to Hugging Face, and what is made of that again."""
+    from launch.convert_hf import main as convert_hf
+    from launch.to_universal import main as to_universal
+
+    places = {name: str(trained.folder / name) for name in ("universal", "hf", "converted")}
+    assert to_universal(["--load", str(trained.saved), "--output", places["universal"]]) == 0
+    assert convert_hf(["--from", str(trained.saved), "--to", places["hf"]]) == 0
+    assert convert_hf(["--from", places["hf"], "--to", places["converted"]]) == 0
+    inputs = ["--text", trained.folder / "text.jsonl", "--limit", 4, "--choices", tiny.questions]
+    inputs += ["--tokenizer", f"{trained.data}.tokenizer.json"]
+    first = evaluated("--load", trained.saved, *inputs)
+    for place in places.values():
+        other = evaluated("--load", place, *inputs)
+        assert [other[kind] for kind in ("text", "choices")] == [first[kind] for kind in ("text", "choices")], place
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{trained.data}.tokenizer.json")
+    model = AutoModelForCausalLM.from_pretrained(places["hf"], dtype=torch.float32).eval()
+    lines = (trained.folder / "text.jsonl").read_text().splitlines()[:4]
+    pairs = [of_transformers.text_loss(model, tokenizer, json.loads(line)["text"], 32, 16) for line in lines]
+    total, count = map(sum, zip(*pairs, strict=True))
+    in_fp32 = evaluated("--load", trained.saved, *inputs, "--forward", "fp32")["text"][0]
+    assert in_fp32["tokens_scored"] == count and abs(in_fp32["loss"] - total / count) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def two_forwards(tiny, tmp_path_factory):
     """Results in BF16 and, by the command line and beside the first, in FP8: both folders, and what was printed."""
