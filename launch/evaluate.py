@@ -40,6 +40,7 @@ import torch
 if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, whose classes are in checkpoints, looks for GPUs
 
+import coat_dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import CheckpointError
@@ -161,7 +162,8 @@ def _try_folder(folder: str) -> None:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "megatron-core")}}
+    packages = {name: version(name) for name in ("torch", "megatron-core")}
+    return {"python": platform.python_version(), "coat_dist": coat_dist.__version__, **packages}
 
 
 def alone() -> None:

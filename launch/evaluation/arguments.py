@@ -35,6 +35,13 @@ _MEANT = {
     "tensor-model-parallel-size": "--tensor-parallel",
     "tp": "--tensor-parallel",
 }
+_ONLY_WITH = {
+    **dict.fromkeys(("split", "part", "samples", "seed", "data-cache"), ("data",)),
+    **dict.fromkeys(("stride", "separator", "text-key"), ("text",)),
+    **dict.fromkeys(("tokenizer", "eod", "bos", "skip-bad", "limit"), ("text", "choices")),
+    "delimiter": ("choices",),
+}
+"""What an option is for: without it, it would be ignored."""
 
 
 def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
@@ -99,7 +106,6 @@ def _model(g: argparse._ArgumentGroup) -> None:
     )
     g.add_argument(
         "--bos",
-        default="auto",
         metavar="TOKEN",
         help="put before every text: auto = what the tokenizer file puts there (default), none, eod, a token or an id",
     )
@@ -132,12 +138,12 @@ def _what(g: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="accuracy of multiple choice: JSON lines with context, choices and answer",
     )
-    g.add_argument("--text-key", default="text", help="JSON key or Parquet column of the text (default: text)")
+    g.add_argument("--text-key", metavar="KEY", help="JSON key or Parquet column of the text (default: text)")
     g.add_argument("--separator", metavar="TEXT", help="what separates documents in a text file, such as '\\n\\n'")
     g.add_argument("--skip-bad", action="store_true", help="count malformed lines instead of stopping at them")
     g.add_argument("--limit", type=whole_number, metavar="N", help="first documents or questions of each file only")
     g.add_argument("--split", help="with --data: parts of train, valid and test (default: the run's, else 950,40,10)")
-    g.add_argument("--part", choices=["valid", "test", "train"], default="valid", help="with --data (default: valid)")
+    g.add_argument("--part", choices=["valid", "test", "train"], help="with --data (default: valid)")
     g.add_argument("--samples", type=whole_number, metavar="N", help="with --data: the first N samples (default: all)")
     g.add_argument("--seed", type=whole_number, help="with --data: of the order (default: the run's, else 1234)")
     g.add_argument("--data-cache", type=local_path, metavar="DIR", help="with --data: where sample indices are kept")
@@ -153,7 +159,7 @@ def _how(g: argparse._ArgumentGroup) -> None:
     g.add_argument(
         "--stride", type=whole_number, metavar="N", help="with --text: tokens from window to window (default: half)"
     )
-    g.add_argument("--delimiter", default="", metavar="TEXT", help="with --choices: put between context and choice")
+    g.add_argument("--delimiter", metavar="TEXT", help="with --choices: put between context and choice")
     g.add_argument(
         "--batch-size", type=whole_number, default=8, metavar="N", help="rows of a forward pass (default: 8)"
     )
@@ -207,12 +213,9 @@ def check(args: argparse.Namespace) -> None:
     require("seed", args.seed is None or 0 <= args.seed < 2**31, "an integer from 0 to 2^31 - 1")
     require("deepspeed_config", args.deepspeed_config is None or args.forward == "fp8", "only with --forward fp8")
     require("details", not args.details or args.output is not None, "only with --output")
-    for name, of in (
-        *((name, "data") for name in ("split", "samples", "seed", "data-cache")),
-        *((name, "text") for name in ("stride", "separator")),
-        ("delimiter", "choices"),
-    ):
+    for name, inputs in _ONLY_WITH.items():
         given = getattr(args, name.replace("-", "_"))
-        require(name, not given or bool(getattr(args, of)) or args.compare is not None, f"only with --{of}")
+        used = args.compare is not None or any(getattr(args, one) for one in inputs)
+        require(name, given in (None, False) or used, f"only with {' or '.join(f'--{one}' for one in inputs)}")
     if problems:
         raise CoatConfigError("\n".join(problems))

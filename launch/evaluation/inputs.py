@@ -47,7 +47,7 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
         tokenizer, source = tokens.find_tokenizer(args.tokenizer, args.eod, weights.tokenizer_files(), run)
         tokens.check_fits(f"--tokenizer: {source}", tokenizer.vocab_size, vocab)
         tokens.check_trained_with(tokenizer, source, run)
-        begin = tokens.begin_ids(tokenizer, args.bos)
+        begin = tokens.begin_ids(tokenizer, args.bos or "auto")
         found.settings |= {"tokenizer": f"tokenizer: {source} ({tokenizer.vocab_size} ids)"}
         found.settings |= {"bos": f"before every text: {begin or 'nothing'}", "begin_ids": begin}
         found.settings |= {"tokenizer_digest": tokenizer.fingerprint()}
@@ -56,7 +56,7 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
         stride = args.stride or max(1, size // 2)
         if stride > size:
             raise CoatConfigError(f"--stride: got {stride}, accepted: 1 to the window ({size})")
-        options = ReadOptions(args.text_key, _unescape(args.separator), args.skip_bad)
+        options = ReadOptions(args.text_key or "text", _unescape(args.separator), args.skip_bad)
         for path in args.text:
             found.texts.append(
                 read_text(path, tokenizer, begin, window=size, stride=stride, options=options, limit=args.limit)
@@ -64,23 +64,24 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
         found.settings |= {"text_window": size, "stride": stride}
     for path in args.choices:
         asked, bad = choices.read_questions(path, args.skip_bad, args.limit)
-        rows = choices.ask(asked, tokenizer, begin, window=window, delimiter=args.delimiter)
+        rows = choices.ask(asked, tokenizer, begin, window=window, delimiter=args.delimiter or "")
         found.questions.append((path, asked, rows, bad))
-        found.settings |= {"choices_window": window, "delimiter": args.delimiter}
+        found.settings |= {"choices_window": window, "delimiter": args.delimiter or ""}
     if args.data:
         tokens.check_fits(f"--data: {args.data[0]}", prepared.check_data(args.data).vocab_size, vocab)
+        part = args.part or "valid"
         split = args.split or (run.get("data") or {}).get("split") or "950,40,10"
         seed = args.seed if args.seed is not None else run.get("seed", 1234)
         found.data = prepared.read_samples(
             args.data,
             split=split,
-            part=args.part,
+            part=part,
             seq_length=window,
             seed=seed,
             samples=args.samples,
             cache_dir=args.data_cache,
         )
-        found.settings |= {"split": split, "part": args.part, "seed": seed, "data_window": window}
+        found.settings |= {"split": split, "part": part, "seed": seed, "data_window": window}
     return found
 
 

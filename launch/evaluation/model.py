@@ -79,7 +79,7 @@ def build(
     """
     model_config: ModelConfig = weights.model
     model_config.check_parallel(tp, False)
-    model = build_model(model_config, tp=tp)
+    model: Any = build_model(model_config, tp=tp)
     if forward == "fp32":
         model = model.float()
         model.config.bf16, model.config.params_dtype = False, torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -54,13 +55,12 @@ def read_samples(
     with as_typed():
         if samples is None and len(data.parse_blend(paths)[0]) > 1:
             raise data.DataError("--samples: missing, accepted: how many samples of the blend, with several --data")
-        asked = {f"{name}_samples": (samples or 1) * (name == part) for name in PARTS}
-        if asked[f"{part}_samples"] and not data.parse_split(split)[PARTS.index(part)]:
+        train, valid, test = ((samples or 1) * (name == part) for name in PARTS)
+        if not data.parse_split(split)[PARTS.index(part)]:
             raise data.DataError(f"split: got {split!r}, which gives {part} nothing, accepted: a share for {part}")
-        built = data.build_datasets(paths, split, seq_length, **asked, seed=seed, cache_dir=cache_dir)
-    dataset = built[PARTS.index(part)]
-    count = samples or dataset.epoch_samples
-    return [_row(dataset[i]) for i in range(count)]
+        built = data.build_datasets(paths, split, seq_length, train, valid, test, seed, cache_dir)
+    dataset: Any = built[PARTS.index(part)]
+    return [_row(dataset[i]) for i in range(samples or dataset.epoch_samples)]
 
 
 def _row(item: dict) -> Row:

@@ -171,6 +171,7 @@ def test_prepared_data_has_the_valid_loss_of_training(trained):
     bf16 = evaluated(*inputs)
     assert 0 < abs(bf16["data"][0]["loss"] - trained.valid_loss) < 0.05
     assert bf16["data"][0]["digest"] == fp8["data"][0]["digest"]
+    assert evaluated(*inputs, ranks=2)["data"] == bf16["data"]
 
 
 def test_a_parts_samples_are_all_taken_once_by_default(trained):
@@ -270,6 +271,8 @@ def test_two_results_are_compared_without_a_model(two_forwards, capsys):
         (["--load", "x"], "--text: missing, accepted: one or more of --text, --data and --choices"),
         (["--load", "x", "--text", "a", "--stride", "0"], "--stride: got 0, accepted: 1 or more"),
         (["--load", "x", "--text", "a", "--samples", "3"], "--samples: got 3, accepted: only with --data"),
+        (["--load", "x", "--text", "a", "--part", "test"], "--part: got 'test', accepted: only with --data"),
+        (["--load", "x", "--data", "a", "--bos", "eod"], "--bos: got 'eod', accepted: only with --text or --choices"),
         (["--load", "x", "--text", "a", "--deepspeed_config", "zero2"], "accepted: only with --forward fp8"),
         (["--load", "x", "--text", "a", "--details"], "--details: got True, accepted: only with --output"),
         (["--load", "x", "--compare", "a", "b"], "--load: got 'x', accepted: absent with --compare"),
