@@ -1,6 +1,7 @@
 """Questions of JSONL files, what of them is scored, and who is right."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,13 @@ def test_a_malformed_line_is_named_and_can_be_left_out(tmp_path, line, why):
     assert str(caught.value).startswith(f"{path}:3: ") and why in str(caught.value)
     questions, bad = read_questions(path, skip_bad=True)
     assert [q.where for q in questions] == [f"{path}:1"] and len(bad) == 1 and bad[0].startswith(f"{path}:3: ")
+
+
+def test_the_lines_of_the_page_are_questions(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith('{"context"')]
+    questions, _ = read_questions(written(tmp_path, *lines))
+    assert [(len(q.choices), q.answer) for q in questions] == [(2, 1), (3, 1)]
 
 
 def test_many_malformed_lines_are_counted_and_an_empty_file_is_an_error(tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -238,6 +239,9 @@ def test_bf16_and_fp8_are_compared_with_one_command_each(tiny, two_forwards):
     bf16, fp8 = (json.loads((folder / name / "evaluation.json").read_text()) for name in ("bf16", "fp8"))
     assert fp8["coat"]["source"].startswith("defaults") and bf16["coat"] is None
     assert fp8["command"].startswith("evaluate.py --load ") and fp8["versions"].keys() >= {"torch", "megatron-core"}
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    inside = {key for kind in ("text", "choices", "differences") for one in fp8[kind] for key in one}
+    assert not [key for key in {*fp8, *inside} - {"format"} if f"`{key}`" not in page]
     loss, acc, acc_norm = fp8["differences"]
     assert (loss["what"], acc["what"], acc_norm["what"]) == ("loss", "acc", "acc_norm")
     assert 0 < abs(loss["difference"]) < 0.1 and loss["paired_stderr"] < fp8["text"][0]["loss_stderr"]
@@ -282,6 +286,15 @@ def test_arguments_that_make_no_sense(argv, problem):
     with pytest.raises(program.CoatConfigError) as caught:
         arguments.parse(argv, None)
     assert problem in str(caught.value)
+
+
+def test_the_pages_options_exist(capsys):
+    with pytest.raises(SystemExit):
+        arguments.parse(["--help"], None)
+    known = set(re.findall(r"--[a-z_-]+", capsys.readouterr().out))
+    text = (ROOT / "docs" / "evaluation.md").read_text()
+    named = set(re.findall(r"(?<!-)--[a-z][a-z_-]*", text)) - {"--help", "--eval-steps", "--nproc_per_node"}
+    assert named <= known, named - known
 
 
 def test_what_other_programs_call_an_option_is_told(capsys):
