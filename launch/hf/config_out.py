@@ -116,7 +116,7 @@ def _described(model: ModelConfig, family: Family) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": float(model.rotary_base),
-        "rope_scaling": model.rope_scaling,
+        "rope_scaling": None if model.rope_scaling is None else dict(model.rope_scaling),  # transformers adds to it
     }
     if "norm_eps" in family.says:
         config["rms_norm_eps"] = model.norm_eps

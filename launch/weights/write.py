@@ -27,8 +27,8 @@ from launch.weights.tensor_files import CODES
 
 __all__ = ["BLOCK", "Planned", "Written", "write_tensors"]
 
-BLOCK = 1 << 23
-"""Bytes that are read, summed and written at a time: as fast as larger ones, and half a dozen are in memory at once."""
+BLOCK = 1 << 22
+"""Bytes that are read, summed and written at a time; up to ten blocks are in memory at once."""
 _WAITING = 2
 _NAMES = {dtype: code for code, dtype in CODES.items()}
 
