@@ -79,10 +79,8 @@ def build(
     """
     model_config: ModelConfig = weights.model
     model_config.check_parallel(tp, False)
-    model: Any = build_model(model_config, tp=tp)
-    if forward == "fp32":
-        model = model.float()
-        model.config.bf16, model.config.params_dtype = False, torch.float32
+    dtype = torch.float32 if forward == "fp32" else torch.bfloat16
+    model = build_model(model_config, tp=tp, dtype=dtype)
     fill(model, weights)
     if coat is not None:
         from megatron_patches import patch_model
