@@ -1,0 +1,68 @@
+"""Samples of prepared data: those that ``pretrain.py`` reads for ``valid_loss`` and ``test_loss``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.data import dataset as data
+from launch.evaluation.rows import Row
+from launch.training.plan import as_typed
+
+__all__ = ["check_data", "read_samples"]
+
+PARTS = ("train", "valid", "test")
+
+
+def check_data(paths: Sequence[str]) -> data.DataInfo:
+    """What the data sets say of their one tokenizer; ``vocab_size`` is the largest.
+
+    Raises:
+        DataError: a data set is missing or damaged, or they were made with different tokenizers.
+    """
+    with as_typed():
+        prefixes, _ = data.parse_blend(paths)
+        infos = [data.read_info(prefix) for prefix in prefixes]
+        data.check_one_tokenizer(prefixes, infos)
+    return max(infos, key=lambda info: info.vocab_size)
+
+
+def read_samples(
+    paths: Sequence[str],
+    *,
+    split: str,
+    part: str,
+    seq_length: int,
+    seed: int,
+    samples: int | None = None,
+    cache_dir: str | None = None,
+) -> list[Row]:
+    """The first ``samples`` samples of a part of the data, in the order in which training evaluates them.
+
+    With torch.distributed, call it on all ranks. Every token of a sample but the first is scored, ends of documents
+    included; documents of a sample see each other, as in training.
+
+    Args:
+        paths, split, seq_length, seed, cache_dir: as of the run.
+        part: "valid", "test" or "train".
+        samples: None = every sample of the part once; needed where data sets are blended.
+
+    Raises:
+        DataError: names the option, or the file.
+    """
+    with as_typed():
+        if samples is None and len(data.parse_blend(paths)[0]) > 1:
+            raise data.DataError("--samples: missing, accepted: how many samples of the blend, with several --data")
+        train, valid, test = ((samples or 1) * (name == part) for name in PARTS)
+        if not data.parse_split(split)[PARTS.index(part)]:
+            raise data.DataError(f"split: got {split!r}, which gives {part} nothing, accepted: a share for {part}")
+        built = data.build_datasets(paths, split, seq_length, train, valid, test, seed, cache_dir)
+    dataset: Any = built[PARTS.index(part)]
+    return [_row(dataset[i]) for i in range(samples or dataset.epoch_samples)]
+
+
+def _row(item: dict) -> Row:
+    ids = np.append(item["tokens"].numpy(), item["labels"][-1].item()).astype(np.int32)
+    return Row(ids, len(ids) - 1)

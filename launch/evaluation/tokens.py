@@ -1,0 +1,144 @@
+"""Which tokenizer a model was trained with, and what it puts before a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from coat_dist import CoatConfigError
+from launch.data.blend import DataInfo, parse_blend, read_info
+from launch.data.tokenizer import HuggingFaceTokenizer, Tokenizer, for_data, load
+from launch.prep import DataError
+
+__all__ = ["begin_ids", "check_fits", "check_trained_with", "find_tokenizer"]
+
+
+def training_data(run: Mapping[str, Any]) -> tuple[str, DataInfo] | None:
+    """Prefix of the first data set that a run of ``pretrain.py`` read, and what it says; None where it is not here."""
+    with suppress(DataError, KeyError, TypeError):
+        prefixes, _ = parse_blend(run["data"]["paths"])
+        return prefixes[0], read_info(prefixes[0])
+    return None
+
+
+def find_tokenizer(
+    given: str | None, eod: str | None, files: Sequence[Path], run: Mapping[str, Any]
+) -> tuple[Tokenizer, str]:
+    """The tokenizer, and a line that says where it is from.
+
+    Args:
+        given: ``--tokenizer``.
+        eod: ``--eod``.
+        files: that travel with the weights.
+        run: what the checkpoint says of the run that saved it; empty where it says nothing.
+
+    Raises:
+        DataError: it cannot be used.
+        CoatConfigError: none was given and the checkpoint has none.
+    """
+    if given is not None:
+        if given.partition(":")[0] in ("bpe", "none"):
+            raise DataError(
+                f"--tokenizer: got {given!r}, accepted: hf:FILE, FOLDER or org/name, sentencepiece:FILE, bytes"
+            )
+        kind = "" if given == "bytes" or given.partition(":")[0] in ("hf", "sentencepiece") else "hf:"
+        return load(kind + given, eod), given
+    for name, kind in (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece")):
+        for file in files:
+            if file.name == name:
+                return load(f"{kind}:{file}", eod), str(file)
+    if (data := training_data(run)) is not None:
+        with suppress(DataError):  # ready token files
+            return for_data(data[0]), f"{data[0]}.json"
+    raise CoatConfigError(
+        "--tokenizer: missing, accepted: hf:PATH (a tokenizer.json or its folder), sentencepiece:FILE or bytes; the "
+        "checkpoint has none, and the data that it was trained on is not here or does not name one"
+    )
+
+
+def check_fits(what: str, vocab_size: int, model_vocab: int) -> None:
+    """Refuse ids that the model has no embedding for.
+
+    Args:
+        what: where the ids are from, for the error.
+
+    Raises:
+        CoatConfigError: the vocabulary is larger than the model's.
+    """
+    if vocab_size > model_vocab:
+        raise CoatConfigError(
+            f"{what}: has {vocab_size} ids, accepted: at most the {model_vocab} of the model: another tokenizer"
+        )
+
+
+def check_trained_with(tokenizer: Tokenizer, source: str, run: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer of another size than that of the data that the model was trained on, where it is here.
+
+    Raises:
+        CoatConfigError: names both.
+    """
+    data = training_data(run)
+    if data is None or data[1].tokenizer_digest in (None, tokenizer.fingerprint()):
+        return
+    if tokenizer.vocab_size != data[1].vocab_size:
+        raise CoatConfigError(
+            f"--tokenizer: {source} has {tokenizer.vocab_size} ids, accepted: what the model was trained with, "
+            f"{data[1].describe()} of {data[0]}"
+        )
+
+
+def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:
+    """Ids that are put before every text.
+
+    Args:
+        given: ``--bos``. "auto" is what transformers puts there: of a ``tokenizer.json`` the template's tokens, which
+            ``add_bos_token`` of the ``tokenizer_config.json`` beside it overrules; of other tokenizers none.
+
+    Raises:
+        CoatConfigError: no such token.
+    """
+    if given == "none":
+        return []
+    if given == "eod":
+        return [tokenizer.eod]
+    library = _library(tokenizer)
+    if given == "auto":
+        return [] if library is None else _template(library, Path(str(tokenizer.file)).parent)
+    number = int(given) if given.isascii() and given.isdigit() else None
+    found = number if number is not None or library is None else library.token_to_id(given)
+    if found is None or found >= tokenizer.vocab_size:
+        raise CoatConfigError(
+            f"--bos: got {given!r}, accepted: auto, none, eod, a token of the tokenizer or an id below "
+            f"{tokenizer.vocab_size}"
+        )
+    return [found]
+
+
+def _library(tokenizer: Tokenizer) -> Any:
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_file(str(tokenizer.file))
+
+
+def _template(library: Any, folder: Path) -> list[int]:
+    """What the file's template, or the configuration beside it, puts before a text."""
+    config: Any = {}
+    with suppress(OSError, ValueError):
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    wanted = config.get("add_bos_token") if isinstance(config, dict) else None
+    if isinstance(wanted, bool):
+        token = config.get("bos_token")
+        found = library.token_to_id(token.get("content") if isinstance(token, dict) else token) if token else None
+        return [found] if wanted and found is not None else []
+    library.no_truncation()
+    library.no_padding()
+    whole, bare = (library.encode("a", add_special_tokens=special).ids for special in (True, False))
+    for count in range(len(whole) - len(bare) + 1):
+        if whole[count : count + len(bare)] == bare:
+            return whole[:count]
+    return []

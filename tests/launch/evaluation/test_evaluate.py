@@ -1,0 +1,360 @@
+"""evaluate.py beside transformers, on several ranks, in BF16 and FP8, on a training checkpoint and its export."""
+
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from launch import evaluate as program
+from launch.evaluation import arguments
+from launch.training.metrics import read_metrics
+from tests.launch import pretrain_runs
+from tests.launch.evaluation import of_transformers
+from tests.launch.evaluation.conftest import sentence
+from tests.support import run_ranks
+
+ROOT = Path(__file__).parents[3]
+
+
+def rank_main(rank, world, argv):
+    """``evaluate`` in a process group that exists: its result, or the error."""
+    from launch.training import runtime
+
+    try:
+        device = runtime.start(rank)
+        return program.evaluate(arguments.parse(argv, None), device)
+    except program.USER_ERRORS as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+
+def evaluated(*argv, ranks=1):
+    first, *others = run_ranks(ranks, rank_main, [str(a) for a in argv])
+    for other in others:
+        assert other == first
+    return first
+
+
+@pytest.fixture(scope="module")
+def in_fp32(tiny):
+    inputs = ("--text", tiny.text, tiny.jsonl, "--choices", tiny.questions, "--window", 32, "--stride", 12)
+    return evaluated("--load", tiny.hf, "--forward", "fp32", *inputs)
+
+
+@pytest.fixture(scope="module")
+def theirs(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny.hf)
+
+
+def test_every_tokens_loss_is_transformers(tiny, one_rank):
+    from launch.evaluation.model import build
+    from launch.evaluation.scoring import token_losses
+    from launch.weights import open_weights
+
+    cpu = torch.device("cpu")
+    model = build(open_weights(tiny.hf), forward="fp32", coat=None, tp=1, device=cpu, note=print)
+    ids = torch.randint(0, 330, (3, 41), generator=torch.Generator().manual_seed(1))
+    ours = token_losses(model, cpu, 330)(ids[:, :-1], ids[:, 1:])
+    expected = torch.stack([of_transformers.token_losses(tiny.model, row.tolist()) for row in ids])
+    assert ours.dtype == torch.float32 and not ours.requires_grad
+    assert (ours - expected).abs().max() < 1e-5
+
+
+def test_text_has_the_loss_of_the_recipe(tiny, theirs, in_fp32):
+    with open(tiny.text) as file:
+        sums = {tiny.text: [of_transformers.text_loss(tiny.model, theirs, file.read(), 32, 12)]}
+    sums[tiny.jsonl] = [of_transformers.text_loss(tiny.model, theirs, d, 32, 12) for d in tiny.documents]
+    assert [one["name"] for one in in_fp32["text"]] == [tiny.text, tiny.jsonl]
+    for one in in_fp32["text"]:
+        total, count = map(sum, zip(*sums[one["name"]], strict=True))
+        assert one["tokens_scored"] == count == one["tokens"]  # with a begin token every token is scored
+        assert abs(one["loss"] - total / count) < 1e-5
+        assert math.isclose(one["perplexity"], math.exp(one["loss"]))
+        assert math.isclose(one["bits_per_byte"], one["loss"] * count / math.log(2) / one["bytes"])
+        assert one["loss_stderr"] > 0
+    assert in_fp32["text"][1]["bytes"] == sum(len(d.encode()) for d in tiny.documents)
+    assert in_fp32["text"][1]["documents"] == len(tiny.documents)
+
+
+def test_choices_have_the_likelihoods_and_accuracies_of_transformers(tiny, theirs, in_fp32):
+    likelihoods, acc, acc_norm, error = of_transformers.accuracies(tiny.model, theirs, tiny.questions, 32)
+    one = in_fp32["choices"][0]
+    for details, expected in zip(one["details"], likelihoods, strict=True):
+        assert details["loglikelihoods"] == pytest.approx(expected, abs=1e-4)
+    assert (one["acc"], one["acc_norm"]) == (acc, acc_norm)
+    assert math.isclose(one["acc_stderr"], error)
+    assert (one["questions"], one["truncated"]) == (25, 1)
+    assert one["details"][24]["question"] == f"{tiny.questions}:25" and one["details"][24]["answer"] == 1
+
+
+def test_without_a_begin_token_a_documents_first_token_is_not_scored(tiny):
+    from transformers import AutoTokenizer
+
+    inputs = ("--forward", "fp32", "--text", tiny.jsonl, "--choices", tiny.questions)
+    bare = evaluated("--load", tiny.bare, *inputs)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.bare)
+    pairs = [of_transformers.text_loss(tiny.model, tokenizer, d, 64, 32) for d in tiny.documents]
+    total, count = map(sum, zip(*pairs, strict=True))
+    assert bare["settings"]["begin_ids"] == [] and bare["settings"]["stride"] == 32
+    assert bare["text"][0]["tokens_scored"] == count == bare["text"][0]["tokens"] - len(tiny.documents)
+    assert abs(bare["text"][0]["loss"] - total / count) < 1e-5
+    likelihoods, acc, *_ = of_transformers.accuracies(tiny.model, tokenizer, tiny.questions, 64)
+    assert bare["choices"][0]["acc"] == acc
+    assert bare["choices"][0]["details"][0]["loglikelihoods"] == pytest.approx(likelihoods[0], abs=1e-4)
+    # The same tokenizer, told to begin texts, is the other one.
+    told = evaluated("--load", tiny.bare, *inputs, "--bos", "<s>")
+    assert told["text"][0]["digest"] == evaluated("--load", tiny.hf, *inputs)["text"][0]["digest"]
+
+
+def test_any_number_of_ranks_gives_the_same_numbers_to_the_bit(tiny, in_fp32):
+    inputs = ("--text", tiny.text, tiny.jsonl, "--choices", tiny.questions, "--window", 32, "--stride", 12)
+    two = evaluated("--load", tiny.hf, "--forward", "fp32", *inputs, ranks=2)
+    assert {k: two[k] for k in ("text", "choices")} == {k: in_fp32[k] for k in ("text", "choices")}
+    assert (two["ranks"], in_fp32["ranks"]) == (2, 1)
+
+
+def test_tensor_parallel_ranks_share_a_model(tiny, in_fp32):
+    inputs = ("--text", tiny.text, "--choices", tiny.questions, "--window", 32, "--stride", 12)
+    two = evaluated("--load", tiny.hf, "--forward", "fp32", *inputs, "--tensor-parallel", 2, ranks=2)
+    assert abs(two["text"][0]["loss"] - in_fp32["text"][0]["loss"]) < 1e-6
+    assert two["choices"][0]["correct"] == in_fp32["choices"][0]["correct"]
+
+
+PRETRAINED = {
+    "num_layers": 2,
+    "hidden_size": 128,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 2,
+    "seq_length": 32,
+    "vocab_size": None,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of pretrain.py on text of its own, two ranks of ZeRO-2 in FP8; ``valid_loss`` of its last step."""
+    from launch.prepare_data import main as prepare
+
+    folder = tmp_path_factory.mktemp("trained")
+    rng = random.Random(4)
+    lines = "".join(json.dumps({"text": sentence(rng, 60)}) + "\n" for _ in range(150))
+    (folder / "text.jsonl").write_text(lines)
+    prepared = ["--input", str(folder / "text.jsonl"), "--output", str(folder / "data"), "--tokenizer", "bpe:300"]
+    assert prepare([*prepared, "--quiet", "--workers", "1"]) == 0
+    (folder / "model.json").write_text(json.dumps(PRETRAINED))
+    argv = pretrain_runs.command(
+        folder, folder / "run", pretrain_runs.configuration(folder, 2), "--save", folder / "saved", steps=6
+    )
+    argv += ["--eval-interval", "6", "--eval-steps", "3"]
+    endings = run_ranks(2, pretrain_runs.rank_main, argv)
+    assert all("finished 6 steps" in ending for ending in endings), endings
+    valid = read_metrics(folder / "run")[-1]["valid_loss"]
+    return SimpleNamespace(folder=folder, saved=folder / "saved", data=folder / "data", valid_loss=valid)
+
+
+def test_prepared_data_has_the_valid_loss_of_training(trained):
+    """Three micro-batches of two samples on two ranks; the checkpoint says which split and seed."""
+    inputs = ("--load", trained.saved, "--data", trained.data, "--samples", 12, "--batch-size", 2)
+    fp8 = evaluated(*inputs, "--forward", "fp8")
+    assert fp8["data"][0]["tokens_scored"] == 12 * 32
+    assert fp8["coat"]["source"] == "the checkpoint's own" and fp8["checkpoint"]["step"] == 6
+    assert abs(fp8["data"][0]["loss"] - trained.valid_loss) < 1e-6
+    bf16 = evaluated(*inputs)
+    assert 0 < abs(bf16["data"][0]["loss"] - trained.valid_loss) < 0.05
+    assert bf16["data"][0]["digest"] == fp8["data"][0]["digest"]
+    assert evaluated(*inputs, ranks=2)["data"] == bf16["data"]
+
+
+def test_a_parts_samples_are_all_taken_once_by_default(trained):
+    valid = evaluated("--load", trained.saved, "--data", trained.data, "--batch-size", 64)["data"][0]
+    test = evaluated("--load", trained.saved, "--data", trained.data, "--part", "test", "--batch-size", 64)["data"][0]
+    assert valid["rows"] > 12 and test["rows"] > 12 and valid["digest"] != test["digest"]
+    assert valid["name"].endswith("data (valid)") and test["name"].endswith("data (test)")
+
+
+def test_the_tokenizer_of_a_training_checkpoint_is_its_datas(trained):
+    result = evaluated("--load", trained.saved, "--text", trained.folder / "text.jsonl", "--limit", 3)
+    assert result["settings"]["tokenizer"] == f"tokenizer: {trained.data}.json (300 ids)"
+    assert result["text"][0]["documents"] == 3
+    problem = evaluated("--load", trained.saved, "--text", trained.folder / "text.jsonl", "--tokenizer", "bytes")
+    assert "--tokenizer: bytes has 257 ids, accepted: what the model was trained with, bpe:300" in problem
+
+
+def test_the_same_weights_give_the_same_numbers_in_every_kind_of_folder(trained, tiny):
+    """A training checkpoint, its universal form, its export to Hugging Face, and what is made of that again."""
+    from launch.convert_hf import main as convert_hf
+    from launch.to_universal import main as to_universal
+
+    places = {name: str(trained.folder / name) for name in ("universal", "hf", "converted")}
+    assert to_universal(["--load", str(trained.saved), "--output", places["universal"]]) == 0
+    assert convert_hf(["--from", str(trained.saved), "--to", places["hf"]]) == 0
+    assert convert_hf(["--from", places["hf"], "--to", places["converted"]]) == 0
+    inputs = ["--text", trained.folder / "text.jsonl", "--limit", 4, "--choices", tiny.questions]
+    inputs += ["--tokenizer", f"{trained.data}.tokenizer.json"]
+    first = evaluated("--load", trained.saved, *inputs)
+    for place in places.values():
+        other = evaluated("--load", place, *inputs)
+        assert [other[kind] for kind in ("text", "choices")] == [first[kind] for kind in ("text", "choices")], place
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{trained.data}.tokenizer.json")
+    model = AutoModelForCausalLM.from_pretrained(places["hf"], dtype=torch.float32).eval()
+    lines = (trained.folder / "text.jsonl").read_text().splitlines()[:4]
+    pairs = [of_transformers.text_loss(model, tokenizer, json.loads(line)["text"], 32, 16) for line in lines]
+    total, count = map(sum, zip(*pairs, strict=True))
+    in_fp32 = evaluated("--load", trained.saved, *inputs, "--forward", "fp32")["text"][0]
+    assert in_fp32["tokens_scored"] == count and abs(in_fp32["loss"] - total / count) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def two_forwards(tiny, tmp_path_factory):
+    """Results in BF16 and, by the command line and beside the first, in FP8: both folders, and what was printed."""
+    folder = tmp_path_factory.mktemp("results")
+    inputs = ["--load", tiny.hf, "--text", tiny.jsonl, "--choices", tiny.questions]
+    program.report.write_report(str(folder / "bf16"), evaluated(*inputs), details=False)
+    argv = [*inputs, "--forward", "fp8", "--output", "fp8", "--baseline", "bf16", "--details"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/evaluate.py", *argv],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_bf16_and_fp8_are_compared_with_one_command_each(tiny, two_forwards):
+    folder, printed = two_forwards
+    bf16, fp8 = (json.loads((folder / name / "evaluation.json").read_text()) for name in ("bf16", "fp8"))
+    assert fp8["coat"]["source"].startswith("defaults") and bf16["coat"] is None
+    assert fp8["command"].startswith("evaluate.py --load ") and fp8["versions"].keys() >= {"torch", "megatron-core"}
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    inside = {key for kind in ("text", "choices", "differences") for one in fp8[kind] for key in one}
+    assert not [key for key in {*fp8, *inside} - {"format"} if f"`{key}`" not in page]
+    loss, acc, acc_norm = fp8["differences"]
+    assert (loss["what"], acc["what"], acc_norm["what"]) == ("loss", "acc", "acc_norm")
+    assert 0 < abs(loss["difference"]) < 0.1 and loss["paired_stderr"] < fp8["text"][0]["loss_stderr"]
+    assert math.isclose(loss["difference"], fp8["text"][0]["loss"] - bf16["text"][0]["loss"], abs_tol=1e-12)
+    assert math.isclose(acc["difference"], fp8["choices"][0]["acc"] - bf16["choices"][0]["acc"], abs_tol=1e-12)
+    assert all(word in printed for word in ("acc_norm", "perplexity", "paired standard error", "25 questions"))
+    details = [json.loads(line) for line in (folder / "fp8" / "details.jsonl").read_text().splitlines()]
+    assert [d["question"] for d in details if d["kind"] == "choices"][:2] == [f"{tiny.questions}:{n}" for n in (1, 2)]
+    assert not (folder / "bf16" / "details.jsonl").exists()
+
+
+def test_two_results_are_compared_without_a_model(two_forwards, capsys):
+    folder, printed = two_forwards
+    assert program.main(["--compare", str(folder / "bf16"), str(folder / "fp8" / "evaluation.json")]) == 0
+    assert capsys.readouterr().out.strip() in printed
+    other = json.loads((folder / "bf16" / "evaluation.json").read_text())
+    for one in (*other["text"], *other["choices"]):
+        one["digest"] = "0"
+    (folder / "other.json").write_text(json.dumps(other))
+    with pytest.raises(program.CoatConfigError, match="no input in common"):
+        program.compare(str(folder / "bf16"), str(folder / "other.json"))
+    (folder / "other.json").write_text("{}")
+    with pytest.raises(program.CoatConfigError, match="--compare: .*other.json is no evaluation.json"):
+        program.compare(str(folder / "bf16"), str(folder / "other.json"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ([], "--load: missing, accepted: the folder of a checkpoint"),
+        (["--load", "x"], "--text: missing, accepted: one or more of --text, --data and --choices"),
+        (["--load", "x", "--text", "a", "--stride", "0"], "--stride: got 0, accepted: 1 or more"),
+        (["--load", "x", "--text", "a", "--samples", "3"], "--samples: got 3, accepted: only with --data"),
+        (["--load", "x", "--text", "a", "--part", "test"], "--part: got 'test', accepted: only with --data"),
+        (["--load", "x", "--data", "a", "--bos", "eod"], "--bos: got 'eod', accepted: only with --text or --choices"),
+        (["--load", "x", "--text", "a", "--deepspeed_config", "zero2"], "accepted: only with --forward fp8"),
+        (["--load", "x", "--text", "a", "--details"], "--details: got True, accepted: only with --output"),
+        (["--load", "x", "--compare", "a", "b"], "--load: got 'x', accepted: absent with --compare"),
+    ],
+)
+def test_arguments_that_make_no_sense(argv, problem):
+    with pytest.raises(program.CoatConfigError) as caught:
+        arguments.parse(argv, None)
+    assert problem in str(caught.value)
+
+
+def test_the_pages_options_exist(capsys):
+    with pytest.raises(SystemExit):
+        arguments.parse(["--help"], None)
+    known = set(re.findall(r"--[a-z_-]+", capsys.readouterr().out))
+    text = (ROOT / "docs" / "evaluation.md").read_text()
+    named = set(re.findall(r"(?<!-)--[a-z][a-z_-]*", text)) - {"--help", "--eval-steps", "--nproc_per_node"}
+    assert named <= known, named - known
+
+
+def test_the_block_of_an_fp8_forward_pass_and_where_it_is_from():
+    from launch.evaluation.model import choose_coat
+
+    own = {"deepspeed": {"coat": {"activation": {"enabled": False, "bf16_layers": [0, -1], "format": "e5m2"}}}}
+    found = choose_coat(None, own)
+    assert found.source == "the checkpoint's own, with activation.enabled true"
+    activation = found.config.activation
+    assert (activation.enabled, activation.bf16_layers, activation.format) == (True, (0, -1), "e5m2")
+    assert choose_coat("zero2", own).source == "zero2"
+    assert choose_coat(None, {}).source.startswith("defaults")
+
+
+def test_what_other_programs_call_an_option_is_told(capsys):
+    with pytest.raises(SystemExit):
+        arguments.parse(["--pretrained", "x", "--tasks", "y"], None)
+    error = capsys.readouterr().err
+    assert "--pretrained: no such option (did you mean --load?)" in error and "--choices" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--load", "{hf}", "--text", "{folder}/missing.txt"], "--text: {folder}/missing.txt does not exist"),
+        (["--load", "{folder}/missing", "--text", "{text}"], "missing: does not exist"),
+        (["--load", "{hf}", "--text", "{text}", "--window", "65"], "--window: got 65, accepted: 2 to the model's"),
+        (["--load", "{hf}", "--text", "{text}", "--stride", "65"], "--stride: got 65, accepted: 1 to the window (64)"),
+        (["--load", "{hf}", "--text", "{text}", "--bos", "<no>"], "--bos: got '<no>', accepted: auto, none, eod"),
+        (["--load", "{hf}", "--text", "{questions}"], "questions.jsonl:1: no key 'text', it has 'context'"),
+        (["--load", "{hf}", "--choices", "{jsonl}"], "text.jsonl:1: no key 'context', it has 'text'"),
+        (["--load", "{hf}", "--text", "{text}", "--tensor-parallel", "2"], "--tensor-parallel: got 2, accepted: a"),
+        (["--load", "{hf}", "--text", "{text}", "--tokenizer", "{large}"], "has 500 ids, accepted: at most the 330"),
+        (["--load", "{hf}", "--text", "{text}", "--baseline", "{text}"], "--baseline: {text} cannot be read"),
+        (
+            ["--load", "{hf}", "--text", "{text}", "--forward", "fp8", "--deepspeed_config", "zero2-bf16"],
+            '--deepspeed_config: zero2-bf16 has no "coat" block, accepted: one with it',
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_named_before_a_model_is_built(tiny, argv, problem, monkeypatch):
+    from tokenizers import Tokenizer, models
+
+    large = tiny.folder / "large.json"
+    vocabulary = {"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, 500)}}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="w1")).save(str(large))
+    names = {**vars(tiny), "large": str(large)}
+    monkeypatch.setattr(program.model, "build", None)
+    args = arguments.parse([a.format(**names) for a in argv], None)
+    with one_process(), pytest.raises(program.USER_ERRORS) as caught:
+        program.evaluate(args, torch.device("cpu"))
+    assert problem.format(**names) in str(caught.value)
+
+
+@contextmanager
+def one_process():
+    """torch.distributed over this process alone, without Megatron's groups."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
