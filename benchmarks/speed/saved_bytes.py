@@ -35,7 +35,7 @@ BLOCKS = {
 
 
 def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The tensors that ``run()`` saves for backward: block, dtype, shape and bytes a token of each storage."""
+    """What ``run()`` saves for backward: block, dtype, shape, how many storages are alike in these, their bytes a token."""
     running = ["residual"]
     handles = []
     for block, names in BLOCKS.items():
@@ -62,7 +62,12 @@ def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
     finally:
         for handle in handles:
             handle.remove()
-    return list(found.values())
+    alike: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in found.values():
+        same = alike.setdefault((one["block"], one["dtype"], *one["shape"]), one | {"storages": 0, "bytes_per_token": 0.0})
+        same["storages"] += 1
+        same["bytes_per_token"] += one["bytes_per_token"]
+    return list(alike.values())
 
 
 def _is_table(tensor: torch.Tensor) -> bool:
