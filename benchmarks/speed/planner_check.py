@@ -119,11 +119,11 @@ def largest(case: dict[str, Any]) -> int:
     import torch
 
     from launch.planning.gpus import GPUS
-    from launch.planning.search import largest_micro_batch
+    from launch.planning.search import largest_micro_batch, need
 
     free, total = torch.cuda.mem_get_info()
-    other = total - free - torch.cuda.memory_reserved() + 2**30
     run = planned({**case, "micro": 1}, torch.distributed.get_world_size())
+    other = max(total - free - torch.cuda.memory_reserved() + 2**30, need(run).not_torchs)
     return largest_micro_batch(run, GPUS["h100"].but(memory=total, other=other))
 
 
@@ -245,7 +245,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             "of the GPU": total,
         }
         if retries := torch.cuda.memory_stats()["num_alloc_retries"]:
-            result["allocator_retries"] = retries
+            case["allocator_retries"] = retries
         case["gpu"] = torch.cuda.get_device_name()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
