@@ -44,7 +44,7 @@ from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog
 from launch.training.plan import Plan, plan
 
-__all__ = ["main", "train"]
+__all__ = ["USER_ERRORS", "main", "run", "say", "train"]
 
 USER_ERRORS = (CoatConfigError, CheckpointError, data.DataError)
 
@@ -54,10 +54,12 @@ def train(
     device: torch.device,
     stop: runtime.StopSignal | None = None,
     interfere: Callable[[Loop], None] | None = None,
+    source_of_data: Any = build,
 ) -> str:
     """Build everything, continue from a checkpoint if asked to, train. torch.distributed is initialized before.
 
     Args:
+        source_of_data: has ``datasets`` and ``batch_iterator``, called as :mod:`launch.training.build` has them.
         interfere: called with the loop before it runs (tests).
 
     Returns:
@@ -77,11 +79,11 @@ def train(
         on_rank_0(lambda: make_folders(p.settings))
         source = folders.source
         examined = None if source is None else checkpoint.examine(source, p.identity())
-        sets = build.datasets(p)
+        sets = source_of_data.datasets(p)
         say(p.describe())
         engine = build.build_engine(p, say, universal=examined is not None and examined.universal)
         progress = Progress() if examined is None else resume(engine, examined)
-        loop = make_loop(p, device, engine, sets, progress, folders)
+        loop = make_loop(p, device, engine, sets, progress, folders, source_of_data.batch_iterator)
         locks.callback(loop.log.close)  # before the locks go
         loop.stop, loop.last_checkpoint = stop, source
         if interfere is not None:
@@ -112,7 +114,13 @@ def resume(engine: Any, examined: checkpoint.Examined) -> Progress:
 
 
 def make_loop(
-    p: Plan, device: torch.device, engine: Any, sets: Sequence[Any], progress: Progress, folders: Folders
+    p: Plan,
+    device: torch.device,
+    engine: Any,
+    sets: Sequence[Any],
+    progress: Progress,
+    folders: Folders,
+    batches: Callable[..., Iterator[Batch]],
 ) -> Loop:
     """The training loop over train, valid and test ``sets`` (the last two may be None)."""
     from megatron.core import parallel_state
@@ -121,7 +129,7 @@ def make_loop(
     superseded = list(folders.superseded)
 
     def evaluation(dataset: Any) -> Callable[[], Iterator[Batch]] | None:
-        return None if dataset is None else lambda: build.batch_iterator(p, dataset, dp_rank)
+        return None if dataset is None else lambda: batches(p, dataset, dp_rank)
 
     def save() -> Path:
         saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded)
@@ -131,7 +139,7 @@ def make_loop(
     return Loop(
         engine=engine,
         loss=build.language_model_loss(a.tensor_parallel, device),
-        train=build.batch_iterator(p, sets[0], dp_rank, progress.consumed_samples),
+        train=batches(p, sets[0], dp_rank, progress.consumed_samples),
         valid=evaluation(sets[1]),
         test=evaluation(sets[2]),
         schedule=p.schedule,
@@ -154,6 +162,7 @@ def make_loop(
         device=device,
         eval_interval=a.eval_interval,
         eval_steps=a.eval_steps,
+        eval_at_end=p.eval_at_end,
         save=save if a.save else None,
         save_interval=a.save_interval,
         max_bad_steps=a.max_bad_steps,
@@ -162,13 +171,28 @@ def make_loop(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
+    return run(lambda: arguments.parse(argv), plan, train)
+
+
+def run(
+    parse: Callable[[], Any],
+    make_plan: Callable[[Any, int], Any],
+    work: Callable[[Any, torch.device, runtime.StopSignal], str],
+) -> int:
+    """A program that trains: read the command line, plan, join the other ranks, work; the exit status.
+
+    Args:
+        parse: the command line's arguments.
+        make_plan: what is to be done, of the arguments and the number of ranks; touches no device.
+        work: does it; how it ended, a sentence.
+    """
     rank = int(os.environ.get("RANK", 0))
     try:
-        args = arguments.parse(argv)
-        p = plan(args, int(os.environ.get("WORLD_SIZE", 1)))
+        args = parse()
+        p = make_plan(args, int(os.environ.get("WORLD_SIZE", 1)))
         device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
-        ending = train(p, device, stop)
+        ending = work(p, device, stop)
     except (*USER_ERRORS, BadSteps) as problem:
         failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2

@@ -10,10 +10,10 @@ from coat_dist import CoatConfigError
 from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import without_suffix
 
-__all__ = ["check_arguments", "parse", "parser"]
+__all__ = ["MEANT", "check_arguments", "deepspeed_options", "output_options", "parse", "parser", "schedule_options"]
 
 # What Megatron's programs and transformers call these options.
-_MEANT = {
+MEANT = {
     "config": "--deepspeed_config",
     "data-path": "--data",
     "decay-steps": "--lr-decay-steps",
@@ -49,8 +49,17 @@ def parser() -> argparse.ArgumentParser:
         description="Pretrain a GPT with DeepSpeed and Megatron-core. Started by "
         "`deepspeed launch/pretrain.py ...` or `torchrun launch/pretrain.py ...`.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        meant=_MEANT,
+        meant=MEANT,
     )
+    deepspeed_options(p)
+    _model_and_data(p)
+    schedule_options(p)
+    output_options(p)
+    return p
+
+
+def deepspeed_options(p: argparse.ArgumentParser) -> None:
+    """Of every program that trains."""
     g = p.add_argument_group("DeepSpeed")
     g.add_argument(
         "--deepspeed_config",
@@ -76,6 +85,8 @@ def parser() -> argparse.ArgumentParser:
         help="how long ranks wait for one that does not come (default: torch's, 10 with NCCL and 30 with gloo)",
     )
 
+
+def _model_and_data(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("model")
     g.add_argument(
         "--model",
@@ -114,8 +125,11 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--num-workers", type=whole_number, default=0, help="data loader processes of a rank")
 
+
+def schedule_options(p: argparse.ArgumentParser, *, steps: bool = True) -> None:
+    """Of every program that trains; ``steps``: whether --train-steps has to be given."""
     g = p.add_argument_group("schedule")
-    g.add_argument("--train-steps", type=whole_number, required=True, help="optimizer steps of the whole run")
+    g.add_argument("--train-steps", type=whole_number, required=steps, help="optimizer steps of the whole run")
     g.add_argument(
         "--stop-at-step",
         type=whole_number,
@@ -145,6 +159,9 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--eval-steps", type=whole_number, default=10, help="micro-batches a rank and evaluation")
 
+
+def output_options(p: argparse.ArgumentParser) -> None:
+    """Of every program that trains."""
     g = p.add_argument_group("output")
     g.add_argument(
         "--output",
@@ -179,7 +196,6 @@ def parser() -> argparse.ArgumentParser:
         help="start anew where an earlier run has written: its checkpoints go when the first new one is complete, its "
         "metrics.jsonl is kept under another name",
     )
-    return p
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from launch.model.gpt import build_model
 from launch.training.loop import Batch
 from launch.training.plan import Plan, as_typed
 
-__all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss"]
+__all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss", "packed_documents"]
 
 
 def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) -> Any:
@@ -60,6 +60,10 @@ def torch_adamw(model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim
 def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch], torch.Tensor]:
     """``loss(engine, batch)``: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
 
+    Where a batch has ``loss_tokens``, the sum is divided by that instead of by the batch's own number of such tokens: by
+    the mean number of a step's micro-batches, so that the step's loss is a mean over its tokens, wherever these are.
+    Where it has ``cu_seqlens``, it is one row of documents that do not look at each other, which begin there.
+
     A model that was patched with ``loss: "chunked"`` computes its losses itself; of any other model logits are asked.
     """
     from megatron.core import parallel_state
@@ -73,13 +77,36 @@ def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch],
         tokens, labels, mask, positions = (
             batch[k].to(device, non_blocking=True) for k in ("tokens", "labels", "loss_mask", "position_ids")
         )
+        documents = packed_documents(batch["cu_seqlens"], device) if "cu_seqlens" in batch else {}
         if isinstance(engine.module, ChunkedLossGPTModel):
-            per_token = engine(tokens, positions, None, labels=labels)
+            per_token = engine(tokens, positions, None, labels=labels, **documents)
         else:
-            per_token = vocab_parallel_cross_entropy(engine(tokens, positions, None), labels, group)
-        return (per_token * mask).sum() / mask.sum().clamp(min=1)
+            per_token = vocab_parallel_cross_entropy(engine(tokens, positions, None, **documents), labels, group)
+        count = float(batch["loss_tokens"]) if "loss_tokens" in batch else mask.sum().clamp(min=1)
+        return (per_token * mask).sum() / count
 
     return loss
+
+
+def packed_documents(cu_seqlens: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """Megatron's argument for documents that share a row.
+
+    Args:
+        cu_seqlens: int32 ``[documents + 1]``, on the CPU: where each begins, and the end of the last.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    borders = cu_seqlens.to(device, non_blocking=True)
+    return {
+        "packed_seq_params": PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+    }
 
 
 def datasets(p: Plan) -> list[Any]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
@@ -15,7 +15,7 @@ from launch.model.gpt import ModelConfig, load_model_config, parameter_count
 from launch.training.schedule import Schedule
 from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
 
-__all__ = ["Plan", "as_typed", "plan"]
+__all__ = ["Plan", "as_typed", "assemble", "plan"]
 
 _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
 
@@ -34,6 +34,11 @@ class Plan:
     dp: int
     """Data-parallel ranks."""
 
+    @property
+    def eval_at_end(self) -> bool:
+        """Whether the held-out set is evaluated after the last step, wherever --eval-interval falls."""
+        return False
+
     def describe(self) -> str:
         """One line for the log."""
         return (
@@ -41,6 +46,10 @@ class Plan:
             f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
             f"({self.batch.micro} a micro-batch)"
         )
+
+    def data_identity(self) -> dict[str, Any]:
+        """Which data this run trains on."""
+        return {"paths": self.args.data, "split": self.args.split}
 
     def identity(self) -> dict[str, Any]:
         """Plain values that say what this run is; kept in checkpoints."""
@@ -57,9 +66,12 @@ class Plan:
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
             "batch": asdict(self.batch),
-            "data": {"paths": self.args.data, "split": self.args.split},
+            "data": self.data_identity(),
             "seed": self.args.seed,
         }
+
+
+P = TypeVar("P", bound=Plan)
 
 
 @contextmanager
@@ -85,7 +97,27 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         prefixes, _ = data.parse_blend(args.data)
         infos = [data.read_info(prefix) for prefix in prefixes]
         data.check_one_tokenizer(prefixes, infos)
-    model = model.with_vocab(max(info.vocab_size for info in infos))
+    return assemble(args, world, settings, coat, model.with_vocab(max(info.vocab_size for info in infos)))
+
+
+def assemble(
+    args: argparse.Namespace,
+    world: int,
+    settings: dict[str, Any],
+    coat: CoatConfig | None,
+    model: ModelConfig,
+    kind: type[P] = Plan,  # type: ignore[assignment]
+    **more: Any,
+) -> P:
+    """What :func:`plan` does once it knows the model: batch sizes, schedule, parallel sizes.
+
+    Args:
+        kind, more: the class of plan to make, and what it has beside a :class:`Plan`'s own.
+
+    Raises:
+        CoatConfigError: names what cannot be used.
+    """
+    tp = args.tensor_parallel
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
     model.check_parallel(tp, args.sequence_parallel)
@@ -100,7 +132,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         kind=args.lr_schedule,
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
-    return Plan(
+    return kind(
         args=args,
         settings=settings,
         coat=coat,
@@ -108,4 +140,5 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         schedule=schedule,
         dp=world // tp,
         batch=batch_sizes(settings, world // tp),
+        **more,
     )
