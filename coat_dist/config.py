@@ -274,7 +274,7 @@ def explain(name: str, model: type[BaseModel], error: Any) -> str:
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         return f"{key}: unknown key{hint}, accepted: {_keys(owner)}"
     if kind == "literal_error":
-        accepted = error["ctx"]["expected"]
+        accepted = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
     elif kind == "model_type":
         accepted = f"an object with keys {_keys(model.model_fields[location[0]].annotation)}"  # type: ignore[arg-type]
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ __all__ = [
     "prepare_cpu",
     "quiet_imports",
     "rope_mscale",
+    "set_rope_mscale",
 ]
 
 SUPPORTED = ("0.14", "0.17")
@@ -123,6 +125,21 @@ def rope_mscale(config: Any) -> float:
 
     factor = getattr(yarn, "_yarn_get_concentration_factor_from_config", None)
     return 1.0 if factor is None else float(factor(config))
+
+
+def set_rope_mscale(config: Any, factor: float) -> None:
+    """Have every self-attention of a model multiply cosines and sines by ``factor``; see :func:`rope_mscale`.
+
+    From 0.15 on Megatron derives the factor of three attributes that are no fields. These give ``factor`` as it is.
+
+    Raises:
+        ValueError: a factor other than 1 with a Megatron that multiplies by none.
+    """
+    if factor != 1.0:
+        config.yarn_rotary_scaling_factor = math.e
+        config.yarn_mscale, config.yarn_mscale_all_dim = 10 * (factor - 1), 0.0
+    if not math.isclose(rope_mscale(config), factor, rel_tol=1e-12):
+        raise ValueError(f"attention factor of RoPE: got {factor}, accepted: 1 with megatron-core before 0.15")
 
 
 def prepare_cpu() -> bool:

@@ -1,0 +1,122 @@
+"""The families of models that convert: one table each, read in both directions.
+
+A table's line is ``Megatron's name: (layout, Hugging Face's names)``; ``{}`` is the layer's number. Lines of parameters
+that a model does not have (biases, norms of queries and keys, an output layer of its own) are left out for it. Layouts:
+
+* ``same``: the same tensor.
+* ``vocab``: the same, with rows of zeros up to ``ModelConfig.padded_vocab`` in Megatron.
+* ``halves``: gate and up projection one above the other.
+* ``qkv``: for each query group its queries, its key, its value: ``[q .. q k v | q .. q k v | ..]``. Both sides rotate
+  halves of a head's channels, so rows within a head stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["FAMILIES", "Family"]
+
+Table = Mapping[str, tuple[str, tuple[str, ...]]]
+
+
+def _lines(kind: str) -> Table:
+    """Lines of weights, or of biases, of what all families have."""
+    return {
+        f"decoder.layers.{{}}.self_attention.linear_qkv.{kind}": (
+            "qkv",
+            tuple(f"model.layers.{{}}.self_attn.{one}_proj.{kind}" for one in "qkv"),
+        ),
+        f"decoder.layers.{{}}.self_attention.linear_proj.{kind}": (
+            "same",
+            (f"model.layers.{{}}.self_attn.o_proj.{kind}",),
+        ),
+        f"decoder.layers.{{}}.mlp.linear_fc1.{kind}": (
+            "halves",
+            tuple(f"model.layers.{{}}.mlp.{one}_proj.{kind}" for one in ("gate", "up")),
+        ),
+        f"decoder.layers.{{}}.mlp.linear_fc2.{kind}": ("same", (f"model.layers.{{}}.mlp.down_proj.{kind}",)),
+    }
+
+
+_LLAMA: Table = {
+    "embedding.word_embeddings.weight": ("vocab", ("model.embed_tokens.weight",)),
+    "decoder.layers.{}.input_layernorm.weight": ("same", ("model.layers.{}.input_layernorm.weight",)),
+    "decoder.layers.{}.pre_mlp_layernorm.weight": ("same", ("model.layers.{}.post_attention_layernorm.weight",)),
+    "decoder.layers.{}.self_attention.q_layernorm.weight": ("same", ("model.layers.{}.self_attn.q_norm.weight",)),
+    "decoder.layers.{}.self_attention.k_layernorm.weight": ("same", ("model.layers.{}.self_attn.k_norm.weight",)),
+    **_lines("weight"),
+    **_lines("bias"),
+    "decoder.final_layernorm.weight": ("same", ("model.norm.weight",)),
+    "output_layer.weight": ("vocab", ("lm_head.weight",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What is particular to one ``model_type`` of transformers."""
+
+    model_type: str
+    architecture: str
+    """The class in transformers."""
+    table: Table = field(default_factory=lambda: _LLAMA)
+    implies: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of ``ModelConfig`` that every model of the family has, and config.json does not say."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for keys that config.json does not have."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of config.json of which one value, or a few, can be honoured: they change what the model computes."""
+    says: frozenset[str] = frozenset()
+    """Further keys that are honoured: "head_dim", "bias" (attention_bias with mlp_bias), "norm_eps", "sliding_window",
+    "use_sliding_window"."""
+
+
+_ABSENT = {
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+}
+
+_ALL = (
+    Family(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        absent={**_ABSENT, "max_position_embeddings": 2048},
+        says=frozenset({"head_dim", "bias", "norm_eps"}),
+    ),
+    Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        absent={**_ABSENT, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        says=frozenset({"head_dim", "norm_eps", "sliding_window"}),
+    ),
+    Family(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        implies={"qkv_bias": True},
+        absent={**_ABSENT, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+        says=frozenset({"norm_eps", "use_sliding_window"}),
+    ),
+    Family(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        implies={"qk_norm": True},
+        absent={**_ABSENT, "num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+        only={"attention_bias": (False,)},
+        says=frozenset({"head_dim", "norm_eps", "use_sliding_window"}),
+    ),
+    Family(
+        model_type="olmo",
+        architecture="OlmoForCausalLM",
+        implies={"normalization": "layernorm", "norm_affine": False, "norm_eps": 1e-5},
+        absent={**_ABSENT, "max_position_embeddings": 2048},
+        only={"attention_bias": (False,), "clip_qkv": (None,)},
+    ),
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
+"""By ``model_type`` of config.json."""

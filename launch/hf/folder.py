@@ -1,0 +1,196 @@
+"""A Hugging Face folder: which files its tensors are in, and the whole as a source of weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coat_dist.checkpoint.manifest import MANIFEST
+from launch.hf.config import read_config
+from launch.hf.recipes import from_hugging_face, to_hugging_face
+from launch.weights.source import CheckpointError, Weights
+from launch.weights.tensor_files import Entry, TensorFiles, read_header
+
+__all__ = ["CONFIG", "HuggingFaceWeights", "travelling_files"]
+
+CONFIG = "config.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_TRAVEL = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+"""Files that belong to a model beside its tensors."""
+
+
+class HuggingFaceWeights(Weights):
+    """A folder as ``save_pretrained`` writes it: config.json and safetensors files, one or several with an index.
+
+    Args:
+        path: the folder.
+        dtype: that tensors are given in; None = as they are stored.
+
+    Raises:
+        CoatConfigError: config.json asks for what cannot be honoured; names the key.
+        CheckpointError: a file or a tensor is missing, of another shape, too much or cut off; names it.
+    """
+
+    kind = "a Hugging Face folder"
+
+    def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
+        self.path = path
+        self.model, self.family = read_config(path / CONFIG)
+        self.recipes = from_hugging_face(self.model, self.family)
+        entries = _tensors(path)
+        _check(path, entries, {n: r.shape for n, r in to_hugging_face(self.model, self.family).items()})
+        self._files = TensorFiles(entries, _checksums(path))
+        self._dtype = dtype
+        if self.model.tie_embeddings and "lm_head.weight" in entries:
+            self._check_tied()
+
+    def names(self) -> list[str]:
+        """See :class:`Weights`."""
+        return list(self.recipes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`Weights`."""
+        return self.recipes[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :class:`Weights`; of parts that differ the type that holds both."""
+        parts = {self._files.entries[p.name].dtype for p in self.recipes[name].pieces if p.name is not None}
+        return self._dtype or (parts.pop() if len(parts) == 1 else torch.float32)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See :class:`Weights`."""
+        dtype, shape = self.dtype(name), self.shape(name)
+        found, first = [], 0
+        for piece in self.recipes[name].pieces:
+            low, high = max(start - first, 0), min(stop - first, piece.rows)
+            if low < high:
+                if piece.name is None:
+                    found.append(torch.zeros(high - low, *shape[1:], dtype=dtype))
+                else:
+                    found.append(self._files.rows(piece.name, piece.start + low, piece.start + high).to(dtype))
+            first += piece.rows
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def tokenizer_files(self) -> list[Path]:
+        """See :class:`Weights`."""
+        return travelling_files(self.path)
+
+    def _check_tied(self) -> None:
+        rows = self._files.entries["lm_head.weight"].shape[0]
+        for row in range(0, rows, 4096):
+            one, other = (
+                self._files.rows(name, row, min(row + 4096, rows))
+                for name in ("model.embed_tokens.weight", "lm_head.weight")
+            )
+            if not torch.equal(one, other):
+                raise CheckpointError(
+                    f"{self._files.entries['lm_head.weight'].file}: lm_head.weight differs from "
+                    "model.embed_tokens.weight, and config.json has tie_word_embeddings true, accepted: false"
+                )
+
+
+def travelling_files(folder: Path) -> list[Path]:
+    """Tokenizer, chat template, generation config, config.json: what travels with the tensors."""
+    found = {path for pattern in _TRAVEL for path in folder.glob(pattern) if path.is_file()}
+    return sorted(found)
+
+
+def _tensors(folder: Path) -> dict[str, Entry]:
+    """Where each tensor is."""
+    if (folder / _INDEX).is_file():
+        return _sharded(folder)
+    if (folder / _SINGLE).is_file():
+        return read_header(folder / _SINGLE)
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        raise CheckpointError(f"{folder}: has {files[0].name} and no {_INDEX}, accepted: that file too, or {_SINGLE}")
+    old = sorted(folder.glob("pytorch_model*.bin"))
+    what = f"{old[0].name}, which may run code when it is read" if old else "no tensors"
+    hint = "; save_pretrained of transformers writes such" if old else ""
+    raise CheckpointError(f"{folder}: has {what}, accepted: {_SINGLE}, or shards with {_INDEX}{hint}")
+
+
+def _sharded(folder: Path) -> dict[str, Entry]:
+    index = folder / _INDEX
+    try:
+        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {folder / file for file in places.values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{index}: cannot be read ({type(problem).__name__}: {problem})") from None
+    for name, file in places.items():
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder / file}: missing; {index.name} says that {name} is in it")
+    headers = {file: read_header(file) for file in sorted(files)}
+    entries: dict[str, Entry] = {}
+    for name, file in places.items():
+        if name not in headers[folder / file]:
+            raise CheckpointError(f"{folder / file}: has no tensor {name}; {index.name} says that it is there")
+        entries[name] = headers[folder / file][name]
+    for file, header in headers.items():
+        if unlisted := sorted(header.keys() - entries.keys()):
+            raise CheckpointError(f"{file}: holds {_some(unlisted)}, which {index.name} does not list")
+    return entries
+
+
+def _check(folder: Path, entries: dict[str, Entry], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Whether these are the tensors of the model that config.json describes."""
+    any_file = next(iter(entries.values())).file if entries else folder
+    if missing := [name for name in shapes if name not in entries]:
+        if all(f"model.{name}" in shapes for name in list(entries)[:3]):
+            raise CheckpointError(
+                f"{any_file}: names lack `model.`: saved without its output layer, accepted: *ForCausalLM"
+            )
+        raise CheckpointError(f"{any_file if _single(entries) else folder / _INDEX}: has no tensor {_some(missing)}")
+    for name, shape in shapes.items():
+        if entries[name].shape != shape:
+            raise CheckpointError(
+                f"{entries[name].file}: tensor {name}: got shape {list(entries[name].shape)}, accepted: {list(shape)}, "
+                f"by {CONFIG}"
+            )
+    ours = shapes.keys() | {"lm_head.weight"}  # of tied embeddings a copy may be there
+    extra = [n for n in entries if n not in ours and not n.endswith(".rotary_emb.inv_freq")]  # old ones: a constant
+    if extra:
+        raise CheckpointError(
+            f"{entries[extra[0]].file}: holds {_some(extra)}, which a model as {CONFIG} describes does not have"
+        )
+    if "lm_head.weight" in entries and entries["lm_head.weight"].shape != shapes["model.embed_tokens.weight"]:
+        raise CheckpointError(
+            f"{entries['lm_head.weight'].file}: tensor lm_head.weight: got another shape than embeddings"
+        )
+
+
+def _single(entries: dict[str, Entry]) -> bool:
+    return len({entry.file for entry in entries.values()}) == 1
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """What the manifest of a folder that this program wrote says of its tensors."""
+    try:
+        manifest: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{folder / MANIFEST}: cannot be read ({problem})") from None
+    tensors = manifest.get("tensors") if isinstance(manifest, dict) else None
+    return tensors if isinstance(tensors, dict) else {}

@@ -1,0 +1,90 @@
+"""How each tensor is put together from rows of the other side's tensors, in both directions.
+
+Every layout of ``launch/hf/families.py`` is a matter of rows, so a conversion copies ranges of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from launch.hf.families import Family
+from launch.model.gpt import ModelConfig
+from launch.weights.shapes import parameter_shapes
+
+__all__ = ["Piece", "Recipe", "from_hugging_face", "to_hugging_face"]
+
+
+class Piece(NamedTuple):
+    """Rows of one tensor, or zeros."""
+
+    name: str | None
+    """Of the tensor that they are taken from; None: zeros."""
+    start: int
+    rows: int
+
+
+class Recipe(NamedTuple):
+    """A tensor as pieces, one above the other."""
+
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+class _Rule(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    parts: tuple[str, ...]
+
+
+def from_hugging_face(model: ModelConfig, family: Family) -> dict[str, Recipe]:
+    """Megatron's tensors, made of Hugging Face's."""
+    return {rule.name: Recipe(rule.shape, list(_pieces(rule, model))) for rule in _rules(model, family)}
+
+
+def to_hugging_face(model: ModelConfig, family: Family) -> dict[str, Recipe]:
+    """Hugging Face's tensors, made of Megatron's; rows of padding are left out."""
+    recipes: dict[str, Recipe] = {}
+    for rule in _rules(model, family):
+        taken: dict[str, list[Piece]] = {part: [] for part in rule.parts}
+        row = 0
+        for piece in _pieces(rule, model):  # rows of each part come in their order
+            if piece.name is not None:
+                taken[piece.name].append(Piece(rule.name, row, piece.rows))
+            row += piece.rows
+        for part, pieces in taken.items():
+            recipes[part] = Recipe((sum(p.rows for p in pieces), *rule.shape[1:]), pieces)
+    return recipes
+
+
+def _rules(model: ModelConfig, family: Family) -> Iterator[_Rule]:
+    for name, shape in parameter_shapes(model).items():
+        layer, number = name, ""
+        if name.startswith("decoder.layers."):
+            number = name.split(".")[2]
+            layer = name.replace(f".{number}.", ".{}.", 1)
+        layout, parts = family.table[layer]
+        yield _Rule(name, shape, layout, tuple(part.replace("{}", number) for part in parts))
+
+
+def _pieces(rule: _Rule, model: ModelConfig) -> Iterator[Piece]:
+    rows = rule.shape[0]
+    if rule.layout == "qkv":
+        q, k, v = rule.parts
+        one = model.head_channels
+        queries = one * (model.num_attention_heads // model.kv_heads)
+        for group in range(model.kv_heads):
+            yield Piece(q, group * queries, queries)
+            yield Piece(k, group * one, one)
+            yield Piece(v, group * one, one)
+    elif rule.layout == "halves":
+        for part in rule.parts:
+            yield Piece(part, 0, rows // 2)
+    elif rule.layout == "vocab":
+        assert model.vocab_size is not None
+        yield Piece(rule.parts[0], 0, model.vocab_size)
+        if rows > model.vocab_size:
+            yield Piece(None, 0, rows - model.vocab_size)
+    else:
+        yield Piece(rule.parts[0], 0, rows)

@@ -1,0 +1,195 @@
+"""Model descriptions: the keys of ``configs/models/*.json``, and reading one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from coat_dist import CoatConfigError
+from coat_dist.config import explain
+from coat_dist.reference.activation import ACTIVATIONS
+from launch.find_config import read_config
+from launch.model.experts import ExpertsConfig
+from launch.model.rope import checked_rope_scaling
+
+__all__ = ["ModelConfig", "load_model_config"]
+
+
+def _whole(number: float) -> float:
+    return int(number) if number == int(number) else number
+
+
+class ModelConfig(ExpertsConfig):
+    """A decoder-only transformer with rotary positions. Sizes are the whole model's, not a shard's."""
+
+    num_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    ffn_hidden_size: int = Field(gt=0)
+    """Inner size of the MLP; a gated MLP has two projections of this size."""
+    num_attention_heads: int = Field(gt=0)
+    num_query_groups: int | None = Field(default=None, gt=0)
+    """Key/value heads of grouped-query attention; null = as many as attention heads."""
+    head_size: int | None = Field(default=None, gt=0)
+    """Channels of one head; null = hidden_size / num_attention_heads."""
+    seq_length: int = Field(gt=1)
+    """Tokens of a training sample, and the longest context."""
+    vocab_size: int | None = Field(default=None, gt=1)
+    """null = the tokenizer's."""
+    vocab_multiple: int = Field(default=128, gt=0)
+    """The embedding is padded to a multiple of this, whatever the tensor-parallel size, so that models of all sizes
+    of the parallel group are the same model."""
+    activation: Literal[tuple(ACTIVATIONS)] = "swiglu"  # type: ignore[valid-type]
+    """Of the MLP. Those with "glu" in their name have a gate; "gelu" and "geglu" are the exact GELU, "_tanh" its
+    approximation."""
+    linear_bias: bool = False
+    """Biases of all linears but the output layer (GPT-2)."""
+    qkv_bias: bool = False
+    """A bias of the projection to queries, keys and values (Qwen2); implied by linear_bias."""
+    attention_output_bias: bool = False
+    """A bias of attention's output projection; implied by linear_bias. Llama's ``attention_bias`` is qkv_bias and
+    this one."""
+    normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_affine: bool = True
+    """False = no learnt scale (OLMo's non-parametric LayerNorm)."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    norm_placement: Literal["pre", "post"] = "pre"
+    """Norms of a layer stand before attention and MLP, x + f(norm(x)), or after them, x + norm(f(x)) (OLMo-2). The
+    norm before the output layer is there in both."""
+    qk_norm: Literal[True, False, "full"] = False
+    """Norms on queries and keys before they are rotated: true = over the channels of each head, with one scale for all
+    heads (Qwen3); "full" = RMSNorm over all heads together, of all tensor-parallel ranks (OLMo-2)."""
+    rotary_base: Annotated[float, AfterValidator(_whole)] = Field(default=10000, gt=1, allow_inf_nan=False)
+    """Of rotary embedding, called rope_theta elsewhere. 1000000.0 is 1000000."""
+    rope_scaling: dict[str, Any] | None = None
+    """Scaling of rotary frequencies in Hugging Face's layout, for example {"rope_type": "llama3", "factor": 8.0,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}; also "linear" (factor)
+    and "yarn" (factor, original_max_position_embeddings; attention_factor, beta_fast, beta_slow, mscale,
+    mscale_all_dim, truncate). null, or rope_type "default" = none."""
+    sliding_window: int | None = Field(default=None, gt=0)
+    """Tokens that a token sees, itself included (Mistral 7B v0.1). Attention here always sees the whole sequence, so
+    a window shorter than seq_length is refused, and any other changes nothing."""
+    tie_embeddings: bool = False
+    """Share the input embedding with the output layer."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of initial weights; divided by sqrt(2 layers) where a layer writes to the residual stream."""
+    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rope_scaling(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "rope_scaling" not in values:
+            return values
+        return {**values, "rope_scaling": checked_rope_scaling(values["rope_scaling"])}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        if self.head_size is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size: got {self.hidden_size}, accepted: a multiple of num_attention_heads "
+                f"({self.num_attention_heads}), or head_size given"
+            )
+        if self.num_attention_heads % self.kv_heads:
+            raise ValueError(
+                f"num_query_groups: got {self.num_query_groups}, accepted: a divisor of num_attention_heads "
+                f"({self.num_attention_heads})"
+            )
+        if self.head_channels % 2:
+            raise ValueError(
+                f"head_size: got {self.head_channels}, accepted: an even number (rotary embedding turns pairs)"
+            )
+        if self.num_moe_experts is not None and self.linear_bias:
+            raise ValueError("linear_bias: got true with num_moe_experts, accepted: false")
+        if self.qk_norm == "full" and self.normalization != "rmsnorm":
+            raise ValueError(f'qk_norm: got "full" with normalization "{self.normalization}", accepted: true or false')
+        if self.sliding_window is not None and self.sliding_window < self.seq_length:
+            raise ValueError(
+                f"sliding_window: got {self.sliding_window} with seq_length {self.seq_length}, accepted: at least "
+                f"seq_length, or null (attention sees the whole sequence), or seq_length={self.sliding_window}"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_channels(self) -> int:
+        return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding."""
+        assert self.vocab_size is not None, "vocab_size is filled in from the data before it is used"
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def with_vocab(self, tokenizer_vocab: int) -> ModelConfig:
+        """This model for a tokenizer of ``tokenizer_vocab`` ids.
+
+        Raises:
+            CoatConfigError: the model's vocabulary is smaller than the tokenizer's.
+        """
+        if self.vocab_size is None:
+            return self.model_copy(update={"vocab_size": tokenizer_vocab})
+        if self.vocab_size < tokenizer_vocab:
+            raise CoatConfigError(
+                f"model.vocab_size: got {self.vocab_size}, accepted: at least the {tokenizer_vocab} ids of "
+                "the data's tokenizer (or null, which takes that number)"
+            )
+        return self
+
+    def check_parallel(self, tp: int, sequence_parallel: bool) -> None:
+        """Refuse a tensor-parallel size that does not divide what it must.
+
+        Raises:
+            CoatConfigError: names each key that is not divisible.
+        """
+        sizes = {
+            "num_attention_heads": self.num_attention_heads,
+            "num_query_groups": self.kv_heads,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "padded vocab_size": self.padded_vocab,
+        }
+        if sequence_parallel:
+            sizes["seq_length"] = self.seq_length
+        for key in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+            sizes[key] = getattr(self, key) or 0
+        wrong = [
+            f"model.{k}: got {v}, accepted: a multiple of --tensor-parallel ({tp})" for k, v in sizes.items() if v % tp
+        ]
+        if self.num_moe_experts is not None and tp > 1 and not sequence_parallel:
+            wrong.append("--sequence-parallel: got False, accepted: given, with experts and --tensor-parallel")
+        if wrong:
+            raise CoatConfigError("\n".join(wrong))
+
+
+def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> ModelConfig:
+    """Read a model description and apply overrides.
+
+    Args:
+        given: value of ``--model``: a path, or a name in ``configs/models``.
+        overrides: ``key=value``; values are JSON, a bare word is a string.
+
+    Raises:
+        CoatConfigError: no such file, unknown key, wrong type or contradictory sizes; names the key.
+    """
+    values = read_config("--model", given, "models")
+    needed = [key for key, field in ModelConfig.model_fields.items() if field.is_required()]
+    if not any(key in values for key in needed):
+        raise CoatConfigError(f"--model: {given} describes no model, accepted: an object with {', '.join(needed)}")
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise CoatConfigError(f"--model-override: got {item!r}, accepted: key=value, for example num_layers=8")
+        try:
+            values[key] = json.loads(text)
+        except json.JSONDecodeError:
+            values[key] = text
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        raise CoatConfigError("\n".join(explain("model", ModelConfig, e) for e in error.errors())) from None

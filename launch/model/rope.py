@@ -1,0 +1,179 @@
+"""RoPE scaling: rotary frequencies of a model whose context was extended, as Hugging Face's configurations say it.
+
+``rope_scaling`` is the object of that name in a ``config.json``. Frequencies and attention factors are those of
+transformers (``ROPE_INIT_FUNCTIONS``), in fp32.
+
+Sources: "linear": Chen et al. (arXiv 2306.15595); "yarn": Peng et al. (arXiv 2309.00071), equations 17 to 22;
+"llama3": the Llama 3.1 release.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+
+__all__ = ["checked_rope_scaling", "rope_frequencies", "scale_rope"]
+
+_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""By ``rope_type``: the keys that it needs, and those that it may have."""
+
+
+def checked_rope_scaling(given: Any) -> dict[str, Any] | None:
+    """``rope_scaling`` as it is kept: with ``rope_type``, without nulls; None where nothing is scaled ("default").
+
+    Args:
+        given: an object in Hugging Face's layout; ``type`` is the older name of ``rope_type``.
+
+    Raises:
+        ValueError: a type, key or value that is not accepted, or a key that is missing; names it.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ValueError(f'rope_scaling: got {_text(given)}, accepted: null or an object such as {{"rope_type": ...}}')
+    values = {key: value for key, value in given.items() if value is not None}
+    old = values.pop("type", None)
+    kind = values.pop("rope_type", old)
+    if old is not None and old != kind:
+        raise ValueError(
+            f"rope_scaling.type: got {_text(old)} beside rope_type {_text(kind)}, accepted: one of the two"
+        )
+    types = ", ".join(f'"{name}"' for name in _KEYS)
+    if kind is None:
+        raise ValueError(f"rope_scaling.rope_type: missing, accepted: {types}")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise ValueError(f"rope_scaling.rope_type: got {_text(kind)}, accepted: {types}")
+    needed, optional = _KEYS[kind]
+    for key in values:
+        if key == "rope_theta":
+            raise ValueError("rope_scaling.rope_theta: unknown key, accepted: the model's rotary_base in its place")
+        if key not in needed + optional:
+            accepted = ", ".join(("rope_type", *needed, *optional))
+            raise ValueError(f'rope_scaling.{key}: unknown key with rope_type "{kind}", accepted: {accepted}')
+    for key in needed:
+        if key not in values:
+            raise ValueError(f'rope_scaling.{key}: missing, accepted: a value (rope_type "{kind}" needs one)')
+    for key, value in values.items():
+        if not _fits(key, value):
+            raise ValueError(f"rope_scaling.{key}: got {_text(value)}, accepted: {_ACCEPTED.get(key, _POSITIVE)}")
+    _check_order(values, "low_freq_factor", "high_freq_factor", {})
+    _check_order(values, "beta_slow", "beta_fast", _BETAS)
+    return None if kind == "default" else {"rope_type": kind, **values}
+
+
+_POSITIVE = "a number greater than 0"
+_ACCEPTED = {
+    "factor": "a number of at least 1",
+    "original_max_position_embeddings": "an integer greater than 0",
+    "mscale": "a number of at least 0",
+    "mscale_all_dim": "a number of at least 0",
+    "truncate": "true or false",
+}
+_BETAS = {"beta_fast": 32, "beta_slow": 1}
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key == "truncate":
+        return isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    if key == "original_max_position_embeddings" and not isinstance(value, int):
+        return False
+    return value >= 1 if key == "factor" else value >= 0 if key.startswith("mscale") else value > 0
+
+
+def _check_order(values: dict[str, Any], low: str, high: str, defaults: dict[str, Any]) -> None:
+    found = defaults | values
+    if high in found and not found[low] < found[high]:
+        raise ValueError(f"rope_scaling.{high}: got {found[high]}, accepted: more than {low} ({found[low]})")
+
+
+def _text(given: Any) -> str:
+    return json.dumps(given, default=str)
+
+
+def rope_frequencies(scaling: dict[str, Any] | None, base: float, dim: int) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies, fp32 ``[dim / 2]`` in radians a position, and the factor on cosines and sines.
+
+    Args:
+        scaling: from :func:`checked_rope_scaling`.
+        base: ``rotary_base``, called theta elsewhere.
+        dim: channels of a head.
+    """
+    periods = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    usual = 1.0 / periods
+    if scaling is None:
+        return usual, 1.0
+    factor = scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return usual / factor, 1.0
+    if scaling["rope_type"] == "llama3":
+        return _llama3(usual, scaling), 1.0
+    return _yarn(usual, 1.0 / (factor * periods), scaling, base, dim), _yarn_attention_factor(scaling)
+
+
+def _llama3(usual: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
+    """Wavelengths above ``context / low_freq_factor`` grow by the factor; between the two bounds, by a part of it."""
+    factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / usual
+    kept = (context / wavelength - low) / (high - low)  # the share of the usual frequency
+    between = (1 - kept) * usual / factor + kept * usual
+    scaled = torch.where(wavelength > context / low, usual / factor, between)
+    return torch.where(wavelength < context / high, usual, scaled)
+
+
+def _yarn(usual: torch.Tensor, stretched: torch.Tensor, scaling: dict[str, Any], base: float, dim: int) -> torch.Tensor:
+    """Channels that turn more than ``beta_fast`` times in the old context stay, those below ``beta_slow`` stretch."""
+    context = scaling["original_max_position_embeddings"]
+
+    def channel(turns: float) -> float:
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = (channel(scaling.get(key, _BETAS[key])) for key in ("beta_fast", "beta_slow"))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    kept = 1 - ramp
+    return stretched * (1 - kept) + usual * kept
+
+
+def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
+    if "attention_factor" in scaling:
+        return float(scaling["attention_factor"])
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling["factor"]) + 1.0
+
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return grown(mscale) / grown(all_dim) if mscale and all_dim else grown(1.0)
+
+
+def scale_rope(built: Any, scaling: dict[str, Any] | None, base: float) -> None:
+    """Give a built Megatron ``GPTModel`` the frequencies and the attention factor of ``scaling``, patched or not.
+
+    Raises:
+        ValueError: an attention factor with a megatron-core that has none.
+    """
+    if scaling is None:
+        return
+    from megatron_patches.compat import set_rope_mscale
+
+    frequencies, factor = rope_frequencies(scaling, base, built.config.kv_channels)
+    rope = built.rotary_pos_emb
+    rope.inv_freq = frequencies.to(rope.inv_freq.device)
+    set_rope_mscale(built.config, factor)

@@ -1,0 +1,179 @@
+"""A training checkpoint as a source of weights: of ZeRO-1, 2 or 3 or BF16_Optimizer, or a universal one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coat_dist.checkpoint.manifest import MANIFEST, read_manifest, verify
+from coat_dist.checkpoint.publish import LATEST, find
+from coat_dist.checkpoint.universal_folder import UniversalFolder
+from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
+from coat_dist.checkpoint.zero_files import Shard
+from launch.model.gpt import ModelConfig
+from launch.weights.forget import forget
+from launch.weights.source import CheckpointError, Weights
+
+__all__ = ["CheckpointWeights", "find_checkpoint"]
+
+CARRIED = "hugging_face"
+"""Folder in a checkpoint of pretrain.py with the files that came with its initial weights."""
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that ``folder`` means: itself, or the one that its ``latest`` names; None where it holds none.
+
+    Raises:
+        CheckpointError: ``latest`` names what is not there.
+    """
+    if list(folder.glob("*model_states.pt")):
+        return folder.resolve()
+    try:
+        named = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        named = folder
+    # Another program's has no manifest.
+    return named.resolve() if list(named.glob("*model_states.pt")) else find(folder)
+
+
+class CheckpointWeights(Weights):
+    """What a training run's engine held, read from its files, which are memory-mapped and joined a tensor at a time.
+
+    Args:
+        path: the checkpoint's folder.
+        dtype: None = torch.bfloat16, which is what the run multiplies with: its master weights rounded, to the bit.
+            float32 gives the master weights.
+        model: of a checkpoint that does not say (of another program than pretrain.py).
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be read, or does not say of which model it is.
+    """
+
+    kind = "a training checkpoint"
+
+    def __init__(self, path: Path, dtype: torch.dtype | None = None, model: ModelConfig | None = None) -> None:
+        self.path, self._dtype = path, dtype or torch.bfloat16
+        self.manifest = _manifest(path)
+        self.model = model or _model(path, self.manifest)
+        try:
+            universal = bool(self.manifest.get("universal")) or (path / "zero" / "optimizer_state.pt").is_file()
+            self._source: _Universal | _Zero = (_Universal if universal else _Zero)(path, self._dtype)
+        except ValueError as problem:
+            raise CheckpointError(str(problem)) from None
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def names(self) -> list[str]:
+        """See :class:`Weights`."""
+        return list(self._source.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`Weights`."""
+        return self._source.shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :class:`Weights`."""
+        return self._dtype
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See :class:`Weights`. The tensor that was read last is kept until another one is asked for."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            try:
+                self._last = (name, self._source.read(name).to(self._dtype))
+            except (ValueError, OSError) as problem:
+                raise CheckpointError(str(problem)) from problem
+        whole = self._last[1]
+        if stop == whole.shape[0]:
+            self._last = None if start == 0 else self._last
+        return whole[start:stop]
+
+    def tokenizer_files(self) -> list[Path]:
+        """See :class:`Weights`."""
+        folder = self.path / CARRIED
+        return sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
+
+    def verify(self) -> None:
+        """See :class:`Weights`: every file is read once, ranks share the work."""
+        if files := self.manifest.get("files"):
+            verify(self.path, files)
+
+
+class _Zero:
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        self.checkpoint, self.dtype = ZeroCheckpoint(path), dtype
+        self.rest = {n: v["param"] for n, v in self.checkpoint.untrained().items() if v["param"].is_floating_point()}
+        buffers = set(self.checkpoint.models[0][0]["buffer_names"])
+        self.shapes = {name: self._shape(name) for name in self.checkpoint.shapes[0]}
+        self.shapes |= {name: tuple(value.shape) for name, value in self.rest.items() if name not in buffers}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shapes = [shapes[name] for shapes in self.checkpoint.shapes]
+        meta = [torch.empty(shape, device="meta") for shape in shapes]
+        return tuple(self.checkpoint.join(name, meta)[0].shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        if name in self.rest:
+            return self.rest[name]
+        used: list[torch.Tensor] = []
+
+        def part(shard: Shard) -> torch.Tensor:
+            # Of masters in 16 bits and a remainder, the 16 bits are what the engine holds.
+            held = shard.weights(name)
+            used.append(held)
+            return shard.part(name, "fp32") if self.dtype == torch.float32 else held.to(self.dtype)
+
+        whole, _ = self.checkpoint.whole(name, part, "fp32")
+        for held in used:
+            forget(held)
+        return whole
+
+
+class _Universal:
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        self.folder = UniversalFolder(path, (0, 1))
+        self.shapes = {name: tuple(self._mapped(name).shape) for name in sorted(self.folder.trained(), key=_natural)}
+        self.shapes |= {
+            name: tuple(value["param"].shape)
+            for name, value in self.folder.rest.items()
+            if value["param"].is_floating_point()
+        }
+        self.dtype = dtype
+
+    def _mapped(self, name: str) -> torch.Tensor:
+        from coat_dist.checkpoint.universal_folder import read
+
+        return read(self.folder.folder / name / "fp32.pt", weights_only=False)["param"]
+
+    def read(self, name: str) -> torch.Tensor:
+        if name in self.folder.rest:
+            return self.folder.rest[name]["param"]
+        mapped = self._mapped(name)
+        whole = mapped.to(self.dtype, copy=True)
+        forget(mapped)
+        return whole
+
+
+def _natural(name: str) -> tuple[Any, ...]:
+    """Layers by number, and the embedding first."""
+    parts = name.split(".")
+    order = {"embedding": 0, "decoder": 1}.get(parts[0], 2)
+    number = int(parts[2]) if len(parts) > 2 and parts[2].isdigit() else 10**9
+    return order, number, name
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    return read_manifest(path, of_run=False) if (path / MANIFEST).is_file() else {}
+
+
+def _model(path: Path, manifest: dict[str, Any]) -> ModelConfig:
+    described = manifest.get("run", {}).get("model") if isinstance(manifest.get("run"), dict) else None
+    if described is None:
+        raise CheckpointError(
+            f"{path}: does not say of which model it is, accepted: a checkpoint of launch/pretrain.py, or --model"
+        )
+    try:
+        return ModelConfig.model_validate(described)
+    except ValueError as problem:
+        raise CheckpointError(f"{path / MANIFEST}: run.model: {problem}") from None

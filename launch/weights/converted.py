@@ -1,0 +1,99 @@
+"""A folder that ``launch/convert_hf.py`` wrote: Megatron's tensors, whole, in safetensors files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coat_dist.checkpoint.manifest import MANIFEST
+from launch.model.gpt import ModelConfig, load_model_config
+from launch.weights.shapes import parameter_shapes
+from launch.weights.source import CheckpointError, Weights
+from launch.weights.tensor_files import TensorFiles, read_header
+
+__all__ = ["HUGGING_FACE", "KIND", "MODEL", "ConvertedWeights"]
+
+MODEL = "model.json"
+"""The model's description, as ``--model`` takes it."""
+HUGGING_FACE = "hugging_face"
+"""Folder of the files that travel with the tensors."""
+KIND = "weights"
+"""What the manifest calls such a folder."""
+
+
+class ConvertedWeights(Weights):
+    """Whole tensors by Megatron's names, for any tensor- and pipeline-parallel size.
+
+    Args:
+        path: the folder.
+        dtype: that tensors are given in; None = as they are stored.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, of another shape, too much or cut off; names it.
+        CoatConfigError: a model description that cannot be used.
+    """
+
+    kind = "a folder of launch/convert_hf.py"
+
+    def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
+        self.path = path
+        manifest = _manifest(path)
+        files = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
+        for name, (size, _) in manifest["files"].items():
+            there = (path / name).stat().st_size if (path / name).is_file() else None
+            if there != size:
+                found = (
+                    "missing" if there is None else f"is {there} bytes, was {size}: it is cut off or of another folder"
+                )
+                raise CheckpointError(f"{path / name}: {found}")
+        self.model: ModelConfig = load_model_config(path / MODEL)
+        self._shapes = parameter_shapes(self.model)
+        entries = {name: entry for file in files for name, entry in read_header(path / file).items()}
+        for name, shape in self._shapes.items():
+            if name not in entries:
+                raise CheckpointError(f"{path}: has no tensor {name}, which a model as {MODEL} describes needs")
+            if entries[name].shape != shape:
+                raise CheckpointError(
+                    f"{entries[name].file}: tensor {name}: got shape {list(entries[name].shape)}, accepted: "
+                    f"{list(shape)}, by {MODEL}"
+                )
+        if extra := sorted(entries.keys() - self._shapes.keys()):
+            raise CheckpointError(f"{entries[extra[0]].file}: holds {extra[0]}, which {MODEL} does not describe")
+        self._files, self._dtype = TensorFiles(entries, manifest["tensors"]), dtype
+
+    def names(self) -> list[str]:
+        """See :class:`Weights`."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`Weights`."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :class:`Weights`."""
+        return self._dtype or self._files.entries[name].dtype
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See :class:`Weights`."""
+        return self._files.rows(name, start, stop).to(self.dtype(name))
+
+    def tokenizer_files(self) -> list[Path]:
+        """See :class:`Weights`."""
+        folder = self.path / HUGGING_FACE
+        return sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{path / MANIFEST}: cannot be read ({problem})") from None
+    if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
+        raise CheckpointError(f"{path}: is no folder of launch/convert_hf.py")
+    for key in ("files", "tensors"):
+        if not isinstance(manifest.get(key), dict):
+            raise CheckpointError(f"{path / MANIFEST}: is damaged, {key} missing or of another kind than was written")
+    return manifest

@@ -1,0 +1,64 @@
+"""Which kind of weights a folder holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from coat_dist.checkpoint.manifest import MANIFEST
+from launch.hf.folder import CONFIG, HuggingFaceWeights
+from launch.model.gpt import ModelConfig
+from launch.weights.checkpoint import CheckpointWeights, find_checkpoint
+from launch.weights.converted import KIND, MODEL, ConvertedWeights
+from launch.weights.source import CheckpointError, Weights
+
+__all__ = ["open_weights"]
+
+_ACCEPTED = (
+    f"a Hugging Face folder ({CONFIG} and safetensors), one that launch/convert_hf.py wrote ({MODEL} and {MANIFEST}), "
+    "or a training checkpoint (a `step*` folder, or one whose `latest` names it)"
+)
+
+
+def open_weights(
+    path: str | os.PathLike, dtype: torch.dtype | None = None, *, model: ModelConfig | None = None
+) -> Weights:
+    """The weights in a folder, of whichever kind it is; names and shapes are checked, no tensor is read.
+
+    Args:
+        path: a Hugging Face folder, one that ``launch/convert_hf.py`` wrote, or a training checkpoint of any ZeRO stage
+            and tensor-parallel size, universal or not.
+        dtype: that tensors are given in. None = as they are stored; of a training checkpoint bfloat16, what the run
+            multiplied with. float32 gives such a checkpoint's master weights.
+        model: of a training checkpoint that does not say of which model it is.
+
+    Raises:
+        CheckpointError: there is nothing of the kind, or a file or tensor of it is missing or damaged; names it.
+        CoatConfigError: config.json asks for what cannot be honoured; names the key.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist (nothing is downloaded)"
+        raise CheckpointError(f"{path}: {what}, accepted: {_ACCEPTED}")
+    if _kind(folder) == KIND:
+        return ConvertedWeights(folder, dtype)
+    if (folder / CONFIG).is_file():
+        return HuggingFaceWeights(folder, dtype)
+    if (found := find_checkpoint(folder)) is not None:
+        return CheckpointWeights(found, dtype, model)
+    snapshots = sorted(folder.glob("snapshots/*/config.json"))
+    hint = f"; {snapshots[-1].parent} is one" if snapshots else ""
+    raise CheckpointError(f"{path}: holds no weights, accepted: {_ACCEPTED}{hint}")
+
+
+def _kind(folder: Path) -> str | None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return KIND if (folder / MODEL).is_file() else None
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{folder / MANIFEST}: cannot be read ({problem})") from None
+    return manifest.get("kind") if isinstance(manifest, dict) else None

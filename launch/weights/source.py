@@ -1,0 +1,72 @@
+"""What every source of weights can be asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+
+from coat_dist.checkpoint.manifest import CheckpointError
+from launch.model.gpt import ModelConfig
+
+__all__ = ["DTYPES", "CheckpointError", "Weights"]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+"""Types that weights can have, by the names that command lines and config.json use."""
+
+
+class Weights(ABC):
+    """The weights of one model, whole, read a tensor at a time.
+
+    Names are those of Megatron's ``GPTModel``; layers are numbered over all pipeline stages. The embedding has
+    ``model.padded_vocab`` rows; those from ``model.vocab_size`` on are zero where the source has none. Nothing is kept
+    of what was read.
+    """
+
+    path: Path
+    """The folder."""
+    kind: str
+    """What it is, in words for messages."""
+    model: ModelConfig
+    """What model these are the weights of; ``vocab_size`` is always set."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Every parameter, in the order in which they are best read."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what :meth:`read` gives."""
+
+    @abstractmethod
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Part of a tensor along its first dimension.
+
+        Raises:
+            CheckpointError: it cannot be read, or is not what was written; names tensor and file.
+        """
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole, unsharded tensor.
+
+        Raises:
+            CheckpointError: see :meth:`rows`.
+        """
+        return self.rows(name, 0, self.shape(name)[0])
+
+    def tokenizer_files(self) -> list[Path]:
+        """Files that travel with the weights: tokenizer, chat template, generation config, Hugging Face's config."""
+        return []
+
+    def verify(self) -> None:  # noqa: B027 - most sources need none
+        """Compare files with their checksums where :meth:`rows` does not do so on the way; collective over all ranks
+        where torch.distributed is initialized.
+
+        Raises:
+            CheckpointError: on every rank; names the files.
+        """

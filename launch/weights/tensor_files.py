@@ -1,0 +1,152 @@
+"""Tensors in safetensors files, read by byte ranges: nothing is mapped or kept, so memory is what the caller holds.
+
+The format (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length, little-endian; the header,
+JSON, ``{name: {"dtype", "shape", "data_offsets"}}`` with offsets from the header's end; the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from launch.weights.source import CheckpointError
+
+__all__ = ["CODES", "Entry", "TensorFiles", "read_header"]
+
+CODES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+"""Types of weights, as the format spells them."""
+_LARGEST_HEADER = 100_000_000  # the format's own bound
+
+
+class Entry(NamedTuple):
+    """Where a tensor is."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Of its bytes, in the file."""
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFiles:
+    """Tensors of one or several safetensors files.
+
+    Args:
+        entries: see :func:`read_header`.
+        checksums: CRC-32 by name; a tensor whose rows are all read in their order is compared with it.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], checksums: Mapping[str, int] | None = None) -> None:
+        self.entries = dict(entries)
+        self._checksums = checksums or {}
+        self._so_far: dict[str, tuple[int, int]] = {}
+        self._open: tuple[Path, int] | None = None
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` of a tensor's first dimension.
+
+        Raises:
+            CheckpointError: the file cannot be read, ends too early, or holds other bytes than were written.
+        """
+        entry = self.entries[name]
+        width = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+        raw = torch.empty((stop - start) * width, dtype=torch.uint8)
+        view = memoryview(raw.numpy())
+        try:
+            descriptor, done = self._descriptor(entry.file), 0
+            while done < len(view):
+                got = os.preadv(descriptor, [view[done:]], entry.start + start * width + done)
+                if not got:
+                    raise CheckpointError(f"{entry.file}: ends within tensor {name}: it is cut off")
+                done += got
+        except OSError as problem:
+            raise CheckpointError(f"{entry.file}: tensor {name} cannot be read ({problem})") from problem
+        if name in self._checksums:
+            self._check(name, entry, start, stop, view)
+        return raw.view(entry.dtype).view(stop - start, *entry.shape[1:])
+
+    def _check(self, name: str, entry: Entry, start: int, stop: int, view: memoryview) -> None:
+        row, checksum = self._so_far.pop(name, (0, 0)) if start else (0, 0)
+        if row != start:
+            return
+        checksum = zlib.crc32(view, checksum)
+        if stop < entry.shape[0]:
+            self._so_far[name] = (stop, checksum)
+        elif checksum != self._checksums[name]:
+            raise CheckpointError(
+                f"{entry.file}: tensor {name} is not what was written, by the checksum in "
+                f"{entry.file.parent / 'manifest.json'} (remove that file if the tensors were changed on purpose)"
+            )
+
+    def _descriptor(self, file: Path) -> int:
+        if self._open is None or self._open[0] != file:
+            self.close()
+            self._open = (file, os.open(file, os.O_RDONLY))
+        return self._open[1]
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+    __del__ = close
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: it is no such file, is cut off, or holds a tensor of a type that weights cannot have.
+    """
+    try:
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+                raise CheckpointError(f"{file}: is no safetensors file, or cut off ({size} bytes)")
+            header: dict[str, Any] = json.loads(opened.read(length))
+    except (ValueError, RecursionError) as problem:
+        if isinstance(problem, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: its header cannot be read ({problem}), accepted: a safetensors file") from None
+    except OSError as problem:
+        raise CheckpointError(f"{file}: cannot be read ({problem})") from problem
+    header.pop("__metadata__", None)
+    entries = {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
+    if max((e.start + e.bytes for e in entries.values()), default=8 + length) < size:
+        raise CheckpointError(f"{file}: has more bytes than its tensors, accepted: a file as it was written")
+    return entries
+
+
+def _entry(file: Path, name: str, value: Any, base: int, size: int) -> Entry:
+    try:
+        code, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{file}: tensor {name}: its entry in the header is damaged")
+    if code not in CODES:
+        raise CheckpointError(f"{file}: tensor {name}: got type {code}, accepted: {', '.join(CODES)}")
+    entry = Entry(file, CODES[code], shape, base + start)
+    if entry.bytes != stop - start:
+        raise CheckpointError(
+            f"{file}: tensor {name}: got {stop - start} bytes, accepted: {entry.bytes}, those of {list(shape)} {code}"
+        )
+    if base + stop > size:
+        raise CheckpointError(
+            f"{file}: tensor {name} ends at byte {base + stop}, and the file at {size}: it is cut off"
+        )
+    return entry
