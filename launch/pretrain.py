@@ -81,7 +81,12 @@ def train(
         examined = None if source is None else checkpoint.examine(source, p.identity())
         sets = source_of_data.datasets(p)
         say(p.describe())
-        engine = build.build_engine(p, say, universal=examined is not None and examined.universal)
+        engine = build.build_engine(
+            p,
+            say,
+            universal=examined is not None and examined.universal,
+            weights=p.weights if examined is None else None,
+        )
         progress = Progress() if examined is None else resume(engine, examined)
         loop = make_loop(p, device, engine, sets, progress, folders, source_of_data.batch_iterator)
         locks.callback(loop.log.close)  # before the locks go

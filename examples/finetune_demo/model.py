@@ -33,11 +33,15 @@ TEMPLATE = """\
 
 
 def make(folder: Path, texts: Iterable[str], size: str, seed: int) -> None:
-    """Train a byte-level BPE on ``texts``, digits one by one, and write it with a model beside it."""
+    """Train a byte-level BPE on ``texts`` and write it with a model beside it.
+
+    Digits are tokens of their own, and what is between them may become one token, however many words it has: the
+    conversations say the same few things around their numbers.
+    """
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers
     library.pre_tokenizer = split.Sequence(
-        [split.Digits(individual_digits=True), split.ByteLevel(add_prefix_space=False)]
+        [split.Digits(individual_digits=True), split.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     library.decoder = tokenizers.decoders.ByteLevel()
     special = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>"]

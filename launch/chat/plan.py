@@ -24,7 +24,7 @@ from launch.model.gpt import ModelConfig
 from launch.prep import DataError
 from launch.training.plan import Plan, assemble
 from launch.training.settings import load_settings
-from launch.weights import open_weights
+from launch.weights import Weights, open_weights
 
 __all__ = ["Draft", "FinetunePlan", "batch_iterator", "datasets", "draft", "finish"]
 
@@ -37,6 +37,7 @@ class Draft:
     settings: dict[str, Any]
     coat: CoatConfig | None
     model: ModelConfig
+    weights: Weights
     seq_length: int
     tokenizer: Any
     """Of transformers, with the chat template in use."""
@@ -103,11 +104,18 @@ def draft(args: argparse.Namespace, world: int) -> Draft:
     ids = max(tokenizer.get_vocab().values()) + 1
     model = weights.model.model_copy(update={"seq_length": seq_length}).with_vocab(ids)
     return Draft(
-        args=args, settings=settings, coat=coat, model=model, seq_length=seq_length, tokenizer=tokenizer, world=world
+        args=args,
+        settings=settings,
+        coat=coat,
+        model=model,
+        weights=weights,
+        seq_length=seq_length,
+        tokenizer=tokenizer,
+        world=world,
     )
 
 
-def _tokenizer_folder(weights: Any) -> str:
+def _tokenizer_folder(weights: Weights) -> str:
     for file in weights.tokenizer_files():
         if file.name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
             return str(file.parent)
@@ -157,6 +165,7 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
         d.coat,
         d.model,
         FinetunePlan,
+        weights=d.weights,
         train=training,
         valid=valid_plan,
         tokenizer=d.tokenizer,

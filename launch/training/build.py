@@ -14,18 +14,23 @@ from launch.model.experts import scale_aux_loss
 from launch.model.gpt import build_model
 from launch.training.loop import Batch
 from launch.training.plan import Plan, as_typed
+from launch.weights import fill
 
 __all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss", "packed_documents"]
 
 
-def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False) -> Any:
+def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, weights: Any = None) -> Any:
     """Model, patches, gradient hooks and optimizer behind a DeepSpeed engine. Process groups are set up before.
 
-    ``universal``: what it will load is a universal checkpoint, whatever the configuration says.
+    ``universal``: what it will load is a universal checkpoint, whatever the configuration says. ``weights``: what the
+    model starts from (:class:`launch.weights.Weights`); None = random ones.
     """
     import megatron_patches
 
     model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel)
+    if weights is not None:
+        fill(model, weights)
+        note(f"weights: {weights.kind} {weights.path}")
     if p.model.num_moe_experts is not None:
         scale_aux_loss(p.batch.accumulation)
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}

@@ -33,6 +33,8 @@ class Plan:
     batch: BatchSizes
     dp: int
     """Data-parallel ranks."""
+    weights: Any = None
+    """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
 
     @property
     def eval_at_end(self) -> bool:
