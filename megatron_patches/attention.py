@@ -17,11 +17,12 @@ from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
 from .attached import Patch
-from .compat import known_fields, rope_mscale
+from .compat import field_or, known_fields, rope_mscale
 from .core_attention import SDPA
 from .hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import why_bf16_linear, why_not_invariant_bias
 from .norm import EXACT, why_bf16_norm
+from .packed import Packed, packed
 from .residual import Residual
 
 __all__ = [
@@ -51,7 +52,41 @@ class CompactSelfAttention(SelfAttention):
     Rotary embedding writes new queries and keys, but values stay a view: saved for backward, that view holds queries
     and keys a second time, 4 bytes a token and hidden element. With norms on queries and keys, which save their
     inputs, the whole output is kept in any case and a copy would only add to it.
+
+    Several documents in a sequence (``packed_seq_params``) are those of ``packed.py`` where core attention is ours.
     """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        key_value_states: torch.Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron's: ``[s, b, h]`` → output ``[s, b, h]`` and bias (s/TP under sequence parallelism)."""
+        _, rotary_pos_emb = self._packed(hidden_states, rotary_pos_emb, kwargs)
+        leading = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb
+        return super().forward(*leading, *args, **kwargs)
+
+    def _packed(
+        self, hidden_states: torch.Tensor, rotary_pos_emb: Any, kwargs: dict[str, Any]
+    ) -> tuple[Packed | None, Any]:
+        """The documents of ``packed_seq_params``, which they replace in ``kwargs``, and the angles of all tokens.
+
+        None and ``rotary_pos_emb`` itself where core attention is not ours, or all this is done already.
+        """
+        given = kwargs.get("packed_seq_params")
+        if given is None or isinstance(given, Packed) or not isinstance(self.core_attention, SDPA):
+            return None, rotary_pos_emb
+        shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        documents = packed(given, hidden_states.shape[0] * shards, hidden_states.shape[1])
+        kwargs["packed_seq_params"] = documents
+        if field_or(self.config, "mrope_section", None):  # made from position ids, for each token
+            return documents, rotary_pos_emb
+        return documents, documents.angles(rotary_pos_emb)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         tensors = super().get_query_key_value_tensors(*args, **kwargs)
@@ -85,11 +120,14 @@ class PatchedSelfAttention(CompactSelfAttention):
         Raises:
             ValueError: ``attention: "fp8"`` with an argument that Megatron's own forward alone can take.
         """
+        documents, rotary_pos_emb = self._packed(hidden_states, rotary_pos_emb, kwargs)
         freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         foreign = {"key_value_states": key_value_states, "inference_context": inference_context, **kwargs}
         foreign |= {f"argument {i}": given for i, given in enumerate(args, 6)}
         foreign |= {"rotary_pos_emb": None if freqs is k_freqs else rotary_pos_emb}
         bias = foreign.pop("attention_bias", None)
+        if documents is not None:
+            del foreign["packed_seq_params"]
         fp8 = self.coat.settings.attention == "fp8"
         for name, given in foreign.items():
             if given is not None and fp8:
@@ -106,12 +144,14 @@ class PatchedSelfAttention(CompactSelfAttention):
         if fp8:
             settings = self.coat.settings
             kind = self.attn_mask_type
-            out, out8 = self.core_attention.compressed(query, key, value, attention_mask, bias, settings, kind)
+            given = query, key, value, attention_mask, bias, settings, kind, documents
+            out, out8 = self.core_attention.compressed(*given)
             y, y_bias = self.linear_proj(out, compressed=out8)
         else:
             recompute = self.checkpoint_core_attention and self.training
             core = self._checkpointed_attention_forward if recompute else self.core_attention
-            out = core(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type, attention_bias=bias)
+            options = {"attn_mask_type": self.attn_mask_type, "attention_bias": bias, "packed_seq_params": documents}
+            out = core(query, key, value, attention_mask, **options)
             y, y_bias = self.linear_proj(out)
         if residual is not None:
             residual.send_with(y)

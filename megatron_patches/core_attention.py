@@ -17,6 +17,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.formats import QuantizedTensor
 
 from .config_check import check_field
+from .packed import Packed, packed
 
 __all__ = ["SDPA"]
 
@@ -67,17 +68,22 @@ class SDPA(MegatronModule):
             query: ``[s, b, heads, d]``.
             key, value: ``[s, b, groups, d]``, groups a divisor of heads.
             attention_mask: must be None; the causal mask is built in.
+            packed_seq_params: a :class:`Packed`, or Megatron's, with which query, key and value may also come as
+                ``[s, heads, d]``.
 
         Returns:
             ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
 
         Raises:
-            ValueError: a mask, bias, packed sequences, or causal attention between different lengths.
+            ValueError: a mask, bias, packed sequences that are not as ``packed.py`` takes them, or causal attention
+                between different lengths.
         """
-        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        if query.dim() == 3 and packed_seq_params is not None:
+            query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias)
+        options = {"causal": causal, "scale": self.softmax_scale, "documents": _documents(packed_seq_params, query)}
         with self._random():
-            dropout = self.dropout if self.training else 0.0
-            return flow.sdpa(query, key, value, causal=causal, scale=self.softmax_scale, dropout=dropout)
+            return flow.sdpa(query, key, value, dropout=self.dropout if self.training else 0.0, **options)
 
     def compressed(
         self,
@@ -88,6 +94,7 @@ class SDPA(MegatronModule):
         attention_bias: torch.Tensor | None,
         settings: ActivationConfig,
         attn_mask_type: AttnMaskType | None = None,
+        packed_seq_params: Any = None,
     ) -> tuple[torch.Tensor, QuantizedTensor]:
         """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8.
 
@@ -96,8 +103,9 @@ class SDPA(MegatronModule):
         """
         if self.dropout and self.training:
             raise ValueError(f'attention dropout: got {self.dropout}, accepted: 0 with activation.attention "fp8"')
-        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias, None)
-        return flow.attention(query, key, value, settings, causal=causal, scale=self.softmax_scale)
+        causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias)
+        documents = _documents(packed_seq_params, query)
+        return flow.attention(query, key, value, settings, causal=causal, scale=self.softmax_scale, documents=documents)
 
     def _check(
         self,
@@ -106,7 +114,6 @@ class SDPA(MegatronModule):
         attention_mask: torch.Tensor | None,
         attn_mask_type: AttnMaskType | None,
         attention_bias: torch.Tensor | None,
-        packed_seq_params: Any,
     ) -> bool:
         """Whether attention is causal; raises ValueError as :meth:`forward` says."""
         if attention_mask is not None:
@@ -114,9 +121,9 @@ class SDPA(MegatronModule):
                 f"attention_mask: got a tensor of shape {list(attention_mask.shape)}, accepted: None "
                 "(SDPA core attention is causal by itself)"
             )
-        for name, given in (("attention_bias", attention_bias), ("packed_seq_params", packed_seq_params)):
-            if given is not None:
-                raise ValueError(f"{name}: got {type(given).__name__}, accepted: None with SDPA core attention")
+        if attention_bias is not None:
+            given = type(attention_bias).__name__
+            raise ValueError(f"attention_bias: got {given}, accepted: None with SDPA core attention")
         causal = _is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         if causal and query.shape[0] != key.shape[0]:
             raise ValueError(
@@ -132,6 +139,12 @@ class SDPA(MegatronModule):
                 yield
         else:
             yield
+
+
+def _documents(given: Any, query: torch.Tensor) -> flow.Documents | None:
+    if given is None:
+        return None
+    return (given if isinstance(given, Packed) else packed(given, *query.shape[:2])).documents
 
 
 def _is_causal(kind: AttnMaskType) -> bool:

@@ -6,6 +6,7 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 
 from ..ops import Heads, RopeTable, rope_table
 from .attention import attention, sdpa
+from .documents import Documents
 from .linear import invariant_linear, linear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .mlp import mlp, norm_mlp, scale_rows
@@ -15,6 +16,7 @@ from .tensor_parallel import TensorParallel
 from .weights import invalidate_weights
 
 __all__ = [
+    "Documents",
     "Heads",
     "Norm",
     "RopeTable",

@@ -4,38 +4,28 @@ The FP8 one computes from what it keeps. q, k and v are quantized by groups and 
 forward and again in backward. Its output is quantized and read back too, and that is what is returned: the projection
 that follows multiplies the values that backward will see. Gradients pass through the roundings unchanged.
 
+Both take a sequence of several documents, each of which sees itself alone: by definition one SDPA a document.
+
 SDPA's backward kernels take the output only for ``delta = rowsum(dO * O)``. They get the rounded one, while softmax is
 that of the unrounded: a row of dS then sums to ``dO · (O - Ô)`` instead of zero. docs/flow.md has the size of that.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor
 from ..ops import dequantize, quantize_groups
+from .documents import Documents, why_no_flash
 from .function import without_autocast
 from .scaling import saved_format
+from .sdpa_node import DocumentNodes, attend, node_of
 
 __all__ = ["attention", "sdpa"]
-
-# Causal, 4096 tokens, H200: cuDNN 535 TFLOP/s forward and 466 backward, PyTorch's flash backend 299 and 257.
-_HOPPER_ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 def sdpa(
@@ -46,6 +36,7 @@ def sdpa(
     causal: bool = True,
     scale: float | None = None,
     dropout: float = 0.0,
+    documents: Documents | None = None,
 ) -> torch.Tensor:
     """``softmax(q kᵀ · scale) v`` by ``torch.nn.functional.scaled_dot_product_attention``, on Hopper by cuDNN first.
 
@@ -53,11 +44,21 @@ def sdpa(
         q: ``[s, b, heads, d]``.
         k, v: ``[t, b, groups, d]``, groups a divisor of heads.
         scale: None for ``d ** -0.5``.
+        documents: attention within each of these alone; then b is 1 and t is s. On a GPU by flash attention.
 
     Returns:
         ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
+
+    Raises:
+        ValueError: ``documents`` that do not fit the sequence.
     """
-    out = _sdpa(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), causal=causal, scale=scale, dropout=dropout)
+    values, options = [t.permute(1, 2, 0, 3) for t in (q, k, v)], {"causal": causal, "scale": scale, "dropout": dropout}
+    documents = _several(documents, q, k)
+    if documents is None or why_no_flash(q, k, v) is None:
+        out = attend(values, documents, options)  # one call, which autograd knows
+    else:
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+        out = _EachDocument.apply(*values, documents, options, keep)
     # Kernels lay their output out like the queries, or as [b, s, heads, d]: merging heads copies neither.
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -70,6 +71,7 @@ def attention(
     *,
     causal: bool = True,
     scale: float | None = None,
+    documents: Documents | None = None,
 ) -> tuple[torch.Tensor, QuantizedTensor]:
     """:func:`sdpa` on values rounded to per-group FP8, its output rounded too; only codes are kept for backward.
 
@@ -79,6 +81,7 @@ def attention(
         q: ``[s, b, heads, d]``, bfloat16 or float32.
         k, v: ``[t, b, groups, d]``, groups a divisor of heads.
         settings: ``saved_format``, ``group_size`` and ``scale`` say how to round.
+        documents: as in :func:`sdpa`.
 
     Returns:
         The output ``[s, b, heads * d]`` of q's dtype, and the same as a per-group quantized tensor: hand it to
@@ -100,23 +103,28 @@ def attention(
         )
     if causal and q.shape[0] != k.shape[0]:
         raise ValueError(f"k: got {k.shape[0]} keys for {q.shape[0]} queries, accepted: equal lengths where causal")
+    documents = _several(documents, q, k)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    out, codes, scales = _Attention.apply(q, k, v, settings, causal, scale, keep)
+    out, codes, scales = _Attention.apply(q, k, v, settings, causal, scale, documents, keep)
     return out, QuantizedTensor(codes, scales, "group", settings.group_size)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, q, k, v, settings: ActivationConfig, causal: bool, scale: float | None, keep: bool):
+    def forward(
+        ctx: Any, q, k, v, settings: ActivationConfig, causal: bool, scale: float | None, documents: Documents | None,
+        keep: bool,
+    ):  # fmt: skip
         ctx.set_materialize_grads(False)
         kept = [_compress(t, settings) for t in (q, k, v)]
         values = [_values(c, t.shape, t.dtype) for c, t in zip(kept, (q, k, v), strict=True)]
+        options = {"causal": causal, "scale": scale}
         if keep:
-            ctx.node = _Node(values, causal, scale)
+            ctx.node = node_of(values, documents, options)
             out, extras = ctx.node.take()
         else:
-            out, extras = _sdpa(*values, causal=causal, scale=scale), []
+            out, extras = attend(values, documents, options), []
         kept.append(_compress(out.permute(2, 0, 1, 3), settings))
         ctx.save_for_backward(*(t for c in kept for t in (c.codes, c.scales)), *extras)
         ctx.args = q.dtype, q.shape, k.shape, settings.group_size
@@ -131,103 +139,45 @@ class _Attention(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: torch.Tensor | None, *_: None):
         if dout is None:
-            return (None,) * 7
+            return (None,) * 8
         dtype, q_shape, k_shape, group_size = ctx.args
         tensors = ctx.saved_tensors
         kept = [QuantizedTensor(tensors[i], tensors[i + 1], "group", group_size) for i in (0, 2, 4, 6)]
         shapes = q_shape, k_shape, k_shape, q_shape
         values = [_values(c, shape, dtype) for c, shape in zip(kept, shapes, strict=True)]
         grads = ctx.node.backward(dout.reshape(q_shape).permute(1, 2, 0, 3), values, tensors[8:])
-        return *(g.permute(2, 0, 1, 3) for g in grads), None, None, None, None
+        return *(g.permute(2, 0, 1, 3) for g in grads), None, None, None, None, None
 
 
-class _Node:
-    """SDPA's own node of the autograd graph, without the tensors that it saved.
-
-    PyTorch decides which kernel runs, what it keeps and how its backward is called. Of what it saves, queries, keys,
-    values and output are dropped here, and given back while backward runs. The rest, ``extras`` (logarithms of sums,
-    random state), the caller saves.
-    """
-
-    def __init__(self, values: Sequence[torch.Tensor], causal: bool, scale: float | None) -> None:
-        """Runs :func:`_sdpa` of q, k, v ``[b, heads, s, d]``."""
-        self._saved = _Saved()
-        with torch.enable_grad():
-            anchor = torch.zeros((), requires_grad=True)
-            inputs = [_GradientEdge.apply(v, anchor) for v in values]
-            with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
-                out = _sdpa(*inputs, causal=causal, scale=scale)
-        self._input_edges, self._output_edge = [get_gradient_edge(i) for i in inputs], get_gradient_edge(out)
-        self._out: torch.Tensor | None = out.detach()
-        self._extras: list[torch.Tensor] | None = self._saved.release([*values, self._out])
-
-    def take(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output ``[b, heads, s, d]`` and the extras, of which nothing stays here."""
-        taken = self._out, self._extras
-        self._out = self._extras = None
-        return taken  # type: ignore[return-value]
-
-    def backward(
-        self, dout: torch.Tensor, values: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """Gradients of q, k, v. ``values``: q, k, v and the output, ``[b, heads, s, d]``."""
-        with self._saved.given_back(values, extras):
-            return torch.autograd.grad([self._output_edge], self._input_edges, [dout], retain_graph=True)
-
-
-class _Saved:
-    """Stands in SDPA's node for the tensors that it saved. Not part of :class:`_Node`, whose references to the
-    graph, which refers to this, would close a cycle that Python cannot collect."""
-
-    def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._places: list[tuple[int, tuple[int, ...] | None]] = []
-
-    def pack(self, t: torch.Tensor) -> int:
-        self._tensors.append(t)
-        return len(self._tensors) - 1
-
-    def release(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Forget all tensors; those that are none of ``values`` are returned."""
-        extras: list[torch.Tensor] = []
-        for t in self._tensors:
-            same = (t.shape == v.shape and t.dtype == v.dtype and t.data_ptr() == v.data_ptr() for v in values)
-            found = next((i for i, is_it in enumerate(same) if is_it), None)
-            if found is None:
-                self._places.append((len(values) + len(extras), None))
-                extras.append(t)
-            else:
-                self._places.append((found, t.stride()))
-        self._tensors = []
-        return extras
-
-    @contextmanager
-    def given_back(self, values: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> Iterator[None]:
-        self._tensors = [*values, *extras]
-        try:
-            yield
-        finally:
-            self._tensors = []
-
-    def unpack(self, index: int) -> torch.Tensor:
-        i, stride = self._places[index]
-        t = self._tensors[i]
-        if stride is None or t.stride() == stride:
-            return t
-        # As the kernel had it in forward: the output need not be laid out like the queries.
-        return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
-
-
-class _GradientEdge(torch.autograd.Function):
-    """Identity: the edge at which gradients are read. A leaf would do, were it not kept alive by the graph."""
+class _EachDocument(torch.autograd.Function):
+    """One SDPA a document, where no kernel takes them together: q, k, v and the output are saved whole, as by one."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+    def forward(ctx: Any, q, k, v, documents: Documents, options: dict[str, Any], keep: bool) -> torch.Tensor:
+        if not keep:
+            return attend((q, k, v), documents, options)
+        ctx.node = DocumentNodes((q, k, v), documents, options)
+        out, extras = ctx.node.take()
+        ctx.save_for_backward(q, k, v, out, *extras)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        raise AssertionError("gradients are read before this node")
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor):
+        tensors = ctx.saved_tensors
+        return *ctx.node.backward(dout, tensors[:4], tensors[4:]), None, None, None
+
+
+def _several(documents: Documents | None, q: torch.Tensor, k: torch.Tensor) -> Documents | None:
+    """``documents``, or None where one SDPA does the same; raises ValueError as :func:`sdpa` says."""
+    if documents is None:
+        return None
+    if q.shape[1] != 1 or q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"q: got {list(q.shape)} with {k.shape[0]} keys, accepted: [s, 1, heads, d] and s keys with documents"
+        )
+    documents.check(q.shape[0])
+    return documents if documents.count > 1 and q.numel() else None
 
 
 def _compress(x: torch.Tensor, settings: ActivationConfig) -> QuantizedTensor:
@@ -239,40 +189,3 @@ def _compress(x: torch.Tensor, settings: ActivationConfig) -> QuantizedTensor:
 def _values(q: QuantizedTensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """What was compressed, as SDPA takes it: ``[b, heads, s, d]``."""
     return dequantize(q, dtype).view(shape).permute(1, 2, 0, 3)
-
-
-def _sdpa(q, k, v, *, causal: bool, scale: float | None, dropout: float = 0.0) -> torch.Tensor:
-    # cuDNN's answer to no sequences at all is None (torch 2.11); the plain products take any number.
-    with _preferred_backend(q.device) if q.numel() else sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-
-_HOPPER_NUMBERS = [int(backend) for backend in _HOPPER_ORDER]  # type: ignore[call-overload]
-_get_order: Any = getattr(torch._C, "_get_sdp_priority_order", None)
-_set_order: Any = getattr(torch._C, "_set_sdp_priority_order", None)
-
-
-@contextmanager
-def _preferred_backend(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda" or not _is_hopper(device):
-        yield
-    elif _set_order is None or torch.compiler.is_compiling():
-        with sdpa_kernel(_HOPPER_ORDER, set_priority=True):
-            yield
-    else:
-        # The order alone, by what sdpa_kernel calls: it also switches each backend on and off again, one by one, which
-        # is as much host time as several launches. Backends that the user has switched off stay off. As there, the
-        # order is the process's: attention from several threads at a time may leave it changed.
-        before = _get_order()
-        _set_order([*_HOPPER_NUMBERS, *(b for b in before if b not in _HOPPER_NUMBERS)])
-        try:
-            yield
-        finally:
-            _set_order(before)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9

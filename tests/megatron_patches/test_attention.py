@@ -108,7 +108,7 @@ def attend(model, **changes):
 
 
 def test_other_calls_are_megatrons(monkeypatch):
-    """Different angles for queries and keys. Inference and packed sequences are handled by the same code."""
+    """Different angles for queries and keys. Inference is handled by the same code."""
     model = tiny_gpt()
     patch_model(model, SETTINGS)
     attention, x, arguments = attend(model)

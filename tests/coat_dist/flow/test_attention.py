@@ -215,13 +215,13 @@ def test_no_gradients_and_frozen_inputs():
 
 def test_nothing_outlives_the_graph():
     """The graph inside holds hooks that must not refer back to it: such a circle is never collected."""
-    module = importlib.import_module("coat_dist.flow.attention")
+    module = importlib.import_module("coat_dist.flow.sdpa_node")
     gc.disable()
     try:
         out = first(*qkv())
         node = out.grad_fn.node
         alive = [weakref.ref(node), weakref.ref(node._saved)]
-        assert isinstance(node, module._Node)
+        assert isinstance(node, module.Node)
         out.sum().backward()
         assert not node._saved._tensors
         del node, out
@@ -261,7 +261,7 @@ def test_sdpa_takes_sequence_first(groups):
 
 def test_the_order_of_backends_is_that_of_sdpa_kernel_and_is_put_back(monkeypatch):
     """Where it matters, on Hopper, there is no CPU to run it: only the order is looked at."""
-    module = importlib.import_module("coat_dist.flow.attention")
+    module = importlib.import_module("coat_dist.flow.backends")
     monkeypatch.setattr(module, "_is_hopper", lambda device: True)
     order = torch._C._get_sdp_priority_order
     before = order()

@@ -1,0 +1,119 @@
+"""Several documents in one sequence: where each begins, and the kernel that attends within each.
+
+A sequence of T tokens holds n documents one after the other. ``cu_seqlens`` (``[n + 1]``, from 0 to T) has the places
+where they begin, the format that flash attention and Megatron's ``PackedSeqParams`` share. A query sees the keys of its
+own document alone. Tokens that no document needs, padding at the end, are a document of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Documents", "flash_documents", "why_no_flash"]
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of one sequence. One object serves all layers; its tensor must not change meanwhile.
+
+    Nothing here waits for a GPU, but for :attr:`bounds` where neither ``lengths`` are given nor ``cu_seqlens`` is on
+    the CPU.
+    """
+
+    cu_seqlens: torch.Tensor
+    """int32 ``[documents + 1]`` on the device of the tokens: 0, the sums of the lengths, the number of all tokens."""
+    max_seqlen: int
+    """Tokens of the longest document, or more: kernels need a bound."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens of each document, where the host knows them."""
+
+    @property
+    def count(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+    def check(self, tokens: int) -> None:
+        """Raises ValueError for what does not fit a sequence of ``tokens``; values only where the host knows them."""
+        if self.__dict__.get("_fits") == tokens:
+            return
+        cu = self.cu_seqlens
+        if cu.dim() != 1 or cu.shape[0] < 2 or cu.dtype != torch.int32:
+            accepted = "torch.int32 [documents + 1], at least one document"
+            raise ValueError(f"cu_seqlens: got {cu.dtype} {list(cu.shape)}, accepted: {accepted}")
+        if isinstance(self.max_seqlen, bool) or not isinstance(self.max_seqlen, int) or self.max_seqlen < 1:
+            raise ValueError(f"max_seqlen: got {self.max_seqlen!r}, accepted: an int, at least the longest document")
+        if self.lengths is not None or cu.device.type == "cpu":
+            self._check_bounds(self.bounds, tokens)
+        self.__dict__["_fits"] = tokens
+
+    def _check_bounds(self, ends: list[int], tokens: int) -> None:
+        lengths = [b - a for a, b in itertools.pairwise(ends)]
+        if ends[0] != 0 or min(lengths) < 0 or ends[-1] != tokens or len(lengths) != self.count:
+            shown = str(ends) if len(ends) <= 8 else f"[{ends[0]}, {ends[1]}, ..., {ends[-2]}, {ends[-1]}]"
+            raise ValueError(f"cu_seqlens: got {shown}, accepted: from 0 up to the number of tokens, {tokens}")
+        if max(lengths) > self.max_seqlen:
+            raise ValueError(
+                f"max_seqlen: got {self.max_seqlen}, accepted: at least the longest document, {max(lengths)} tokens"
+            )
+
+    @functools.cached_property
+    def bounds(self) -> list[int]:
+        """:attr:`cu_seqlens` on the host. Waits for the GPU where it is there and :attr:`lengths` are not given."""
+        if self.lengths is None:
+            return self.cu_seqlens.tolist()
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def positions(self, tokens: int) -> torch.Tensor:
+        """The place of every token in its document, int64 ``[tokens]``, without waiting for the device."""
+        at = torch.arange(tokens, device=self.cu_seqlens.device)
+        begins = self.cu_seqlens.long()
+        return at - begins[torch.searchsorted(begins, at, right=True) - 1]
+
+
+def why_no_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why :func:`flash_documents` cannot take these tensors (``[..., d]``), or None."""
+    if q.device.type != "cuda" or not _has_flash(q.device):
+        return "no GPU that PyTorch has flash attention for"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(q.dtype).removeprefix('torch.')} tensors"
+    if q.shape[-1] % 8 or q.shape[-1] > 256 or v.shape[-1] != q.shape[-1]:
+        return f"heads of {q.shape[-1]} elements"
+    return None
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    # 8.0: what PyTorch's flash attention 2 is compiled for. ROCm has other kernels behind the same name: not tried.
+    built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def flash_documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents,
+    *,
+    causal: bool,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attention within each document by PyTorch's flash attention, which reads the bounds on the device.
+
+    Called as PyTorch's own operator: ``torch.nn.attention.varlen`` wraps the same one, in Python, and takes no grouped
+    queries before torch 2.12. cuDNN is faster on Hopper, but PyTorch (2.11 to 2.13) makes a new execution plan in every
+    call of its form with cumulative lengths; ``benchmarks/speed/documents.py`` measures both.
+
+    Args:
+        q: ``[T, heads, d]``, k and v: ``[T, groups, d]``.
+
+    Returns:
+        ``[T, heads, d]``. For backward autograd keeps q, k, v, this, and 4 bytes a token and head.
+    """
+    starts, longest = documents.cu_seqlens, documents.max_seqlen
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, dropout, causal, False, scale=scale
+    )[0]

@@ -1,0 +1,183 @@
+"""Attention, of one document or of several, and its own node of the autograd graph without the tensors that it saved.
+
+Here tensors are as SDPA takes them: ``[b, heads, s, d]``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from .backends import plain_sdpa
+from .documents import Documents, flash_documents, why_no_flash
+
+__all__ = ["DocumentNodes", "attend", "node_of"]
+
+
+def attend(values: Sequence[torch.Tensor], documents: Documents | None, options: dict[str, Any]) -> torch.Tensor:
+    """Attention of q, k, v ``[b, heads, s, d]``."""
+    if documents is None:
+        return plain_sdpa(*values, **options)
+    if why_no_flash(*values) is None:
+        return _heads_first(flash_documents(*(_tokens_first(t) for t in values), documents, **options))
+    return _join([plain_sdpa(*(t[:, :, part] for t in values), **options) for part in _parts(documents)])
+
+
+def node_of(
+    values: Sequence[torch.Tensor], documents: Documents | None, options: dict[str, Any]
+) -> Node | DocumentNodes:
+    """:func:`attend`, whose backward can be called."""
+    if documents is None:
+        return Node(functools.partial(plain_sdpa, **options), values)
+    return (DocumentNodes if why_no_flash(*values) else _FlashNode)(values, documents, options)
+
+
+class Node:
+    """SDPA's own node of the autograd graph, without the tensors that it saved.
+
+    PyTorch decides which kernel runs, what it keeps and how its backward is called. Of what it saves, queries, keys,
+    values and output are dropped here, and given back while backward runs. The rest, ``extras`` (logarithms of sums,
+    random state), the caller saves.
+    """
+
+    def __init__(self, attend: Callable[..., torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Runs ``attend(q, k, v)``, whose shape is that of q."""
+        self._saved = _Saved()
+        with torch.enable_grad():
+            anchor = torch.zeros((), requires_grad=True)
+            inputs = [_GradientEdge.apply(v, anchor) for v in values]
+            with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+                out = attend(*inputs)
+        self._input_edges, self._output_edge = [get_gradient_edge(i) for i in inputs], get_gradient_edge(out)
+        self._out: torch.Tensor | None = out.detach()
+        self._extras: list[torch.Tensor] | None = self._saved.release([*values, self._out])
+
+    def take(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output and the extras, of which nothing stays here."""
+        taken = self._out, self._extras
+        self._out = self._extras = None
+        return taken  # type: ignore[return-value]
+
+    def backward(
+        self, dout: torch.Tensor, values: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Gradients of q, k, v. ``values``: q, k, v and the output, shaped as in forward."""
+        with self._saved.given_back(values, extras):
+            return torch.autograd.grad([self._output_edge], self._input_edges, [dout], retain_graph=True)
+
+
+class _Saved:
+    """Stands in SDPA's node for the tensors that it saved. Not part of :class:`Node`, whose references to the
+    graph, which refers to this, would close a cycle that Python cannot collect."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[tuple[int, tuple[int, ...] | None]] = []
+
+    def pack(self, t: torch.Tensor) -> int:
+        self._tensors.append(t)
+        return len(self._tensors) - 1
+
+    def release(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Forget all tensors; those that are none of ``values`` are returned."""
+        extras: list[torch.Tensor] = []
+        for t in self._tensors:
+            same = (t.shape == v.shape and t.dtype == v.dtype and t.data_ptr() == v.data_ptr() for v in values)
+            found = next((i for i, is_it in enumerate(same) if is_it), None)
+            if found is None:
+                self._places.append((len(values) + len(extras), None))
+                extras.append(t)
+            else:
+                self._places.append((found, t.stride()))
+        self._tensors = []
+        return extras
+
+    @contextmanager
+    def given_back(self, values: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> Iterator[None]:
+        self._tensors = [*values, *extras]
+        try:
+            yield
+        finally:
+            self._tensors = []
+
+    def unpack(self, index: int) -> torch.Tensor:
+        i, stride = self._places[index]
+        t = self._tensors[i]
+        if stride is None or t.stride() == stride:
+            return t
+        # As the kernel had it in forward: the output need not be laid out like the queries.
+        return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+
+
+class _GradientEdge(torch.autograd.Function):
+    """Identity: the edge at which gradients are read. A leaf would do, were it not kept alive by the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        raise AssertionError("gradients are read before this node")
+
+
+class _FlashNode(Node):
+    """The node of :func:`flash_documents`, in :func:`plain_sdpa`'s layout."""
+
+    def __init__(self, values: Sequence[torch.Tensor], documents: Documents, options: dict[str, Any]) -> None:
+        attend = functools.partial(flash_documents, documents=documents, **options)
+        super().__init__(attend, [_tokens_first(t) for t in values])
+
+    def take(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        out, extras = super().take()
+        return _heads_first(out), extras
+
+    def backward(self, dout, values, extras):  # type: ignore[no-untyped-def]
+        grads = super().backward(_tokens_first(dout), [_tokens_first(t) for t in values], extras)
+        return [_heads_first(g) for g in grads]
+
+
+class DocumentNodes:
+    """A :class:`Node` for each document, with the methods of one, in :func:`plain_sdpa`'s layout."""
+
+    def __init__(self, values: Sequence[torch.Tensor], documents: Documents, options: dict[str, Any]) -> None:
+        self._parts = _parts(documents)
+        attend = functools.partial(plain_sdpa, **options)
+        self._nodes = [Node(attend, [t[:, :, part] for t in values]) for part in self._parts]
+
+    def take(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        outs, extras = zip(*(node.take() for node in self._nodes), strict=True)
+        self._counts = [len(e) for e in extras]
+        return _join(outs), [t for e in extras for t in e]
+
+    def backward(
+        self, dout: torch.Tensor, values: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        grads, given = [], iter(extras)
+        for node, part, count in zip(self._nodes, self._parts, self._counts, strict=True):
+            own = list(itertools.islice(given, count))
+            grads.append(node.backward(dout[:, :, part], [t[:, :, part] for t in values], own))
+        return [_join(g) for g in zip(*grads, strict=True)]
+
+
+def _parts(documents: Documents) -> list[slice]:
+    return [slice(a, b) for a, b in itertools.pairwise(documents.bounds) if a < b]
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Parts ``[1, heads, some of s, d]`` as one, laid out as ``[s, heads, d]``."""
+    return torch.cat([t.permute(2, 0, 1, 3) for t in parts]).permute(1, 2, 0, 3)
+
+
+def _tokens_first(t: torch.Tensor) -> torch.Tensor:
+    return t.squeeze(0).transpose(0, 1)
+
+
+def _heads_first(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(0, 1).unsqueeze(0)

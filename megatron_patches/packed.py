@@ -1,0 +1,116 @@
+"""Several documents in one sequence: Megatron's ``PackedSeqParams`` as self-attention here takes them.
+
+Megatron's own way (``qkv_format="thd"``) drops the batch dimension and rotates queries and keys document by document,
+with lengths that it fetches from the GPU in every layer. Here a sequence stays ``[T, 1, ...]``; angles are gathered by
+the tokens' positions in their documents, once for all layers; and core attention gets a :class:`Packed`, which
+Megatron's ``Attention.forward``, asking for "thd", passes by.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from coat_dist import flow
+
+__all__ = ["Packed", "packed"]
+
+
+class Packed:
+    """The documents of one batch and what its layers share. Stands where Megatron has its ``PackedSeqParams``."""
+
+    qkv_format = "documents"
+
+    def __init__(self, params: PackedSeqParams, tokens: int) -> None:
+        self.tokens = tokens
+        self.documents = _documents(params, tokens)
+        self._params, self._versions = _fields(params), _versions(params)
+        self._positions: torch.Tensor | None = None
+        self._angles: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def fits(self, params: PackedSeqParams, tokens: int) -> bool:
+        """Whether it was made of these, and they are unchanged."""
+        same = all(a is b for a, b in zip(self._params, _fields(params), strict=True))
+        return same and tokens == self.tokens and self._versions == _versions(params)
+
+    def angles(self, freqs: Any) -> Any:
+        """``[max_seqlen, 1, 1, rot]``, by position in a document, or a pair of these → ``[T, 1, 1, rot]``, by token."""
+        if freqs is None:
+            return None
+        if isinstance(freqs, tuple):
+            return tuple(self.angles(f) for f in freqs)
+        # Not by the object: recomputation hands each layer a new one of the same memory, which is kept here meanwhile.
+        key = freqs.data_ptr(), freqs.shape, freqs.stride(), freqs.dtype
+        if key not in self._angles:
+            with torch.inference_mode(False), torch.no_grad():  # training may come after evaluation
+                if self._positions is None:
+                    self._positions = self.documents.positions(self.tokens)
+                self._angles[key] = freqs, freqs.index_select(0, self._positions)
+        return self._angles[key][1]
+
+
+def packed(params: PackedSeqParams, tokens: int, batch: int) -> Packed:
+    """``params``, checked, for a sequence of ``tokens``; made once and kept on ``params``.
+
+    Values on a GPU are not looked at, as that would wait for it, unless ``params.lengths`` (of ``launch.data.packed``)
+    has them on the host.
+
+    Raises:
+        ValueError: names the field, what was given and what is accepted.
+    """
+    if not isinstance(params, PackedSeqParams):
+        accepted = "None or Megatron's PackedSeqParams, with activation.attention \"bf16\" or \"fp8\""
+        raise ValueError(f"packed_seq_params: got {type(params).__name__}, accepted: {accepted}")
+    if batch != 1:
+        raise ValueError(f"packed_seq_params: got {batch} sequences of {tokens} tokens, accepted: tokens [1, T]")
+    found = vars(params).get("coat_packed")
+    if found is None or not found.fits(params, tokens):
+        found = params.coat_packed = Packed(params, tokens)
+    return found
+
+
+def _fields(params: PackedSeqParams) -> tuple[Any, ...]:
+    return params.cu_seqlens_q, params.cu_seqlens_kv, params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format
+
+
+def _versions(params: PackedSeqParams) -> tuple[int, ...]:
+    tensors = params.cu_seqlens_q, params.cu_seqlens_kv
+    return tuple(t._version for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference())
+
+
+def _documents(params: PackedSeqParams, tokens: int) -> flow.Documents:
+    def require(name: str, good: bool, accepted: str) -> None:
+        if not good:
+            given = getattr(params, name)
+            shown = f"a tensor {list(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+            raise ValueError(f"packed_seq_params.{name}: got {shown}, accepted: {accepted}")
+
+    require("qkv_format", params.qkv_format == "thd", '"thd"')
+    for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        require(name, getattr(params, name, None) is None, "None (padding as a document of its own)")
+    for name in ("local_cp_size", "cp_group"):
+        given = getattr(params, name, None)
+        one = given is None or given == 1 or (name == "cp_group" and given.size() == 1)
+        require(name, one, "None: there is no context parallelism here")
+    starts, others = params.cu_seqlens_q, params.cu_seqlens_kv
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        require(name, isinstance(getattr(params, name), torch.Tensor), "an int32 tensor [documents + 1]")
+    on_host = starts.device.type == others.device.type == "cpu"
+    same = starts is others or (starts.shape == others.shape and (not on_host or torch.equal(starts, others)))
+    require("cu_seqlens_kv", same, "cu_seqlens_q: self-attention has one set of documents")
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        given = getattr(params, name)
+        good = isinstance(given, int) and not isinstance(given, bool) and given > 0
+        require(name, good, "an int, at least the tokens of the longest document")
+    documents = flow.Documents(
+        starts.clone() if starts.is_inference() and not torch.is_inference_mode_enabled() else starts,
+        max(params.max_seqlen_q, params.max_seqlen_kv),
+        None if starts.device.type == "cpu" else getattr(params, "lengths", None),
+    )
+    try:
+        documents.check(tokens)
+    except ValueError as problem:
+        raise ValueError(f"packed_seq_params.{problem}") from None
+    return documents

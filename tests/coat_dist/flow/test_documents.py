@@ -1,0 +1,159 @@
+"""Several documents in a sequence: each attends within itself, as if it were alone, and nothing more is saved."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from coat_dist.flow import Documents, attention, sdpa
+from coat_dist.flow.documents import flash_documents
+
+from .common import settings
+from .saved_bytes import saved
+
+LENGTHS = [5, 1, 17, 0, 9, 1, 7]
+T, HEADS, D = sum(LENGTHS), 4, 32
+FP8 = settings(attention="fp8")
+
+
+def documents(lengths=LENGTHS):
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return Documents(starts, max(lengths))
+
+
+def qkv(groups=2, dtype=torch.bfloat16):
+    return [torch.randn(T, 1, n, D).to(dtype).requires_grad_() for n in (HEADS, groups, groups)]
+
+
+def kinds(which):
+    if which == "bf16":
+        return lambda q, k, v, docs=None, **o: sdpa(q, k, v, documents=docs, **o)
+    return lambda q, k, v, docs=None, **o: attention(q, k, v, FP8, documents=docs, **o)[0]
+
+
+def each_alone(attend, inputs, **options):
+    ends = documents().bounds
+    return torch.cat([attend(*(t[a:b] for t in inputs), **options) for a, b in itertools.pairwise(ends) if a < b])
+
+
+@pytest.mark.parametrize("which", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("causal", [True, False])
+def test_each_document_has_the_bits_that_it_has_alone(which, dtype, groups, causal):
+    inputs, attend = qkv(groups, dtype), kinds(which)
+    out = attend(*inputs, documents(), causal=causal, scale=0.3)
+    alone = each_alone(attend, inputs, causal=causal, scale=0.3)
+    assert torch.equal(out, alone)
+    dout = torch.randn_like(out)
+    grads, wanted = (torch.autograd.grad(o, inputs, dout, retain_graph=True) for o in (out, alone))
+    again = torch.autograd.grad(out, inputs, dout)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(grads, wanted, again, strict=True))
+    with torch.no_grad():
+        assert torch.equal(attend(*inputs, documents(), causal=causal, scale=0.3), out)
+    recomputed = checkpoint(attend, *inputs, documents(), causal=causal, scale=0.3, use_reentrant=False)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(recomputed, inputs, dout), wanted, strict=True))
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_it_is_softmax_under_a_block_mask(groups):
+    """The definition in other words: one softmax over all keys of which those of other documents are masked."""
+    inputs = [t.detach().double().requires_grad_() for t in qkv(groups)]
+    owner = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    mask = (owner[:, None] == owner) & torch.ones(T, T, dtype=torch.bool).tril()
+    heads_first = [t.permute(1, 2, 0, 3) for t in inputs]
+    wanted = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).permute(2, 0, 1, 3)
+    out = sdpa(*inputs, documents=documents()).view(wanted.shape)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    dout = torch.randn_like(out)
+    for got, expected in zip(*(torch.autograd.grad(o, inputs, dout) for o in (out, wanted)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("which", ["bf16", "fp8"])
+def test_one_document_is_the_whole_sequence_to_the_bit(which):
+    inputs, attend = qkv(), kinds(which)
+    one, plain = attend(*inputs, documents([T])), attend(*inputs)
+    dout = torch.randn_like(plain)
+    assert torch.equal(one, plain)
+    for a, b in zip(*(torch.autograd.grad(o, inputs, dout) for o in (one, plain)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("which", ["bf16", "fp8"])
+def test_what_is_saved_does_not_grow(which):
+    """q, k, v and the output once, and a logarithm of a sum for each token and head."""
+    inputs, attend = qkv(), kinds(which)
+    ignored = inputs if which == "fp8" else ()
+    kept = [sum(saved(lambda d=d: attend(*inputs, d), *ignored).values()) for d in (None, documents())]
+    assert kept[0] == kept[1]
+
+
+def test_dropout_is_each_documents_own():
+    inputs = qkv(HEADS, torch.float32)
+    torch.manual_seed(1)
+    out = sdpa(*inputs, documents=documents(), dropout=0.5)
+    torch.manual_seed(1)
+    alone = each_alone(sdpa, inputs, dropout=0.5)
+    dout = torch.randn_like(out)
+    assert torch.equal(out, alone) and not torch.equal(out, sdpa(*inputs, documents=documents()))
+    for a, b in zip(*(torch.autograd.grad(o, inputs, dout) for o in (out, alone)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_is_left_of_other_documents():
+    """Other documents may even be NaN."""
+    for which in ("bf16", "fp8"):
+        inputs, attend = qkv(), kinds(which)
+        wanted = attend(*inputs, documents())
+        for t in inputs:
+            t.data[6:23] = float("nan")
+        out = attend(*inputs, documents())
+        assert torch.equal(out[:6], wanted[:6]) and torch.equal(out[23:], wanted[23:]) and out[6:23].isnan().all()
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [1] * 8, [40], [0, 3, 0, 2, 0]])
+def test_positions_begin_again(lengths):
+    wanted = torch.cat([torch.arange(n) for n in lengths])
+    assert torch.equal(documents(lengths).positions(sum(lengths)), wanted)
+
+
+def test_bad_documents_are_named():
+    q, k, v = qkv()
+    starts = documents().cu_seqlens
+    for given, message in (
+        (Documents(starts.long(), 17), r"cu_seqlens: got torch.int64 \[8\], accepted: torch.int32 \[documents \+ 1\]"),
+        (Documents(starts[:1], 17), r"cu_seqlens: got torch.int32 \[1\]"),
+        (
+            Documents(starts - 1, 17),
+            r"cu_seqlens: got \[-1, 4, .*, 39\], accepted: from 0 up to the number of tokens, 40",
+        ),
+        (Documents(starts[:-1], 17), "accepted: from 0 up to the number of tokens, 40"),
+        (Documents(starts.flip(0), 17), "cu_seqlens: got"),
+        (Documents(starts, 16), "max_seqlen: got 16, accepted: at least the longest document, 17 tokens"),
+        (Documents(starts, torch.tensor(17)), r"max_seqlen: got tensor\(17\), accepted: an int"),
+    ):
+        for attend in (kinds("bf16"), kinds("fp8")):
+            with pytest.raises(ValueError, match=message):
+                attend(q, k, v, given)
+    for tensors in ([t.expand(-1, 2, -1, -1) for t in (q, k, v)],):
+        with pytest.raises(ValueError, match=r"q: got \[40, 2, 4, 32\] with 40 keys, accepted: \[s, 1, heads, d\]"):
+            sdpa(*tensors, documents=documents())
+
+
+def test_flash_attention_is_called_as_torch_defines_it():
+    """Without a GPU: arguments, shapes and the node that autograd makes, on meta tensors."""
+    q, k, v = (torch.randn(T, n, D, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (4, 2, 2))
+    docs = Documents(documents().cu_seqlens.to("meta"), 17)
+    out = flash_documents(q, k, v, docs, causal=True, scale=None)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = flash_documents(q, k, v, docs, causal=True, scale=None)
+    assert type(out.grad_fn).__name__ == "FlashAttentionBackward0"
+    statistics = [t for t in kept if t.dtype == torch.float32]
+    assert sum(t.numel() for t in statistics) == HEADS * T
+    grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
