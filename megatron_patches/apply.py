@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
@@ -26,6 +27,7 @@ from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLi
 from .mlp import NormMLP
 from .norm import EXACT, FOLDED
 from .plan import Plan
+from .post_norm import post_norms
 from .report import PatchReport
 from .residual import AliasedAdd, why_residual_unfused
 from .swap import Changes, all_or_none
@@ -135,8 +137,11 @@ _PATCHERS: dict[str, Callable[[Any, ActivationConfig, Changes, PatchReport], Non
 }
 
 
-def _fold_norm(layer: Any, block: str, changes: Changes, report: PatchReport) -> nn.Module:
+def _fold_norm(layer: Any, block: str, changes: Changes, report: PatchReport) -> nn.Module | None:
+    """The norm that the block is to apply itself, or None where none comes before it."""
     norm = getattr(layer, NORMS[block])
+    if isinstance(norm, IdentityOp):
+        return None
     if type(norm) in FOLDED:
         changes.swap(norm, FOLDED[type(norm)])
     flag = _RECOMPUTE[NORMS[block]]
@@ -164,6 +169,7 @@ def _patch_residuals(model: nn.Module, changes: Changes, report: PatchReport) ->
         attention = f"{name}.self_attention"
         if attention in report.patched and (reason := why_rope_unfused(layer.self_attention)) is not None:
             report.unfused[attention] = reason
+        report.unfused |= {f"{name}.{norm}": "a norm after its block, BF16" for norm in post_norms(layer)}
         if id(layer) not in done:
             done[id(layer)] = _alias_residuals(layer, changes)
         report.unfused |= {f"{name}.{add}": reason for add, reason in done[id(layer)].items()}

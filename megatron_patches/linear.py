@@ -30,7 +30,7 @@ _ALIGNMENT = 16
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """``linear_qkv``: applies the layer's ``input_layernorm`` to its input, then the column-parallel linear in FP8."""
+    """``linear_qkv``: applies the layer's ``input_layernorm``, if any, then the column-parallel linear in FP8."""
 
     coat_patched = True
     coat: Patch
@@ -49,9 +49,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         values, rotated by ``table``. ``residual`` gets its alias where ``input_`` is its x."""
         if weight is not None or runtime_gather_output:
             raise ValueError("linear_qkv: got weight or runtime_gather_output, accepted: neither in a patched layer")
-        assert self.coat.norm is not None
-        check_whole("input_layernorm", self.coat.norm)
-        norm, tp, settings = describe(self.coat.norm), self.coat.tp_now(self), self.coat.settings
+        norm, tp, settings = None, self.coat.tp_now(self), self.coat.settings
+        if self.coat.norm is not None:
+            check_whole("input_layernorm", self.coat.norm)
+            norm = describe(self.coat.norm)
         if heads is not None:
             alias = residual is not None and residual.x is input_
             outs = flow.norm_qkv(input_, norm, self.weight, self.bias, heads, table, tp, settings, residual=alias)

@@ -16,7 +16,7 @@ from .activations import activation_name
 from .attached import Patch
 from .hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import why_bf16_linear, why_not_invariant_bias
-from .norm import describe, why_bf16_norm
+from .norm import describe, why_bf16_norm_before
 from .residual import Residual
 from .uncalled import check_whole, wait_for_parameters
 
@@ -32,7 +32,7 @@ _HOOKS = {
 
 
 class NormMLP(MLP):
-    """Applies the layer's ``pre_mlp_layernorm``, fc1, the activation and fc2 in one step, in FP8.
+    """Applies the layer's ``pre_mlp_layernorm``, if any, fc1, the activation and fc2 in one step, in FP8.
 
     ``linear_fc1`` and ``linear_fc2`` hold the weights as before; they are not called, so forward hooks on them do not
     fire.
@@ -68,9 +68,9 @@ class NormMLP(MLP):
         below the MLP may be frozen. The parameters could be inputs themselves, but then hooks on them (of ZeRO, of
         DistributedDataParallel) would run twice.
         """
-        assert self.coat.norm is not None
         fc1, norm = self.linear_fc1, self.coat.norm
-        inside = fc1.weight, fc1.bias, self.linear_fc2.weight, *norm.parameters(recurse=False)
+        of_norm = () if norm is None else norm.parameters(recurse=False)
+        inside = fc1.weight, fc1.bias, self.linear_fc2.weight, *of_norm
         if hidden_states.requires_grad or not any(p is not None and p.requires_grad for p in inside):
             return None
         return torch.empty(0, requires_grad=True)
@@ -80,19 +80,12 @@ class NormMLP(MLP):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output without fc2's bias, and the input's alias, or None where the residual does not need it."""
         wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
-        assert self.coat.norm is not None
+        weights = self.linear_fc1.weight, self.linear_fc2.weight
+        how = checked_activation(self), self.coat.tp_now(self.linear_fc1), self.coat.settings, self.linear_fc1.bias
+        if self.coat.norm is None:
+            return flow.mlp(hidden_states, *weights, *how), None
         check_whole("pre_mlp_layernorm", self.coat.norm)
-        y, alias = flow.norm_mlp(
-            hidden_states,
-            describe(self.coat.norm),
-            self.linear_fc1.weight,
-            self.linear_fc2.weight,
-            checked_activation(self),
-            self.coat.tp_now(self.linear_fc1),
-            self.coat.settings,
-            self.linear_fc1.bias,
-            residual=True,
-        )
+        y, alias = flow.norm_mlp(hidden_states, describe(self.coat.norm), *weights, *how, residual=True)
         return y, alias if self.coat.residual else None
 
 
@@ -101,7 +94,7 @@ def why_bf16_mlp(layer: Any, settings: ActivationConfig) -> str | None:
     mlp = layer.mlp
     if type(mlp) is not MLP:
         return f"MLP class {type(mlp).__name__}"
-    reason = why_bf16_norm(layer.pre_mlp_layernorm) or why_bf16_products(mlp)
+    reason = why_bf16_norm_before(layer.pre_mlp_layernorm) or why_bf16_products(mlp)
     if reason is None and settings.tp_invariant:
         reason = why_not_invariant_bias("linear_fc2", mlp.linear_fc2)
         if reason is None and (width := mlp.linear_fc2.weight.shape[1]) % settings.group_size:

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from coat_dist import flow
 
 from .groups import tensor_parallel
 
-__all__ = ["EXACT", "FOLDED", "ExactNorm", "Folded", "Norm", "describe", "why_bf16_norm"]
+__all__ = ["EXACT", "FOLDED", "AllHeadsNorm", "ExactNorm", "Folded", "Norm", "describe", "why_bf16_norm_before"]
 
 _KINDS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 
@@ -84,6 +87,44 @@ class Norm(nn.Module):
         return f"{self.kind}, {self.hidden_size}, eps={self.eps}, affine={self.weight is not None}"
 
 
+class AllHeadsNorm(Norm):
+    """RMSNorm over all heads of queries or keys together (OLMo-2). Ranks hold, and normalize, their own heads' part.
+
+    ``weight`` is ``[heads * head_size / TP]``, divided along dimension 0 as the rows of linear_qkv are: each rank's
+    gradient is whole.
+
+    Args:
+        hidden_size: channels of a head, as Megatron's attention hands it to norms on queries and keys.
+        heads: of the whole model.
+
+    Raises:
+        ValueError: heads that ranks cannot divide, or another normalization than RMSNorm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any) -> None:
+        ranks = tensor_parallel(self).size
+        if config.normalization != "RMSNorm":
+            raise ValueError(f"normalization: got {config.normalization!r}, accepted: 'RMSNorm' over all heads")
+        if heads % ranks:
+            raise ValueError(
+                f"heads: got {heads}, accepted with a norm over all heads: a multiple of {ranks}, TP ranks"
+            )
+        super().__init__(config, heads * hidden_size // ranks, eps)
+        assert self.weight is not None
+        del self.weight.sequence_parallel  # type: ignore[attr-defined]
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` ``[..., heads / TP, head_size]``, whole tokens → the same shape and dtype."""
+        y = flow.split_norm(x.flatten(-2), describe(self), tensor_parallel(self), exact=self.exact)
+        return y.view(x.shape)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """For Megatron's distributed checkpoints."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
 def describe(module: Any) -> flow.Norm:
     """What the flow needs to know of a norm module of one of the classes in :data:`FOLDED` (or folded).
 
@@ -146,17 +187,26 @@ class ExactNorm(Norm):
     exact = True
 
 
+class ExactAllHeadsNorm(AllHeadsNorm):
+    """The same with sums in fp64, forward too."""
+
+    coat_patched = True
+    exact = True
+
+
 FOLDED: dict[type, type] = {
     Norm: FoldedNorm,
     nn.RMSNorm: FoldedRMSNorm,
     nn.LayerNorm: FoldedLayerNorm,
     FusedLayerNorm: FoldedFusedLayerNorm,
 }
-EXACT: dict[type, type] = {Norm: ExactNorm}
+EXACT: dict[type, type] = {Norm: ExactNorm, AllHeadsNorm: ExactAllHeadsNorm}
 
 
-def why_bf16_norm(norm: nn.Module) -> str | None:
-    """Why a norm cannot be folded into the linear behind it."""
+def why_bf16_norm_before(norm: nn.Module) -> str | None:
+    """Why the norm before a block cannot be folded into its first linear. None too where there is no norm."""
+    if type(norm) is IdentityOp:
+        return None
     if type(norm) not in FOLDED:
         return f"norm class {type(norm).__name__}"
     try:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
+from .post_norm import NormedAdd
+
 __all__ = ["AliasedAdd", "Residual", "why_residual_unfused"]
 
 _ATTRIBUTE = "coat_residual"
@@ -66,4 +68,6 @@ class AliasedAdd:
 def why_residual_unfused(layer: Any, name: str) -> str | None:
     """Why autograd adds the residual gradient of a patched block, whose addition is ``layer.<name>``; None if not."""
     add = getattr(layer, name)
+    if isinstance(add, NormedAdd):
+        return "no norm before the block"
     return None if add is get_bias_dropout_add else f"{name} {getattr(add, '__name__', type(add).__name__)}"

@@ -6,6 +6,9 @@ too) or have no parameters, and SDPA as core attention.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, Literal
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -30,12 +33,21 @@ from .attention import CompactSelfAttention
 from .compat import check_version, fc1_params, field_or
 from .config_check import why_not_built
 from .core_attention import SDPA
-from .norm import Norm
+from .norm import AllHeadsNorm, Norm
+from .post_norm import PostNormTransformerLayer
 
 __all__ = ["gpt_layer_spec"]
 
 
-def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: int | None = None) -> ModuleSpec:
+def gpt_layer_spec(
+    config: TransformerConfig,
+    *,
+    affine: bool = True,
+    vp_stage: int | None = None,
+    norm_placement: Literal["pre", "post"] = "pre",
+    norm_all_heads: bool = False,
+    attention_output_bias: bool = False,
+) -> ModuleSpec:
     """The ``transformer_layer_spec`` of a ``GPTModel``, dense or with experts.
 
     Args:
@@ -43,22 +55,27 @@ def gpt_layer_spec(config: TransformerConfig, *, affine: bool = True, vp_stage: 
             Experts are a ``SequentialMLP``: grouped products need another package.
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
+        norm_placement: "post" for norms after attention and MLP, x + norm(f(x)) (OLMo-2), in place of those before.
+        norm_all_heads: RMSNorm on queries and keys over all heads together (OLMo-2). ``config.qk_layernorm``, of which
+            Megatron concludes that their weights are replicated, stays False.
+        attention_output_bias: a bias of linear_proj alone; ``config.add_bias_linear`` gives all linears one.
 
     Raises:
-        ValueError: a field of ``config`` that would be ignored, by its key.
+        ValueError: a field of ``config`` that would be ignored, by its key, or another ``norm_placement``.
     """
     check_version()
     if (reason := why_not_built(config)) is not None:
         raise ValueError(reason)
+    if norm_placement not in ("pre", "post"):
+        raise ValueError(f"norm_placement: got {norm_placement!r}, accepted: 'pre', 'post'")
     norm = ModuleSpec(module=Norm, params={"affine": affine})
-    head_norm = Norm if config.qk_layernorm else IdentityOp
-    if field_or(config, "qk_l2_norm", False):  # Llama 4's: RMSNorm without a weight; it wins over qk_layernorm
-        head_norm = ModuleSpec(module=Norm, params={"affine": False, "normalization": "RMSNorm"})
+    layer = _layer(norm, affine, norm_placement)
+    layer.submodules.self_attention = _attention(config, norm_all_heads, attention_output_bias)
     fc1 = ModuleSpec(module=ColumnParallelLinear, params=fc1_params(config))
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=RowParallelLinear))
     mlps = [_experts(config) if moe else dense for moe in _expert_layers(config, vp_stage)]
     # A block instead of a layer, because a bare layer spec leaves the final norm to Megatron's choice.
-    layers = [_layer(norm, head_norm, mlp) for mlp in mlps]
+    layers = [_with_mlp(layer, mlp) for mlp in mlps]
     return ModuleSpec(
         module=TransformerBlock, submodules=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     )
@@ -80,30 +97,57 @@ def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool
     return [bool(moe) for moe in everywhere[first : first + count]]
 
 
-def _layer(norm: ModuleSpec, head_norm: ModuleSpec | type, mlp: ModuleSpec) -> ModuleSpec:
+def _attention(config: TransformerConfig, norm_all_heads: bool, output_bias: bool) -> ModuleSpec:
+    """Self-attention with SDPA, and the norms on queries and keys that are asked for."""
+    l2 = field_or(config, "qk_l2_norm", False)
+    head_norms: list[Any] = [Norm if config.qk_layernorm else IdentityOp] * 2
+    if l2:  # Llama 4's: RMSNorm without a weight; it wins over qk_layernorm
+        head_norms = [ModuleSpec(module=Norm, params={"affine": False, "normalization": "RMSNorm"})] * 2
+    if norm_all_heads:
+        for key in ("qk_layernorm", "qk_l2_norm"):
+            if field_or(config, key, False):
+                raise ValueError(f"{key}: got True, accepted: False with norm_all_heads")
+        counts = config.num_attention_heads, config.num_query_groups
+        head_norms = [ModuleSpec(module=AllHeadsNorm, params={"heads": count}) for count in counts]
+    return ModuleSpec(
+        module=CompactSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=SDPA,
+            linear_proj=_WithBias if output_bias else RowParallelLinear,
+            q_layernorm=head_norms[0],
+            k_layernorm=head_norms[1],
+        ),
+    )
+
+
+class _WithBias:
+    """Builds a :class:`RowParallelLinear` that has a bias, whatever the configuration says of all linears."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return RowParallelLinear(*args, **kwargs | {"bias": True})
+
+
+def _layer(norm: ModuleSpec, affine: bool, placement: str) -> ModuleSpec:
+    """A layer without attention and MLP."""
+    if placement == "post":
+        before, layer = IdentityOp, ModuleSpec(module=PostNormTransformerLayer, params={"affine": affine})
+    else:
+        before, layer = norm, ModuleSpec(module=TransformerLayer)
+    layer.submodules = TransformerLayerSubmodules(
+        input_layernorm=before,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=before,
+        mlp_bda=get_bias_dropout_add,
+    )
+    return layer
+
+
+def _with_mlp(layer: ModuleSpec, mlp: ModuleSpec) -> ModuleSpec:
     # Names of norms in Megatron's distributed checkpoints, for exchange with Transformer Engine models.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if mlp.module is MLP:  # a router's norm has its own name there as well
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=CompactSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=SDPA,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=names,
-        ),
-    )
+    submodules = replace(layer.submodules, mlp=mlp, sharded_state_dict_keys_map=names)
+    return replace(layer, submodules=submodules)

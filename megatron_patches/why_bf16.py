@@ -24,6 +24,7 @@ from .blocks import NORMS, Block
 from .config_check import why_bf16_config
 from .experts import why_bf16_experts, why_bf16_shared_experts
 from .mlp import why_bf16_mlp
+from .post_norm import PostNormTransformerLayer
 
 __all__ = ["WHY_BF16", "why_bf16_layer", "why_bf16_sharing"]
 
@@ -38,7 +39,7 @@ WHY_BF16: dict[str, Callable[[Any, ActivationConfig], str | None]] = {
 
 def why_bf16_layer(layer: nn.Module, settings: ActivationConfig) -> str | None:
     """What keeps all blocks of ``layer`` in BF16, whatever they are."""
-    if type(layer) is not TransformerLayer:
+    if type(layer) not in (TransformerLayer, PostNormTransformerLayer):
         wrapped = "fully_shard" if isinstance(layer, FSDPModule) else None
         wrapped = "torch.compile" if isinstance(layer, OptimizedModule) else wrapped
         return f"layer class {type(layer).__name__}" + (f" (patch before {wrapped})" if wrapped else "")

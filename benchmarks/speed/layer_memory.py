@@ -38,6 +38,7 @@ __all__ = ["Peak", "expected_peak", "saved_bytes"]
 
 ACCOUNTED: dict[str, Any] = {
     "qk_norm": False,
+    "norm_placement": "pre",
     "num_moe_experts": None,
     "linear_bias": False,
     "hidden_dropout": 0.0,

@@ -12,6 +12,7 @@ from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .mlp import mlp, norm_mlp, scale_rows
 from .norm import Norm, norm
 from .norm_linear import norm_linear, norm_qkv
+from .split_norm import split_norm
 from .tensor_parallel import TensorParallel
 from .weights import invalidate_weights
 
@@ -34,5 +35,6 @@ __all__ = [
     "rope_table",
     "scale_rows",
     "sdpa",
+    "split_norm",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,9 +1,10 @@
 """What enters a block: the input of its column-parallel FP8 linear, what is saved of it, and its backward.
 
-A block begins with a norm (:class:`NormedInput`) or, where tokens are on their way to an expert, without
-(:class:`PlainInput`). Both have the same methods: ``forward`` makes the FP8 tensor that the linear reads, called y8;
-``save`` and ``options`` say what backward needs; ``y8(x8, transpose=True)`` makes wgrad's operand again; ``backward``
-turns the gradient of the linear's input into that of x. :func:`quantized_input` and :func:`restore_input` choose.
+A block begins with a norm (:class:`NormedInput`) or without (:class:`PlainInput`): an expert, whose tokens come from
+the router, or a block with the norm behind it. Both have the same methods: ``forward`` makes the FP8 tensor that the
+linear reads, called y8; ``save`` and ``options`` say what backward needs; ``y8(x8, transpose=True)`` makes wgrad's
+operand again; ``backward`` turns the gradient of the linear's input into that of x. :func:`quantized_input` and
+:func:`restore_input` choose.
 
 **With a norm** the linear reads y = norm(x). Backward needs y8 again for wgrad, and x for the gradient of the norm.
 Both come from what is saved: x in per-group FP8 (x8; of LayerNorm x less its mean), rstd and the per-tensor scale of

@@ -106,7 +106,7 @@ def mlp(
     settings: ActivationConfig,
     fc1_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router.
+    """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router, and norms after the MLP.
 
     Saves x in per-tensor FP8; with per-tensor scales these are the codes that fc1 multiplied. Any number of tokens will
     do, also none.

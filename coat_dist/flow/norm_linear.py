@@ -1,7 +1,7 @@
-"""norm → column-parallel linear, as one autograd function; for attention also its split into rotated heads.
+"""(norm →) column-parallel linear, as one autograd function; for attention also its split into rotated heads.
 
-Saved per token: x8 and its group scales, rstd; per call: one scale of y8, one of the weight, and a reference
-to the table of cosines and sines, which all layers share. Not saved: y, y8, any copy of the weight.
+Saved per token: x8, with a norm also its group scales and rstd; per call: one scale of y8, one of the weight, and a
+reference to the table of cosines and sines, which all layers share. Not saved: y, y8, any copy of the weight.
 
 With ``residual`` the functions return x once more, as an alias for the residual connection. Its gradient arrives in the
 same backward as that of the product, and the pass that computes the norm's gradient adds it, in fp32 and before the one
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from ..config import ActivationConfig
 from ..ops import Heads, RopeTable, split_rope, split_rope_backward
 from .function import shaped, without_autocast
-from .inputs import NormedInput, check_normed, residual_alias
+from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
 from .products import check_input, gemm, summed_gemm
 from .scaling import quantize_gradient
@@ -32,7 +32,7 @@ __all__ = ["norm_linear", "norm_qkv"]
 @overload
 def norm_linear(
     x: torch.Tensor,
-    norm: Norm,
+    norm: Norm | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tp: TensorParallel,
@@ -42,7 +42,7 @@ def norm_linear(
 @overload
 def norm_linear(
     x: torch.Tensor,
-    norm: Norm,
+    norm: Norm | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tp: TensorParallel,
@@ -51,7 +51,7 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def norm_linear(
     x: torch.Tensor,
-    norm: Norm,
+    norm: Norm | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tp: TensorParallel,
@@ -62,6 +62,7 @@ def norm_linear(
 
     Args:
         x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
+        norm: None where the linear reads x itself; then there is no ``residual``.
         weight, bias: this rank's ``[n / tp, h]`` and ``[n / tp]``.
         residual: also return x's alias for the residual connection.
 
@@ -71,15 +72,15 @@ def norm_linear(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    _check(x, norm, weight, bias, tp)
+    _check(x, norm, weight, bias, tp, residual)
     alias = residual_alias(x, residual)
-    out = _NormLinear.apply(x, norm.weight, norm.bias, weight, bias, norm, tp, settings, None, None, alias)
+    out = _NormLinear.apply(x, *_parameters(norm), weight, bias, norm, tp, settings, None, None, alias)
     return out if alias or not residual else (out, x)
 
 
 def norm_qkv(
     x: torch.Tensor,
-    norm: Norm,
+    norm: Norm | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     heads: Heads,
@@ -94,6 +95,7 @@ def norm_qkv(
 
     Args:
         x: ``[s, b, h]``, bfloat16 or float32; with sequence parallelism, this rank's part of dimension 0.
+        norm: None where the linear reads x itself; then there is no ``residual``.
         weight, bias: this rank's ``[heads.width, h]`` and ``[heads.width]``, in the layout of ``reference/rope.py``.
         heads: this rank's heads.
         table: from :func:`~coat_dist.flow.rope_table` for the whole sequence; None without rotary embedding.
@@ -106,19 +108,33 @@ def norm_qkv(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    _check(x, norm, weight, bias, tp)
+    _check(x, norm, weight, bias, tp, residual)
     if x.dim() != 3:
         raise ValueError(f"x: got shape {list(x.shape)}, accepted: [s, b, h]")
     rows = x.shape[0] * (tp.size if tp.sharded else 1)
     heads.check((rows, x.shape[1], weight.shape[0]), table)
     alias = residual_alias(x, residual)
-    out = _NormLinear.apply(x, norm.weight, norm.bias, weight, bias, norm, tp, settings, heads, table, alias)
+    out = _NormLinear.apply(x, *_parameters(norm), weight, bias, norm, tp, settings, heads, table, alias)
     return out if alias or not residual else (*out, x)
 
 
-def _check(x: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel) -> None:
+def _parameters(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if norm is None else (norm.weight, norm.bias)
+
+
+def _check(
+    x: torch.Tensor,
+    norm: Norm | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tp: TensorParallel,
+    residual: bool,
+) -> None:
     check_input(x, weight)
-    check_normed(x, norm, tp)
+    if norm is not None:
+        check_normed(x, norm, tp)
+    elif residual:
+        raise ValueError("residual: got true without a norm, accepted: false (its backward has nothing to add to)")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}")
 
@@ -127,10 +143,10 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x, norm_weight, norm_bias, weight, bias, norm: Norm, tp: TensorParallel, settings: ActivationConfig,
-        heads: Heads | None, table: RopeTable | None, alias: bool,
+        ctx: Any, x, norm_weight, norm_bias, weight, bias, norm: Norm | None, tp: TensorParallel,
+        settings: ActivationConfig, heads: Heads | None, table: RopeTable | None, alias: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
-        block_input, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
+        block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
         ctx.weight = Weight(weight, tp, settings)
         w8, w_scale = ctx.weight.quantized()
         out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
@@ -153,7 +169,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None):
         *saved, weight, w_scale, bias, cos, sin = ctx.saved_tensors
         options, shape, heads, interleaved = ctx.args
-        block_input = NormedInput.restore(saved, *options)
+        block_input = restore_input(saved, *options)
         tp, settings = block_input.tp, block_input.settings
         dx = dnorm_weight = dnorm_bias = dweight = dbias = None
         count = 1 if heads is None else 3

@@ -22,8 +22,9 @@ def calculator(expression: str) -> str:
 
 def problem(rng: random.Random) -> tuple[str, list[str], str]:
     """A question, the calls that answer it, in order, and the result. One in three questions has two steps."""
-    a, b, c = (rng.randint(10, 99) for _ in range(3))
     word, second = rng.choice(list(OPERATIONS)), rng.choice(list(OPERATIONS))
+    a = rng.randint(10, 99)
+    b, c = (rng.randint(2, 9) if one == "times" else rng.randint(10, 99) for one in (word, second))
     asked, calls = f"{a} {word} {b}", [f"{a} {OPERATIONS[word]} {b}"]
     if rng.random() < 1 / 3:
         asked += f", then {second} {c}"

@@ -109,8 +109,10 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
     head, heads = given.get("head_dim"), described["num_attention_heads"]
     if "head_dim" in family.says and head is not None and head * heads != described["hidden_size"]:
         described["head_size"] = head
-    if "bias" in family.says:
-        described["qkv_bias"] = described["attention_output_bias"] = bool(given.get("attention_bias"))
+    if "bias" in family.says and given.get("attention_bias"):
+        described |= (
+            {"linear_bias": True} if given.get("mlp_bias") else {"qkv_bias": True, "attention_output_bias": True}
+        )
     described |= _rope(values)
     if (window := _window(given, family)) is not None:
         # Attention within a window is all attention in sequences that are no longer than it.
@@ -140,7 +142,7 @@ def _refused(values: dict[str, Any], family: Family) -> list[str]:
     lines = []
     accepted = {**_NEUTRAL, **family.only}
     if "bias" in family.says:
-        accepted["mlp_bias"] = (None, False)
+        accepted["mlp_bias"] = (None, False, True) if values.get("attention_bias") else (None, False)
     for key, good in accepted.items():
         if key in values and values[key] not in good:
             shown = " or ".join(dict.fromkeys(json.dumps(one) for one in good if one not in (None, [], {}))) or "null"

@@ -87,7 +87,7 @@ class HuggingFaceWeights(Weights):
             first += piece.rows
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def tokenizer_files(self) -> list[Path]:
+    def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""
         return travelling_files(self.path)
 
@@ -105,10 +105,10 @@ class HuggingFaceWeights(Weights):
                 )
 
 
-def travelling_files(folder: Path) -> list[Path]:
-    """Tokenizer, chat template, generation config, config.json: what travels with the tensors."""
+def travelling_files(folder: Path) -> dict[str, Path]:
+    """What travels with the tensors, by name in the folder: tokenizer, chat template, generation and model config."""
     found = {path for pattern in _TRAVEL for path in folder.glob(pattern) if path.is_file()}
-    return sorted(found)
+    return {path.relative_to(folder).as_posix(): path for path in sorted(found)}
 
 
 def _tensors(folder: Path) -> dict[str, Entry]:

@@ -19,6 +19,10 @@ from launch.model.rope import checked_rope_scaling
 __all__ = ["ModelConfig", "load_model_config"]
 
 
+_YOUNGER = ("attention_output_bias", "norm_placement", "rope_scaling", "sliding_window")
+"""Keys that descriptions in older checkpoints lack."""
+
+
 def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
@@ -112,6 +116,11 @@ class ModelConfig(ExpertsConfig):
                 f"seq_length, or null (attention sees the whole sequence), or seq_length={self.sliding_window}"
             )
         return self
+
+    def identity(self) -> dict[str, Any]:
+        """As for experts; keys that are younger than some checkpoints appear where they say something."""
+        usual = {key: field.default for key, field in type(self).model_fields.items() if key in _YOUNGER}
+        return {key: value for key, value in super().identity().items() if key not in usual or value != usual[key]}
 
     @property
     def kv_heads(self) -> int:

@@ -82,7 +82,13 @@ def build_model(
     config = transformer_config(model, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, **extra)
     built = GPTModel(
         config,
-        gpt_layer_spec(config, affine=model.norm_affine),
+        gpt_layer_spec(
+            config,
+            affine=model.norm_affine,
+            norm_placement=model.norm_placement,
+            norm_all_heads=model.qk_norm == "full",
+            attention_output_bias=model.attention_output_bias,
+        ),
         vocab_size=model.padded_vocab,
         max_sequence_length=model.seq_length,
         position_embedding_type="rope",

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from launch.data import dataset as data
+from launch.data.packed import packed_documents
 from launch.model.experts import scale_aux_loss
 from launch.model.gpt import build_model
 from launch.training.loop import Batch
 from launch.training.plan import Plan, as_typed
 from launch.weights import fill
 
-__all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss", "packed_documents"]
+__all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss"]
 
 
 def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, weights: Any = None) -> Any:
@@ -82,7 +83,9 @@ def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch],
         tokens, labels, mask, positions = (
             batch[k].to(device, non_blocking=True) for k in ("tokens", "labels", "loss_mask", "position_ids")
         )
-        documents = packed_documents(batch["cu_seqlens"], device) if "cu_seqlens" in batch else {}
+        documents = {}
+        if "cu_seqlens" in batch:
+            documents["packed_seq_params"] = packed_documents(batch["cu_seqlens"], device)
         if isinstance(engine.module, ChunkedLossGPTModel):
             per_token = engine(tokens, positions, None, labels=labels, **documents)
         else:
@@ -91,27 +94,6 @@ def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch],
         return (per_token * mask).sum() / count
 
     return loss
-
-
-def packed_documents(cu_seqlens: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """Megatron's argument for documents that share a row.
-
-    Args:
-        cu_seqlens: int32 ``[documents + 1]``, on the CPU: where each begins, and the end of the last.
-    """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    borders = cu_seqlens.to(device, non_blocking=True)
-    return {
-        "packed_seq_params": PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-    }
 
 
 def datasets(p: Plan) -> list[Any]:

@@ -42,6 +42,7 @@ _FREE = (
     "model.hidden_dropout",
     "model.attention_dropout",
     "model.seq_length",
+    "model.sliding_window",
     "model.moe_aux_loss_coeff",
     "model.moe_token_dispatcher_type",
     "parallel.sequence_parallel",

@@ -14,12 +14,9 @@ from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.zero_files import Shard
 from launch.model.gpt import ModelConfig
 from launch.weights.forget import forget
-from launch.weights.source import CheckpointError, Weights
+from launch.weights.source import CARRIED, CheckpointError, Weights, files_in
 
 __all__ = ["CheckpointWeights", "find_checkpoint"]
-
-CARRIED = "hugging_face"
-"""Folder in a checkpoint of pretrain.py with the files that came with its initial weights."""
 
 
 def find_checkpoint(folder: Path) -> Path | None:
@@ -89,10 +86,9 @@ class CheckpointWeights(Weights):
             self._last = None if start == 0 else self._last
         return whole[start:stop]
 
-    def tokenizer_files(self) -> list[Path]:
+    def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""
-        folder = self.path / CARRIED
-        return sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
+        return files_in(self.path / CARRIED)
 
     def verify(self) -> None:
         """See :class:`Weights`: every file is read once, ranks share the work."""

@@ -11,15 +11,13 @@ import torch
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.model.gpt import ModelConfig, load_model_config
 from launch.weights.shapes import parameter_shapes
-from launch.weights.source import CheckpointError, Weights
+from launch.weights.source import CARRIED, CheckpointError, Weights, files_in
 from launch.weights.tensor_files import TensorFiles, read_header
 
-__all__ = ["HUGGING_FACE", "KIND", "MODEL", "ConvertedWeights"]
+__all__ = ["KIND", "MODEL", "ConvertedWeights"]
 
 MODEL = "model.json"
 """The model's description, as ``--model`` takes it."""
-HUGGING_FACE = "hugging_face"
-"""Folder of the files that travel with the tensors."""
 KIND = "weights"
 """What the manifest calls such a folder."""
 
@@ -80,10 +78,9 @@ class ConvertedWeights(Weights):
         """See :class:`Weights`."""
         return self._files.rows(name, start, stop).to(self.dtype(name))
 
-    def tokenizer_files(self) -> list[Path]:
+    def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""
-        folder = self.path / HUGGING_FACE
-        return sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
+        return files_in(self.path / CARRIED)
 
 
 def _manifest(path: Path) -> dict[str, Any]:

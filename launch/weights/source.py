@@ -10,10 +10,20 @@ import torch
 from coat_dist.checkpoint.manifest import CheckpointError
 from launch.model.gpt import ModelConfig
 
-__all__ = ["DTYPES", "CheckpointError", "Weights"]
+__all__ = ["CARRIED", "DTYPES", "CheckpointError", "Weights", "files_in"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 """Types that weights can have, by the names that command lines and config.json use."""
+
+
+CARRIED = "hugging_face"
+"""Folder, in a converted one and in a checkpoint of pretrain.py, of the files that travel with the weights."""
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """Every file in a folder and those in it, by its path there; none where there is no such folder."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+    return {path.relative_to(folder).as_posix(): path for path in found}
 
 
 class Weights(ABC):
@@ -59,9 +69,14 @@ class Weights(ABC):
         """
         return self.rows(name, 0, self.shape(name)[0])
 
+    def travelling(self) -> dict[str, Path]:
+        """Files that travel with the weights, by the names that they have in a Hugging Face folder: tokenizer, chat
+        template, generation config, config.json."""
+        return {}
+
     def tokenizer_files(self) -> list[Path]:
-        """Files that travel with the weights: tokenizer, chat template, generation config, Hugging Face's config."""
-        return []
+        """:meth:`travelling`, the paths."""
+        return list(self.travelling().values())
 
     def verify(self) -> None:  # noqa: B027 - most sources need none
         """Compare files with their checksums where :meth:`rows` does not do so on the way; collective over all ranks

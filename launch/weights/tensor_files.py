@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from coat_dist.checkpoint.checksums import join
+from coat_dist.checkpoint.manifest import MANIFEST
 from launch.weights.source import CheckpointError
 
 __all__ = ["CODES", "Entry", "TensorFiles", "read_header"]
@@ -44,13 +46,13 @@ class TensorFiles:
 
     Args:
         entries: see :func:`read_header`.
-        checksums: CRC-32 by name; a tensor whose rows are all read in their order is compared with it.
+        checksums: CRC-32 by name; a tensor whose rows were all read, in whichever order, is compared with it.
     """
 
     def __init__(self, entries: Mapping[str, Entry], checksums: Mapping[str, int] | None = None) -> None:
         self.entries = dict(entries)
         self._checksums = checksums or {}
-        self._so_far: dict[str, tuple[int, int]] = {}
+        self._so_far: dict[str, dict[int, tuple[int, int]]] = {}
         self._open: tuple[Path, int] | None = None
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -77,16 +79,21 @@ class TensorFiles:
         return raw.view(entry.dtype).view(stop - start, *entry.shape[1:])
 
     def _check(self, name: str, entry: Entry, start: int, stop: int, view: memoryview) -> None:
-        row, checksum = self._so_far.pop(name, (0, 0)) if start else (0, 0)
-        if row != start:
+        """Compare with the checksum as soon as every row has been read, in whichever order."""
+        parts = self._so_far.setdefault(name, {})
+        if start == 0 or start in parts:  # read anew
+            parts.clear()
+        parts[start] = (stop, zlib.crc32(view))
+        if sum(end - first for first, (end, _) in parts.items()) < entry.shape[0]:
             return
-        checksum = zlib.crc32(view, checksum)
-        if stop < entry.shape[0]:
-            self._so_far[name] = (stop, checksum)
-        elif checksum != self._checksums[name]:
+        del self._so_far[name]
+        checksum, width = 0, entry.bytes // max(entry.shape[0], 1)
+        for first, (end, one) in sorted(parts.items()):
+            checksum = join(checksum, one, (end - first) * width)
+        if checksum != self._checksums[name]:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} is not what was written, by the checksum in "
-                f"{entry.file.parent / 'manifest.json'} (remove that file if the tensors were changed on purpose)"
+                f"{entry.file.parent / MANIFEST} (remove that file if the tensors were changed on purpose)"
             )
 
     def _descriptor(self, file: Path) -> int:

@@ -11,7 +11,8 @@ from megatron_patches import patch_model
 from megatron_patches.activations import activation_name
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
-# Parameter counts in the papers' tables (Llama 2 and 3, LLaMA 33B called 30B, OLMo), to four digits.
+# Parameter counts, to four digits: in the papers' tables (Llama 2 and 3, LLaMA 33B called 30B, OLMo), for the others
+# those of the published weights.
 PUBLISHED = {
     "llama2-7b": 6.738e9,
     "llama2-13b": 13.02e9,
@@ -19,6 +20,12 @@ PUBLISHED = {
     "llama-30b": 32.53e9,
     "olmo-1b": 1.177e9,
     "olmo-7b": 6.888e9,
+    "llama3.1-8b": 8.030e9,
+    "llama3.2-1b": 1.236e9,
+    "mistral-7b": 7.242e9,
+    "qwen2.5-7b": 7.616e9,
+    "qwen3-8b": 8.191e9,
+    "olmo2-7b": 7.299e9,
 }
 
 
@@ -59,6 +66,8 @@ def test_overrides():
         ["qkv_bias=true", "num_query_groups=2", "qk_norm=true"],
         ["activation=squared_relu", "normalization=layernorm", "norm_affine=false"],
         ["activation=quick_geglu", "linear_bias=true", "hidden_dropout=0.1", "attention_dropout=0.1"],
+        ["norm_placement=post", "qk_norm=full", "num_query_groups=2"],
+        ["attention_output_bias=true", "normalization=layernorm", "norm_placement=post"],
     ],
 )
 def test_every_kind_of_layer_is_built_counted_and_patched(one_rank, overrides):
@@ -105,6 +114,10 @@ def test_padding_does_not_depend_on_the_parallel_size():
         ("head_size=63", r"model.head_size: got 63, accepted: an even number"),
         ("num_layers", r"--model-override: got 'num_layers', accepted: key=value"),
         ("norm_eps=0", r"model.norm_eps: got 0, accepted: "),
+        ("qk_norm=head", r"model.qk_norm: got \"head\", accepted: true, false or 'full'"),
+        ("norm_placement=sandwich", r"model.norm_placement: got \"sandwich\", accepted: 'pre' or 'post'"),
+        ("sliding_window=2048", r"model.sliding_window: got 2048 with seq_length 4096, accepted: at least seq_length"),
+        ("sliding_window=0", r"model.sliding_window: got 0, accepted: greater than 0"),
     ],
 )
 def test_errors_name_the_key(override, message):
@@ -120,6 +133,26 @@ def test_sizes_that_ranks_cannot_share():
         model.check_parallel(16, False)
     with pytest.raises(CoatConfigError, match=r"model.vocab_size: got 128256, accepted: at least the 200000 ids"):
         model.with_vocab(200_000)
+
+
+def test_a_norm_over_all_heads_is_an_rmsnorm():
+    with pytest.raises(CoatConfigError, match=r'^model.qk_norm: got "full" with normalization "layernorm", accepted: '):
+        load_model_config(CONFIGS / "olmo-7b.json", ["qk_norm=full"])
+
+
+def test_a_window_as_long_as_the_sequence_changes_nothing():
+    model = load_model_config(CONFIGS / "mistral-7b.json")
+    assert (model.sliding_window, model.seq_length) == (4096, 4096)
+    with pytest.raises(CoatConfigError, match=r"^model.sliding_window: got 4096 with seq_length 8192, accepted: "):
+        load_model_config(CONFIGS / "mistral-7b.json", ["seq_length=8192"])
+
+
+def test_keys_that_say_nothing_are_no_part_of_a_checkpoints_identity():
+    """So a checkpoint of before they existed is of the same model."""
+    model = load_model_config(CONFIGS / "llama2-7b.json")
+    assert not {"norm_placement", "rope_scaling", "sliding_window", "attention_output_bias"} & set(model.identity())
+    identity = load_model_config(CONFIGS / "llama2-7b.json", ["norm_placement=post", "sliding_window=4096"]).identity()
+    assert (identity["norm_placement"], identity["sliding_window"]) == ("post", 4096)
 
 
 def test_missing_key(tmp_path):

@@ -9,14 +9,14 @@ from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, unpatch_model
 
 from .interplay import FULL, MODELS, assert_same, losses_and_gradients
-from .tiny import tiny_batch, tiny_gpt, tiny_loss
+from .tiny import OLMO2, tiny_batch, tiny_gpt, tiny_loss
 
 SETTINGS = ActivationConfig()
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[*MODELS, "olmo2"])
 def options(request):
-    return MODELS[request.param]
+    return OLMO2 if request.param == "olmo2" else MODELS[request.param]
 
 
 def build(options, **changes):

@@ -12,7 +12,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from coat_dist.config import ActivationConfig
 from megatron_patches import patched, rng_state, set_rng_state
 
-from .tiny import tiny_batch, tiny_gpt, tiny_loss
+from .tiny import OLMO2, tiny_batch, tiny_gpt, tiny_loss
 
 pytestmark = pytest.mark.long  # test_patch.py has the common kinds of layers
 
@@ -53,6 +53,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"normalization": "LayerNorm", "activation_func": F.gelu, "add_bias_linear": True, "hidden_dropout": 0.1,
              "attention_dropout": 0.1, "gpt": TIED | {"position_embedding_type": "learned_absolute"}} | UNGATED,
     "olmo": {"normalization": "LayerNorm", "affine": False, "gpt": TIED},
+    "olmo2": OLMO2 | {"num_query_groups": 2},
+    "layernorm_after": {"normalization": "LayerNorm", "add_bias_linear": True, "spec": {"norm_placement": "post"}},
+    "attention_biases": {"add_qkv_bias": True, "spec": {"attention_output_bias": True}},
     "qwen2": {"num_query_groups": 2, "add_qkv_bias": True},
     "qwen3": {"num_query_groups": 2, "qk_layernorm": True, "kv_channels": 96},
     "nemotron": {"normalization": "LayerNorm", "activation_func": squared_relu, "num_query_groups": 2} | UNGATED,
@@ -81,8 +84,8 @@ def gradients(model, batch, state, megatron_spec=False):
 @pytest.mark.parametrize(
     ("name", "forward", "scales"),
     [(n, "exact", "tensor") for n in MODELS]
-    + [(n, "quantized", "tensor") for n in ("rmsnorm", "gpt2", "olmo", "qwen2")]
-    + [(n, "exact", "row") for n in ("rmsnorm", "gpt2", "qwen3")],
+    + [(n, "quantized", "tensor") for n in ("rmsnorm", "gpt2", "olmo", "olmo2", "qwen2")]
+    + [(n, "exact", "row") for n in ("rmsnorm", "gpt2", "olmo2", "qwen3")],
 )
 def test_patched_close_and_unpatched_identical(name, forward, scales, device):
     """Loss within 0.5 % of BF16's; gradients within 14 degrees (cosine 0.97) and a quarter of the length."""

@@ -8,6 +8,7 @@ import torch
 from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
+from .tiny import OLMO2
 from .training import INVARIANT, train
 
 
@@ -33,6 +34,8 @@ def _invariance(rank, world, changes):
         {"qk_layernorm": True, "num_query_groups": 2, "add_qkv_bias": True},
         {"bf16": False, "params_dtype": torch.float32, "qk_layernorm": True},
         {"normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}},
+        {**OLMO2, "num_query_groups": 2},
+        {**OLMO2, "coat": {"forward_scales": "tensor", "forward": "quantized"}},
         {"coat": {"attention": "fp8"}, "num_query_groups": 2},
         {"coat": {"forward_scales": "tensor"}},
         {"coat": {"forward_scales": "tensor", "attention": "fp8"}, "num_query_groups": 2, "add_qkv_bias": True},
@@ -42,6 +45,8 @@ def _invariance(rank, world, changes):
         "qk_norm_gqa_bias",
         "fp32",
         "olmo_tied",
+        "olmo2",
+        "olmo2_tensor_scales",
         "fp8_attention_gqa",
         "tensor_scales",
         "tensor_scales_fp8_attention",

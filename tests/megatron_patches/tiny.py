@@ -38,17 +38,30 @@ TINY: dict[str, Any] = dict(
 )
 
 
+OLMO2: dict[str, Any] = {"spec": {"norm_placement": "post", "norm_all_heads": True}}
+"""Norms after attention and MLP, and on queries and keys over all heads."""
+
+
 def tiny_config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**TINY | changes)
 
 
 def tiny_gpt(
-    *, megatron_spec: bool = False, affine: bool = True, seed: int = 5, gpt: dict | None = None, **changes: Any
+    *,
+    megatron_spec: bool = False,
+    affine: bool = True,
+    seed: int = 5,
+    gpt: dict | None = None,
+    spec: dict | None = None,
+    **changes: Any,
 ):
-    """A model, on the GPU where there is one. Weights depend on ``seed``, not on the tensor-parallel size."""
+    """A model, on the GPU where there is one. Weights depend on ``seed``, not on the tensor-parallel size.
+
+    ``gpt`` and ``spec`` are further arguments of ``GPTModel`` and ``gpt_layer_spec``.
+    """
     config = tiny_config(**changes)
     if megatron_spec:
-        spec = get_gpt_layer_local_spec(
+        layers = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=False,
             qk_layernorm=config.qk_layernorm,
@@ -56,10 +69,10 @@ def tiny_gpt(
             multi_latent_attention=config.multi_latent_attention,
         )
     else:
-        spec = gpt_layer_spec(config, affine=affine)
+        layers = gpt_layer_spec(config, affine=affine, **spec or {})
     torch.manual_seed(seed)
     options: dict[str, Any] = dict(vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope")
-    model = GPTModel(config, spec, **options | (gpt or {})).to(config.params_dtype)
+    model = GPTModel(config, layers, **options | (gpt or {})).to(config.params_dtype)
     with torch.no_grad():
         for parameter in model.parameters():  # norms start as ones, biases as zeros: a mix-up would go unseen
             if parameter.dim() == 1 and not getattr(parameter, "tensor_model_parallel", False):

@@ -1,0 +1,144 @@
+"""Convert a model between Hugging Face's layout and this program's, whichever of the two the input is not.
+
+    python launch/convert_hf.py --from Llama-3.1-8B --to llama3-weights          # a Hugging Face folder: to ours
+    python launch/convert_hf.py --from runs/first/checkpoints --to runs/first/hf  # ours: to a Hugging Face folder
+
+What --from is decides the direction, and the first line that is printed says it. Ours is a training checkpoint of
+pretrain.py (ZeRO-1, 2 or 3, any number of ranks; a `step*` folder, one whose `latest` names it, or a universal one), or
+a folder that this program wrote. One process, no GPU. Exit status: 0 done, 2 what cannot be converted, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.interrupts import leave_quietly, raise_again
+
+if __name__ == "__main__":
+    leave_quietly("convert_hf")
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+
+import torch
+from tqdm import tqdm
+
+from coat_dist import CoatConfigError
+from coat_dist.checkpoint.manifest import CheckpointError, verify
+from launch.hf.arguments import parse, without_effect
+from launch.hf.convert import HUGGING_FACE, MEGATRON, Conversion, plan_hugging_face, plan_megatron
+from launch.hf.folder import CONFIG, HuggingFaceWeights, travelling_files
+from launch.hf.output import Output
+from launch.model.gpt import load_model_config
+from launch.weights import Weights, open_weights
+from launch.weights.checkpoint import CheckpointWeights
+from launch.weights.source import DTYPES
+
+__all__ = ["convert", "main"]
+
+
+def convert(args: argparse.Namespace) -> Path:
+    """Do what the command line says.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        CoatConfigError, CheckpointError: an input, or an output folder, that cannot be used; nothing is changed then.
+    """
+    dtype = None if args.dtype is None else DTYPES[args.dtype]
+    described = None if args.model is None else load_model_config(args.model)
+    weights = open_weights(args.source, dtype, model=described)
+    if described is not None and not isinstance(weights, CheckpointWeights):
+        raise CoatConfigError(f"--model: got {args.model}, accepted: absent, as {weights.kind} says what model it is")
+    form = args.format or (MEGATRON if isinstance(weights, HuggingFaceWeights) else HUGGING_FACE)
+    conversion = _plan(weights, form, dtype, args)
+    output = Output("--to", Path(args.target), args.overwrite)
+    output.check(weights.path, conversion.bytes)
+    ours = "weights of this program"
+    print(f"{weights.path} ({weights.kind}) -> {output.final} ({_a_folder(conversion) or ours})", flush=True)
+    weights.verify()
+    manifest = {"kind": conversion.kind, "source": str(weights.path.resolve())}
+
+    def write(folder: Path):
+        with tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=None, dynamic_ncols=True) as bar:
+            written = conversion.write(weights, folder, args.max_shard_size, bar.update)
+        if args.verify:
+            _compare(conversion, weights, folder, written.files)
+        return written
+
+    output.write(weights.path, conversion.bytes, write, manifest)
+    return output.final
+
+
+def _a_folder(conversion: Conversion) -> str | None:
+    if conversion.kind != HUGGING_FACE:
+        return None
+    return f"a Hugging Face folder, {json.loads(conversion.texts[CONFIG])['model_type']}"
+
+
+def _plan(weights: Weights, form: str, dtype: torch.dtype | None, args: argparse.Namespace) -> Conversion:
+    if form == MEGATRON:
+        for option in ("like", "family"):
+            if getattr(args, option) is not None:
+                raise CoatConfigError(f"--{option}: got {getattr(args, option)}, accepted: absent in this direction")
+        return plan_megatron(weights, dtype)
+    travelling = None
+    if args.like is not None:
+        travelling = travelling_files(Path(args.like))
+        if not travelling:
+            raise CheckpointError(f"--like: got {args.like}, accepted: a folder with {CONFIG} or tokenizer files")
+    return plan_hugging_face(weights, dtype, travelling, args.family)
+
+
+def _compare(conversion: Conversion, weights: Weights, folder: Path, files: dict[str, list[int]]) -> None:
+    """Read what was written once more, from the disk, and compare it with the source, tensor by tensor."""
+    from launch.weights.tensor_files import TensorFiles, read_header
+
+    verify(folder, files)
+    headers = [read_header(folder / name) for name in files if name.endswith(".safetensors")]
+    entries = {name: entry for header in headers for name, entry in header.items()}
+    there = TensorFiles(entries)
+    for tensor in conversion.tensors:
+        row = 0
+        for block in conversion.blocks(weights, tensor):
+            written = there.rows(tensor.name, row, row + block.shape[0])
+            if not torch.equal(written.view(torch.uint8), block.contiguous().view(torch.uint8)):
+                raise CheckpointError(f"{entries[tensor.name].file}: tensor {tensor.name} is not what was converted")
+            row += block.shape[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; its exit status."""
+    args = parse(argv, __doc__)
+    for line in without_effect(args):
+        print(line, file=sys.stderr)
+    try:
+        final = convert(args)
+    except (CoatConfigError, CheckpointError, OSError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("convert_hf: interrupted; nothing was changed", file=sys.stderr)
+        return 130
+    size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
+    how = (
+        f"AutoModelForCausalLM.from_pretrained({str(final)!r}) loads it"
+        if (final / CONFIG).is_file()
+        else f"pretrain.py --init-from {final} starts from it"
+    )
+    print(f"{final}: {size:,} bytes; {how}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise_again()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, whose classes are in checkpoints, looks for GPUs
+    sys.exit(main())

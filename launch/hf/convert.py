@@ -1,0 +1,151 @@
+"""Both directions of a conversion, streamed: what is written, in which order, from which rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from launch.hf.config_out import config_for
+from launch.hf.folder import CONFIG
+from launch.hf.recipes import Piece, Recipe, to_hugging_face
+from launch.weights.converted import KIND, MODEL
+from launch.weights.source import CARRIED, CheckpointError, Weights
+from launch.weights.write import BLOCK, Planned, Written, write_tensors
+
+__all__ = ["HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
+
+HUGGING_FACE, MEGATRON = "hugging-face", "megatron"
+"""The two forms, as ``--format`` calls them."""
+
+
+class Conversion(NamedTuple):
+    """What is going to be written."""
+
+    kind: str
+    """Of the manifest."""
+    stem: str
+    """Of the names of the tensors' files."""
+    tensors: list[Planned]
+    recipes: Mapping[str, Recipe]
+    """Each tensor, made of the source's rows."""
+    texts: Mapping[str, str]
+    """Files that are written anew."""
+    copies: Mapping[str, Path]
+    """Files that are copied."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    def write(
+        self, weights: Weights, folder: Path, shard_bytes: int, progress: Callable[[int], object] = lambda _: None
+    ) -> Written:
+        """Write everything into a folder that is there.
+
+        Raises:
+            OSError: it cannot be written.
+            CheckpointError: a tensor of ``weights`` cannot be read.
+        """
+        for name, text in self.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        for name, path in self.copies.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+        return write_tensors(
+            folder,
+            self.stem,
+            self.tensors,
+            lambda tensor: self.blocks(weights, tensor),
+            shard_bytes=shard_bytes,
+            progress=progress,
+        )
+
+    def blocks(self, weights: Weights, tensor: Planned) -> Iterator[torch.Tensor]:
+        """A tensor's rows, in parts of about ``BLOCK`` bytes."""
+        width = max(tensor.bytes // max(tensor.shape[0], 1), 1)
+        most = max(BLOCK // width, 1)
+        for piece in self.recipes[tensor.name].pieces:
+            assert piece.name is not None  # sources give rows of padding themselves
+            for row in range(piece.start, piece.start + piece.rows, most):
+                yield weights.rows(piece.name, row, min(row + most, piece.start + piece.rows)).to(tensor.dtype)
+            if self.kind != KIND and piece.name in _PADDED and (rows := weights.shape(piece.name)[0]) > piece.rows:
+                weights.rows(piece.name, piece.rows, rows)  # not wanted; but now the tensor's checksum is compared
+
+
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Conversion:
+    """The conversion into this program's form, which fits every tensor- and pipeline-parallel size.
+
+    Args:
+        weights: of any source.
+        dtype: None = each tensor as it is.
+    """
+    shapes = {name: weights.shape(name) for name in weights.names()}
+    return Conversion(
+        kind=KIND,
+        stem="weights",
+        tensors=[Planned(name, dtype or weights.dtype(name), shape) for name, shape in shapes.items()],
+        recipes={name: Recipe(shape, [Piece(name, 0, shape[0])]) for name, shape in shapes.items()},
+        texts={MODEL: json.dumps(weights.model.model_dump(exclude_defaults=True), indent=2) + "\n"},
+        copies={f"{CARRIED}/{name}": path for name, path in weights.travelling().items()},
+    )
+
+
+def plan_hugging_face(
+    weights: Weights,
+    dtype: torch.dtype | None = None,
+    travelling: Mapping[str, Path] | None = None,
+    family: str | None = None,
+) -> Conversion:
+    """The conversion into a folder that ``AutoModelForCausalLM.from_pretrained`` reads.
+
+    Args:
+        weights: of any source.
+        dtype: None = each tensor as it is.
+        travelling: files that go along in place of ``weights.travelling()``, by name; of a config.json among them
+            everything is kept that does not decide what the model computes.
+        family: ``model_type`` to write; None = that of config.json, or the first that can say what the model is.
+
+    Raises:
+        CoatConfigError: no family has such a model; names the keys.
+        CheckpointError: the config.json that travels cannot be read, or the source lacks a tensor.
+    """
+    copies = dict(weights.travelling() if travelling is None else travelling)
+    remembered = _json(copies.pop(CONFIG)) if CONFIG in copies else None
+    dtypes = {dtype or weights.dtype(name) for name in weights.names()}
+    whole = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    config, known = config_for(weights.model, whole, remembered, family)
+    recipes = to_hugging_face(weights.model, known)
+    there = set(weights.names())
+    tensors = []
+    for name, recipe in recipes.items():
+        sources = {piece.name for piece in recipe.pieces if piece.name is not None}
+        if missing := sorted(sources - there):
+            raise CheckpointError(f"{weights.path}: has no {', '.join(missing)}, of which {name} is made")
+        own = {dtype or weights.dtype(source) for source in sources}
+        tensors.append(Planned(name, own.pop() if len(own) == 1 else torch.float32, recipe.shape))
+    return Conversion(
+        kind=HUGGING_FACE,
+        stem="model",
+        tensors=tensors,
+        recipes=recipes,
+        texts={CONFIG: json.dumps(config, indent=2) + "\n"},
+        copies=copies,
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{path}: cannot be read ({problem})") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: holds no JSON object")
+    return values

@@ -1,0 +1,121 @@
+"""Where a conversion is written: what is refused, and how it gets its name when it is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from coat_dist.checkpoint.durable import make_folder, sync_folder, sync_tree, write_text
+from coat_dist.checkpoint.lock import locked_folder
+from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, sync_files
+from coat_dist.checkpoint.publish import unfinished
+from launch.hf.folder import CONFIG
+from launch.weights.converted import KIND, MODEL
+from launch.weights.write import Written
+
+__all__ = ["Output"]
+
+
+class Output:
+    """The folder that a conversion becomes.
+
+    Args:
+        option: of the command line, for errors.
+        final: the folder.
+        overwrite: an earlier conversion, or any Hugging Face folder, may be replaced.
+    """
+
+    def __init__(self, option: str, final: Path, overwrite: bool) -> None:
+        self.option, self.final, self.overwrite = option, Path(os.path.abspath(final)), overwrite
+
+    def check(self, source: Path, needed: int) -> None:
+        """Refuse a place where something would be lost, or that has no room.
+
+        Args:
+            source: folder that is read.
+            needed: bytes that will be written.
+
+        Raises:
+            CheckpointError: names the option and why.
+        """
+        final, source = self.final.resolve(), source.resolve()
+        if final == source or final.is_relative_to(source) or source.is_relative_to(final):
+            self._refuse("which is, or is in, or holds what is converted")
+        if final.exists() and not final.is_dir():
+            self._refuse("which is no folder")
+        if final.is_dir() and any(path.name != ".lock" for path in final.iterdir()):
+            if not self.overwrite:
+                self._refuse("which is there already and not empty", "another folder, or --overwrite")
+            if not _weights(final):
+                self._refuse("which holds something else than a model: --overwrite does not remove it")
+        above = next(parent for parent in final.parents if parent.exists())
+        if (free := shutil.disk_usage(above).free) < needed:
+            self._refuse(f"where {free:,} bytes are free and {needed:,} are needed", "a larger disk")
+
+    def _refuse(self, what: str, accepted: str = "another folder") -> None:
+        raise CheckpointError(f"{self.option}: got {self.final}, {what}, accepted: {accepted}")
+
+    def write(self, source: Path, needed: int, write: Callable[[Path], Written], manifest: Mapping[str, Any]) -> None:
+        """Let ``write`` fill a folder of another name, and give it its own when all of it is on disk.
+
+        After an error nothing is left; after a kill at most folders whose names start with ``.unfinished-`` and
+        ``.converting-``, which the next conversion to the same place removes.
+
+        Raises:
+            CheckpointError: a file cannot be written; what was there before is untouched.
+        """
+        final = self.final
+        guard = final.with_name(f".converting-{final.name}")
+        with ExitStack() as held:
+            held.callback(_remove_if_empty, guard)
+            make_folder(final.parent)
+            held.enter_context(locked_folder(guard, self.option, CheckpointError))
+            self.check(source, needed)  # again: another program may have written until the lock was ours
+            temporary = unfinished(final)
+            try:
+                if temporary.exists():
+                    shutil.rmtree(temporary)
+                temporary.mkdir()
+                held.callback(shutil.rmtree, temporary, ignore_errors=True)  # after an error; else it is gone
+                written = write(temporary)
+                files = sync_files(temporary, written.files)
+                content = {"format": FORMAT, **manifest, "files": files, "tensors": written.tensors}
+                write_text(temporary / MANIFEST, json.dumps(content, indent=1))
+                sync_tree(temporary)
+                self._publish(temporary)
+            except OSError as problem:
+                raise CheckpointError(f"{self.option}: cannot write {final}: {problem}") from problem
+
+    def _publish(self, temporary: Path) -> None:
+        replaced = self.final.with_name(f".unfinished-replaced-{self.final.name}")
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        if self.final.exists():
+            os.rename(self.final, replaced)
+        try:
+            os.rename(temporary, self.final)
+        except OSError:
+            with suppress(OSError):
+                os.rename(replaced, self.final)
+            raise
+        sync_folder(self.final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _weights(folder: Path) -> bool:
+    """Whether a folder is an earlier conversion, or a model of Hugging Face's."""
+    try:
+        kind = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("kind")
+    except (OSError, ValueError, AttributeError):
+        kind = None
+    return kind == KIND or (folder / MODEL).is_file() or (folder / CONFIG).is_file()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,221 @@
+"""Writing tensors into safetensors files as they come: a file's header is known before its first tensor is read.
+
+One thread reads and converts, a second sums and writes, so that reading costs no time of its own. What is in memory is
+a handful of blocks of ``BLOCK`` bytes, whatever the tensors' sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from coat_dist.checkpoint.checksums import join
+from coat_dist.checkpoint.durable import named
+from launch.weights.tensor_files import CODES
+
+__all__ = ["BLOCK", "Planned", "Written", "write_tensors"]
+
+BLOCK = 1 << 23
+"""Bytes that are read, summed and written at a time: as fast as larger ones, and half a dozen are in memory at once."""
+_WAITING = 2
+_NAMES = {dtype: code for code, dtype in CODES.items()}
+
+
+class Planned(NamedTuple):
+    """A tensor that is going to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Written:
+    """What :func:`write_tensors` has written."""
+
+    files: dict[str, list[int]] = field(default_factory=dict)
+    """[bytes, CRC-32] by file."""
+    tensors: dict[str, int] = field(default_factory=dict)
+    """CRC-32 by tensor."""
+
+
+def write_tensors(
+    folder: Path,
+    stem: str,
+    tensors: Sequence[Planned],
+    blocks: Callable[[Planned], Iterator[torch.Tensor]],
+    *,
+    shard_bytes: int,
+    progress: Callable[[int], object] = lambda _: None,
+) -> Written:
+    """Write ``stem.safetensors``, or ``stem-00001-of-0000N.safetensors`` and ``stem.safetensors.index.json``.
+
+    When this returns, the files are on disk; their names are not yet (see ``coat_dist/checkpoint/durable.py``).
+
+    Args:
+        folder: is there.
+        stem: of the files' names.
+        tensors: in the order in which they are written.
+        blocks: gives a tensor's rows, in their order, in its dtype and in parts of any size.
+        shard_bytes: most bytes of tensors in a file; a larger tensor has one for itself.
+        progress: is told of bytes that were written, as they are.
+
+    Raises:
+        OSError: a file cannot be written; has its name.
+        Exception: what ``blocks`` raises.
+    """
+    shards = _shards(tensors, shard_bytes)
+    names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = names if len(shards) > 1 else [f"{stem}.safetensors"]
+    written = Written()
+    with _Writer(progress) as writer:
+        for name, shard in zip(names, shards, strict=True):
+            writer.open(folder / name, _header(shard))
+            for tensor in shard:
+                writer.begin(tensor)
+                for block in blocks(tensor):
+                    writer.put(block)
+    written.files = {path.name: numbers for path, numbers in writer.files.items()}
+    written.tensors = writer.tensors
+    if len(shards) > 1:
+        places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        content = {
+            "metadata": {"total_size": sum(t.bytes for t in tensors)},
+            "weight_map": dict(sorted(places.items())),
+        }
+        text = json.dumps(content, indent=2) + "\n"
+        index = folder / f"{stem}.safetensors.index.json"
+        index.write_text(text, encoding="utf-8")
+        written.files[index.name] = [len(text), zlib.crc32(text.encode())]
+    return written
+
+
+def _shards(tensors: Sequence[Planned], limit: int) -> list[list[Planned]]:
+    shards: list[list[Planned]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.bytes
+    return shards
+
+
+def _header(tensors: Sequence[Planned]) -> bytes:
+    """A file's first bytes: the header's length and the header."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    place = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, place + tensor.bytes],
+        }
+        place += tensor.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Writer:
+    """The second thread. An error of it is raised by the next call, or at the end."""
+
+    def __init__(self, progress: Callable[[int], object]) -> None:
+        self.files: Mapping[Path, list[int]] = {}
+        self.tensors: dict[str, int] = {}
+        self._progress = progress
+        self._files: dict[Path, list[int]] = {}
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_WAITING)
+        self._problem: BaseException | None = None
+        self._path, self._descriptor, self._tensor = Path(), -1, ""
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> _Writer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: object) -> None:
+        if kind is not None:
+            self._problem = self._problem or problem
+        self._jobs.put(None)
+        self._thread.join()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        if kind is None and self._problem is not None:
+            raise self._problem
+        self.files = self._files
+
+    def open(self, path: Path, header: bytes) -> None:
+        self._do(lambda: self._open(path, header))
+
+    def begin(self, tensor: Planned) -> None:
+        def begin() -> None:
+            self._tensor = tensor.name
+            self.tensors[tensor.name] = 0
+
+        self._do(begin)
+
+    def put(self, block: torch.Tensor) -> None:
+        view = memoryview(block.contiguous().view(-1).view(torch.uint8).numpy())
+        self._do(lambda: self._append(view))
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if self._problem is not None:
+            raise self._problem
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._problem is None:
+                try:
+                    job()
+                except OSError as problem:
+                    self._problem = named(problem, self._path)
+                except BaseException as problem:
+                    self._problem = problem
+        if self._problem is None:
+            try:
+                self._close()
+            except OSError as problem:
+                self._problem = named(problem, self._path)
+
+    def _open(self, path: Path, header: bytes) -> None:
+        self._close()
+        self._path, self._files[path] = path, [0, 0]
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._write(memoryview(header))
+        self._files[path] = [len(header), zlib.crc32(header)]
+
+    def _append(self, view: memoryview) -> None:
+        checksum = zlib.crc32(view)
+        self._write(view)
+        so_far = self._files[self._path]
+        self._files[self._path] = [so_far[0] + len(view), join(so_far[1], checksum, len(view))]
+        self.tensors[self._tensor] = join(self.tensors[self._tensor], checksum, len(view))
+        self._progress(len(view))
+
+    def _write(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            done += os.write(self._descriptor, view[done:])
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.fsync(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
