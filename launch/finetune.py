@@ -28,7 +28,8 @@ from launch import pretrain  # first: it sets what torch reads when it is import
 
 import torch  # isort: skip
 
-from launch.chat import arguments, plan
+from coat_dist.ranks import on_rank_0
+from launch.chat import arguments, export, plan
 from launch.training import runtime
 from launch.training.loop import Loop
 
@@ -49,9 +50,21 @@ def train(
     Raises:
         pretrain.USER_ERRORS, BadSteps: see :func:`pretrain.main`.
     """
+    a, seen = draft.args, list[Loop]()
+    on_rank_0(lambda: export.check_target(a.export_to, replace=a.overwrite or a.load is not None))
     p = plan.finish(draft, pretrain.say)
-    ending = pretrain.train(p, device, stop, interfere, source_of_data=plan)
-    return ending
+
+    def look(loop: Loop) -> None:
+        seen.append(loop)
+        if interfere is not None:
+            interfere(loop)
+
+    ending = pretrain.train(p, device, stop, look, source_of_data=plan)
+    loop = seen[0]
+    if a.export_to is None or loop.progress.step < loop.total_steps:
+        return ending
+    on_rank_0(lambda: export.export(loop.last_checkpoint, a.export_to, p.tokenizer, draft.weights))
+    return f"{ending}; exported to {a.export_to}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

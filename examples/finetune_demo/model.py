@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -30,6 +32,12 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}
 """
+
+
+def spoken(message: dict[str, Any]) -> str:
+    """A message as :data:`TEMPLATE` writes it, without its borders: what a tokenizer is trained on."""
+    calls = (f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message.get("tool_calls", []))
+    return "".join(calls) + message.get("content", "")
 
 
 def make(folder: Path, texts: Iterable[str], size: str, seed: int) -> None:
