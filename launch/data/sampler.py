@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from launch.data.packed import separate_documents
 from launch.prep import DataError
 
 __all__ = ["PretrainSampler", "batches"]
@@ -56,21 +58,25 @@ class PretrainSampler:
             position += self.micro_batch_size * self.dp_size
 
 
-def _collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {key: torch.stack([item[key] for item in items]) for key in _KEYS}
+def _collate(items: list[dict[str, torch.Tensor]], eod: int | None) -> dict[str, torch.Tensor]:
+    batch = {key: torch.stack([item[key] for item in items]) for key in _KEYS}
+    return batch if eod is None else separate_documents(batch, eod)
 
 
-def batches(dataset: Dataset, sampler: PretrainSampler, num_workers: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+def batches(
+    dataset: Dataset, sampler: PretrainSampler, num_workers: int = 0, eod: int | None = None
+) -> Iterator[dict[str, torch.Tensor]]:
     """An endless iterator of micro-batches, from ``sampler.consumed_samples`` on; each call begins there again.
 
     Args:
         dataset: from :func:`build_datasets`.
         sampler: of this rank.
         num_workers: processes that read ahead; 0 = read when asked.
+        eod: keep documents, which end with this id, apart: :func:`~launch.data.packed.separate_documents`.
 
     Yields:
         ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, each ``[micro_batch, seq_length]``, on
-        the CPU (pinned where there is a GPU).
+        the CPU (pinned where there is a GPU); with ``eod`` each ``[1, micro_batch * seq_length]``, and ``cu_seqlens``.
     """
     # Its own generator: DataLoader draws a seed from torch's global one otherwise, and a resumed run would differ in
     # every random number that follows.
@@ -78,7 +84,7 @@ def batches(dataset: Dataset, sampler: PretrainSampler, num_workers: int = 0) ->
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_collate,  # type: ignore[arg-type]
+        collate_fn=partial(_collate, eod=eod),
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),
     )

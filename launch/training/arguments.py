@@ -18,6 +18,7 @@ MEANT = {
     "data-path": "--data",
     "decay-steps": "--lr-decay-steps",
     "eval-iters": "--eval-steps",
+    "eod-mask-loss": "--separate-documents",
     "iterations": "--train-steps",
     "learning-rate": "--lr",
     "load-checkpoint": "--load",
@@ -30,6 +31,8 @@ MEANT = {
     "model-config": "--model",
     "out": "--output",
     "output-dir": "--output",
+    "reset-attention-mask": "--separate-documents",
+    "reset-position-ids": "--separate-documents",
     "resume": "--load",
     "resume-from-checkpoint": "--load",
     "save-steps": "--save-interval",
@@ -122,6 +125,12 @@ def _model_and_data(p: argparse.ArgumentParser) -> None:
         default=None,
         metavar="DIR",
         help="where sample indices are kept (default: beside the data)",
+    )
+    g.add_argument(
+        "--separate-documents",
+        action="store_true",
+        help="keep the documents of a sequence apart: attention within each, positions that begin again, no loss for "
+        "what follows the end of one",
     )
     g.add_argument("--num-workers", type=whole_number, default=0, help="data loader processes of a rank")
 

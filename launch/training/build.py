@@ -118,4 +118,4 @@ def datasets(p: Plan) -> list[Any]:
 def batch_iterator(p: Plan, dataset: Any, dp_rank: int, consumed: int = 0) -> Iterator[Batch]:
     """Endless micro-batches of one data-parallel rank, after ``consumed`` samples of all ranks."""
     sampler = data.PretrainSampler(len(dataset), consumed, p.batch.micro, dp_rank, p.dp)
-    return data.batches(dataset, sampler, p.args.num_workers)
+    return data.batches(dataset, sampler, p.args.num_workers, p.eod)

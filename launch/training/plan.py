@@ -33,6 +33,8 @@ class Plan:
     batch: BatchSizes
     dp: int
     """Data-parallel ranks."""
+    eod: int | None = None
+    """The id with which documents end that are kept apart (``--separate-documents``); None = they are not."""
     weights: Any = None
     """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
 
@@ -46,12 +48,13 @@ class Plan:
         return (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
             f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
-            f"({self.batch.micro} a micro-batch)"
+            f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
 
     def data_identity(self) -> dict[str, Any]:
         """Which data this run trains on."""
-        return {"paths": self.args.data, "split": self.args.split}
+        apart = {} if self.eod is None else {"separate_documents": True}
+        return {"paths": self.args.data, "split": self.args.split, **apart}
 
     def identity(self) -> dict[str, Any]:
         """Plain values that say what this run is; kept in checkpoints."""
@@ -99,7 +102,9 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         prefixes, _ = data.parse_blend(args.data)
         infos = [data.read_info(prefix) for prefix in prefixes]
         data.check_one_tokenizer(prefixes, infos)
-    return assemble(args, world, settings, coat, model.with_vocab(max(info.vocab_size for info in infos)))
+    model = model.with_vocab(max(info.vocab_size for info in infos))
+    eod = infos[0].eod if args.separate_documents else None
+    return assemble(args, world, settings, coat, model, eod=eod)
 
 
 def assemble(

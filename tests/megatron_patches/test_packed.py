@@ -1,0 +1,306 @@
+"""Several documents in a sequence through a GPT model: as each alone, patched or not, in whatever way it is run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+
+from coat_dist import flow
+from coat_dist.config import ActivationConfig
+from megatron_patches import patch_model
+from megatron_patches.core_attention import SDPA
+from tests.support import run_ranks
+
+from .saved_bytes import Saved
+from .tiny import VOCAB, tiny_gpt
+from .training import INVARIANT
+
+LENGTHS = [7, 1, 20, 13, 1, 22]
+T = sum(LENGTHS)
+FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
+LONG = {"gpt": {"max_sequence_length": T}}
+SETTINGS = {
+    "unpatched": None,
+    "exact": ActivationConfig(),
+    "quantized": ActivationConfig(forward="quantized"),
+    "fp8_attention": ActivationConfig(attention="fp8"),
+    "chunked_loss": ActivationConfig(loss="chunked"),
+}
+MODELS = {
+    "llama": {},
+    "layernorm_bias": {"normalization": "LayerNorm", "add_qkv_bias": True},
+    "gqa_qk_norm": {"num_query_groups": 2, "qk_layernorm": True},
+    "learned_positions": {"gpt": {"max_sequence_length": T, "position_embedding_type": "learned_absolute"}},
+    "no_rope_in_one_layer": {"no_rope_freq": [0, 1]},
+}
+
+
+def params(lengths=LENGTHS, longest=None, device="cpu"):
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = longest or max(lengths)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+def text(seed=1, lengths=LENGTHS, device="cpu"):
+    tokens = torch.randint(0, VOCAB, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return tokens.to(device), tokens.roll(-1).to(device), positions.to(device)
+
+
+def per_token(model, tokens, labels, positions, packed=None):
+    """Losses ``[1, T]``."""
+    if isinstance(model, torch.nn.Module) and type(model).__name__ == "ChunkedLossGPTModel":
+        return model(tokens, positions, None, labels=labels, packed_seq_params=packed)
+    logits = model(tokens, positions, None, packed_seq_params=packed)
+    return flow.vocab_parallel_cross_entropy(logits, labels, flow.TensorParallel())
+
+
+def each_alone(model, tokens, labels, positions):
+    ends = itertools.pairwise([0, *itertools.accumulate(LENGTHS)])
+    return torch.cat([per_token(model, tokens[:, a:b], labels[:, a:b], positions[:, a:b]) for a, b in ends], 1)
+
+
+def gradients(model, losses):
+    model.zero_grad(set_to_none=True)
+    losses.mean().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def built(settings, **options):
+    model = tiny_gpt(**LONG | options)
+    if settings is not None:
+        patch_model(model, settings)
+    return model
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_document_has_the_losses_that_it_has_alone(settings, kind, device):
+    """To the bit on the CPU, as every scale of forward is a row's or a group's. One of a tensor would be shared."""
+    model = built(SETTINGS[settings], **MODELS[kind])
+    batch = text(device=device)
+    together, alone = per_token(model, *batch, params(device=device)), each_alone(model, *batch)
+    if device == "cpu":
+        assert torch.equal(together, alone)
+    else:
+        torch.testing.assert_close(together, alone, rtol=0.05, atol=0.05)
+    assert not torch.equal(together, per_token(model, *batch[:2], torch.arange(T, device=device)[None]))
+    # Of backward: a gradient is quantized with one scale a tensor, so it depends on which documents it belongs to.
+    # Where nothing is patched, only the order of sums differs: bf16.
+    grads, wanted = gradients(model, together), gradients(model, alone)
+    for name, g in wanted.items():
+        apart = (grads[name].double() - g.double()).norm() / g.double().norm()
+        assert apart < (0.02 if settings == "unpatched" else 0.12), (name, apart)
+
+
+def test_one_scale_for_a_tensor_is_shared_by_documents():
+    """Forward scales of a tensor: alone, a document has others. They are powers of two, so this is rounding only."""
+    model, batch = built(ActivationConfig(forward_scales="tensor")), text()
+    together, alone = per_token(model, *batch, params()), each_alone(model, *batch)
+    torch.testing.assert_close(together, alone, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("settings", ["unpatched", "exact", "fp8_attention"])
+def test_one_document_is_the_unpacked_sequence_to_the_bit(settings, device):
+    model, (tokens, labels, _) = built(SETTINGS[settings]), text(device=device)
+    positions = torch.arange(T, device=device)[None]
+    plain = per_token(model, tokens, labels, positions)
+    for longest in (T, 128):
+        packed = per_token(model, tokens, labels, positions, params([T], longest, device))
+        assert torch.equal(packed, plain)
+    if device == "cpu":
+        grads, wanted = gradients(model, packed), gradients(model, plain)
+        assert all(torch.equal(grads[n], g) for n, g in wanted.items())
+
+
+def test_exact_in_fp32_also_with_megatrons_own_rotation():
+    """Megatron's attention around our core attention rotates document by document: the same bits, one layer further."""
+    model, batch = tiny_gpt(**FP32, **LONG), text()
+    ours, alone = per_token(model, *batch, params()), each_alone(model, *batch)
+    assert torch.equal(ours, alone)
+    grads, wanted = gradients(model, ours), gradients(model, alone)
+    for layer in model.decoder.layers:
+        assert isinstance(layer.self_attention.core_attention, SDPA)
+        layer.self_attention.__class__ = SelfAttention
+    theirs = per_token(model, *batch, params())
+    assert torch.equal(theirs, ours)
+    for name, g in gradients(model, theirs).items():
+        torch.testing.assert_close(g, grads[name], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(g, wanted[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", ["unpatched", "exact", "fp8_attention"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+    ids=["core_attn", "norm_mlp", "full"],
+)
+def test_recomputation_changes_nothing(settings, recompute, device, monkeypatch):
+    modules = recompute.get("recompute_modules", ())
+    if settings == "unpatched" and "layernorm" in modules:
+        pytest.skip("Megatron recomputes norms with Transformer Engine only")
+    if settings == "fp8_attention" and "core_attn" in modules:
+        pytest.skip("refused: it would keep q, k and v in BF16")
+    calls, positions = [], flow.Documents.positions
+    monkeypatch.setattr(flow.Documents, "positions", lambda *a: (calls.append(a), positions(*a))[1])
+    batch = text(device=device)
+    seen = []
+    for options in ({}, recompute):
+        model = built(SETTINGS[settings], **options)
+        losses = per_token(model, *batch, params(device=device))
+        seen.append((losses, gradients(model, losses)))
+    assert torch.equal(seen[0][0], seen[1][0]) and len(calls) == 2, "angles are gathered once, for all layers"
+    if device == "cpu":
+        assert all(torch.equal(seen[0][1][n], g) for n, g in seen[1][1].items())
+
+
+@pytest.mark.parametrize("settings", ["unpatched", "exact", "fp8_attention"])
+def test_saved_bytes_of_a_layer_do_not_grow(settings):
+    def layer(packed):
+        sizes = []
+        for layers in (1, 2):
+            model = built(SETTINGS[settings], num_layers=layers)
+            with Saved(model) as saved:
+                gradients(model, per_token(model, *text(), packed))
+            sizes.append(saved.bytes)
+        return sizes[1] - sizes[0]
+
+    assert layer(params()) == layer(None)
+
+
+def test_evaluation_before_training_leaves_nothing_behind():
+    model, batch, given = built(ActivationConfig()), text(), params()
+    with torch.inference_mode():
+        before = per_token(model, *batch, given)
+    losses = per_token(model, *batch, given)
+    assert torch.equal(losses, before) and gradients(model, losses)
+
+
+def test_changed_lengths_are_seen():
+    """The same object with other documents, in place or by another tensor."""
+    model, batch, given = built(ActivationConfig()), text(), params()
+    first = per_token(model, *batch, given)
+    given.cu_seqlens_q[1] = 3
+    second = per_token(model, *batch, given)
+    assert torch.equal(second, per_token(model, *batch, params([3, 5, *LENGTHS[2:]])))
+    assert not torch.equal(first, second)
+    given.cu_seqlens_q = given.cu_seqlens_kv = params().cu_seqlens_q
+    assert torch.equal(per_token(model, *batch, given), first)
+
+
+def changed(**fields):
+    given = params()
+    for name, value in fields.items():
+        setattr(given, name, value)
+    return given
+
+
+@pytest.mark.parametrize("settings", ["unpatched", "exact", "fp8_attention"])
+def test_what_cannot_be_used_is_named(settings):
+    model, (tokens, labels, positions) = built(SETTINGS[settings]), text()
+    starts = params().cu_seqlens_q
+    for given, message in (
+        (changed(qkv_format="sbhd"), "packed_seq_params.qkv_format: got 'sbhd', accepted: \"thd\""),
+        (changed(qkv_format=None), "packed_seq_params.qkv_format: got None"),
+        (
+            changed(cu_seqlens_q_padded=starts),
+            r"packed_seq_params.cu_seqlens_q_padded: got a tensor \[7\], accepted: None",
+        ),
+        (changed(cu_seqlens_kv=starts + 1), "packed_seq_params.cu_seqlens_kv: got a tensor .*, accepted: cu_seqlens_q"),
+        (changed(cu_seqlens_kv=None), "packed_seq_params.cu_seqlens_kv: got None, accepted: an int32 tensor"),
+        (changed(local_cp_size=2), "packed_seq_params.local_cp_size: got 2, .* no context parallelism"),
+        (params([7, 1]), r"packed_seq_params.cu_seqlens: got \[0, 7, 8\], accepted: from 0 up to .* tokens, 64"),
+        (params(longest=21), "packed_seq_params.max_seqlen: got 21, accepted: at least the longest document, 22"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            per_token(model, tokens, labels, positions, given)
+    if settings != "unpatched":  # before Megatron asks for its own
+        with pytest.raises(ValueError, match="packed_seq_params.max_seqlen_q: got a tensor .*, accepted: an int"):
+            tensor = torch.tensor(22)
+            per_token(model, tokens, labels, positions, changed(max_seqlen_q=tensor, max_seqlen_kv=tensor))
+    two = [t.view(2, -1) for t in (tokens, labels, positions)]
+    with pytest.raises(ValueError, match=r"packed_seq_params: got 2 sequences of 32 tokens, accepted: tokens \[1, T\]"):
+        per_token(model, *two, params([16, 16]))
+
+
+def _ranks(rank, world):
+    """Losses and gradients at TP 1, TP 2 and TP 2 with sequence parallelism, and what is left of an engine's run."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from megatron.core import parallel_state
+
+    import megatron_patches
+    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks
+    from tests.megatron_patches.training import whole_parameters
+
+    seen = []
+    for settings in (INVARIANT, INVARIANT.model_copy(update={"attention": "fp8"}), None):
+        for tp, sp in ((1, False), (2, False), (2, True)):
+            if parallel_state.model_parallel_is_initialized():
+                parallel_state.destroy_model_parallel()
+            initialize_model_parallel(tp)
+            options = {"tensor_model_parallel_size": tp, "sequence_parallel": sp, "num_query_groups": 2}
+            model = built(settings, **options)
+            install_replicated_grad_hooks(model)
+            logits = flow.TensorParallel(parallel_state.get_tensor_model_parallel_group()) if tp > 1 else None
+            tokens, labels, positions = text()
+            out = model(tokens, positions, None, packed_seq_params=params())
+            losses = flow.vocab_parallel_cross_entropy(out, labels, logits or flow.TensorParallel())
+            losses.mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(p.grad)
+            seen.append((settings is None, losses.detach(), whole_parameters(model)))
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    runs = []
+    for stage in (2, 3):
+        parallel_state.destroy_model_parallel()
+        initialize_model_parallel(1)
+        model = tiny_gpt(**LONG)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
+            "coat": {"optimizer": {"stochastic_rounding": False}, "activation": {"loss": "chunked"}},
+        }
+        engine, *_ = megatron_patches.initialize(model=model, config=config, dist_init_required=False)
+        losses = []
+        for step in range(3):
+            tokens, labels, positions = text(2 * step + rank)
+            loss = engine(tokens, positions, None, labels=labels, packed_seq_params=params())
+            losses.append(loss.detach())
+            engine.backward(loss.mean())
+            engine.step()
+        runs.append(losses)
+    alone = each_alone(built(ActivationConfig(loss="chunked")), *text(rank))
+    return seen, runs, alone
+
+
+def test_ranks_and_engines():
+    """Tensor and sequence parallelism: the same losses and gradients. DeepSpeed's engines hand the documents on."""
+    for seen, (second, third), alone in run_ranks(2, _ranks):
+        for first, *others in (seen[:3], seen[3:6], seen[6:]):
+            for plain, losses, grads in others:
+                if plain:
+                    torch.testing.assert_close(losses, first[1], rtol=0.02, atol=0.02)
+                else:
+                    assert torch.equal(losses, first[1])
+                    for name, g in grads.items():
+                        wanted = first[2][name].double()
+                        assert (g.double() - wanted).norm() < 0.02 * wanted.norm(), name
+        assert torch.equal(second[0], alone) and torch.equal(third[0], alone)
+        for a, b in zip(second, third, strict=True):  # gradients are summed in another order
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
