@@ -132,12 +132,13 @@ def make_loop(
 
     a, dp_rank = p.args, parallel_state.get_data_parallel_rank()
     superseded = list(folders.superseded)
+    carried = checkpoint.carried(folders.source, p.weights)  # read now: the source may be removed meanwhile
 
     def evaluation(dataset: Any) -> Callable[[], Iterator[Batch]] | None:
         return None if dataset is None else lambda: batches(p, dataset, dp_rank)
 
     def save() -> Path:
-        saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded)
+        saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
         superseded.clear()  # from now on their names may be this run's
         return saved
 

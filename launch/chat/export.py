@@ -47,9 +47,9 @@ def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights) -
         CoatConfigError, CheckpointError, OSError: it cannot be written; an earlier one is as it was.
     """
     with tempfile.TemporaryDirectory() as beside:
-        for file in began_with.tokenizer_files():
-            if file.name in _KEPT:
-                shutil.copyfile(file, Path(beside, file.name))
+        for name, file in began_with.travelling().items():
+            if name in _KEPT:
+                shutil.copyfile(file, Path(beside, name))
         tokenizer.save_pretrained(beside)
         arguments = ["--from", str(checkpoint), "--to", target, "--overwrite"]
         if Path(beside, "config.json").exists():

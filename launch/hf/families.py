@@ -52,6 +52,12 @@ _LLAMA: Table = {
     "output_layer.weight": ("vocab", ("lm_head.weight",)),
 }
 
+_OLMO2: Table = {
+    **_LLAMA,
+    "decoder.layers.{}.post_self_attn_layernorm.weight": ("same", ("model.layers.{}.post_attention_layernorm.weight",)),
+    "decoder.layers.{}.post_mlp_layernorm.weight": ("same", ("model.layers.{}.post_feedforward_layernorm.weight",)),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -115,6 +121,15 @@ _ALL = (
         implies={"normalization": "layernorm", "norm_affine": False, "norm_eps": 1e-5},
         absent={**_ABSENT, "max_position_embeddings": 2048},
         only={"attention_bias": (False,), "clip_qkv": (None,)},
+    ),
+    Family(
+        model_type="olmo2",
+        architecture="Olmo2ForCausalLM",
+        table=_OLMO2,
+        implies={"norm_placement": "post", "qk_norm": "full"},
+        absent={**_ABSENT, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        only={"attention_bias": (False,)},
+        says=frozenset({"norm_eps"}),
     ),
 )
 

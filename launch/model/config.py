@@ -16,7 +16,7 @@ from launch.find_config import read_config
 from launch.model.experts import ExpertsConfig
 from launch.model.rope import checked_rope_scaling
 
-__all__ = ["ModelConfig", "load_model_config"]
+__all__ = ["ModelConfig", "described_model", "load_model_config"]
 
 
 _YOUNGER = ("attention_output_bias", "norm_placement", "rope_scaling", "sliding_window")
@@ -190,6 +190,12 @@ def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> Model
     needed = [key for key, field in ModelConfig.model_fields.items() if field.is_required()]
     if not any(key in values for key in needed):
         raise CoatConfigError(f"--model: {given} describes no model, accepted: an object with {', '.join(needed)}")
+    return described_model(values, overrides)
+
+
+def described_model(values: dict[str, Any], overrides: Sequence[str] = ()) -> ModelConfig:
+    """See :func:`load_model_config`; ``values`` is the content of a description."""
+    values = dict(values)
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:

@@ -20,6 +20,9 @@ MEANT = {
     "eval-iters": "--eval-steps",
     "eod-mask-loss": "--separate-documents",
     "iterations": "--train-steps",
+    "finetune-from": "--init-from",
+    "from-pretrained": "--init-from",
+    "init-from-hf": "--init-from",
     "learning-rate": "--lr",
     "load-checkpoint": "--load",
     "logging-dir": "--tensorboard",
@@ -29,7 +32,9 @@ MEANT = {
     "lr-warmup-iters": "--warmup-steps",
     "max-steps": "--train-steps",
     "model-config": "--model",
+    "model-name-or-path": "--init-from",
     "out": "--output",
+    "pretrained-checkpoint": "--init-from",
     "output-dir": "--output",
     "reset-attention-mask": "--separate-documents",
     "reset-position-ids": "--separate-documents",
@@ -94,9 +99,17 @@ def _model_and_data(p: argparse.ArgumentParser) -> None:
     g.add_argument(
         "--model",
         type=local_path,
-        required=True,
+        default=None,
         metavar="FILE",
-        help="description: a path, or a name in configs/models such as llama2-7b",
+        help="description: a path, or a name in configs/models such as llama2-7b (default: that of --init-from)",
+    )
+    g.add_argument(
+        "--init-from",
+        type=local_path,
+        default=None,
+        metavar="DIR",
+        help="weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that convert_hf.py "
+        "wrote, or a training checkpoint. With --load auto, where there is nothing to continue",
     )
     g.add_argument(
         "--model-override",
@@ -242,6 +255,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     require("save-interval", not args.save_interval or args.save is not None, "0 without --save")
     require("keep-last", not args.keep_last or args.save is not None, "0 without --save")
     require("load", args.load != "auto" or args.save is not None, "auto only with --save")
+    require(
+        "init-from",
+        args.init_from is None or args.load in (None, "auto"),
+        f"absent with --load {args.load}, which continues with the weights there",
+    )
+    if args.model is None and args.init_from is None:
+        problems.append("--model: missing, accepted: a description, or --init-from, which has one")
     require("overwrite", not args.overwrite or args.load != "auto", "not with --load auto, which continues")
     require(
         "sequence-parallel",

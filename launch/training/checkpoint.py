@@ -20,8 +20,9 @@ from coat_dist.checkpoint.manifest import CheckpointError, differences, read_man
 from coat_dist.checkpoint.publish import find, name_of
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
 from launch.training.runtime import get_random_state, reseed, set_random_state
+from launch.weights.source import CARRIED, Weights, files_in
 
-__all__ = ["Examined", "examine", "require_loadable", "restore", "save"]
+__all__ = ["Examined", "carried", "examine", "require_loadable", "restore", "save"]
 
 # A checkpoint cannot be loaded where one of these differs. Other differences are printed and taken as wanted.
 _STRUCTURE = (
@@ -56,6 +57,7 @@ def save(
     progress: Mapping[str, Any],
     keep_last: int = 0,
     supersedes: Collection[Path] = (),
+    travelling: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a checkpoint; collective.
 
@@ -65,6 +67,7 @@ def save(
         run: nested plain values that say what this run is; compared by :func:`examine`.
         progress: plain values to get back from :func:`restore`; ``progress["step"]`` names the checkpoint.
         keep_last, supersedes: see :class:`coat_dist.checkpoint.save.Extras`.
+        travelling: files that came with the initial weights, from :func:`carried`; rank 0 writes them.
 
     Returns:
         The folder of this checkpoint.
@@ -75,12 +78,32 @@ def save(
 
     def add_files(temporary: Path) -> None:
         torch.save(get_random_state(), temporary / _random_file(dist.get_rank()))
+        for name, content in (travelling or {}).items() if dist.get_rank() == 0 else ():
+            (temporary / CARRIED / name).parent.mkdir(parents=True, exist_ok=True)
+            (temporary / CARRIED / name).write_bytes(content)
 
     save_whole_checkpoints(engine)  # one without a "coat" block has not got it
     content = {"progress": dict(progress), "run": run}
     tag = name_of(progress["step"])
     engine.save_checkpoint(str(folder), tag, extras=Extras(add_files, content, keep_last, supersedes))
     return Path(folder) / tag
+
+
+def carried(source: Path | None, weights: Weights | None) -> dict[str, bytes]:
+    """Tokenizer files and the like, to be kept in every checkpoint so that a Hugging Face folder can be made of it.
+
+    Args:
+        source: checkpoint that the run continues from; its files are taken on.
+        weights: what a run without one starts with.
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    files = files_in(source / CARRIED) if source is not None else weights.travelling() if weights is not None else {}
+    try:
+        return {name: content for name, path in files.items() if (content := path.read_bytes())}
+    except OSError as problem:
+        raise CheckpointError(f"{problem.filename}: cannot be read ({problem})") from problem
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
-from launch.model.gpt import ModelConfig, load_model_config, parameter_count
+from launch.model.gpt import ModelConfig, parameter_count
+from launch.training.initial import initial_weights
 from launch.training.schedule import Schedule
 from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
 
@@ -97,14 +98,14 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
     """
     tp = args.tensor_parallel
     settings, coat = load_settings(args.deepspeed_config, tp=tp)
-    model = load_model_config(args.model, args.model_override)
+    model, weights = initial_weights(args)
     with as_typed():
         prefixes, _ = data.parse_blend(args.data)
         infos = [data.read_info(prefix) for prefix in prefixes]
         data.check_one_tokenizer(prefixes, infos)
     model = model.with_vocab(max(info.vocab_size for info in infos))
     eod = infos[0].eod if args.separate_documents else None
-    return assemble(args, world, settings, coat, model, eod=eod)
+    return assemble(args, world, settings, coat, model, eod=eod, weights=weights)
 
 
 def assemble(

@@ -30,7 +30,8 @@ def _layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     h, d = model.hidden_size, model.head_channels
     qkv = d * (model.num_attention_heads + 2 * model.kv_heads)
     wide = model.ffn_hidden_size * ACTIVATIONS[model.activation].parts
-    shapes: dict[str, tuple[int, ...]] = _norm("input_layernorm", model, h, model.norm_affine)
+    pre, post = (model.norm_affine and model.norm_placement == place for place in ("pre", "post"))
+    shapes: dict[str, tuple[int, ...]] = _norm("input_layernorm", model, h, pre)
     shapes["self_attention.linear_proj.weight"] = (h, d * model.num_attention_heads)
     if model.linear_bias or model.attention_output_bias:
         shapes["self_attention.linear_proj.bias"] = (h,)
@@ -40,11 +41,13 @@ def _layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     for one, heads in (("q", model.num_attention_heads), ("k", model.kv_heads)):
         size = d * heads if model.qk_norm == "full" else d
         shapes |= _norm(f"self_attention.{one}_layernorm", model, size, model.qk_norm is not False)
-    shapes |= _norm("pre_mlp_layernorm", model, h, model.norm_affine)
+    shapes |= _norm("pre_mlp_layernorm", model, h, pre)
     for name, shape in (("mlp.linear_fc1", (wide, h)), ("mlp.linear_fc2", (h, model.ffn_hidden_size))):
         shapes[f"{name}.weight"] = shape
         if model.linear_bias:
             shapes[f"{name}.bias"] = shape[:1]
+    for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
+        shapes |= _norm(name, model, h, post)
     return shapes
 
 
