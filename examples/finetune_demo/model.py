@@ -12,7 +12,7 @@ import torch
 import transformers
 
 SIZES = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
     "300m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16},
 }
 # What the assistant says stands between {% generation %} and {% endgeneration %}: that is what will be trained.
@@ -72,7 +72,7 @@ def make(folder: Path, texts: Iterable[str], size: str, seed: int) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=-(-len(tokenizer) // 128) * 128,  # a few ids more than there are tokens, as larger models have
         max_position_embeddings=256 if size == "tiny" else 1024,
         num_key_value_heads=SIZES[size]["num_attention_heads"],
         eos_token_id=tokenizer.eos_token_id,

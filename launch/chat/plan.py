@@ -103,6 +103,9 @@ def draft(args: argparse.Namespace, world: int) -> Draft:
     ChatTemplate(tokenizer)  # a template that is no Jinja is told before anything is started
     ids = max(tokenizer.get_vocab().values()) + 1
     model = weights.model.model_copy(update={"seq_length": seq_length}).with_vocab(ids)
+    if args.tensor_parallel == 1 and model.padded_vocab > model.vocab_size:
+        # Rows of padding would be part of every softmax, and the loss another than the model's own.
+        model = model.model_copy(update={"vocab_multiple": 1})
     return Draft(
         args=args,
         settings=settings,

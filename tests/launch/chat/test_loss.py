@@ -37,7 +37,7 @@ def made(tmp_path, one_rank):
     make_llama(tmp_path / "llama", tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
     weights = open_weights(tmp_path / "llama")
-    ours = build_model(weights.model)
+    ours = build_model(weights.model.model_copy(update={"vocab_multiple": 1}))  # as finetune.py has it
     fill(ours, weights)
     file = tmp_path / "chats.jsonl"
     lengths = np.random.default_rng(0).permutation([1, 2, 3, 30, 1, 20, 2, 1, 5, 25, 1, 1, 2, 28, 3, 2])
@@ -88,12 +88,13 @@ def test_loss_is_transformers_loss(made, packed):
     """Each conversation by itself through transformers, labels of -100 where nothing is trained."""
     (batch,) = batches(made, packed, SEQUENCES, 1)
     loss = language_model_loss(1, torch.device("cpu"))(Engine(made.ours), batch).item()
-    rows = zip(*(batch[k] for k in ("tokens", "labels", "loss_mask")), strict=True)
+    keys = ("tokens", "labels", "loss_mask")
     if packed:
         borders = batch["cu_seqlens"].tolist()
-        documents = [tuple(batch[k][0, a:b] for k in ("tokens", "labels", "loss_mask")) for a, b in zip(borders, borders[1:], strict=False)]
+        parts = [slice(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+        documents = [tuple(batch[k][0, part] for k in keys) for part in parts]
     else:
-        documents = list(rows)
+        documents = list(zip(*(batch[k] for k in keys), strict=True))
     summed, count = 0.0, 0
     for tokens, labels, mask in documents:
         if not mask.any():
