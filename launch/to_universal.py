@@ -41,6 +41,7 @@ from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, v
 from launch.universal.arguments import parse, without_effect
 from launch.universal.output import Output
 from launch.universal.source import Source, find_source, read_source
+from launch.weights.source import CARRIED
 
 __all__ = ["convert", "main"]
 
@@ -86,6 +87,8 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
             output.temporary.mkdir()
             held.callback(shutil.rmtree, output.temporary, ignore_errors=True)  # after an error; else it is gone
             convert_to_universal(there.path, output.temporary)
+            if (there.path / CARRIED).is_dir():
+                shutil.copytree(there.path / CARRIED, output.temporary / CARRIED)
             content = there.manifest if there.of_run else {"format": FORMAT, **identity}
             manifest = {**(content or {}), "files": sync_files(output.temporary), "universal": True}
             left = output.publish(manifest)

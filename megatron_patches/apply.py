@@ -182,7 +182,7 @@ def _alias_residuals(layer: Any, changes: Changes) -> dict[str, str]:
         module = getattr(layer, block)
         if not isinstance(module, swapped):
             continue
-        reason = why_residual_unfused(layer, add) or (
+        reason = why_residual_unfused(layer, add, NORMS[block]) or (
             why_megatron_splits_qkv(module) if block == "self_attention" else None
         )
         if reason is None:

@@ -21,8 +21,12 @@ from .compat import field_or, known_fields, rope_mscale
 from .core_attention import SDPA
 from .hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import why_bf16_linear, why_not_invariant_bias
+<<<<<<< HEAD
 from .norm import EXACT, why_bf16_norm_before
 from .packed import Packed, packed
+=======
+from .norm import EXACT, why_bf16_norm
+>>>>>>> hf
 from .residual import Residual
 
 __all__ = [
@@ -195,7 +199,7 @@ def why_bf16_attention(layer: Any, settings: ActivationConfig) -> str | None:
     if type(attention) not in PATCHED:
         return f"self-attention class {type(attention).__name__}"
     reason = (
-        why_bf16_norm_before(layer.input_layernorm)
+        why_bf16_norm(layer.input_layernorm)
         or why_bf16_linear("linear_qkv", attention.linear_qkv, ColumnParallelLinear)
         or why_bf16_linear("linear_proj", attention.linear_proj, RowParallelLinear)
     )

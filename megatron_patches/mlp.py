@@ -16,7 +16,7 @@ from .activations import activation_name
 from .attached import Patch
 from .hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import why_bf16_linear, why_not_invariant_bias
-from .norm import describe, why_bf16_norm_before
+from .norm import describe, why_bf16_norm
 from .residual import Residual
 from .uncalled import check_whole, wait_for_parameters
 
@@ -80,12 +80,14 @@ class NormMLP(MLP):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output without fc2's bias, and the input's alias, or None where the residual does not need it."""
         wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
-        weights = self.linear_fc1.weight, self.linear_fc2.weight
-        how = checked_activation(self), self.coat.tp_now(self.linear_fc1), self.coat.settings, self.linear_fc1.bias
+        fc1, fc2 = self.linear_fc1.weight, self.linear_fc2.weight
+        tp, bias = self.coat.tp_now(self.linear_fc1), self.linear_fc1.bias
+        activation, settings = checked_activation(self), self.coat.settings
         if self.coat.norm is None:
-            return flow.mlp(hidden_states, *weights, *how), None
+            return flow.mlp(hidden_states, fc1, fc2, activation, tp, settings, bias), None
         check_whole("pre_mlp_layernorm", self.coat.norm)
-        y, alias = flow.norm_mlp(hidden_states, describe(self.coat.norm), *weights, *how, residual=True)
+        norm = describe(self.coat.norm)
+        y, alias = flow.norm_mlp(hidden_states, norm, fc1, fc2, activation, tp, settings, bias, residual=True)
         return y, alias if self.coat.residual else None
 
 
@@ -94,7 +96,7 @@ def why_bf16_mlp(layer: Any, settings: ActivationConfig) -> str | None:
     mlp = layer.mlp
     if type(mlp) is not MLP:
         return f"MLP class {type(mlp).__name__}"
-    reason = why_bf16_norm_before(layer.pre_mlp_layernorm) or why_bf16_products(mlp)
+    reason = why_bf16_norm(layer.pre_mlp_layernorm) or why_bf16_products(mlp)
     if reason is None and settings.tp_invariant:
         reason = why_not_invariant_bias("linear_fc2", mlp.linear_fc2)
         if reason is None and (width := mlp.linear_fc2.weight.shape[1]) % settings.group_size:

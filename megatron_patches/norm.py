@@ -20,7 +20,7 @@ from coat_dist import flow
 
 from .groups import tensor_parallel
 
-__all__ = ["EXACT", "FOLDED", "AllHeadsNorm", "ExactNorm", "Folded", "Norm", "describe", "why_bf16_norm_before"]
+__all__ = ["EXACT", "FOLDED", "AllHeadsNorm", "ExactNorm", "Folded", "Norm", "describe", "why_bf16_norm"]
 
 _KINDS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 
@@ -203,8 +203,8 @@ FOLDED: dict[type, type] = {
 EXACT: dict[type, type] = {Norm: ExactNorm, AllHeadsNorm: ExactAllHeadsNorm}
 
 
-def why_bf16_norm_before(norm: nn.Module) -> str | None:
-    """Why the norm before a block cannot be folded into its first linear. None too where there is no norm."""
+def why_bf16_norm(norm: nn.Module) -> str | None:
+    """Why the norm before a block cannot be folded into the block's first linear; None too where there is no norm."""
     if type(norm) is IdentityOp:
         return None
     if type(norm) not in FOLDED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class PostNormTransformerLayer(TransformerLayer):
 
     def __init__(self, *args: Any, affine: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Megatron adds with gradients on, also inside no_grad and inference_mode: a norm would save its input there.
+        self.bias_dropout_add_exec_handler = nullcontext
         for add, name in _NORMS.items():
             norm = Norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon, affine)
             setattr(self, name, norm)

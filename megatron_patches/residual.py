@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-
-from .post_norm import NormedAdd
+from megatron.core.transformer.identity_op import IdentityOp
 
 __all__ = ["AliasedAdd", "Residual", "why_residual_unfused"]
 
@@ -65,9 +64,13 @@ class AliasedAdd:
         return bias_dropout_add
 
 
-def why_residual_unfused(layer: Any, name: str) -> str | None:
-    """Why autograd adds the residual gradient of a patched block, whose addition is ``layer.<name>``; None if not."""
-    add = getattr(layer, name)
-    if isinstance(add, NormedAdd):
+def why_residual_unfused(layer: Any, name: str, norm: str) -> str | None:
+    """Why autograd adds the residual's gradient of a patched block, or None where the norm's backward does.
+
+    Args:
+        name, norm: the addition behind the block and the norm before it, as attributes of ``layer``.
+    """
+    if isinstance(getattr(layer, norm), IdentityOp):
         return "no norm before the block"
+    add = getattr(layer, name)
     return None if add is get_bias_dropout_add else f"{name} {getattr(add, '__name__', type(add).__name__)}"

@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
         help="folder for the trained model in Hugging Face's layout (default: hf in --output)",
     )
     g.add_argument("--no-export", action="store_true", help="end with the checkpoint")
-    p.set_defaults(eval_interval=None, eval_steps=None, num_workers=0)
+    p.set_defaults(eval_interval=None, eval_steps=None, num_workers=0, init_from=None)
     return p
 
 

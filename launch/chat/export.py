@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
+from coat_dist.checkpoint.manifest import CheckpointError
 from launch import convert_hf
-from launch.hf.arguments import parse
 from launch.weights import Weights
 
 __all__ = ["check_target", "export"]
 
 _KEPT = ("config.json", "generation_config.json")
+_OF_A_RANK = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 def check_target(target: str | None, replace: bool) -> None:
@@ -35,7 +37,9 @@ def check_target(target: str | None, replace: bool) -> None:
 
 
 def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights) -> None:
-    """Write a checkpoint as ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it; on one rank.
+    """Write a checkpoint as ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. Call it on one rank.
+
+    ``convert_hf.py`` does it, in a process of its own: what it verifies and writes, it does with all ranks that there are.
 
     Args:
         checkpoint: of the run.
@@ -44,15 +48,22 @@ def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights) -
         began_with: whose config.json and generation config go along.
 
     Raises:
-        CoatConfigError, CheckpointError, OSError: it cannot be written; an earlier one is as it was.
+        CheckpointError: it cannot be written; an earlier export is as it was.
     """
     with tempfile.TemporaryDirectory() as beside:
-        for name, file in began_with.travelling().items():
-            if name in _KEPT:
-                shutil.copyfile(file, Path(beside, name))
         tokenizer.save_pretrained(beside)
-        arguments = ["--from", str(checkpoint), "--to", target, "--overwrite"]
-        if Path(beside, "config.json").exists():
-            arguments += ["--like", beside]
-        with contextlib.redirect_stdout(io.StringIO()):  # the line that names both folders: ours does
-            convert_hf.convert(parse(arguments, None))
+        for name, path in began_with.travelling().items():
+            if name in _KEPT:
+                shutil.copyfile(path, Path(beside, name))
+        command = [sys.executable, convert_hf.__file__, "--from", str(checkpoint), "--to", target, "--overwrite"]
+        alone = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_RANK)}
+        alone |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(
+            [*command, "--like", beside], env=alone, capture_output=True, text=True, errors="replace", check=False
+        )
+    if done.returncode:
+        why = (done.stderr.strip().split("\n") or ["?"])[-1].removeprefix("error: ")
+        raise CheckpointError(
+            f"--export-to: {target} was not written ({why}); the checkpoint {checkpoint} is whole: "
+            f"launch/convert_hf.py --from {checkpoint} --to DIR"
+        )

@@ -89,7 +89,8 @@ def _differing(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     try:
         read, _ = model_from_config(dict(config), "config.json")
     except CoatConfigError as problem:
-        return [str(problem).partition(":")[2].partition(":")[0].strip()]
+        key = str(problem).partition(":")[2].partition(":")[0].strip()
+        return ["activation" if key == "hidden_act" else key]
     one, other = function_of(read), function_of(model)
     differing = [key for key in one if one[key] != other[key]]
     if read.seq_length < model.seq_length:
@@ -115,7 +116,7 @@ def _described(model: ModelConfig, family: Family) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": float(model.rotary_base),
-        "rope_scaling": model.rope_scaling,
+        "rope_scaling": None if model.rope_scaling is None else dict(model.rope_scaling),  # transformers adds to it
     }
     if "norm_eps" in family.says:
         config["rms_norm_eps"] = model.norm_eps

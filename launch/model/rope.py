@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from coat_dist import CoatConfigError
+
 __all__ = ["checked_rope_scaling", "rope_frequencies", "scale_rope"]
 
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -167,7 +169,7 @@ def scale_rope(built: Any, scaling: dict[str, Any] | None, base: float) -> None:
     """Give a built Megatron ``GPTModel`` the frequencies and the attention factor of ``scaling``, patched or not.
 
     Raises:
-        ValueError: an attention factor with a megatron-core that has none.
+        CoatConfigError: an attention factor with a megatron-core that has none.
     """
     if scaling is None:
         return
@@ -176,4 +178,7 @@ def scale_rope(built: Any, scaling: dict[str, Any] | None, base: float) -> None:
     frequencies, factor = rope_frequencies(scaling, base, built.config.kv_channels)
     rope = built.rotary_pos_emb
     rope.inv_freq = frequencies.to(rope.inv_freq.device)
-    set_rope_mscale(built.config, factor)
+    try:
+        set_rope_mscale(built.config, factor)
+    except ValueError as problem:
+        raise CoatConfigError(f"model.rope_scaling: {problem}") from None

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from coat_dist.checkpoint.manifest import MANIFEST
-from launch.hf.folder import CONFIG, HuggingFaceWeights
 from launch.model.gpt import ModelConfig
 from launch.weights.checkpoint import CheckpointWeights, find_checkpoint
 from launch.weights.converted import KIND, MODEL, ConvertedWeights
@@ -17,6 +16,7 @@ from launch.weights.source import CheckpointError, Weights
 
 __all__ = ["open_weights"]
 
+CONFIG = "config.json"
 _ACCEPTED = (
     f"a Hugging Face folder ({CONFIG} and safetensors), one that launch/convert_hf.py wrote ({MODEL} and {MANIFEST}), "
     "or a training checkpoint (a `step*` folder, or one whose `latest` names it)"
@@ -39,6 +39,8 @@ def open_weights(
         CheckpointError: there is nothing of the kind, or a file or tensor of it is missing or damaged; names it.
         CoatConfigError: config.json asks for what cannot be honoured; names the key.
     """
+    from launch.hf.folder import HuggingFaceWeights  # late: that room imports files of this one
+
     folder = Path(path)
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist (nothing is downloaded)"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from coat_dist.checkpoint.checksums import join
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.weights.source import CheckpointError
+from launch.weights.sums import summed
 
 __all__ = ["CODES", "Entry", "TensorFiles", "read_header"]
 
@@ -52,7 +53,7 @@ class TensorFiles:
     def __init__(self, entries: Mapping[str, Entry], checksums: Mapping[str, int] | None = None) -> None:
         self.entries = dict(entries)
         self._checksums = checksums or {}
-        self._so_far: dict[str, dict[int, tuple[int, int]]] = {}
+        self._so_far: dict[str, dict[int, tuple[int, Future[int]]]] = {}
         self._open: tuple[Path, int] | None = None
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -74,23 +75,24 @@ class TensorFiles:
                 done += got
         except OSError as problem:
             raise CheckpointError(f"{entry.file}: tensor {name} cannot be read ({problem})") from problem
+        rows = raw.view(entry.dtype).view(stop - start, *entry.shape[1:])
         if name in self._checksums:
-            self._check(name, entry, start, stop, view)
-        return raw.view(entry.dtype).view(stop - start, *entry.shape[1:])
+            self._check(name, entry, start, stop, summed(rows))
+        return rows
 
-    def _check(self, name: str, entry: Entry, start: int, stop: int, view: memoryview) -> None:
+    def _check(self, name: str, entry: Entry, start: int, stop: int, checksum: Future[int]) -> None:
         """Compare with the checksum as soon as every row has been read, in whichever order."""
         parts = self._so_far.setdefault(name, {})
         if start == 0 or start in parts:  # read anew
             parts.clear()
-        parts[start] = (stop, zlib.crc32(view))
+        parts[start] = (stop, checksum)
         if sum(end - first for first, (end, _) in parts.items()) < entry.shape[0]:
             return
         del self._so_far[name]
-        checksum, width = 0, entry.bytes // max(entry.shape[0], 1)
+        found, width = 0, entry.bytes // max(entry.shape[0], 1)
         for first, (end, one) in sorted(parts.items()):
-            checksum = join(checksum, one, (end - first) * width)
-        if checksum != self._checksums[name]:
+            found = join(found, one.result(), (end - first) * width)
+        if found != self._checksums[name]:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} is not what was written, by the checksum in "
                 f"{entry.file.parent / MANIFEST} (remove that file if the tensors were changed on purpose)"

@@ -1,7 +1,7 @@
 """Writing tensors into safetensors files as they come: a file's header is known before its first tensor is read.
 
-One thread reads and converts, a second sums and writes, so that reading costs no time of its own. What is in memory is
-a handful of blocks of ``BLOCK`` bytes, whatever the tensors' sizes.
+One thread reads and converts, a second writes and a third sums, so that only the slowest of these takes time. What is
+in memory is a handful of blocks of ``BLOCK`` bytes, whatever the tensors' sizes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +22,13 @@ import torch
 
 from coat_dist.checkpoint.checksums import join
 from coat_dist.checkpoint.durable import named
+from launch.weights.sums import bytes_of, taken
 from launch.weights.tensor_files import CODES
 
 __all__ = ["BLOCK", "Planned", "Written", "write_tensors"]
 
-BLOCK = 1 << 23
-"""Bytes that are read, summed and written at a time: as fast as larger ones, and half a dozen are in memory at once."""
+BLOCK = 1 << 22
+"""Bytes that are read, summed and written at a time; up to ten blocks are in memory at once."""
 _WAITING = 2
 _NAMES = {dtype: code for code, dtype in CODES.items()}
 
@@ -133,7 +135,7 @@ def _header(tensors: Sequence[Planned]) -> bytes:
 
 
 class _Writer:
-    """The second thread. An error of it is raised by the next call, or at the end."""
+    """The thread that writes. An error of it is raised by the next call, or at the end."""
 
     def __init__(self, progress: Callable[[int], object]) -> None:
         self.files: Mapping[Path, list[int]] = {}
@@ -171,8 +173,9 @@ class _Writer:
         self._do(begin)
 
     def put(self, block: torch.Tensor) -> None:
-        view = memoryview(block.contiguous().view(-1).view(torch.uint8).numpy())
-        self._do(lambda: self._append(view))
+        block = block if block.is_contiguous() else block.contiguous()
+        checksum = taken(block)
+        self._do(lambda: self._append(bytes_of(block), checksum))
 
     def _do(self, job: Callable[[], None]) -> None:
         if self._problem is not None:
@@ -201,12 +204,11 @@ class _Writer:
         self._write(memoryview(header))
         self._files[path] = [len(header), zlib.crc32(header)]
 
-    def _append(self, view: memoryview) -> None:
-        checksum = zlib.crc32(view)
+    def _append(self, view: memoryview, checksum: Future[int]) -> None:
         self._write(view)
-        so_far = self._files[self._path]
-        self._files[self._path] = [so_far[0] + len(view), join(so_far[1], checksum, len(view))]
-        self.tensors[self._tensor] = join(self.tensors[self._tensor], checksum, len(view))
+        (size, so_far), found = self._files[self._path], checksum.result()
+        self._files[self._path] = [size + len(view), join(so_far, found, len(view))]
+        self.tensors[self._tensor] = join(self.tensors[self._tensor], found, len(view))
         self._progress(len(view))
 
     def _write(self, view: memoryview) -> None:

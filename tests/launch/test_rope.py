@@ -12,7 +12,7 @@ from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from launch.model.gpt import build_model, load_model_config
 from launch.model.rope import checked_rope_scaling, rope_frequencies
-from megatron_patches import attention, patch_model
+from megatron_patches import attention, compat, patch_model
 from megatron_patches.compat import rope_mscale
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny.json"
@@ -66,11 +66,12 @@ def test_every_layer_turns_by_the_scaled_frequencies(one_rank, monkeypatch, name
     assert model.rotary_base == 1000000 and isinstance(model.rotary_base, int)
     built = build_model(model, dtype=torch.float32)
     frequencies, factor = rope_frequencies(model.rope_scaling, 1000000, model.head_channels)
-    angles = built.rotary_pos_emb(32)
+    device = next(built.parameters()).device
+    angles = built.rotary_pos_emb(32).cpu()
     assert torch.equal(angles[:, 0, 0], torch.outer(torch.arange(32.0), frequencies).repeat(1, 2))
     assert rope_mscale(built.config) == pytest.approx(factor, rel=1e-12)
 
-    tokens, positions = torch.randint(0, 500, (2, 32)), torch.arange(32).expand(2, -1)
+    tokens, positions = torch.randint(0, 500, (2, 32), device=device), torch.arange(32, device=device).expand(2, -1)
     plain = build_model(model.model_copy(update={"rope_scaling": None}), dtype=torch.float32)
     plain.load_state_dict(built.state_dict())
     assert (built(tokens, positions, None) - plain(tokens, positions, None)).abs().max() > 1e-4
@@ -81,8 +82,8 @@ def test_every_layer_turns_by_the_scaled_frequencies(one_rank, monkeypatch, name
     patch_model(built, ActivationConfig())
     built(tokens, positions, None)
     assert len(tables) == 1
-    torch.testing.assert_close(tables[0].cos[:, 0], angles[:, 0, 0].cos() * factor, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(tables[0].sin[:, 0], angles[:, 0, 0].sin() * factor, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(tables[0].cos[:, 0].cpu(), angles[:, 0, 0].cos() * factor, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(tables[0].sin[:, 0].cpu(), angles[:, 0, 0].sin() * factor, rtol=1e-6, atol=1e-6)
 
 
 def test_one_way_to_say_it():
@@ -123,3 +124,13 @@ def test_errors_name_the_key(scaling, message):
 def test_rotary_base(base):
     with pytest.raises(CoatConfigError, match=r"^model\.rotary_base: got .*, accepted: "):
         load_model_config(TINY, [f"rotary_base={base}"])
+
+
+def test_a_megatron_without_an_attention_factor(one_rank, monkeypatch):
+    """Before 0.15 it has none, and YaRN would be another model without a word."""
+    monkeypatch.setattr(compat, "rope_mscale", lambda config: 1.0)
+    build_model(described(LLAMA3).with_vocab(500))
+    with pytest.raises(
+        CoatConfigError, match=r"^model\.rope_scaling: attention factor .*: got 1\.1386.*, accepted: 1 "
+    ):
+        build_model(described(YARN).with_vocab(500))

@@ -13,8 +13,8 @@ from tests.support import run_ranks
 NO_DROPOUT = ["--model-override", "hidden_size=256", "hidden_dropout=0.0"]
 
 
-def train(files, folder, name, world, config, *more, steps=20):
-    argv = command(files, folder / name, config, *NO_DROPOUT, *more, steps=steps)
+def train(files, folder, name, world, config, *more, steps=20, overrides=()):
+    argv = command(files, folder / name, config, *NO_DROPOUT, *overrides, *more, steps=steps)
     return run_ranks(world, rank_main, argv)[0]
 
 
@@ -27,6 +27,7 @@ LEGS = {
     "DP 2, 1, 2": [(2, 2, 1, True), (1, 2, 1, True), (2, 2, 1, True)],
     "stages 1, 3, 2 and TP 1, 2, 1": [(2, 1, 1, True), (2, 3, 2, True), (1, 2, 1, True)],
     "TP 2, 1, 2": [(2, 2, 2, True), (2, 2, 1, True), (2, 1, 2, True)],
+    "OLMo-2, TP 2, 1, 2": [(2, 2, 2, True), (1, 2, 1, True), (2, 1, 2, True)],
     "fp32 moments, FP8, fp32": [(2, 2, 1, False), (2, 2, 1, True), (1, 3, 1, False)],
 }
 
@@ -38,20 +39,22 @@ OFTEN = ("stages 1, 3, 2 and TP 1, 2, 1", "fp32 moments, FP8, fp32")
 @pytest.mark.parametrize("case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.slow) for c in LEGS])
 def test_three_legs_are_one_run(work, tmp_path, case):
     """Twelve steps, converted after the fourth and eighth: the losses of a run without a break."""
-    straight = None
+    straight, overrides = None, ["norm_placement=post", "qk_norm=full"] if "OLMo-2" in case else []
     for i, (world, stage, tp, coat) in enumerate(LEGS[case]):
         settings = {"optimizer": {}, "activation": {"enabled": False}} if coat else False
         accumulation = 4 * tp // world
         config = configuration(tmp_path, stage, settings, gradient_accumulation_steps=accumulation, **FP32_GRADIENTS)
         more = ["--tensor-parallel", tp, "--save", tmp_path / f"leg{i}", "--save-interval", "4"]
         if i == 0:
-            assert "finished 12" in train(work, tmp_path, "straight", world, config, *more, steps=12)
+            assert "finished 12" in train(
+                work, tmp_path, "straight", world, config, *more, steps=12, overrides=overrides
+            )
             straight = losses(tmp_path / "straight")
         else:
             before = tmp_path / f"leg{i - 1}" / f"step{4 * i:08d}"
             convert(before, tmp_path / f"universal{i}")
             go_on = ["--load", tmp_path / f"universal{i}", "--stop-at-step", 4 * (i + 1)]
-            end = train(work, tmp_path, f"part{i}", world, config, *more, *go_on, steps=12)
+            end = train(work, tmp_path, f"part{i}", world, config, *more, *go_on, steps=12, overrides=overrides)
             assert "step 8" in end or "finished 12" in end, end
     legs = [r for i in (1, 2) for r in losses(tmp_path / f"part{i}")]
     assert [(step, lr) for step, _, _, lr in legs] == [(step, lr) for step, _, _, lr in straight[4:]]

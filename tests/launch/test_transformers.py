@@ -104,6 +104,8 @@ def test_logits_and_gradients_are_those_of_transformers(one_rank, name):
                 parameter.mul_(4)
     model = load_model_config(TINY, [*OVERRIDES, *overrides])
     built = build_model(model, dtype=torch.float32)
+    device = next(built.parameters()).device
+    theirs = theirs.to(device)
     state = mapped(dict(theirs.named_parameters()), model.head_channels)
     own = dict(built.named_parameters())
     assert set(state) == set(own)
@@ -112,7 +114,7 @@ def test_logits_and_gradients_are_those_of_transformers(one_rank, name):
         for key, parameter in own.items():
             parameter.copy_(state[key])
 
-    tokens, positions = torch.randint(0, VOCAB, (2, SEQ)), torch.arange(SEQ).expand(2, -1)
+    tokens, positions = torch.randint(0, VOCAB, (2, SEQ), device=device), torch.arange(SEQ, device=device).expand(2, -1)
     expected = theirs(tokens).logits
     logits = built(tokens, positions, None)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))

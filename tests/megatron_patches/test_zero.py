@@ -10,8 +10,10 @@ import torch
 from coat_dist.config import ActivationConfig
 from tests.support import residuals_apart, run_ranks
 
+from .tiny import OLMO2
 
-def _deepspeed(rank, world, stage, tp, sp, steps, settings):
+
+def _deepspeed(rank, world, stage, tp, sp, steps, settings, changes=None):
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from megatron.core import parallel_state
@@ -27,7 +29,7 @@ def _deepspeed(rank, world, stage, tp, sp, steps, settings):
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     initialize_model_parallel(tp)
-    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp)
+    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, **changes or {})
     if settings is not None:
         patch_model(model, settings)
     install_replicated_grad_hooks(model)
@@ -90,3 +92,16 @@ def test_zero3_gathers_the_weights_that_patched_modules_reach_for():
     runs = [run_ranks(2, run, stage, 1, False, 6, settings) for stage, run in ((3, _deepspeed), (2, _apart))]
     for (losses, *_), (reference, *_) in zip(*runs, strict=True):
         assert losses == pytest.approx(reference, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_norms_after_blocks_and_over_all_heads():
+    """ZeRO-3 gathers their weights, and at TP 2 with SP the norm of gradients counts each element once."""
+    settings = ActivationConfig()
+    layouts = [(2, 1, False), (3, 1, False), (2, 2, True)]
+    runs = [run_ranks(2, _deepspeed, *layout, 4, settings, OLMO2) for layout in layouts]
+    (two, *_, norm), (three, *_, other), (split, _, _, replicas, both) = (run[0] for run in runs)
+    assert three == pytest.approx(two, rel=2e-3) and other == pytest.approx(norm, rel=2e-2)
+    assert split[-1] < split[0] - 0.1 and not any(replicas.values())
+    alone = run_ranks(1, _deepspeed, 2, 1, False, 4, settings, OLMO2)[0]
+    assert split == pytest.approx(alone[0], rel=5e-3) and both == pytest.approx(alone[-1], rel=3e-2)

@@ -65,7 +65,7 @@ def test_restart_is_exact(work, tmp_path):
     """Straight = stopped and started again, to the last bit of losses and of the exported weights; with held-out data."""
     config, straight, parts = sizes(tmp_path, 1, 2, coat=True), tmp_path / "straight", tmp_path / "parts"
     more = ("--epochs", "2", "--valid-share", "0.2")
-    assert "exported to" in run_ranks(2, rank_main, command(work, straight, config, *more))[0]
+    assert "exported to" in run_ranks(2, rank_main, command(work, straight, config, *more), timeout=60)[0]
     steps = len(read_metrics(straight))
     assert steps >= 4 and sum("valid_loss" in r for r in read_metrics(straight)) == 2
     both = (*more, "--load", "auto")

@@ -1,0 +1,176 @@
+"""config.json: what is honoured in both spellings, what has no meaning here, and what is refused by its key."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from coat_dist import CoatConfigError
+from launch.hf.config import model_from_config
+from launch.hf.config_out import config_for, function_of
+from launch.hf.families import FAMILIES
+from launch.model.gpt import load_model_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+
+
+def of(kind, **more):
+    return {**LLAMA, "model_type": kind, "architectures": [FAMILIES[kind].architecture], **more}
+
+
+def read(values):
+    return model_from_config(values, "config.json")[0]
+
+
+def test_published_shapes():
+    """The configurations of published models as they are downloaded, transformers 4's spelling."""
+    assert function_of(read(LLAMA)) == function_of(load_model_config("llama3-8b"))
+    scaling = {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    newer = {
+        **LLAMA,
+        "max_position_embeddings": 131072,
+        "rope_scaling": scaling,
+        "pretraining_tp": 1,
+        "mlp_bias": False,
+    }
+    assert function_of(read(newer)) == function_of(load_model_config("llama3.1-8b"))
+    five = {k: v for k, v in newer.items() if k not in ("rope_theta", "rope_scaling")}
+    assert read({**five, "rope_parameters": {**scaling, "rope_theta": 500000.0}}) == read(newer)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_either_spelling_of_rope(kind):
+    older = of(kind, rope_theta=10000.0, rope_scaling=None)
+    assert read(older).rotary_base == 10000
+    five = {k: v for k, v in older.items() if not k.startswith("rope")}
+    assert read({**five, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}).rotary_base == 20000
+    assert read(five).rotary_base == 10000  # transformers' own default
+    scaled = read({**older, "rope_scaling": {"type": "linear", "factor": 2.0}})  # the oldest spelling
+    assert scaled.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "told"),
+    [
+        ("llama", "model_type", "mixtral", r'model_type: got "mixtral", accepted: llama, mistral, .*olmo2'),
+        ("llama", "architectures", ["LlamaForSequenceClassification"], r'architectures: .*, accepted: \["LlamaForCau'),
+        ("llama", "hidden_act", "relu", r'hidden_act: got "relu", accepted: silu'),
+        ("llama", "mlp_bias", True, "mlp_bias: got true, accepted: false"),
+        ("qwen3", "attention_bias", True, "attention_bias: got true, accepted: false"),
+        ("olmo", "attention_bias", True, "attention_bias: got true, accepted: false"),
+        ("olmo", "clip_qkv", 8.0, "clip_qkv: got 8.0, accepted: null"),
+        ("llama", "quantization_config", {"quant_method": "fp8"}, "quantization_config: got .*fp8.*, accepted: null"),
+        ("llama", "partial_rotary_factor", 0.5, "partial_rotary_factor: got 0.5, accepted: 1"),
+        (
+            "llama",
+            "rope_parameters",
+            {"rope_theta": 1.0, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor: got 0.5",
+        ),
+        ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}, 'rope_type: got "dynamic", accepted: "default"'),
+        ("llama", "rope_scaling", {"rope_type": "longrope"}, 'rope_type: got "longrope", accepted'),
+        ("qwen3", "num_experts", 8, "num_experts: got 8, accepted: 0"),
+        ("llama", "num_local_experts", 8, "num_local_experts: got 8, accepted: 0"),
+        (
+            "qwen2",
+            "layer_types",
+            ["full_attention", "sliding_attention"],
+            "layer_types: .*full_attention in every layer",
+        ),
+        ("llama", "logits_scaling", 8.0, "logits_scaling: got 8.0, accepted: 1"),
+        ("llama", "final_logit_softcapping", 30.0, "final_logit_softcapping: got 30.0, accepted: null"),
+        ("llama", "vocab_size", None, "vocab_size: missing, accepted: a whole number"),
+        ("llama", "num_key_value_heads", 5, "num_key_value_heads: got 5, accepted: a divisor"),
+        ("llama", "hidden_size", "4096", 'hidden_size: got "4096", accepted: an integer'),
+        ("llama", "rms_norm_eps", 0, "rms_norm_eps: got 0"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(kind, key, value, told):
+    with pytest.raises(CoatConfigError, match=f"config.json: .*{told}"):
+        read(of(kind, **{key: value}))
+
+
+def test_every_problem_is_told_at_once():
+    with pytest.raises(CoatConfigError) as told:
+        read({**LLAMA, "hidden_act": "relu", "mlp_bias": True, "clip_qkv": 1.0})
+    assert len(str(told.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "window", "length"),
+    [
+        (of("mistral", sliding_window=None), None, 8192),
+        (of("mistral"), 4096, 4096),  # its default
+        (of("mistral", sliding_window=1024), 1024, 1024),
+        (of("qwen2", use_sliding_window=False, sliding_window=1024), None, 8192),
+        (of("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=32), None, 8192),
+        (of("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=20), 1024, 1024),
+    ],
+)
+def test_windows_bound_the_sequence(values, window, length):
+    """Within a window's length attention is the whole one; longer sequences are refused by the model."""
+    model = read(values)
+    assert (model.sliding_window, model.seq_length) == (window, length)
+
+
+def test_defaults_are_those_of_transformers():
+    """Of keys that a config.json leaves out."""
+    transformers = pytest.importorskip("transformers")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for kind, family in FAMILIES.items():
+        known = transformers.CONFIG_MAPPING[kind]()
+        for key, value in family.absent.items():
+            theirs = getattr(known, key, value)
+            if key == "num_key_value_heads" and value is None:
+                value = known.num_attention_heads
+            assert theirs == value or (key == "head_dim" and value is None), (kind, key)
+        bare = {"model_type": kind, **{key: getattr(known, key) for key in sizes}}
+        model = read(bare)
+        assert model.rotary_base == known.rope_parameters["rope_theta"]
+        assert model.tie_embeddings == known.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "llama3.1-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b"]
+                         + ["olmo-1b", "olmo-7b", "olmo2-7b", "llama3.2-1b"])  # fmt: skip
+def test_what_is_written_reads_back(name):
+    """A description without any config.json; also by transformers."""
+    model = load_model_config(name)
+    model = model.model_copy(update={"vocab_size": model.vocab_size or 50304})
+    config, family = config_for(model, torch.bfloat16)
+    assert function_of(read(config)) == function_of(model)
+    assert config["torch_dtype"] == "bfloat16" and config["architectures"] == [family.architecture]
+    transformers = pytest.importorskip("transformers")
+    known = transformers.CONFIG_MAPPING[family.model_type](**config)
+    assert function_of(read(json.loads(known.to_json_string()))) == function_of(model)
+
+
+def test_a_known_config_is_kept():
+    known = {**LLAMA, "eos_token_id": [128001, 128009], "transformers_version": "4.40.0", "torch_dtype": "float32"}
+    model = read(known)
+    assert config_for(model, torch.bfloat16, known)[0] == {**known, "torch_dtype": "bfloat16"}
+    grown = model.model_copy(update={"vocab_size": 128300, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    config = config_for(grown, torch.bfloat16, known)[0]
+    assert config["eos_token_id"] == [128001, 128009] and config["vocab_size"] == 128300
+    assert function_of(read(config)) == function_of(grown)
+    shorter = model.model_copy(update={"seq_length": 2048})  # what it was trained at bounds nothing
+    assert config_for(shorter, torch.bfloat16, known)[0]["max_position_embeddings"] == 8192

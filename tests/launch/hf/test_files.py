@@ -1,0 +1,297 @@
+"""Damaged inputs are named with tensor and file; outputs are whole or not there; memory is a few blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import convert_hf
+from tests.launch.hf.folders import edit, make, tensors
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """A folder of several files, and what it converts to."""
+    folder = tmp_path_factory.mktemp("made")
+    make("llama3", folder / "hf", dtype=torch.bfloat16, shard="60KB")
+    assert convert_hf.main(["--from", str(folder / "hf"), "--to", str(folder / "ours")]) == 0
+    return folder
+
+
+def fails(capsys, source, target, *more):
+    """The error, after which nothing is left."""
+    capsys.readouterr()
+    before = sorted(p.name for p in target.parent.iterdir())
+    assert convert_hf.main(["--from", str(source), "--to", str(target), *more]) == 2
+    assert sorted(p.name for p in target.parent.iterdir()) == before
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("error:") == 1
+    return err
+
+
+def copied(sharded, tmp_path, which):
+    return Path(shutil.copytree(sharded / which, tmp_path / which))
+
+
+def rewrite(file, change):
+    from safetensors.torch import load_file, save_file
+
+    content = load_file(file)
+    change(content)
+    save_file(content, file, metadata={"format": "pt"})
+
+
+def holder(folder, name):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][name]
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda f: os.truncate(f, f.stat().st_size - 100), "ends at byte .*, and the file at .*: it is cut off"),
+        (lambda f: os.truncate(f, 4), r"is no safetensors file, or cut off \(4 bytes\)"),
+        (lambda f: f.unlink(), r"missing; model.safetensors.index.json says that .* is in it"),
+        (lambda f: rewrite(f, lambda c: c.pop(NAME)), f"has no tensor {NAME}; model.safetensors.index.json says"),
+        (lambda f: rewrite(f, lambda c: c.update(more=torch.ones(2))), "holds more, which .* does not list"),
+        (
+            lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(3, 64)})),
+            rf"tensor {NAME}: got shape \[3, 64\], accepted: \[96, 64\], by config.json",
+        ),
+        (
+            lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(96, 64, dtype=torch.int8)})),
+            f"tensor {NAME}: got type I8, accepted: BF16, F32, F16",
+        ),
+        (lambda f: f.write_bytes(f.read_bytes() + b"x"), "has more bytes than its tensors"),
+    ],
+)
+def test_a_damaged_hugging_face_folder(sharded, tmp_path, capsys, damage, told):
+    import re
+
+    folder = copied(sharded, tmp_path, "hf")
+    file = holder(folder, NAME)
+    damage(file)
+    err = fails(capsys, folder, tmp_path / "out")
+    assert re.search(told, err), err
+    assert file.name in err
+
+
+def test_tensors_that_the_model_lacks_or_has_not(sharded, tmp_path, capsys):
+    folder = copied(sharded, tmp_path, "hf")
+    assert "which a model as config.json describes does not have" in fails(
+        capsys, edit(folder, num_hidden_layers=1), tmp_path / "out"
+    )
+    err = fails(capsys, edit(folder, num_hidden_layers=3), tmp_path / "out")
+    assert "has no tensor model.layers.2.input_layernorm.weight" in err
+    assert "tie_word_embeddings true, accepted: false" in fails(
+        capsys, edit(folder, num_hidden_layers=2, tie_word_embeddings=True), tmp_path / "out"
+    )
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert "has no tensors" in fails(capsys, folder, tmp_path / "out")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert "has pytorch_model.bin, which may run code" in fails(capsys, folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["decoder.layers.1.self_attention.linear_qkv.weight", "output_layer.weight"])
+def test_flipped_bits_are_found_by_tensor(sharded, tmp_path, capsys, name):
+    """In a converted folder, and in a Hugging Face folder that this program wrote."""
+    from launch.weights.tensor_files import read_header
+
+    folder = copied(sharded, tmp_path, "ours")
+    file = folder / "weights.safetensors"
+    entry = read_header(file)[name]
+    content = bytearray(file.read_bytes())
+    content[entry.start + entry.bytes - 1] ^= 1  # of the embedding: in the padding
+    file.write_bytes(content)
+    err = fails(capsys, folder, tmp_path / "out")
+    assert f"weights.safetensors: tensor {name} is not what was written, by the checksum in " in err
+
+    assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(tmp_path / "hf")]) == 0
+    file = tmp_path / "hf" / "model.safetensors"
+    entry = read_header(file)["model.layers.0.mlp.down_proj.weight"]
+    content = bytearray(file.read_bytes())
+    content[entry.start] ^= 1
+    file.write_bytes(content)
+    assert "tensor model.layers.0.mlp.down_proj.weight is not what" in fails(capsys, tmp_path / "hf", tmp_path / "out")
+
+
+def test_a_converted_folder_that_is_not_whole(sharded, tmp_path, capsys):
+    for damage, told in (
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read"),
+        (lambda f: os.truncate(f / "weights.safetensors", 1000), "weights.safetensors: is 1000 bytes, was"),
+        (lambda f: (f / "model.json").unlink(), "model.json: missing"),
+        (lambda f: (f / "hugging_face" / "tokenizer.json").unlink(), "tokenizer.json: missing"),
+    ):
+        folder = copied(sharded, tmp_path, "ours")
+        damage(folder)
+        assert told in fails(capsys, folder, tmp_path / "out")
+        shutil.rmtree(folder)
+
+
+def test_every_written_file_has_its_checksum(sharded):
+    import zlib
+
+    for folder in (sharded / "ours",):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} - {"manifest.json"}
+        assert manifest["files"].keys() == there
+        for name, (size, checksum) in manifest["files"].items():
+            content = (folder / name).read_bytes()
+            assert (len(content), zlib.crc32(content)) == (size, checksum), name
+
+
+def test_where_it_may_not_write(sharded, tmp_path, capsys):
+    hf = copied(sharded, tmp_path, "hf")
+    assert "--to: got" in fails(capsys, hf, hf, "--overwrite")
+    assert "which is, or is in, or holds what is converted" in fails(capsys, hf, hf / "inside")
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "mother.txt").write_text("Dear")
+    assert "which is there already and not empty, accepted: another folder, or --overwrite" in fails(
+        capsys, hf, tmp_path / "letters"
+    )
+    assert "--overwrite does not remove it" in fails(capsys, hf, tmp_path / "letters", "--overwrite")
+    (tmp_path / "ours").mkdir()
+    assert convert_hf.main(["--from", str(hf), "--to", str(tmp_path / "ours")]) == 0
+    assert "or --overwrite" in fails(capsys, hf, tmp_path / "ours")
+    assert convert_hf.main(["--from", str(hf), "--to", str(tmp_path / "ours"), "--overwrite"]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "letters", "ours"]
+
+
+def test_errors_of_writing_leave_nothing(sharded, tmp_path, capsys, monkeypatch):
+    real, written = os.write, [0]
+
+    def full(descriptor, data):
+        if len(data) > 1000:
+            written[0] += len(data)
+            if written[0] > 60_000:
+                raise OSError(28, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    err = fails(capsys, sharded / "hf", tmp_path / "out")
+    assert "weights.safetensors" in err and "No space left on device" in err
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))
+    assert "where 5 bytes are free and" in fails(capsys, sharded / "hf", tmp_path / "out")
+
+
+KILLED = """
+import os, sys
+from launch.weights import write
+inner, at = write._Writer._append, int(sys.argv.pop(1))
+def append(self, *block):
+    global at
+    at -= 1
+    if not at:
+        os.kill(os.getpid(), 9)
+    inner(self, *block)
+write._Writer._append = append
+from launch import convert_hf
+sys.exit(convert_hf.main(sys.argv[1:]))
+"""
+
+
+def test_a_kill_leaves_nothing_that_looks_finished(sharded, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", KILLED, "9", "--from", str(sharded / "hf"), "--to", str(out)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert not out.exists() and (tmp_path / ".unfinished-out").is_dir()
+    assert convert_hf.main(["--from", str(sharded / "hf"), "--to", str(out)]) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert convert_hf.main(["--from", str(out), "--to", str(tmp_path / "back")]) == 0
+    one, other = tensors(sharded / "hf"), tensors(tmp_path / "back")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from launch import convert_hf
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+convert_hf.main(sys.argv[3:5] + ["--to", sys.argv[2] + "/warm"])  # imports, and what the libraries keep
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+assert convert_hf.main(["--from", sys.argv[1], "--to", sys.argv[2] + "/out"]) == 0
+assert convert_hf.main(["--from", sys.argv[2] + "/out", "--to", sys.argv[2] + "/back"]) == 0
+print("grown", peak() - before)
+"""
+
+
+def test_memory_is_not_the_models(sharded, tmp_path):
+    """400 MB of tensors, of which the largest has 64 MB, in less than 64 MB; both directions."""
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4)
+    make("llama3", tmp_path / "hf", dtype=torch.bfloat16, vocab_size=32000, num_hidden_layers=8, **sizes)
+    assert sum(p.stat().st_size for p in (tmp_path / "hf").glob("*.safetensors")) > 370e6
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "hf"), str(tmp_path), "--from", str(sharded / "hf")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split("grown ")[1]) < 64e6, done.stdout
+
+
+def test_ctrl_c_changes_nothing(sharded, tmp_path, capsys, monkeypatch):
+    from launch.hf import convert
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "write_tensors", interrupted)
+    assert convert_hf.main(["--from", str(sharded / "hf"), "--to", str(tmp_path / "out")]) == 130
+    assert not list(tmp_path.iterdir()) and "interrupted; nothing was changed" in capsys.readouterr().err
+
+
+def test_the_command_line(sharded, tmp_path, capsys):
+    def told(*argv):
+        with pytest.raises(SystemExit):
+            convert_hf.main([str(a) for a in argv])
+        return capsys.readouterr().err
+
+    assert "did you mean --from?" in told("--hf-dir", "x", "--to", "y")
+    assert "did you mean --tensor-parallel?" in told("--from", "x", "--to", "y", "--tp", "2")
+    assert "--max-shard-size: got '5XB', accepted: bytes, such as 5GB" in told(
+        "--from", "x", "--to", "y", "--max-shard-size", "5XB"
+    )
+    assert "--dtype: got 'fp8', accepted: bfloat16, float16, float32" in told(
+        "--from", "x", "--to", "y", "--dtype", "fp8"
+    )
+    assert "does not exist (nothing is downloaded)" in fails(capsys, tmp_path / "meta-llama", tmp_path / "out")
+    assert "holds no weights, accepted: a Hugging Face folder" in fails(capsys, tmp_path, tmp_path.parent / "out")
+    argv = ["--from", sharded / "hf", "--to", tmp_path / "out", "--tensor-parallel", 4]
+    assert convert_hf.main([str(a) for a in argv]) == 0
+    out = capsys.readouterr()
+    assert "note: --tensor-parallel has no effect: what is written has whole tensors" in out.err
+    assert "(a Hugging Face folder) -> " in out.out and "(weights of this program)" in out.out
+    argv = ["--from", sharded / "ours", "--to", tmp_path / "bare", "--like", tmp_path]
+    assert convert_hf.main([str(a) for a in argv]) == 2
+    assert "--like: got" in capsys.readouterr().err
+    assert "--like: got hf, accepted: absent in this direction" in fails(
+        capsys, sharded / "hf", tmp_path / "x", "--like", "hf"
+    )
+
+
+def test_shards_are_named_and_filled_as_transformers_does(sharded, tmp_path):
+    argv = ["--from", str(sharded / "ours"), "--to", str(tmp_path / "hf"), "--max-shard-size", "60KB"]
+    assert convert_hf.main(argv) == 0
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    theirs = json.loads((sharded / "hf" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == theirs["weight_map"].keys()
+    assert index["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    count = len(set(index["weight_map"].values()))
+    names = {f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)}
+    assert count > 2 and set(index["weight_map"].values()) == names
+    for name in names:
+        assert (tmp_path / "hf" / name).stat().st_size < 60_000 + 4096

@@ -1,0 +1,113 @@
+"""Out of training and into it: checkpoints of every stage and tensor-parallel size, and ``--init-from``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from launch import convert_hf, to_universal
+from launch.training.metrics import read_metrics
+from launch.weights import open_weights
+from tests.launch.hf.folders import SIZES, make, tensors
+from tests.launch.pretrain_runs import FP32_GRADIENTS, configuration
+from tests.launch.weights.runs import options, train
+from tests.launch.weights.test_fill import joined
+from tests.support import run_ranks
+
+pytest.importorskip("transformers")
+
+VOCAB = 250
+
+
+@pytest.mark.parametrize(
+    ("stage", "tp", "coat", "more"),
+    [
+        (1, 1, False, {}),
+        (2, 2, True, {}),
+        (3, 1, True, {}),
+        pytest.param(1, 2, True, FP32_GRADIENTS, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"optimizer": {"master_weights": "bf16_remainder"}}, {}, marks=pytest.mark.slow),
+        pytest.param(3, 2, True, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_export_is_what_the_engine_held(work, tmp_path, stage, tp, coat, more):
+    """Bit for bit; also through a universal checkpoint; and a run that starts from it begins with these bits."""
+    config = configuration(tmp_path, stage, coat, **more)
+    parallel = ["--tensor-parallel", tp]
+    ends = run_ranks(2, train, options(work, tmp_path / "run", config, *parallel, "--save", tmp_path / "save"))
+    assert "finished 2 steps" in ends[0][0], ends[0][0]
+    after = {name: joined(name, [end[2][name] for end in ends[:tp]]) for name in ends[0][2]}
+    weights = open_weights(tmp_path / "save")
+    assert set(weights.names()) == set(after)
+    assert all(torch.equal(weights.read(name), after[name]) for name in after)
+    exact = open_weights(tmp_path / "save", torch.float32)
+    assert all(torch.equal(exact.read(name).bfloat16(), after[name]) for name in after)
+
+    assert convert_hf.main(["--from", str(tmp_path / "save"), "--to", str(tmp_path / "hf"), "--verify"]) == 0
+    hf = open_weights(tmp_path / "hf")
+    for name in after:
+        rows = VOCAB if "embedding" in name or "output" in name else None
+        assert torch.equal(hf.read(name)[:rows], after[name][:rows])
+
+    assert to_universal.main(["--load", str(tmp_path / "save"), "--output", str(tmp_path / "universal")]) == 0
+    universal = open_weights(tmp_path / "universal")
+    assert all(torch.equal(universal.read(name), after[name]) for name in after)
+
+    again = options(work, tmp_path / "again", config, *parallel, "--init-from", tmp_path / "save", steps=1)
+    begun = run_ranks(2, train, again)
+    assert all(torch.equal(begun[rank][1][n], ends[rank][2][n]) for rank in range(2) for n in ends[0][2])
+
+
+def without_model(argv):
+    at = argv.index("--model")
+    return argv[:at] + argv[at + 2 :]
+
+
+def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path):
+    """ZeRO-3; --model comes with the weights; tokenizer files travel through the checkpoint, and through a restart."""
+    make("llama3", tmp_path / "hf", dtype=torch.bfloat16, vocab_size=300)
+    start, save = open_weights(tmp_path / "hf"), tmp_path / "save"
+    config = configuration(tmp_path, 3)
+    argv = ["--init-from", tmp_path / "hf", "--save", save, "--load", "auto", "--keep-last", "1"]
+    argv = without_model(options(work, tmp_path / "run", config, *argv))
+    (ending, before, _), _ = run_ranks(2, train, [*argv, "--stop-at-step", "1"])
+    assert "after step 1" in ending, ending
+    assert all(torch.equal(before[name], start.read(name)) for name in before)
+    (ending, before, after), _ = run_ranks(2, train, argv)  # continues, and does not start again
+    assert "finished 2 steps" in ending, ending
+    assert not all(torch.equal(before[name], start.read(name)) for name in before)
+    assert [r["step"] for r in read_metrics(tmp_path / "run")] == [1, 2]
+
+    assert convert_hf.main(["--from", str(save), "--to", str(tmp_path / "out")]) == 0
+    for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
+        (tmp_path / "hf" / "config.json").read_text()
+    )
+    assert tensors(tmp_path / "out")["model.embed_tokens.weight"].shape == (300, SIZES["hidden_size"])
+    assert torch.equal(tensors(tmp_path / "out")["model.norm.weight"], after["decoder.final_layernorm.weight"])
+    universal = tmp_path / "universal"
+    assert to_universal.main(["--load", str(save), "--output", str(universal)]) == 0
+    assert {p.name for p in open_weights(universal).tokenizer_files()} == {p.name for p in start.tokenizer_files()}
+
+
+def refused(work, tmp_path, *more, model=True):
+    argv = options(work, tmp_path / "refused", configuration(tmp_path, 2), *more)
+    return run_ranks(1, train, argv if model else without_model(argv))[0][0]
+
+
+def test_contradictions_are_named(work, tmp_path):
+    make("llama3", tmp_path / "hf", vocab_size=300)
+    told = refused(work, tmp_path, "--init-from", tmp_path / "hf")
+    assert f"model.hidden_size: got 128, accepted: 64, which {tmp_path / 'hf'} (--init-from) has" in told
+    assert "model.rotary_base: got 10000, accepted: 500000" in told and "model.num_layers" not in told
+    make("llama3", tmp_path / "small", vocab_size=100)
+    told = refused(work, tmp_path, "--init-from", tmp_path / "small", model=False)
+    assert "model.vocab_size: got 100, accepted: at least the 250 ids of the data's tokenizer" in told
+    told = refused(work, tmp_path, "--init-from", tmp_path / "hf", "--load", tmp_path / "hf")
+    assert "--init-from" in told and "which continues with the weights there" in told
+    told = refused(work, tmp_path, "--init-from", tmp_path / "nothing")
+    assert "nothing: does not exist (nothing is downloaded), accepted: a Hugging Face folder" in told
+    assert "--model: missing, accepted: a description, or --init-from" in refused(work, tmp_path, model=False)

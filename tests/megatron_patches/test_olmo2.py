@@ -1,0 +1,137 @@
+"""OLMo-2's layers: norms behind attention and MLP, and on queries and keys over all heads, whoever holds these."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+
+from coat_dist import flow
+from coat_dist.config import ActivationConfig
+from megatron_patches import gpt_layer_spec, patch_model, patched, universal_checkpoint_info
+from megatron_patches.norm import AllHeadsNorm
+from tests.support import run_ranks
+
+from .tiny import BLOCKS, OLMO2, gradients, tiny_batch, tiny_config, tiny_gpt
+from .training import train
+
+FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
+AFTER = {f"decoder.layers.{i}.post_{n}_layernorm.weight" for i in range(2) for n in ("self_attn", "mlp")}
+HEADS = {f"decoder.layers.{i}.self_attention.{n}_layernorm.weight" for i in range(2) for n in "qk"}
+
+
+def test_the_report_says_what_stays_bf16():
+    model = tiny_gpt(**OLMO2)
+    report = patch_model(model, ActivationConfig())
+    assert report.patched == BLOCKS and not report.left
+    lines = str(report).splitlines()
+    for line in (
+        "decoder.layers.[0-1].post_self_attn_layernorm: a norm after its block, BF16",
+        "decoder.layers.[0-1].post_mlp_layernorm: a norm after its block, BF16",
+        "decoder.layers.[0-1].self_attention: norms on queries and keys",
+        "decoder.layers.[0-1].self_attn_bda: no norm before the block",
+        "decoder.layers.[0-1].mlp_bda: no norm before the block",
+    ):
+        assert f"  unfused  {line}" in lines
+
+
+def test_blocks_without_any_norm_are_patched(device):
+    """A layer of any specification, with Megatron's own addition behind its blocks."""
+    model, batch = tiny_gpt(), tiny_batch(0, device)
+    model.decoder.layers[0].input_layernorm = model.decoder.layers[1].pre_mlp_layernorm = IdentityOp()
+    loss, grads = gradients(model, batch)
+    with patched(model, ActivationConfig()) as report:
+        assert report.patched == BLOCKS and set(report.unfused.values()) == {"no norm before the block"}
+        assert set(report.unfused) == {"decoder.layers.0.self_attn_bda", "decoder.layers.1.mlp_bda"}
+        fp8_loss, fp8_grads = gradients(model, batch)
+    assert fp8_loss == pytest.approx(loss, rel=5e-3) and fp8_loss != loss
+    for name, grad in grads.items():
+        cosine = torch.nn.functional.cosine_similarity(grad.flatten().float(), fp8_grads[name].flatten().float(), dim=0)
+        assert cosine > 0.97, name
+    assert gradients(model, batch)[0] == loss
+
+
+@pytest.mark.parametrize("settings", [{"attention": "fp8"}, {"weights": "cached"}, {"fp8_gather": False}])
+def test_every_option_of_the_flow(settings, device):
+    model, batch = tiny_gpt(**OLMO2), tiny_batch(0, device)
+    loss, _ = gradients(model, batch)
+    with patched(model, ActivationConfig(**settings)):
+        fp8_loss, grads = gradients(model, batch)
+    assert fp8_loss == pytest.approx(loss, rel=5e-3) and fp8_loss != loss
+    assert all(grad.isfinite().all() and grad.any() for grad in grads.values())
+
+
+def test_evaluation_keeps_no_graph(device):
+    model, (tokens, _, positions) = tiny_gpt(**OLMO2), tiny_batch(0, device)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not model(tokens, positions, None).requires_grad
+
+
+def test_parameters_and_how_ranks_divide_them():
+    model = tiny_gpt(**OLMO2)
+    names = {n for n, _ in model.named_parameters() if "layernorm" in n}
+    assert names == AFTER | HEADS | {"decoder.final_layernorm.weight"}
+    replicated = universal_checkpoint_info(model)["tp_replicated_parameter_patterns"]
+    plain = {pattern.strip("^$").replace("\\", "") for pattern in replicated}
+    assert plain == AFTER | {"decoder.final_layernorm.weight"}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_norm_over_all_heads(exact):
+    """Against the definition, with its gradients, in fp32."""
+    norm = AllHeadsNorm(tiny_config(**FP32, num_query_groups=2), 8, heads=6, eps=1e-3)
+    norm.exact = exact
+    with torch.no_grad():
+        norm.weight.normal_()
+    x = torch.randn(5, 2, 6, 8).mul_(torch.logspace(-3, 3, 10).view(5, 2, 1, 1)).requires_grad_()
+    flat, weight = (t.detach().double().requires_grad_() for t in (x.flatten(-2), norm.weight))
+    expected = torch.nn.functional.rms_norm(flat, (48,), weight, eps=1e-3)
+    y = norm(x)
+    torch.testing.assert_close(y.flatten(-2).double(), expected, rtol=1e-5, atol=1e-6)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected.backward(dy.flatten(-2).double())
+    assert x.grad is not None and norm.weight.grad is not None
+    torch.testing.assert_close(x.grad.flatten(-2).double(), flat.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(norm.weight.grad.double(), weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="qk_layernorm: got True, accepted: False with norm_all_heads"):
+        gpt_layer_spec(tiny_config(qk_layernorm=True), norm_all_heads=True)
+    with pytest.raises(ValueError, match="norm_placement: got 'after', accepted: 'pre', 'post'"):
+        gpt_layer_spec(tiny_config(), norm_placement="after")
+    with pytest.raises(ValueError, match="normalization: got 'LayerNorm', accepted: 'RMSNorm' over all heads"):
+        tiny_gpt(normalization="LayerNorm", spec={"norm_all_heads": True})
+    with pytest.raises(ValueError, match="norm.kind: got 'layernorm', accepted: 'rmsnorm'"):
+        flow.split_norm(torch.ones(2, 8), flow.Norm("layernorm", 1e-5), flow.TensorParallel())
+    with pytest.raises(ValueError, match="residual: got true without a norm, accepted: false"):
+        x, tp = torch.ones(16, 16), flow.TensorParallel()
+        flow.norm_linear(x, None, x, None, tp, ActivationConfig(), residual=True)
+
+
+def _sizes(rank, world):
+    changes = {**OLMO2, "num_query_groups": 2}
+    runs = [train(tp, sp, 4, None, **FP32, **changes) for tp, sp in ((1, False), (2, False), (2, True))]
+    fp8 = [train(tp, sp, 4, ActivationConfig(), **changes) for tp, sp in ((1, False), (2, True))]
+    *_, loose, _ = train(2, True, 3, None, hooks=False, **changes)
+    state = tiny_gpt(tensor_model_parallel_size=2, **changes).sharded_state_dict()
+    return runs, fp8, loose, {name: (state[name].global_shape[1:], state[name].local_shape) for name in HEADS}
+
+
+def test_tensor_parallel_sizes_agree():
+    """fp32 and unpatched: all but rounding. In FP8 too within 1 %. Ranks hold their heads' part of the head norms."""
+    for runs, fp8, loose, shapes in run_ranks(2, _sizes):
+        losses, first, *_ = runs[0]
+        assert losses[-1] < losses[0] - 0.1
+        for (other, start, _, replicas, hooked), norms in zip(runs[1:], (set(), AFTER), strict=True):
+            assert other == pytest.approx(losses, rel=1e-5)
+            assert all(torch.equal(first[name], start[name]) for name in first)
+            assert not HEADS & set(replicas) and not any(replicas.values())
+            assert set(hooked) == (norms | {"decoder.final_layernorm.weight"} if norms else set())
+        assert fp8[1][0] == pytest.approx(fp8[0][0], rel=1e-2) and not any(fp8[1][3].values())
+        assert all(loose[name] > 0 for name in AFTER), "nothing was tested"
+        for name in HEADS:  # in Megatron's distributed checkpoints
+            width = 256 if "q_layernorm" in name else 128
+            assert shapes[name] == ((width,), (width // 2,))
