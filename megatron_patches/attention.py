@@ -19,6 +19,7 @@ from coat_dist.config import ActivationConfig
 from .attached import Patch
 from .compat import field_or, known_fields, rope_mscale
 from .core_attention import SDPA
+from .groups import tensor_parallel
 from .hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import why_bf16_linear, why_not_invariant_bias
 <<<<<<< HEAD
@@ -85,8 +86,8 @@ class CompactSelfAttention(SelfAttention):
         given = kwargs.get("packed_seq_params")
         if given is None or isinstance(given, Packed) or not isinstance(self.core_attention, SDPA):
             return None, rotary_pos_emb
-        shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        documents = packed(given, hidden_states.shape[0] * shards, hidden_states.shape[1])
+        tp = tensor_parallel(self.linear_qkv)
+        documents = packed(given, hidden_states.shape[0] * (tp.size if tp.sharded else 1), hidden_states.shape[1])
         kwargs["packed_seq_params"] = documents
         if field_or(self.config, "mrope_section", None):  # made from position ids, for each token
             return documents, rotary_pos_emb

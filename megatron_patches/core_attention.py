@@ -81,9 +81,10 @@ class SDPA(MegatronModule):
         if query.dim() == 3 and packed_seq_params is not None:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias)
-        options = {"causal": causal, "scale": self.softmax_scale, "documents": _documents(packed_seq_params, query)}
+        documents, scale = _documents(packed_seq_params, query), self.softmax_scale
         with self._random():
-            return flow.sdpa(query, key, value, dropout=self.dropout if self.training else 0.0, **options)
+            dropout = self.dropout if self.training else 0.0
+            return flow.sdpa(query, key, value, causal=causal, scale=scale, dropout=dropout, documents=documents)
 
     def compressed(
         self,

@@ -61,7 +61,7 @@ def packed(params: PackedSeqParams, tokens: int, batch: int) -> Packed:
         ValueError: names the field, what was given and what is accepted.
     """
     if not isinstance(params, PackedSeqParams):
-        accepted = "None or Megatron's PackedSeqParams, with activation.attention \"bf16\" or \"fp8\""
+        accepted = 'None or Megatron\'s PackedSeqParams (also with activation.attention "fp8")'
         raise ValueError(f"packed_seq_params: got {type(params).__name__}, accepted: {accepted}")
     if batch != 1:
         raise ValueError(f"packed_seq_params: got {batch} sequences of {tokens} tokens, accepted: tokens [1, T]")

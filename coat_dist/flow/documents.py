@@ -79,9 +79,9 @@ def why_no_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | Non
         return "no GPU that PyTorch has flash attention for"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{str(q.dtype).removeprefix('torch.')} tensors"
-    if q.shape[-1] % 8 or q.shape[-1] > 256 or v.shape[-1] != q.shape[-1]:
+    if q.shape[-1] % 8 or q.shape[-1] > _largest_head(q.device) or v.shape[-1] != q.shape[-1]:
         return f"heads of {q.shape[-1]} elements"
-    return None
+    return None if torch.backends.cuda.flash_sdp_enabled() else "flash attention is switched off"
 
 
 @functools.cache
@@ -89,6 +89,12 @@ def _has_flash(device: torch.device) -> bool:
     # 8.0: what PyTorch's flash attention 2 is compiled for. ROCm has other kernels behind the same name: not tried.
     built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def _largest_head(device: torch.device) -> int:
+    # Backward of larger ones needs the shared memory of these.
+    return 256 if torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0)) else 192
 
 
 def flash_documents(
@@ -103,9 +109,10 @@ def flash_documents(
 ) -> torch.Tensor:
     """Attention within each document by PyTorch's flash attention, which reads the bounds on the device.
 
-    Called as PyTorch's own operator: ``torch.nn.attention.varlen`` wraps the same one, in Python, and takes no grouped
-    queries before torch 2.12. cuDNN is faster on Hopper, but PyTorch (2.11 to 2.13) makes a new execution plan in every
-    call of its form with cumulative lengths; ``benchmarks/speed/documents.py`` measures both.
+    Called as PyTorch's own operator: ``torch.nn.attention.varlen`` wraps the same one in Python, with arguments that
+    differ between torch 2.11 and 2.13. cuDNN is faster on Hopper without documents, but its form with cumulative
+    lengths is switched off in that wrapper, and a version of PyTorch's ``MHA.cpp`` that was read keeps no execution
+    plans for it: every call makes one. ``benchmarks/speed/documents.py`` measures all of them.
 
     Args:
         q: ``[T, heads, d]``, k and v: ``[T, groups, d]``.

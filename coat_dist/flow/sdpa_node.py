@@ -25,7 +25,8 @@ def attend(values: Sequence[torch.Tensor], documents: Documents | None, options:
     if documents is None:
         return plain_sdpa(*values, **options)
     if why_no_flash(*values) is None:
-        return _heads_first(flash_documents(*(_tokens_first(t) for t in values), documents, **options))
+        q, k, v = (_tokens_first(t) for t in values)
+        return _heads_first(flash_documents(q, k, v, documents, **options))
     return _join([plain_sdpa(*(t[:, :, part] for t in values), **options) for part in _parts(documents)])
 
 

@@ -107,6 +107,20 @@ def test_one_scale_for_a_tensor_is_shared_by_documents():
     torch.testing.assert_close(together, alone, rtol=0.05, atol=0.05)
 
 
+def test_patched_layers_that_run_megatrons_own_forward():
+    model, batch = built(ActivationConfig(), test_mode=True), text()
+    assert set(model.coat_patch_report.unfused.values()) == {"config.test_mode=True"}
+    assert torch.equal(per_token(model, *batch, params()), each_alone(model, *batch))
+
+
+def test_attention_dropout_is_applied_while_training():
+    model, batch = built(ActivationConfig(), attention_dropout=0.5), text()
+    dropped, again = (per_token(model, *batch, params()) for _ in range(2))
+    assert not torch.equal(dropped, again) and gradients(model, dropped)
+    model.eval()
+    assert torch.equal(per_token(model, *batch, params()), each_alone(model, *batch))
+
+
 @pytest.mark.parametrize("settings", ["unpatched", "exact", "fp8_attention"])
 def test_one_document_is_the_unpacked_sequence_to_the_bit(settings, device):
     model, (tokens, labels, _) = built(SETTINGS[settings]), text(device=device)
