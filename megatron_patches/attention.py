@@ -22,12 +22,8 @@ from .core_attention import SDPA
 from .groups import tensor_parallel
 from .hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import why_bf16_linear, why_not_invariant_bias
-<<<<<<< HEAD
-from .norm import EXACT, why_bf16_norm_before
-from .packed import Packed, packed
-=======
 from .norm import EXACT, why_bf16_norm
->>>>>>> hf
+from .packed import Packed, packed
 from .residual import Residual
 
 __all__ = [

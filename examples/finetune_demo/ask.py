@@ -41,7 +41,9 @@ def answers(model: Any, tokenizer: Any, questions: list[str], batch: int = 128) 
         going_on = []
         for start in range(0, len(waiting), batch):
             chosen = waiting[start : start + batch]
-            texts = [tokenizer.apply_chat_template(chats[i], tokenize=False, add_generation_prompt=True) for i in chosen]
+            texts = [
+                tokenizer.apply_chat_template(chats[i], tokenize=False, add_generation_prompt=True) for i in chosen
+            ]
             given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
             made = model.generate(
                 input_ids=given.input_ids, attention_mask=given.attention_mask, max_new_tokens=48, do_sample=False

@@ -118,7 +118,14 @@ def main() -> int:
         say(f"fine-tuning, {block}: {steps} steps, {ranks} {'GPU' if gpu else 'process'}{'s' * (ranks > 1)}")
         start(
             *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "launch/finetune.py"),
-            *("--deepspeed_config", str(config), "--model", str(output / "weights"), "--data", str(output / "train.jsonl")),
+            *(
+                "--deepspeed_config",
+                str(config),
+                "--model",
+                str(output / "weights"),
+                "--data",
+                str(output / "train.jsonl"),
+            ),
             *("--valid", str(output / "held-out.jsonl"), "--seq-length", str(run["seq_length"])),
             *("--train-steps", str(steps), "--warmup-steps", str(min(20, steps // 2)), "--eval-interval", "50"),
             *("--lr", str(run["lr"]), "--min-lr", str(run["lr"] / 10), "--output", str(folder)),

@@ -92,9 +92,7 @@ def _pair(record: Mapping[str, Any]) -> Conversation:
     return _of_messages(before + _messages(completion, "completion"), len(before), record)
 
 
-def _of_messages(
-    messages: list[tuple[dict[str, Any], bool]], given: int, record: Mapping[str, Any]
-) -> Conversation:
+def _of_messages(messages: list[tuple[dict[str, Any], bool]], given: int, record: Mapping[str, Any]) -> Conversation:
     """The first ``given`` messages are a prompt, which is not trained."""
     return Conversation(
         messages=[message for message, _ in messages],

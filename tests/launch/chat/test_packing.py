@@ -149,7 +149,14 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path):
     """Lines: kept, empty line, malformed, empty, too long, kept."""
     file = tmp_path / "chats.jsonl"
     long = chat("user: q", "assistant: " + "hello " * 90)
-    lines = [chat("user: q", "assistant: a"), "", '{"messages": 1}', chat("user: q"), long, chat("user: q", "assistant: b")]
+    lines = [
+        chat("user: q", "assistant: a"),
+        "",
+        '{"messages": 1}',
+        chat("user: q"),
+        long,
+        chat("user: q", "assistant: b"),
+    ]
     file.write_text("\n".join(lines))
     template = ChatTemplate(make_tokenizer())
     with pytest.raises(DataError, match=rf"^{file}:3: messages: got 1.*--skip-bad"):

@@ -61,7 +61,9 @@ def test_plain_template():
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     found = spoken(ChatTemplate(tokenizer), chat("user: one", "assistant: two"))
     assert found == [(False, "### User:\none\n\n### Assistant:\n"), (True, "two<|end|>"), (False, "\n\n")]
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "one"}], tokenize=False, add_generation_prompt=True)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "one"}], tokenize=False, add_generation_prompt=True
+    )
     assert asked == found[0][1]
 
 
