@@ -2,10 +2,10 @@
 
     python examples/finetune_demo/run.py
 
-Makes a small Llama with random weights and its tokenizer in Hugging Face's layout, generates conversations, converts the
-model, fine-tunes it with a "coat" block, and asks what came out, loaded by transformers, questions that it has not seen;
-the calculator is run for it. Ends with status 1 where it is right less often than --pass. Without a GPU it starts two
-processes; with one, `--size 300m --block both` trains 303 million parameters in BF16 and with the block.
+Makes a small Llama with random weights and its tokenizer in Hugging Face's layout, generates conversations, converts
+the model, fine-tunes it with a "coat" block, and asks what came out, loaded by transformers, questions that it has not
+seen; the calculator is run for it. Ends with status 1 where it is right less often than --pass. Without a GPU it starts
+two processes; with one, `--size 300m --block both` trains 303 million parameters in BF16 and with the block.
 
 Needs transformers: pip install 'coat-dist[hf]'.
 """

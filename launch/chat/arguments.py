@@ -67,9 +67,7 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
     g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
-    g.add_argument(
-        "--seed", type=whole_number, default=1234, help="of the data's order, the held-out share and dropout"
-    )
+    g.add_argument("--seed", type=whole_number, default=1234, help="of data order, held-out share and dropout")
 
     g = p.add_argument_group("data")
     g.add_argument(

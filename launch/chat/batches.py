@@ -1,8 +1,8 @@
 """Micro-batches of conversations, each with what its loss is divided by: so that a step's loss is a mean over tokens.
 
-DeepSpeed divides the gradients of a step's micro-batches by their number, and averages over data-parallel ranks. A step
-of N trained tokens, in A micro-batches on each of D ranks, has the mean over its tokens where each micro-batch gives the
-sum of its losses over N / (A D): ``loss_tokens``. Every rank knows N from the plan, without asking the others.
+DeepSpeed divides the gradients of a step's micro-batches by their number, and averages over data-parallel ranks. A
+step of N trained tokens, in A micro-batches on each of D ranks, has the mean over its tokens where each micro-batch
+gives the sum of its losses over N / (A D): ``loss_tokens``. Every rank knows N from the plan, without asking others.
 """
 
 from __future__ import annotations

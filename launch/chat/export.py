@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder: weights of the last checkpoint, and the tokenizer with the chat template."""
+"""The trained model as a Hugging Face folder: weights of the last checkpoint, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_target(target: str | None, replace: bool) -> None:
 def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights) -> None:
     """Write a checkpoint as ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. Call it on one rank.
 
-    ``convert_hf.py`` does it, in a process of its own: what it verifies and writes, it does with all ranks that there are.
+    ``convert_hf.py`` does it, in a process of its own: it verifies and writes with all ranks that there are.
 
     Args:
         checkpoint: of the run.

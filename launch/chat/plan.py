@@ -204,9 +204,7 @@ def _told(found: Conversations, files: list[str]) -> str:
         f"trained; {left or 'nothing left out'}"
     )
     if s["in_pieces"]:
-        text += (
-            f"; {s['in_pieces']:,} encoded in pieces, as a token would have joined a turn of the assistant to another"
-        )
+        text += f"; {s['in_pieces']:,} encoded in pieces, where a token would have joined two turns"
     return text + ("; listed in dropped.jsonl" if left else "")
 
 

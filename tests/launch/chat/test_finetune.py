@@ -1,17 +1,16 @@
-"""Fine-tuning on gloo ranks: from a Hugging Face folder to one, exact restarts, the same step for any layout, refusals."""
+"""Fine-tuning on gloo ranks: from a Hugging Face folder to one, exact restarts, any layout, refusals."""
 
 import json
 
 import pytest
-
-transformers = pytest.importorskip("transformers")
-
 import torch
 
 from launch.training.metrics import read_metrics
 from tests.launch.chat.support import chat, make_llama, make_tokenizer
 from tests.launch.pretrain_runs import configuration, losses
 from tests.support import run_ranks
+
+transformers = pytest.importorskip("transformers")
 
 
 def rank_main(rank, world, argv):
@@ -62,7 +61,7 @@ def exported(run):
 
 
 def test_restart_is_exact(work, tmp_path):
-    """Straight = stopped and started again, to the last bit of losses and of the exported weights; with held-out data."""
+    """Straight = stopped and started again, to the last bit of losses and of exported weights; with held-out data."""
     config, straight, parts = sizes(tmp_path, 1, 2, coat=True), tmp_path / "straight", tmp_path / "parts"
     more = ("--epochs", "2", "--valid-share", "0.2")
     assert "exported to" in run_ranks(2, rank_main, command(work, straight, config, *more), timeout=60)[0]
@@ -84,7 +83,7 @@ def test_restart_is_exact(work, tmp_path):
 
 
 def test_a_step_is_the_same_in_every_layout(work, tmp_path):
-    """Losses and gradient norms of 2 ranks x 2 x 2, of one with 1 x 8 and 8 x 1, of ZeRO-3 and of tensor parallelism."""
+    """Losses and gradient norms of 2 ranks x 2 x 2, one rank x 1 x 8 and 8 x 1, ZeRO-3, tensor parallelism."""
     found = {}
     for name, ranks, micro, accumulation, stage, more in (
         ("8x1", 1, 8, 1, 2, ()),

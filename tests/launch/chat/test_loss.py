@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
 from launch.chat.batches import Layout, micro_batches
 from launch.chat.packing import Sequences
 from launch.chat.store import Conversations, Reading, prepare
@@ -16,6 +14,8 @@ from launch.model.gpt import build_model
 from launch.training.build import language_model_loss
 from launch.weights import fill, open_weights
 from tests.launch.chat.support import chat, make_llama, make_tokenizer
+
+transformers = pytest.importorskip("transformers")
 
 SEQUENCES = 8
 
@@ -32,7 +32,7 @@ class Engine:
 
 @pytest.fixture
 def made(tmp_path, one_rank):
-    """The same Llama in transformers and in Megatron, fp32, and conversations with answers of very different lengths."""
+    """The same Llama in transformers and in Megatron, fp32, and conversations with answers of different lengths."""
     tokenizer = make_tokenizer(texts=["hello hello"] * 9)
     make_llama(tmp_path / "llama", tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
