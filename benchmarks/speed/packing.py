@@ -2,10 +2,10 @@
 
 python -m benchmarks.speed.packing [--model llama3-8b] [--layers 4] [--seq-length 4096] [--micro 4] [--output DIR]
 
-Conversations have log-normal lengths (median --median tokens, sigma 0.9, up to the sequence's), of which the last three
-fifths are trained. Both ways draw from the same conversations: packed micro-batches hold several a sequence, without
-attention across them; padded ones hold one a row, padded to the longest of the micro-batch. There is no optimizer, whose
-time a step is the same for both.
+Conversations have log-normal lengths (median --median tokens, sigma 0.9, up to the sequence's), of which the last
+three fifths are trained. Both ways draw from the same conversations: packed micro-batches hold several a sequence,
+without attention across them; padded ones hold one a row, padded to the longest of the micro-batch. There is no
+optimizer, whose time a step is the same for both.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def make_tokenizer(template=MARKED, texts=(), vocab=300):
     )
 
 
-def make_llama(folder, tokenizer, **more):
-    """A small Llama with random weights in Hugging Face's layout, beside its tokenizer."""
+def make_llama(folder, tokenizer, vocab=None, **more):
+    """A small Llama with random weights in Hugging Face's layout, beside its tokenizer, with its ids or more."""
     import torch
     import transformers
 
@@ -50,7 +50,7 @@ def make_llama(folder, tokenizer, **more):
         "max_position_embeddings": 128,
         "initializer_range": 0.1,
     }
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **{**sizes, **more})
+    config = transformers.LlamaConfig(vocab_size=vocab or len(tokenizer), **{**sizes, **more})
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

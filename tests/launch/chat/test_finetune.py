@@ -30,7 +30,8 @@ def rank_main(rank, world, argv):
 def work(tmp_path_factory):
     """A model and a file of 40 conversations, some answers long and some short."""
     folder = tmp_path_factory.mktemp("chat")
-    make_llama(folder / "model", make_tokenizer(texts=["hello hello"] * 9), hidden_size=128, attention_dropout=0.1)
+    tokenizer = make_tokenizer(texts=["hello hello"] * 9)
+    make_llama(folder / "model", tokenizer, vocab=384, hidden_size=128, attention_dropout=0.0)
     lines = [chat(f"user: {n}?", "assistant: " + "hello " * (1 + n * n % 20)) for n in range(40)]
     (folder / "chats.jsonl").write_text("\n".join(lines))
     return folder
