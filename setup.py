@@ -24,7 +24,7 @@ REQUIRES = [
     "matplotlib>=3.9,<4",
     "tensorboard>=2.17,<3",
 ]
-HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "safetensors>=0.4"]
+HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "safetensors>=0.4", "jinja2>=3.1,<4"]
 EXTRAS = {
     "dev": [
         *HF,

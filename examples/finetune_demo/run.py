@@ -115,7 +115,7 @@ def main() -> int:
         folder, config = output / block, output / f"{block}.json"
         config.write_text(json.dumps(deepspeed_config(block, run["batch"]), indent=1))
         steps = args.steps or run["steps"]
-        say(f"fine-tuning, {block}: {steps} steps, {ranks} {'GPU' if gpu else 'process'}{'s' * (ranks > 1)}")
+        say(f"fine-tuning, {block}: {steps} steps, {ranks} rank{'s' * (ranks > 1)} on {'GPUs' if gpu else 'the CPU'}")
         start(
             *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "launch/finetune.py"),
             *(

@@ -29,7 +29,7 @@ __all__ = ["Conversations", "Reading", "prepare"]
 
 FORMAT = 1
 """Of the prepared folder; another one is made anew."""
-_ARRAYS = ("tokens", "learnt", "ends", "places")
+_ARRAYS = {"tokens": np.int32, "learnt": np.uint8, "ends": np.int64, "trained": np.int64, "places": np.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Conversations:
     def __init__(self, folder: Path) -> None:
         try:
             self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            self._tokens, self._learnt, self._ends, self.places = (
+            self._tokens, self._learnt, self._ends, trained, self.places = (
                 np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
             )
             whole = self._ends[-1] == len(self._tokens) == len(self._learnt)
@@ -68,11 +68,8 @@ class Conversations:
         self.folder = folder
         self.lengths = np.diff(self._ends, prepend=0)
         """Tokens of each conversation, int64."""
-        # The first token has nobody to predict it.
-        counted = np.concatenate([[0], np.cumsum(self._learnt, dtype=np.int64)])
-        begins = self._ends - self.lengths
-        self.trained = counted[self._ends] - counted[np.minimum(begins + 1, self._ends)]
-        """Tokens of each that are predicted and trained, int64."""
+        self.trained = np.asarray(trained)
+        """Trained tokens of each, int64; the first token, which nothing predicts, is never one."""
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -172,14 +169,13 @@ class _Encoder:
                 f"{' '.join(map(str, files))}: no conversation to train on ({left}), accepted: at least one of at most "
                 f"{self._reading.seq_length} tokens (--seq-length)"
             )
-        types = {"tokens": np.int32, "learnt": np.uint8, "ends": np.int64, "places": np.int64}
         for name, parts in self._arrays.items():
-            np.save(self._folder / f"{name}.npy", np.concatenate(parts).astype(types[name], copy=False))
+            np.save(self._folder / f"{name}.npy", np.concatenate(parts))
         return {
             "files": [str(file) for file in files],
             "counts": counts,
             "tokens": self._end,
-            "trained": int(sum(part.sum(dtype=np.int64) for part in self._arrays["learnt"])),
+            "trained": sum(int(part[0]) for part in self._arrays["trained"]),
             "in_pieces": self._template.in_pieces,
         }
 
@@ -204,10 +200,15 @@ class _Encoder:
             self._note(file, line, "cut", f"{len(ids)} tokens, the first {limit} kept")
         self._counts["kept"] += 1
         self._end += min(len(ids), limit)
-        for name, values in (("tokens", ids[:limit]), ("learnt", learnt[:limit])):
-            self._arrays[name].append(np.asarray(values, np.int32 if name == "tokens" else np.uint8))
-        self._arrays["ends"].append(np.asarray([self._end]))
-        self._arrays["places"].append(np.asarray([[number, line]]))
+        row = {
+            "tokens": ids[:limit],
+            "learnt": learnt[:limit],
+            "ends": [self._end],
+            "trained": [sum(learnt[1:limit])],
+            "places": [[number, line]],
+        }
+        for name, values in row.items():
+            self._arrays[name].append(np.asarray(values, _ARRAYS[name]))
 
     def _note(self, file: Path, line: int, what: str, why: str) -> None:
         self._counts[what] += 1
