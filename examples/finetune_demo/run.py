@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # The rate falls to a tenth of --lr at the end. Batches are sequences of a step, of all ranks.
 RUNS = {
-    "tiny": {"steps": 160, "batch": 12, "seq_length": 256, "lr": 4e-3, "conversations": 6000, "questions": 150},
+    "tiny": {"steps": 280, "batch": 16, "seq_length": 256, "lr": 4e-3, "conversations": 6000, "questions": 150},
     "300m": {"steps": 400, "batch": 32, "seq_length": 1024, "lr": 3e-4, "conversations": 60000, "questions": 500},
 }
 
