@@ -46,13 +46,14 @@ def deepspeed_config(block: str, batch: int) -> dict:
     return {**config, "coat": {}} if block == "coat" else config
 
 
-def start(*command: str) -> None:
+def start(gpu: bool, *command: str) -> None:
     """Run a program of launch/, whose output is shown."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
+        **({} if gpu else {"DS_ACCELERATOR": "cpu"}),  # spares DeepSpeed's warnings that it found no GPU
     }
     done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, check=False)
     if done.returncode:
@@ -108,7 +109,7 @@ def main() -> int:
     chats = (task.conversation(*one) for one in itertools.islice(trained, 1000))
     model.make(output / "model", map(model.spoken, itertools.chain.from_iterable(chats)), args.size, seed=0)
     say(f"{output / 'model'}: a Llama with random weights")
-    start("launch/convert_hf.py", "--from", str(output / "model"), "--to", str(output / "weights"))
+    start(gpu, "launch/convert_hf.py", "--from", str(output / "model"), "--to", str(output / "weights"))
 
     accuracy = {}
     for block in ["bf16", "coat"] if args.block == "both" else [args.block]:
@@ -117,6 +118,7 @@ def main() -> int:
         steps = args.steps or run["steps"]
         say(f"fine-tuning, {block}: {steps} steps, {ranks} rank{'s' * (ranks > 1)} on {'GPUs' if gpu else 'the CPU'}")
         start(
+            gpu,
             *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "launch/finetune.py"),
             *(
                 "--deepspeed_config",

@@ -69,8 +69,9 @@ class FinetunePlan(Plan):
         lines = [super().describe(), _about(self.train, "train", self.model.seq_length)]
         if self.valid is not None:
             lines.append(_about(self.valid, "held out", self.model.seq_length))
-        steps, per_epoch = self.args.train_steps, self.train.sequences.per_epoch
-        lines.append(f"{steps} steps: {steps * self.batch.total / per_epoch:.2f} epochs of {per_epoch:,} sequences")
+        steps, sequences = self.args.train_steps, self.train.sequences
+        taken = min(steps * self.batch.total, sequences.end or math.inf)
+        lines.append(f"{steps} steps: {taken / sequences.per_epoch:.2f} epochs of {sequences.per_epoch:,} sequences")
         return "\n".join(lines)
 
     def data_identity(self) -> dict[str, Any]:
