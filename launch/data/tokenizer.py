@@ -15,7 +15,15 @@ from typing import Any, Protocol
 from launch.data.local_files import find_tokenizer
 from launch.prep import DataError
 
-__all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "Tokenizer", "load", "train_bpe"]
+__all__ = [
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "load",
+    "tokenizer_digest",
+    "train_bpe",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|eot_id|>", "<eos>", "[EOS]")
@@ -255,6 +263,11 @@ def _end_id(given: str | int | None, vocab_size: int, lookup: Any, default: str 
         f"--eod: needed, because {where} names no end-of-document token; accepted: a token of it or an id "
         f"below {vocab_size}"
     )
+
+
+def tokenizer_digest(file: Path, eod: int) -> str:
+    """:meth:`Tokenizer.fingerprint` of a tokenizer.json, without reading it as one."""
+    return _digest(file.read_bytes(), eod)
 
 
 def _digest(content: bytes, eod: int) -> str:

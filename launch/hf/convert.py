@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,10 @@ from launch.weights.converted import KIND, MODEL
 from launch.weights.source import CARRIED, CheckpointError, Weights
 from launch.weights.write import BLOCK, Planned, Written, write_tensors
 
-__all__ = ["HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
+__all__ = ["AHEAD", "HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
 
+AHEAD = 1 << 28
+"""Bytes that the system reads ahead. They are its memory, not this process's."""
 HUGGING_FACE, MEGATRON = "hugging-face", "megatron"
 """The two forms, as ``--format`` calls them."""
 
@@ -56,11 +60,18 @@ class Conversion(NamedTuple):
         for name, path in self.copies.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
+        order = dict.fromkeys(p.name for t in self.tensors for p in self.recipes[t.name].pieces if p.name is not None)
+        ahead = _Ahead(weights, list(order))
+
+        def blocks(tensor: Planned) -> Iterator[torch.Tensor]:
+            ahead.reach(self.recipes[tensor.name].pieces)
+            return self.blocks(weights, tensor)
+
         return write_tensors(
             folder,
             self.stem,
             self.tensors,
-            lambda tensor: self.blocks(weights, tensor),
+            blocks,
             shard_bytes=shard_bytes,
             progress=progress,
         )
@@ -75,6 +86,24 @@ class Conversion(NamedTuple):
                 yield weights.rows(piece.name, row, min(row + most, piece.start + piece.rows)).to(tensor.dtype)
             if self.kind != KIND and piece.name in _PADDED and (rows := weights.shape(piece.name)[0]) > piece.rows:
                 weights.rows(piece.name, piece.rows, rows)  # not wanted; but now the tensor's checksum is compared
+
+
+class _Ahead:
+    """Keeps the system reading what comes next: a tensor, and ``AHEAD`` bytes beyond it."""
+
+    def __init__(self, weights: Weights, names: list[str]) -> None:
+        self.weights, self.names = weights, names
+        self.place = {name: i for i, name in enumerate(names)}
+        sizes = [math.prod(weights.shape(name)) * weights.dtype(name).itemsize for name in names]
+        self.ends = list(itertools.accumulate(sizes))
+        self.next = 0
+
+    def reach(self, pieces: Sequence[Piece]) -> None:
+        """These are read now."""
+        now = self.ends[max(self.place[piece.name] for piece in pieces if piece.name is not None)]
+        while self.next < len(self.names) and (not self.next or self.ends[self.next - 1] < now + AHEAD):
+            self.weights.prefetch(self.names[self.next])
+            self.next += 1
 
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -87,6 +87,11 @@ class HuggingFaceWeights(Weights):
             first += piece.rows
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    def prefetch(self, name: str) -> None:
+        """See :class:`Weights`."""
+        for part in dict.fromkeys(piece.name for piece in self.recipes[name].pieces if piece.name is not None):
+            self._files.prefetch(part)
+
     def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""
         return travelling_files(self.path)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 
 from coat_dist import CoatConfigError
+from launch.data.blend import DataInfo
+from launch.data.tokenizer import tokenizer_digest
 from launch.hf.config_out import function_of
 from launch.model.config import ModelConfig, described_model, load_model_config
 from launch.weights import Weights, open_weights
 
-__all__ = ["initial_weights"]
+__all__ = ["initial_weights", "tokenizer_warning"]
 
 
 def initial_weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights | None]:
@@ -34,6 +36,20 @@ def initial_weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights | No
         for key in ours
         if ours[key] != theirs[key]
     ]
+    window = weights.model.sliding_window
+    if window is not None and model.seq_length > window:
+        wrong.append(f"model.seq_length: got {model.seq_length}, accepted: at most {window}, the window of --init-from")
     if wrong:
         raise CoatConfigError("\n".join(wrong))
     return model, weights
+
+
+def tokenizer_warning(weights: Weights | None, prefix: str, info: DataInfo) -> str | None:
+    """A line where the data was prepared with another tokenizer.json than the one that came with the weights."""
+    file = None if weights is None else weights.travelling().get("tokenizer.json")
+    if file is None or info.tokenizer_digest in (None, tokenizer_digest(file, info.eod)):
+        return None
+    return (
+        f"warning: --data: {prefix} was prepared with {info.describe()}, which is not {file} of --init-from: the "
+        "weights know that one's ids"
+    )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
-from launch.training.initial import initial_weights
+from launch.training.initial import initial_weights, tokenizer_warning
 from launch.training.schedule import Schedule
 from launch.training.settings import BatchSizes, batch_sizes, load_settings, peak_lr
 
@@ -39,14 +39,17 @@ class Plan:
     weights: Any = None
     """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
 
+    warning: str | None = None
+    """A line for the log."""
+
     @property
     def eval_at_end(self) -> bool:
         """Whether the held-out set is evaluated after the last step, wherever --eval-interval falls."""
         return False
 
     def describe(self) -> str:
-        """One line for the log."""
-        return (
+        """One line for the log, and a second one where there is a warning."""
+        return ("" if self.warning is None else f"{self.warning}\n") + (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
             f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
             f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
@@ -105,7 +108,8 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         data.check_one_tokenizer(prefixes, infos)
     model = model.with_vocab(max(info.vocab_size for info in infos))
     eod = infos[0].eod if args.separate_documents else None
-    return assemble(args, world, settings, coat, model, eod=eod, weights=weights)
+    warning = tokenizer_warning(weights, prefixes[0], infos[0])
+    return assemble(args, world, settings, coat, model, eod=eod, weights=weights, warning=warning)
 
 
 def assemble(

@@ -78,6 +78,10 @@ class ConvertedWeights(Weights):
         """See :class:`Weights`."""
         return self._files.rows(name, start, stop).to(self.dtype(name))
 
+    def prefetch(self, name: str) -> None:
+        """See :class:`Weights`."""
+        self._files.prefetch(name)
+
     def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""
         return files_in(self.path / CARRIED)

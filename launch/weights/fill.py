@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import torch
 
+from coat_dist.ranks import attempt
 from launch.weights.source import CheckpointError, Weights
 
 __all__ = ["fill"]
 
 
-@torch.no_grad()
 def fill(model: torch.nn.Module, weights: Weights) -> None:
     """Copy ``weights`` into a Megatron ``GPTModel``, patched or not, of any tensor- and pipeline-parallel size.
 
-    Call it on every rank, before DeepSpeed's ZeRO-3 divides the parameters. Values are rounded to the parameters'
-    dtype. Where the model's embedding has more or fewer rows of padding than the source's, they become zero or are
-    left out.
+    Collective: call it on every rank, before DeepSpeed's ZeRO-3 divides the parameters. Values are rounded to the
+    parameters' dtype. Where the model's embedding has more or fewer rows of padding than the source's, they become
+    zero or are left out.
 
     Args:
         model: on any device; ``model.module`` is taken where it is a wrapper.
         weights: see :func:`launch.weights.open_weights`.
 
     Raises:
-        CheckpointError: a parameter that the source lacks, or has in another shape, or one that the model lacks; names
-            it. The model may be partly filled then.
+        CheckpointError: on every rank; a parameter that the source lacks, or has in another shape, or one that the
+            model lacks, or cannot be read; names it. The model may be partly filled then.
     """
     while not hasattr(model, "decoder") and hasattr(model, "module"):
         model = model.module
     weights.verify()
+    _, problems = attempt(lambda: _fill(model, weights))
+    if problems:
+        raise CheckpointError("\n".join(dict.fromkeys(problems.values())))
+
+
+@torch.no_grad()
+def _fill(model: torch.nn.Module, weights: Weights) -> None:
     whole, modules = _global_names(model), dict(model.named_modules())
     there = set(weights.names())
     wanted = {

@@ -69,6 +69,9 @@ class Weights(ABC):
         """
         return self.rows(name, 0, self.shape(name)[0])
 
+    def prefetch(self, name: str) -> None:  # noqa: B027 - a hint
+        """Let the system begin to read a tensor, which will be asked for soon."""
+
     def travelling(self) -> dict[str, Path]:
         """Files that travel with the weights, by the names that they have in a Hugging Face folder: tokenizer, chat
         template, generation config, config.json."""

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ __all__ = ["CODES", "Entry", "TensorFiles", "read_header"]
 
 CODES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 """Types of weights, as the format spells them."""
+_READ_AHEAD = 1 << 17  # Linux cuts longer requests to what the device takes at once, whatever that is
 _LARGEST_HEADER = 100_000_000  # the format's own bound
 
 
@@ -79,6 +81,17 @@ class TensorFiles:
         if name in self._checksums:
             self._check(name, entry, start, stop, summed(rows))
         return rows
+
+    def prefetch(self, name: str) -> None:
+        """Let the system begin to read a tensor. It reads ahead by itself where one place is read on and on; rows of
+        queries, keys and values are three places in turns, and a disk is far from its speed then."""
+        entry = self.entries[name]
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with suppress(OSError):
+            descriptor, end = self._descriptor(entry.file), entry.start + entry.bytes
+            for start in range(entry.start, end, _READ_AHEAD):
+                os.posix_fadvise(descriptor, start, min(_READ_AHEAD, end - start), os.POSIX_FADV_WILLNEED)
 
     def _check(self, name: str, entry: Entry, start: int, stop: int, checksum: Future[int]) -> None:
         """Compare with the checksum as soon as every row has been read, in whichever order."""

@@ -111,3 +111,17 @@ def test_contradictions_are_named(work, tmp_path):
     told = refused(work, tmp_path, "--init-from", tmp_path / "nothing")
     assert "nothing: does not exist (nothing is downloaded), accepted: a Hugging Face folder" in told
     assert "--model: missing, accepted: a description, or --init-from" in refused(work, tmp_path, model=False)
+
+
+def test_another_tokenizer_is_told(tmp_path):
+    from launch.data.blend import DataInfo
+    from launch.data.tokenizer import tokenizer_digest
+    from launch.training.initial import tokenizer_warning
+
+    make("llama3", tmp_path / "hf")
+    weights, same = open_weights(tmp_path / "hf"), tokenizer_digest(tmp_path / "hf" / "tokenizer.json", 2)
+    assert tokenizer_warning(weights, "data", DataInfo(100, 2, same)) is None
+    assert tokenizer_warning(weights, "data", DataInfo(100, 2, None)) is None  # not known
+    assert tokenizer_warning(None, "data", DataInfo(100, 2, "0" * 64)) is None
+    told = tokenizer_warning(weights, "data", DataInfo(100, 2, "0" * 64, "other"))
+    assert "warning: --data: data was prepared with other" in told and "tokenizer.json of --init-from" in told
