@@ -65,10 +65,10 @@ def micro_batches(
             first = position + (index * layout.dp_size + layout.dp_rank) * layout.micro
             rows = [sequences[first + row] for row in range(layout.micro)]
             made = _packed(conversations, rows, layout) if layout.packed else _padded(conversations, rows, layout)
-            made = {name: torch.from_numpy(array) for name, array in made.items()}
+            batch = {name: torch.from_numpy(array) for name, array in made.items()}
             if pinned:
-                made = {name: tensor.pin_memory() for name, tensor in made.items()}
-            yield {**made, "loss_tokens": divisor}
+                batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+            yield {**batch, "loss_tokens": divisor}
         position += layout.total
 
 

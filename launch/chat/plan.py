@@ -104,7 +104,7 @@ def draft(args: argparse.Namespace, world: int) -> Draft:
     ChatTemplate(tokenizer)  # a template that is no Jinja is told before anything is started
     ids = max(tokenizer.get_vocab().values()) + 1
     model = weights.model.model_copy(update={"seq_length": seq_length}).with_vocab(ids)
-    if args.tensor_parallel == 1 and model.padded_vocab > model.vocab_size:
+    if args.tensor_parallel == 1 and model.padded_vocab > (model.vocab_size or 0):
         # Rows of padding would be part of every softmax, and the loss another than the model's own.
         model = model.model_copy(update={"vocab_multiple": 1})
     return Draft(
@@ -152,7 +152,7 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
     training = held(train, chosen, seed=a.seed, epochs=a.epochs)
     # Batch sizes are those of the plan, which has to know the number of steps: any will do to ask for them.
     args.train_steps, args.eval_interval, args.eval_steps = a.train_steps or 10**9, a.eval_interval or 0, 1
-    batch = assemble(args, d.world, d.settings, d.coat, d.model).batch
+    batch = assemble(args, d.world, d.settings, d.coat, d.model, Plan).batch
     if training.sequences.end is not None:
         args.train_steps = math.ceil(training.sequences.end / batch.total)
     valid_plan = held(valid, held_out, epochs=1) if len(held_out) else None

@@ -149,14 +149,14 @@ class ChatTemplate:
     def _marked(self, conversation: Conversation, template: str) -> tuple[str, Spans]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, spans = render_jinja_template(
+        texts, spans = render_jinja_template(  # type: ignore[str-unpack]
             conversations=[conversation.messages],
             tools=conversation.tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
-        return texts[0], [(start, end) for start, end in spans[0] if end > start]
+        return texts[0], [(start, end) for start, end in spans[0] if end > start]  # type: ignore[str-unpack,misc]
 
     def _by_prefixes(self, conversation: Conversation) -> tuple[str, Spans]:
         messages, tools = conversation.messages, conversation.tools
