@@ -13,10 +13,11 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help install quickstart test test-fast lint report clean
+.PHONY: help install quickstart finetune-demo test test-fast lint report clean
 
 help:
 	@echo "make quickstart   install, prepare text, train a small GPT with FP8 moments and activations"
+	@echo "make finetune-demo  install, make a small Llama, fine-tune it to call a calculator, check its answers"
 	@echo "make test         install and run all tests"
 	@echo "make test-fast    tests of coat_dist and megatron_patches that take no processes, interpreter or torch.compile"
 	@echo "make lint         ruff and mypy"
@@ -45,6 +46,10 @@ quickstart: $(STAMP)
 		--train-steps 130 --warmup-steps 5 --min-lr 1e-3 --eval-interval 26 --eval-steps 2 \
 		--save $(RUN)/checkpoints --output $(RUN)
 	$(BIN)/python launch/plot.py $(RUN) --output $(RUN)/loss.png
+
+# Folders and files: runs/finetune-demo. On a GPU: $(BIN)/python examples/finetune_demo/run.py --size 300m --block both
+finetune-demo: $(STAMP)
+	$(BIN)/python examples/finetune_demo/run.py
 
 report: $(STAMP)
 	$(BIN)/python -m coat_dist.report

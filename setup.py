@@ -25,7 +25,7 @@ REQUIRES = [
     "pyyaml>=6,<7",
     "tensorboard>=2.17,<3",
 ]
-HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "safetensors>=0.4"]
+HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "safetensors>=0.4", "jinja2>=3.1,<4"]
 EXTRAS = {
     "dev": [
         *HF,

@@ -51,7 +51,7 @@ from launch.training.plan import Plan, plan
 from launch.training.profile import StepProfiler, parse_steps
 from launch.training.wandb_log import WandbLog
 
-__all__ = ["main", "train"]
+__all__ = ["USER_ERRORS", "main", "run", "say", "train"]
 
 USER_ERRORS = (CoatConfigError, CheckpointError, data.DataError)
 
@@ -61,10 +61,12 @@ def train(
     device: torch.device,
     stop: runtime.StopSignal | None = None,
     interfere: Callable[[Loop], None] | None = None,
+    source_of_data: Any = build,
 ) -> str:
     """Build everything, continue from a checkpoint if asked to, train. torch.distributed is initialized before.
 
     Args:
+        source_of_data: has ``datasets`` and ``batch_iterator``, called as :mod:`launch.training.build` has them.
         interfere: called with the loop before it runs (tests).
 
     Returns:
@@ -87,7 +89,7 @@ def train(
         explain = exhausted.Explain(p)
         locks.push(explain.leave)
         examined = None if source is None else checkpoint.examine(source, p.identity())
-        sets = build.datasets(p)
+        sets = source_of_data.datasets(p)
         say(p.describe())
         engine = build.build_engine(
             p,
@@ -96,7 +98,7 @@ def train(
             weights=p.weights if examined is None else None,
         )
         progress = Progress() if examined is None else resume(engine, examined)
-        loop = make_loop(p, device, engine, sets, progress, folders)
+        loop = make_loop(p, device, engine, sets, progress, folders, source_of_data.batch_iterator)
         locks.callback(loop.log.close)  # before the locks go
         loop.stop, loop.last_checkpoint = stop, source
         explain.watch(loop)
@@ -133,7 +135,13 @@ def resume(engine: Any, examined: checkpoint.Examined) -> Progress:
 
 
 def make_loop(
-    p: Plan, device: torch.device, engine: Any, sets: Sequence[Any], progress: Progress, folders: Folders
+    p: Plan,
+    device: torch.device,
+    engine: Any,
+    sets: Sequence[Any],
+    progress: Progress,
+    folders: Folders,
+    batches: Callable[..., Iterator[Batch]],
 ) -> Loop:
     """The training loop over train, valid and test ``sets`` (the last two may be None)."""
     from megatron.core import parallel_state
@@ -144,7 +152,7 @@ def make_loop(
     carried = checkpoint.carried(folders.source, p.weights)  # read now: the source may be removed meanwhile
 
     def evaluation(dataset: Any) -> Callable[[], Iterator[Batch]] | None:
-        return None if dataset is None else lambda: build.batch_iterator(p, dataset, dp_rank)
+        return None if dataset is None else lambda: batches(p, dataset, dp_rank)
 
     def save() -> Path:
         saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
@@ -154,7 +162,7 @@ def make_loop(
     return Loop(
         engine=engine,
         loss=build.language_model_loss(a.tensor_parallel, device),
-        train=build.batch_iterator(p, sets[0], dp_rank, progress.consumed_samples),
+        train=batches(p, sets[0], dp_rank, progress.consumed_samples),
         valid=evaluation(sets[1]),
         test=evaluation(sets[2]),
         schedule=p.schedule,
@@ -178,6 +186,7 @@ def make_loop(
         device=device,
         eval_interval=a.eval_interval,
         eval_steps=a.eval_steps,
+        eval_at_end=p.eval_at_end,
         save=save if a.save else None,
         save_interval=a.save_interval,
         max_bad_steps=a.max_bad_steps,
@@ -211,18 +220,33 @@ def start_wandb(p: Plan, continues: bool) -> WandbLog | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
+    return run(lambda: arguments.parse(argv), plan, train)
+
+
+def run(
+    parse: Callable[[], Any],
+    make_plan: Callable[[Any, int], Any],
+    work: Callable[[Any, torch.device, runtime.StopSignal], str],
+) -> int:
+    """A program that trains: read the command line, plan, join the other ranks, work; the exit status.
+
+    Args:
+        parse: the command line's arguments.
+        make_plan: what is to be done, of the arguments and the number of ranks; touches no device.
+        work: does it; how it ended, a sentence.
+    """
     rank = int(os.environ.get("RANK", 0))
     try:
-        args = arguments.parse(argv)
+        args = parse()
         set_log_level(args.log_level)
         if args.dry_run:
             silence_deepspeed()
-        p = plan(args, args.gpus or int(os.environ.get("WORLD_SIZE", 1)))
+        p = make_plan(args, args.gpus or int(os.environ.get("WORLD_SIZE", 1)))
         if args.dry_run:
             return dry_run(p, rank)
         device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
-        ending = train(p, device, stop)
+        ending = work(p, device, stop)
     except (*USER_ERRORS, BadSteps) as problem:
         failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2

@@ -116,11 +116,14 @@ def test_who_imports_deepspeed_and_megatron(package):
 
 
 def test_setup_names_every_package_that_is_imported():
-    requires = re.search(r"REQUIRES = \[(.*?)\n\]", (ROOT / "setup.py").read_text(encoding="utf-8"), re.DOTALL)[1]
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    requires = re.search(r"REQUIRES = \[(.*?)\n\]", setup, re.DOTALL)[1]
+    extra = re.search(r"^HF = \[(.*?)\]", setup, re.DOTALL | re.MULTILINE)[1]  # of programs that say so where it lacks
     named = {
         {"megatron-core": "megatron", "pyyaml": "yaml"}.get(name, name)
         for name in re.findall(r'^    "([\w-]+)', requires, re.MULTILINE)
     }
+    named |= set(re.findall(r'"([\w-]+)', extra))
     named |= {"pydantic_core"}  # comes with pydantic
     imported = {f.imported.split(".")[0]: str(f) for f in IMPORTS if not f.importer.startswith("benchmarks")}
     named |= {"wandb"}  # an extra, with an error that names it

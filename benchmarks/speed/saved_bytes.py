@@ -35,7 +35,7 @@ BLOCKS = {
 
 
 def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What ``run()`` saves for backward: block, dtype, shape, how many storages are alike in these, their bytes a token."""
+    """What ``run()`` saves for backward: block, dtype, shape, the number of storages alike in these, bytes a token."""
     running = ["residual"]
     handles = []
     for block, names in BLOCKS.items():
@@ -64,7 +64,9 @@ def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
             handle.remove()
     alike: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in found.values():
-        same = alike.setdefault((one["block"], one["dtype"], *one["shape"]), one | {"storages": 0, "bytes_per_token": 0.0})
+        same = alike.setdefault(
+            (one["block"], one["dtype"], *one["shape"]), one | {"storages": 0, "bytes_per_token": 0.0}
+        )
         same["storages"] += 1
         same["bytes_per_token"] += one["bytes_per_token"]
     return list(alike.values())

@@ -66,7 +66,9 @@ def torch_adamw(model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim
 def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch], torch.Tensor]:
     """``loss(engine, batch)``: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
 
-    Where a batch has ``cu_seqlens``, it is one row of documents that do not look at each other, which begin there.
+    Where a batch has ``loss_tokens``, the sum is divided by that instead of by the batch's own number of such tokens:
+    by the mean number of a step's micro-batches, so that the step's loss is a mean over its tokens, wherever these are.
+    Where it has ``cu_seqlens``, it is one row of documents that do not look at each other, which begin there.
 
     A model that was patched with ``loss: "chunked"`` computes its losses itself; of any other model logits are asked.
     """
@@ -88,7 +90,8 @@ def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch],
             per_token = engine(tokens, positions, None, labels=labels, **documents)
         else:
             per_token = vocab_parallel_cross_entropy(engine(tokens, positions, None, **documents), labels, group)
-        return (per_token * mask).sum() / mask.sum().clamp(min=1)
+        count = float(batch["loss_tokens"]) if "loss_tokens" in batch else mask.sum().clamp(min=1)
+        return (per_token * mask).sum() / count
 
     return loss
 

@@ -68,6 +68,8 @@ class Loop:
     test: Callable[[], Iterator[Batch]] | None = None
     eval_interval: int = 0
     eval_steps: int = 1
+    eval_at_end: bool = False
+    """Evaluate on ``valid`` after the last step, too, wherever ``eval_interval`` falls."""
     save: Callable[[], Any] | None = None
     save_interval: int = 0
     max_bad_steps: int = 5
@@ -94,7 +96,8 @@ class Loop:
             with self.profiler.around(self.progress.step + 1) if self.profiler else contextlib.nullcontext():
                 record = self._step()
             step = self.progress.step
-            if self.valid is not None and self.eval_interval and step % self.eval_interval == 0:
+            at_end = self.eval_at_end and step == self.total_steps
+            if self.valid is not None and (at_end or (self.eval_interval and step % self.eval_interval == 0)):
                 record["valid_loss"] = self.evaluate(self.valid())
             if self.test is not None and step == self.total_steps:
                 record["test_loss"] = self.evaluate(self.test())

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
@@ -17,7 +17,7 @@ from launch.training.initial import initial_weights, tokenizer_warning
 from launch.training.schedule import Schedule
 from launch.training.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
 
-__all__ = ["Plan", "as_typed", "plan"]
+__all__ = ["Plan", "as_typed", "assemble", "plan"]
 
 _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
 
@@ -37,7 +37,7 @@ class Plan:
     """Data-parallel ranks."""
     eod: int | None = None
     """The id with which documents end that are kept apart (``--separate-documents``); None = they are not."""
-    sources: dict[str, Any]
+    sources: dict[str, Any] = field(default_factory=dict)
     """What descriptions of token files among ``--data`` say, by the sources' names."""
     weights: Any = None
     """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
@@ -49,6 +49,11 @@ class Plan:
     recompute: dict[str, Any] = field(default_factory=dict)
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
+    @property
+    def eval_at_end(self) -> bool:
+        """Whether the held-out set is evaluated after the last step, wherever --eval-interval falls."""
+        return False
+
     def describe(self) -> str:
         """One line for the log, and a second one where there is a warning."""
         return ("" if self.warning is None else f"{self.warning}\n") + (
@@ -57,12 +62,17 @@ class Plan:
             f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
 
+    def data_identity(self) -> dict[str, Any]:
+        """Which data this run trains on."""
+        apart = {} if self.eod is None else {"separate_documents": True}
+        sources = {"sources": self.sources} if self.sources else {}
+        return {"paths": self.args.data, "split": self.args.split, **apart, **sources}
+
     def identity(self) -> dict[str, Any]:
         """Plain values that say what this run is; kept in checkpoints."""
         settings = {k: v for k, v in self.settings.items() if k != "coat"}
         if self.coat is not None:
             settings["coat"] = self.coat.model_dump()
-        apart = {} if self.eod is None else {"separate_documents": True}
         return {
             "model": self.model.identity(),
             "parallel": {
@@ -73,14 +83,12 @@ class Plan:
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
             "batch": asdict(self.batch) | ({"found": "auto"} if self.auto else {}),
-            "data": {
-                "paths": self.args.data,
-                "split": self.args.split,
-                **apart,
-                **({"sources": self.sources} if self.sources else {}),
-            },
+            "data": self.data_identity(),
             "seed": self.args.seed,
         }
+
+
+P = TypeVar("P", bound=Plan)
 
 
 @contextmanager
@@ -108,6 +116,30 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         data.check_one_tokenizer(prefixes, infos)
         mixtures = [data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)]
     model = model.with_vocab(max(info.vocab_size for info in infos))
+    eod = infos[0].eod if args.separate_documents else None
+    warning = tokenizer_warning(weights, prefixes[0], infos[0])
+    sources = {name: source for mixture in mixtures for name, source in mixture.items()}
+    return assemble(args, world, settings, coat, model, eod=eod, sources=sources, weights=weights, warning=warning)
+
+
+def assemble(
+    args: argparse.Namespace,
+    world: int,
+    settings: dict[str, Any],
+    coat: CoatConfig | None,
+    model: ModelConfig,
+    kind: type[P] = Plan,  # type: ignore[assignment]
+    **more: Any,
+) -> P:
+    """What :func:`plan` does once it knows the model: batch sizes, schedule, parallel sizes.
+
+    Args:
+        kind, more: the class of plan to make, and what it has beside a :class:`Plan`'s own.
+
+    Raises:
+        CoatConfigError: names what cannot be used.
+    """
+    tp = args.tensor_parallel
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
     model.check_parallel(tp, args.sequence_parallel)
@@ -123,18 +155,15 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
     auto = auto_batch(args, settings, world // tp)
-    return Plan(
+    return kind(
         args=args,
         settings=settings,
         coat=coat,
         model=model,
         schedule=schedule,
         dp=world // tp,
-        eod=infos[0].eod if args.separate_documents else None,
-        sources={name: source for mixture in mixtures for name, source in mixture.items()},
-        weights=weights,
-        warning=tokenizer_warning(weights, prefixes[0], infos[0]),
         batch=batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, world // tp),
         auto=auto,
         recompute=recompute_options(args, model.num_layers),
+        **more,
     )

@@ -1,0 +1,261 @@
+"""What a fine-tuning run is: the model and tokenizer, then the conversations, and how many steps they make."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coat_dist import CoatConfig, CoatConfigError
+from coat_dist.checkpoint.durable import write_text
+from coat_dist.ranks import on_rank_0
+from launch.chat.arguments import LONGEST_DEFAULT, check_steps
+from launch.chat.batches import Layout, micro_batches
+from launch.chat.files import find_files
+from launch.chat.packing import Sequences
+from launch.chat.store import Conversations, Reading, prepare
+from launch.chat.template import ChatTemplate, load_tokenizer
+from launch.model.gpt import ModelConfig
+from launch.prep import DataError
+from launch.training.plan import Plan, assemble
+from launch.training.settings import MICRO, load_settings
+from launch.weights import Weights, open_weights
+
+__all__ = ["Draft", "FinetunePlan", "batch_iterator", "datasets", "draft", "finish"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What is known before the ranks have met: everything but the data."""
+
+    args: argparse.Namespace
+    settings: dict[str, Any]
+    coat: CoatConfig | None
+    model: ModelConfig
+    weights: Weights
+    seq_length: int
+    tokenizer: Any
+    """Of transformers, with the chat template in use."""
+    world: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Conversations and which of them, in which sequences."""
+
+    conversations: Conversations
+    sequences: Sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunePlan(Plan):
+    """A :class:`Plan` over conversations."""
+
+    train: Held
+    valid: Held | None
+    tokenizer: Any
+
+    @property
+    def eval_at_end(self) -> bool:
+        return self.valid is not None
+
+    def describe(self) -> str:
+        """A few lines for the log."""
+        lines = [super().describe(), _about(self.train, "train", self.model.seq_length)]
+        if self.valid is not None:
+            lines.append(_about(self.valid, "held out", self.model.seq_length))
+        steps, sequences = self.args.train_steps, self.train.sequences
+        taken = min(steps * self.batch.total, sequences.end or math.inf)
+        lines.append(f"{steps} steps: {taken / sequences.per_epoch:.2f} epochs of {sequences.per_epoch:,} sequences")
+        return "\n".join(lines)
+
+    def data_identity(self) -> dict[str, Any]:
+        return {
+            "train": self.train.conversations.summary["digest"],
+            "valid": None if self.valid is None else self.valid.conversations.summary["digest"],
+            "valid_share": self.args.valid_share,
+            "packed": not self.args.no_packing,
+            "epochs": self.args.epochs,
+        }
+
+
+def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
+    """Read and check what needs neither data nor the other ranks; with ``--dry-run`` a plan without data.
+
+    Raises:
+        CoatConfigError, CheckpointError, DataError: names what cannot be used.
+    """
+    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
+    if "auto" in (args.micro_batch, settings.get(MICRO)):
+        raise CoatConfigError(
+            f'{MICRO}: got "auto", accepted: an integer >= 1, of which the number of steps follows (--dry-run says how '
+            "many fit)"
+        )
+    find_files(args.data, "--data")
+    if args.valid is not None:
+        find_files(args.valid, "--valid")
+    weights = open_weights(args.model)
+    seq_length = args.seq_length or min(weights.model.seq_length, LONGEST_DEFAULT)
+    if seq_length > weights.model.seq_length:
+        raise CoatConfigError(
+            f"--seq-length: got {seq_length}, accepted: 2 to the {weights.model.seq_length} that {args.model} takes"
+        )
+    tokenizer = load_tokenizer(args.tokenizer or _tokenizer_folder(weights), args.chat_template)
+    ChatTemplate(tokenizer)  # a template that is no Jinja is told before anything is started
+    ids = max(tokenizer.get_vocab().values()) + 1
+    model = weights.model.model_copy(update={"seq_length": seq_length}).with_vocab(ids)
+    if args.tensor_parallel == 1 and model.padded_vocab > (model.vocab_size or 0):
+        # Rows of padding would be part of every softmax, and the loss another than the model's own.
+        model = model.model_copy(update={"vocab_multiple": 1})
+    if args.dry_run:
+        return assemble(_with_steps(args), world, settings, coat, model)
+    return Draft(
+        args=args,
+        settings=settings,
+        coat=coat,
+        model=model,
+        weights=weights,
+        seq_length=seq_length,
+        tokenizer=tokenizer,
+        world=world,
+    )
+
+
+def _with_steps(args: argparse.Namespace) -> argparse.Namespace:
+    """A copy from which a plan can be made before the data are read: any number of steps will do for batch sizes."""
+    known = argparse.Namespace(**vars(args))
+    known.train_steps, known.eval_interval, known.eval_steps = args.train_steps or 10**9, args.eval_interval or 0, 1
+    return known
+
+
+def _tokenizer_folder(weights: Weights) -> str:
+    for file in weights.tokenizer_files():
+        if file.name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+            return str(file.parent)
+    raise DataError(f"--tokenizer: missing, and {weights.path} has none, accepted: a folder with tokenizer.json")
+
+
+def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
+    """Encode the conversations, on rank 0, and plan the run over them; collective.
+
+    Raises:
+        CoatConfigError, DataError: on every rank; names argument or line.
+    """
+    a = d.args
+    train = _conversations(d, a.data, "--data")
+    valid = train if a.valid is None else _conversations(d, a.valid, "--valid")
+    everything = np.arange(len(train))
+    held_out = np.arange(len(valid)) if a.valid is not None else _hold_out(len(train), a.valid_share, a.seed)
+    chosen = everything if a.valid is not None else np.setdiff1d(everything, held_out)
+    for found, files in {id(train): (train, a.data), id(valid): (valid, a.valid or a.data)}.values():
+        say(_told(found, files))
+
+    def held(conversations: Conversations, numbers: np.ndarray, **order: Any) -> Held:
+        options: dict[str, Any] = {"capacity": d.seq_length, "packed": not a.no_packing, **order}
+        return Held(
+            conversations=conversations,
+            sequences=Sequences(conversations.lengths, conversations.trained, numbers, **options),
+        )
+
+    args = _with_steps(a)
+    training = held(train, chosen, seed=a.seed, epochs=a.epochs)
+    batch = assemble(args, d.world, d.settings, d.coat, d.model, Plan).batch
+    if training.sequences.end is not None:
+        args.train_steps = math.ceil(training.sequences.end / batch.total)
+    valid_plan = held(valid, held_out, epochs=1) if len(held_out) else None
+    if valid_plan is not None:
+        ranks = batch.total // batch.accumulation
+        args.eval_steps = a.eval_steps or math.ceil(valid_plan.sequences.per_epoch / ranks)
+        if a.eval_interval is None:  # about once an epoch
+            args.eval_interval = max(1, math.ceil(training.sequences.per_epoch / batch.total))
+    check_steps(args)
+    return assemble(
+        args,
+        d.world,
+        d.settings,
+        d.coat,
+        d.model,
+        FinetunePlan,
+        weights=d.weights,
+        train=training,
+        valid=valid_plan,
+        tokenizer=d.tokenizer,
+    )
+
+
+def _conversations(d: Draft, given: list[str], option: str) -> Conversations:
+    reading = Reading(seq_length=d.seq_length, too_long=d.args.too_long, skip_bad=d.args.skip_bad)
+    cache = Path(d.args.data_cache or Path(d.args.output, "prepared"))
+
+    def work() -> Path:
+        try:
+            return prepare(find_files(given, option), ChatTemplate(d.tokenizer), reading, cache)
+        except OSError as problem:
+            raise DataError(f"--data-cache: {cache} cannot be written ({problem})") from problem
+
+    return Conversations(on_rank_0(work))
+
+
+def _hold_out(count: int, share: float, seed: int) -> np.ndarray:
+    """Numbers of the held-out conversations: the same for any number of ranks and every start."""
+    wanted = min(math.ceil(share * count), count - 1)
+    if share and not wanted:
+        raise CoatConfigError(f"--valid-share: got {share} of {count} conversation, accepted: 0")
+    return np.sort(np.random.default_rng((seed, 1)).permutation(count)[:wanted])
+
+
+def _told(found: Conversations, files: list[str]) -> str:
+    s = found.summary
+    left = ", ".join(f"{count:,} {what}" for what, count in sorted(s["counts"].items()) if what != "kept")
+    text = (
+        f"{' '.join(files)}: {s['counts']['kept']:,} conversations, {s['tokens']:,} tokens, {s['trained']:,} of them "
+        f"trained; {left or 'nothing left out'}"
+    )
+    if s["in_pieces"]:
+        text += f"; {s['in_pieces']:,} encoded in pieces, where a token would have joined two turns"
+    return text + ("; listed in dropped.jsonl" if left else "")
+
+
+def _about(held: Held, name: str, seq_length: int) -> str:
+    s = held.sequences
+    numbers = [n for place in range(s.per_epoch) for n in s[place]]
+    tokens = int(held.conversations.lengths[numbers].sum())
+    return (
+        f"{name}: {len(numbers):,} conversations in {s.per_epoch:,} sequences of {seq_length} tokens, "
+        f"{100 * tokens / (s.per_epoch * seq_length):.1f} % full"
+    )
+
+
+def datasets(p: FinetunePlan) -> list[Any]:
+    """Train and valid set, and no test set. Rank 0 writes the list of what was left out."""
+    both = [p.train, *([] if p.valid is None else [p.valid])]
+    lists = {str(held.conversations.folder): held.conversations.dropped() for held in both}
+    on_rank_0(lambda: _write_list(Path(p.args.output, "dropped.jsonl"), "".join(lists.values())))
+    return [p.train, p.valid, None]
+
+
+def _write_list(path: Path, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as problem:
+        raise CoatConfigError(f"--output: cannot write {path} ({problem})") from problem
+
+
+def batch_iterator(p: FinetunePlan, dataset: Held, dp_rank: int, consumed: int = 0) -> Iterator[Any]:
+    """Endless micro-batches of one data-parallel rank, after ``consumed`` sequences of all ranks."""
+    layout = Layout(
+        micro=p.batch.micro,
+        # An evaluation is one step of --eval-steps micro-batches.
+        accumulation=p.args.eval_steps if dataset is p.valid else p.batch.accumulation,
+        dp_rank=dp_rank,
+        dp_size=p.dp,
+        seq_length=p.model.seq_length,
+        packed=not p.args.no_packing,
+        pad=p.tokenizer.pad_token_id if p.tokenizer.pad_token_id is not None else 0,
+    )
+    return micro_batches(dataset.conversations, dataset.sequences, layout, consumed)

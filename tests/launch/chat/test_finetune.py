@@ -1,0 +1,132 @@
+"""Fine-tuning on gloo ranks: from a Hugging Face folder to one, exact restarts, any layout, refusals."""
+
+import json
+
+import pytest
+import torch
+
+from launch.training.metrics import read_metrics
+from tests.launch.chat.support import chat, make_llama, make_tokenizer
+from tests.launch.pretrain_runs import configuration, losses
+from tests.support import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+
+def rank_main(rank, world, argv):
+    """``finetune.train`` in a process group that exists; how it ended, or the error."""
+    from launch import finetune, pretrain
+    from launch.chat import arguments, plan
+    from launch.training import runtime
+
+    try:
+        device = runtime.start(rank)
+        return finetune.train(plan.draft(arguments.parse(argv), world), device)
+    except (*pretrain.USER_ERRORS, pretrain.BadSteps) as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A model and a file of 40 conversations, some answers long and some short."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = make_tokenizer(texts=["hello hello"] * 9)
+    make_llama(folder / "model", tokenizer, vocab=384, hidden_size=128, attention_dropout=0.0)
+    lines = [chat(f"user: {n}?", "assistant: " + "hello " * (1 + n * n % 20)) for n in range(40)]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def command(work, run, config, *more):
+    return [
+        *("--deepspeed_config", config, "--model", str(work / "model"), "--data", str(work / "chats.jsonl")),
+        *("--seq-length", "64", "--output", str(run), *map(str, more)),
+    ]
+
+
+def sizes(folder, micro, accumulation, stage=2, coat=False):
+    return configuration(
+        folder,
+        stage,
+        coat,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=accumulation,
+        data_types={"grad_accum_dtype": "fp32"},
+    )
+
+
+def exported(run):
+    """The tensors of a run's export, as transformers loads them."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.bfloat16)
+    return dict(model.state_dict())
+
+
+def test_restart_is_exact(work, tmp_path):
+    """Straight = stopped and started again, to the last bit of losses and of exported weights; with held-out data."""
+    config, straight, parts = sizes(tmp_path, 1, 2, coat=True), tmp_path / "straight", tmp_path / "parts"
+    more = ("--epochs", "2", "--valid-share", "0.2")
+    assert "exported to" in run_ranks(2, rank_main, command(work, straight, config, *more), timeout=60)[0]
+    steps = len(read_metrics(straight))
+    assert steps >= 4 and sum("valid_loss" in r for r in read_metrics(straight)) == 2
+    both = (*more, "--load", "auto")
+    stopped = run_ranks(2, rank_main, command(work, parts, config, *both, "--stop-at-step", steps // 2 + 1))[0]
+    assert "--stop-at-step" in stopped and "exported" not in stopped and not (parts / "hf").exists()
+    assert "exported to" in run_ranks(2, rank_main, command(work, parts, config, *both))[0]
+    assert losses(straight) == losses(parts)
+    assert [r.get("valid_loss") for r in read_metrics(straight)] == [r.get("valid_loss") for r in read_metrics(parts)]
+    one, other = exported(straight), exported(parts)
+    assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    before = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.bfloat16).state_dict()
+    assert one.keys() == before.keys() and not all(torch.equal(one[k], before[k]) for k in one)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(straight / "hf")
+    assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(work / "model").chat_template
+    assert (straight / "dropped.jsonl").read_text() == ""
+
+
+def test_a_step_is_the_same_in_every_layout(work, tmp_path):
+    """Losses and gradient norms of 2 ranks x 2 x 2, one rank x 1 x 8 and 8 x 1, ZeRO-3, tensor parallelism."""
+    found = {}
+    for name, ranks, micro, accumulation, stage, more in (
+        ("8x1", 1, 8, 1, 2, ()),
+        ("1x8", 1, 1, 8, 2, ()),
+        ("dp2", 2, 2, 2, 3, ()),
+        ("tp2", 2, 2, 4, 1, ("--tensor-parallel", "2")),
+    ):
+        config, run = sizes(tmp_path, micro, accumulation, stage), tmp_path / name
+        end = run_ranks(ranks, rank_main, command(work, run, config, "--train-steps", "2", "--lr", "1e-3", *more))[0]
+        assert "exported to" in end, end
+        found[name] = [(r["loss"], r["grad_norm"]) for r in read_metrics(run)]
+        assert exported(run)
+    for name in ("1x8", "dp2", "tp2"):
+        for (loss, norm), (wanted, wanted_norm) in zip(found[name], found["8x1"], strict=True):
+            assert loss == pytest.approx(wanted, rel=2e-3) and norm == pytest.approx(wanted_norm, rel=2e-2), found
+
+
+def test_what_cannot_be_used_is_one_line(work, tmp_path):
+    config = sizes(tmp_path, 1, 1)
+    (tmp_path / "bad.jsonl").write_text(chat("user: q", "assistant: a") + "\n{}\n")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for more, named in (
+        (("--data", tmp_path / "bad.jsonl"), f"DataError: {tmp_path}/bad.jsonl:2: got an object with no keys"),
+        (("--data", tmp_path / "none.jsonl"), "DataError: --data: "),
+        (("--model", tmp_path), "CheckpointError: "),
+        (("--tokenizer", tmp_path), "DataError: --tokenizer: "),
+        (("--seq-length", 1000), "CoatConfigError: --seq-length: got 1000"),
+        (("--valid-share", 1.5), "CoatConfigError: --valid-share: got 1.5"),
+        (("--epochs", 1, "--train-steps", 2), "CoatConfigError: --epochs: got 1.0, accepted: nothing with"),
+        (("--export-to", tmp_path / "full"), "CoatConfigError: --export-to: got"),
+        (("--eval-interval", 5), "CoatConfigError: --eval-interval: got 5"),
+    ):
+        (end,) = run_ranks(1, rank_main, command(work, tmp_path / "run", config, *more))
+        assert end.startswith(named), end
+
+
+def test_skip_bad_lists_lines_and_goes_on(work, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(chat("user: q", "assistant: a") + "\n{}\n")
+    config, run = sizes(tmp_path, 1, 1), tmp_path / "run"
+    more = ("--data", tmp_path / "bad.jsonl", "--skip-bad", "--no-packing", "--no-export", "--epochs", 1)
+    (end,) = run_ranks(1, rank_main, command(work, run, config, *more))
+    assert end.startswith("finished 1 steps") and "exported" not in end, end
+    (listed,) = map(json.loads, (run / "dropped.jsonl").read_text().splitlines())
+    assert listed["file"].endswith("bad.jsonl") and listed["line"] == 2 and listed["what"] == "malformed"

@@ -1,0 +1,108 @@
+"""Layouts of chat files, and what is refused in them."""
+
+import json
+
+import pytest
+
+from launch.chat.files import find_files, records
+from launch.chat.records import Malformed, parse
+from launch.prep import DataError
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+def roles(text):
+    found = parse(text)
+    return [(m["role"], m["content"], learnt) for m, learnt in zip(found.messages, found.learnt, strict=True)]
+
+
+def test_layouts_mean_the_same():
+    wanted = [("user", "hi", False), ("assistant", "hello", True)]
+    assert roles(json.dumps({"messages": CHAT, "id": 7})) == wanted
+    assert roles(json.dumps({"conversations": CHAT})) == wanted
+    for user, assistant in (("human", "gpt"), ("user", "assistant")):
+        turns = [{"from": user, "value": "hi"}, {"from": assistant, "value": "hello"}]
+        assert roles(json.dumps({"conversations": turns})) == wanted
+    assert roles(json.dumps({"prompt": CHAT[:1], "completion": CHAT[1:]})) == wanted
+
+
+def test_toolbench_layout():
+    turns = [("system", "S"), ("user", "U"), ("assistant", "Action: f"), ("function", "{}"), ("assistant", "done")]
+    found = roles(json.dumps({"id": "x", "conversations": [{"from": f, "value": v} for f, v in turns]}))
+    assert [role for role, *_ in found] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [learnt for *_, learnt in found] == [False, False, True, False, True]
+
+
+def test_of_a_prompt_nothing_is_learnt():
+    found = roles(json.dumps({"prompt": [*CHAT, CHAT[0]], "completion": [CHAT[1]]}))
+    assert [learnt for *_, learnt in found] == [False, False, False, True]
+
+
+def test_weight_zero_is_not_learnt():
+    found = roles(json.dumps({"messages": [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT]}))
+    assert [learnt for *_, learnt in found] == [False, False, False, True]
+
+
+def test_arguments_of_tool_calls_are_objects():
+    for arguments in ({"a": 1}, '{"a": 1}'):
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        found = parse(json.dumps({"messages": [CHAT[0], message], "tools": '[{"name": "f"}]'}))
+        made = found.messages[1]["tool_calls"][0]
+        assert made["function"] == {"name": "f", "arguments": {"a": 1}} and made["id"] == "c1"
+        assert found.learnt == [False, True] and found.tools == [{"name": "f"}]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": []},
+        {"messages": CHAT[:1]},
+        {"messages": [CHAT[0], {"role": "assistant", "content": ""}]},
+        {"prompt": "x", "completion": ""},
+        {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]},
+    ],
+)
+def test_nothing_to_learn(record):
+    assert parse(json.dumps(record)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "accepted: an object"),
+        ('{"text": "x"}', "got an object with text"),
+        ('{"messages": "x"}', "messages: got"),
+        ('{"messages": [{"role": "asistant", "content": "x"}]}', 'messages[0].role: got "asistant"'),
+        ('{"messages": [{"role": "user"}]}', "messages[0].content"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "messages[0].content: got 3"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "parts of type text"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}', "tool_calls[0]"),
+        ('{"messages": [{"role": "user", "content": "x", "weight": 2}]}', "weight: got 2"),
+        ('{"conversations": [{"from": "me", "value": "x"}]}', 'conversations[0].from: got "me"'),
+        ('{"prompt": "x", "completion": []}', "accepted: both text"),
+        ('{"prompt": 1, "completion": 2}', "prompt: got 1"),
+    ],
+)
+def test_malformed(text, named):
+    with pytest.raises(Malformed) as problem:
+        parse(text)
+    assert named in str(problem.value)
+
+
+def test_lines_and_arrays_of_files(tmp_path):
+    lines, array, empty = tmp_path / "a.jsonl", tmp_path / "b.json", tmp_path / "none"
+    lines.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n{"b": 2}\n\xff\n')
+    array.write_text('[{"a": 1}, {"b": 2}]')
+    assert list(records(lines)) == [(1, '{"a": 1}'), (4, '{"b": 2}'), (5, None)]
+    assert list(records(array)) == [(1, {"a": 1}), (2, {"b": 2})]
+    array.write_text('[{"a": 1}, ')
+    with pytest.raises(DataError, match="not a whole JSON array"):
+        list(records(array))
+    assert find_files([str(tmp_path)], "--data") == [lines, array]
+    empty.mkdir()
+    for given in ([str(empty)], [str(lines), str(lines)], [str(tmp_path / "missing")]):
+        with pytest.raises(DataError, match="^--data: "):
+            find_files(given, "--data")

@@ -1,0 +1,122 @@
+"""Which tokens are trained: the assistant's and their end of turn, with marks in the template and without."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from launch.chat.records import Malformed, parse
+from launch.chat.template import PLAIN_TEMPLATE, ChatTemplate, load_tokenizer
+from launch.prep import DataError
+from tests.launch.chat.support import MARKED, UNMARKED, chat, make_tokenizer, spoken
+
+LINE = chat("system: S", "user: one", "assistant: two", "tool: three", "assistant: four", "user: five")
+SPOKEN = [
+    (False, "<|system|>S<|end|>\n<|user|>one<|end|>\n<|assistant|>"),
+    (True, "two<|end|>"),
+    (False, "\n<|tool|>three<|end|>\n<|assistant|>"),
+    (True, "four<|end|>"),
+    (False, "\n<|user|>five<|end|>\n"),
+]
+
+
+@pytest.mark.parametrize("text", [MARKED, UNMARKED])
+def test_only_the_assistant_is_trained(text):
+    template = ChatTemplate(make_tokenizer(text, ["one two three four five"] * 9))
+    assert spoken(template, LINE) == SPOKEN and template.in_pieces == 0
+
+
+def test_marks_give_what_transformers_gives():
+    tokenizer = make_tokenizer()
+    messages = json.loads(LINE)["messages"]
+    wanted = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    ids, learnt = ChatTemplate(tokenizer).encode(parse(LINE))
+    assert ids == wanted["input_ids"] and [int(one) for one in learnt] == wanted["assistant_masks"]
+
+
+def test_tool_calls_are_trained_and_results_are_not():
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "s"},
+    ]
+    for text in (MARKED, UNMARKED):
+        found = spoken(ChatTemplate(make_tokenizer(text)), json.dumps({"messages": messages}))
+        trained = [piece for learnt, piece in found if learnt]
+        assert trained == ['<call>{"name": "f", "arguments": {"a": 1}}</call><|end|>', "s<|end|>"]
+
+
+@pytest.mark.parametrize("text", [MARKED, UNMARKED])
+def test_a_message_of_weight_zero_is_not_trained(text):
+    messages = json.loads(LINE)["messages"]
+    messages[2]["weight"] = 0
+    found = spoken(ChatTemplate(make_tokenizer(text)), json.dumps({"messages": messages}))
+    assert [piece for learnt, piece in found if learnt] == ["four<|end|>"]
+
+
+def test_plain_template():
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
+    found = spoken(ChatTemplate(tokenizer), chat("user: one", "assistant: two"))
+    assert found == [(False, "### User:\none\n\n### Assistant:\n"), (True, "two<|end|>"), (False, "\n\n")]
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "one"}], tokenize=False, add_generation_prompt=True
+    )
+    assert asked == found[0][1]
+
+
+def test_a_token_across_two_turns_is_taken_apart():
+    """No special tokens between turns, and a tokenizer that joins them: "b" + "c" is one token."""
+    text = (
+        "{% for m in messages %}{{ 'ab' if m.role == 'assistant' else 'u' }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = make_tokenizer(text, ["bc"] * 50)
+    template = ChatTemplate(tokenizer)
+    assert tokenizer.tokenize("abc") == ["a", "bc"]
+    assert spoken(template, chat("user: x", "assistant: cc")) == [(False, "uxab"), (True, "cc")]
+    assert template.in_pieces == 1
+
+
+def test_a_template_that_rewrites_history_is_refused():
+    """What is said last is written otherwise than what was said before: prefixes tell nothing."""
+    text = UNMARKED.replace("{{ m.content + '<|end|>' }}", "{{ ('!' if loop.last else '') + m.content + '<|end|>' }}")
+    template = ChatTemplate(make_tokenizer(text))
+    with pytest.raises(Malformed, match=r"messages\[1\].*generation"):
+        template.encode(parse(chat("user: one", "assistant: two", "user: three", "assistant: four")))
+
+
+def test_what_a_template_raises_is_told():
+    text = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED
+    template = ChatTemplate(make_tokenizer(text))
+    with pytest.raises(Malformed, match="no system"):
+        template.encode(parse(LINE))
+
+
+def test_prompt_and_completion():
+    template = ChatTemplate(make_tokenizer(texts=["= 4"] * 20))
+    pair = json.dumps({"prompt": "2 + 2 =", "completion": " 4"})
+    assert spoken(template, pair) == [(False, "2 + 2 ="), (True, " 4<|end|>")]
+    joined = ChatTemplate(make_tokenizer(texts=["bc"] * 50))  # "bc" is one token of "abc"
+    assert spoken(joined, json.dumps({"prompt": "ab", "completion": "c"})) == [(False, "ab"), (True, "c<|end|>")]
+    assert joined.in_pieces == 1
+
+
+def test_tokenizer_folders_and_templates(tmp_path):
+    make_tokenizer(template=None).save_pretrained(tmp_path / "bare")
+    make_tokenizer().save_pretrained(tmp_path / "own")
+    (tmp_path / "given.jinja").write_text("{{ messages }}")
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    bare, own = str(tmp_path / "bare"), str(tmp_path / "own")
+    assert load_tokenizer(bare).chat_template == PLAIN_TEMPLATE
+    assert load_tokenizer(own).chat_template == MARKED
+    assert load_tokenizer(own, "plain").chat_template == PLAIN_TEMPLATE
+    assert load_tokenizer(own, str(tmp_path / "given.jinja")).chat_template == "{{ messages }}"
+    with pytest.raises(DataError, match="^--chat-template: line 1"):
+        ChatTemplate(load_tokenizer(own, str(tmp_path / "broken.jinja")))
+    for arguments in ((str(tmp_path / "none"),), (str(tmp_path),), (own, str(tmp_path / "none"))):
+        with pytest.raises(DataError, match="^--(tokenizer|chat-template): "):
+            load_tokenizer(*arguments)
