@@ -20,8 +20,8 @@ Loading a checkpoint that DeepSpeed wrote, into an engine of the same layout:
 Universal checkpoints, for another layout (ZeRO stage, numbers of ranks, optimizer):
 
 1. ``universal_convert``: ``convert_to_universal`` reads the files of all ranks (``zero_files``: which there are, where
-   a parameter lies in them; ``zero_checkpoint``: all of them as one model) and writes one folder a parameter. ``universal_codes`` adds the FP8 codes of moments, so
-   that they need not be decoded and encoded again.
+   a parameter lies in them; ``zero_checkpoint``: all of them as one model) and writes one folder a parameter.
+   ``universal_codes`` adds the FP8 codes of moments, so that they need not be decoded and encoded again.
 2. ``universal_folder``: reads such a checkpoint, and gives one tensor-parallel rank its part of each tensor.
 3. ``universal_check``: what in it does not fit the engine; called through ``load_checks``.
 4. ``universal_load``: fills the engine (``zero_partitions``: where a parameter lies in ZeRO's memory).
