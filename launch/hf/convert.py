@@ -17,7 +17,7 @@ from launch.hf.folder import CONFIG
 from launch.hf.recipes import Piece, Recipe, to_hugging_face
 from launch.weights.converted import KIND, MODEL
 from launch.weights.source import CARRIED, CheckpointError, Weights
-from launch.weights.write import BLOCK, Planned, Written, write_tensors
+from launch.weights.write import Planned, Written, block_bytes, write_tensors
 
 __all__ = ["AHEAD", "HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
 
@@ -77,15 +77,25 @@ class Conversion(NamedTuple):
         )
 
     def blocks(self, weights: Weights, tensor: Planned) -> Iterator[torch.Tensor]:
-        """A tensor's rows, in parts of about ``BLOCK`` bytes."""
+        """A tensor's rows, in parts of at most about ``block_bytes``; small pieces are joined to such."""
         width = max(tensor.bytes // max(tensor.shape[0], 1), 1)
-        most = max(BLOCK // width, 1)
+        most = max(block_bytes(max(t.bytes for t in self.tensors)) // width, 1)
+        waiting: list[torch.Tensor] = []
+        count = 0
         for piece in self.recipes[tensor.name].pieces:
             assert piece.name is not None  # sources give rows of padding themselves
-            for row in range(piece.start, piece.start + piece.rows, most):
-                yield weights.rows(piece.name, row, min(row + most, piece.start + piece.rows)).to(tensor.dtype)
+            end = piece.start + piece.rows
+            for row in range(piece.start, end, most):
+                rows = min(most, end - row)
+                if waiting and count + rows > most:
+                    yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+                    waiting, count = [], 0
+                waiting.append(weights.rows(piece.name, row, row + rows).to(tensor.dtype))
+                count += rows
             if self.kind != KIND and piece.name in _PADDED and (rows := weights.shape(piece.name)[0]) > piece.rows:
                 weights.rows(piece.name, piece.rows, rows)  # not wanted; but now the tensor's checksum is compared
+        if waiting:
+            yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
 
 
 class _Ahead:

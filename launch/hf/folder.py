@@ -147,9 +147,9 @@ def _sharded(folder: Path) -> dict[str, Entry]:
         if name not in headers[folder / file]:
             raise CheckpointError(f"{folder / file}: has no tensor {name}; {index.name} says that it is there")
         entries[name] = headers[folder / file][name]
-    for file, header in headers.items():
+    for path, header in headers.items():
         if unlisted := sorted(header.keys() - entries.keys()):
-            raise CheckpointError(f"{file}: holds {_some(unlisted)}, which {index.name} does not list")
+            raise CheckpointError(f"{path}: holds {_some(unlisted)}, which {index.name} does not list")
     return entries
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from coat_dist.ranks import attempt
@@ -10,7 +12,7 @@ from launch.weights.source import CheckpointError, Weights
 __all__ = ["fill"]
 
 
-def fill(model: torch.nn.Module, weights: Weights) -> None:
+def fill(model: Any, weights: Weights) -> None:
     """Copy ``weights`` into a Megatron ``GPTModel``, patched or not, of any tensor- and pipeline-parallel size.
 
     Collective: call it on every rank, before DeepSpeed's ZeRO-3 divides the parameters. Values are rounded to the
@@ -34,7 +36,7 @@ def fill(model: torch.nn.Module, weights: Weights) -> None:
 
 
 @torch.no_grad()
-def _fill(model: torch.nn.Module, weights: Weights) -> None:
+def _fill(model: Any, weights: Weights) -> None:
     whole, modules = _global_names(model), dict(model.named_modules())
     there = set(weights.names())
     wanted = {
@@ -58,7 +60,7 @@ def _fill(model: torch.nn.Module, weights: Weights) -> None:
         _copy(by_source[name], weights, source, owner)
 
 
-def _global_names(model: torch.nn.Module) -> dict[str, str]:
+def _global_names(model: Any) -> dict[str, str]:
     """Names of the whole model by those of this pipeline stage."""
     numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     names = {}
@@ -70,7 +72,7 @@ def _global_names(model: torch.nn.Module) -> dict[str, str]:
     return names
 
 
-def _copy(parameter: torch.nn.Parameter, weights: Weights, name: str, owner: torch.nn.Module) -> None:
+def _copy(parameter: Any, weights: Weights, name: str, owner: torch.nn.Module) -> None:
     tensor, dim, parts = weights.read(name), None, 1
     size, rank = _tensor_parallel(owner)
     if size > 1 and getattr(parameter, "tensor_model_parallel", False):

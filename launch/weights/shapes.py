@@ -17,7 +17,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     if model.num_moe_experts is not None:
         raise CoatConfigError(f"model.num_moe_experts: got {model.num_moe_experts}, accepted: null (a dense model)")
-    shapes = {"embedding.word_embeddings.weight": (model.padded_vocab, model.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (model.padded_vocab, model.hidden_size)}
     for i in range(model.num_layers):
         shapes |= {f"decoder.layers.{i}.{name}": shape for name, shape in _layer(model).items()}
     shapes |= _norm("decoder.final_layernorm", model, model.hidden_size, model.norm_affine)

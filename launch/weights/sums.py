@@ -18,7 +18,7 @@ _THREAD = ThreadPoolExecutor(1, "crc32")  # started by the first call
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A contiguous tensor's memory."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's are buffers
 
 
 def summed(tensor: torch.Tensor) -> Future[int]:

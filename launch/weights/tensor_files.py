@@ -20,7 +20,7 @@ import torch
 from coat_dist.checkpoint.checksums import join
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.weights.source import CheckpointError
-from launch.weights.sums import summed
+from launch.weights.sums import bytes_of, summed
 
 __all__ = ["CODES", "Entry", "TensorFiles", "read_header"]
 
@@ -67,7 +67,7 @@ class TensorFiles:
         entry = self.entries[name]
         width = math.prod(entry.shape[1:]) * entry.dtype.itemsize
         raw = torch.empty((stop - start) * width, dtype=torch.uint8)
-        view = memoryview(raw.numpy())
+        view = bytes_of(raw)
         try:
             descriptor, done = self._descriptor(entry.file), 0
             while done < len(view):

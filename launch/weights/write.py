@@ -1,7 +1,7 @@
 """Writing tensors into safetensors files as they come: a file's header is known before its first tensor is read.
 
 One thread reads and converts, a second writes and a third sums, so that only the slowest of these takes time. What is
-in memory is a handful of blocks of ``BLOCK`` bytes, whatever the tensors' sizes.
+in memory is a handful of blocks, less than the largest tensor.
 """
 
 from __future__ import annotations
@@ -25,12 +25,21 @@ from coat_dist.checkpoint.durable import named
 from launch.weights.sums import bytes_of, taken
 from launch.weights.tensor_files import CODES
 
-__all__ = ["BLOCK", "Planned", "Written", "write_tensors"]
+__all__ = ["Planned", "Written", "block_bytes", "write_tensors"]
 
-BLOCK = 1 << 22
-"""Bytes that are read, summed and written at a time; up to ten blocks are in memory at once."""
+SMALLEST, LARGEST = 1 << 22, 1 << 24
 _WAITING = 2
 _NAMES = {dtype: code for code, dtype in CODES.items()}
+
+
+def block_bytes(largest: int) -> int:
+    """How much is read, summed and written at a time: up to ten blocks are in memory at once, which are to be less than
+    the largest tensor. Small ones cost time where processors are busy, as each goes through three threads.
+
+    Args:
+        largest: bytes of the largest tensor.
+    """
+    return min(max(largest // 16, SMALLEST), LARGEST)
 
 
 class Planned(NamedTuple):
