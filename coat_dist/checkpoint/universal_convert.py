@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def _write_parameter(folder: Path, name: str, checkpoint: ZeroCheckpoint) -> Non
     if len(steps) != 1:
         raise ValueError(f"{shards[0][0].path}: steps of {name}: got {sorted(steps)}, accepted: one, on all ranks")
     for key in KEYS:
-        whole, layout = checkpoint.whole(name, lambda shard, key=key: shard.part(name, key), key)
+        whole, layout = checkpoint.whole(name, partial(Shard.part, name=name, key=key), key)
         torch.save({"param": whole, **layout}, _in_new_folder(folder / f"{key}.pt"))
     _write_codes(folder / CODES_FILE, name, shards)
     # torch's optimizers want a tensor; ours takes either.

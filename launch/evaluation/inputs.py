@@ -70,7 +70,8 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
     if args.data:
         tokens.check_fits(f"--data: {args.data[0]}", prepared.check_data(args.data).vocab_size, vocab)
         part = args.part or "valid"
-        of_run = run.get("data") if isinstance(run.get("data"), dict) else {}
+        recorded = run.get("data")
+        of_run = recorded if isinstance(recorded, dict) else {}
         split = args.split or of_run.get("split") or "950,40,10"
         seed = args.seed if args.seed is not None else run.get("seed", 1234)
         found.data = prepared.read_samples(
