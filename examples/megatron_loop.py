@@ -127,7 +127,7 @@ def resume(folder, model, optimizer, scheduler):
 def train(folder):
     if gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+    dist.init_process_group("nccl" if gpu else "gloo")  # with device_id each group of Megatron's takes memory at once
     initialize_model_parallel()  # where there is no GPU, Megatron finds the CPU from here on
     model, optimizer, scheduler, report = build()
     forward_backward = get_forward_backward_func()

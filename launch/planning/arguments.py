@@ -64,7 +64,7 @@ def add_gpu_options(group: Any) -> None:
         "--other-memory",
         default=None,
         metavar="SIZE",
-        help="of it, what is not torch's: CUDA, NCCL, other programs (default: 7.8GiB, or 8.8GiB with several "
+        help="of it, what is not torch's: CUDA, NCCL, other programs (default: 2.2GiB, or 3.2GiB with several "
         "GPUs, and what other programs use of the GPU here)",
     )
 
