@@ -91,9 +91,8 @@ class CompactSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         tensors = super().get_query_key_value_tensors(*args, **kwargs)
-        if (_normed(self) and not isinstance(self.k_layernorm, AllHeadsNorm)) or len(
-            tensors
-        ) < 3:  # fewer: not split, Transformer Engine's fused rotary embedding will
+        keys_own_copy = isinstance(self.k_layernorm, AllHeadsNorm) or not _normed(self)
+        if not keys_own_copy or len(tensors) < 3:  # fewer: not split, Transformer Engine's fused rotary embedding will
             return tensors
         query, key, value, *rest = tensors
         return query, key, value.contiguous(), *rest
