@@ -160,16 +160,15 @@ def dry(capsys, tmp_path, *argv):
     return status, said.out or said.err
 
 
-@pytest.mark.parametrize("micro", [[], ["--micro-batch", "4"], ["--micro-batch", "auto"]])
 @pytest.mark.parametrize(
-    "batch",
+    ("batch", "micro"),
     [
-        {"train_batch_size": 64},
-        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2},
-        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"},
-        {"train_batch_size": 62, "train_micro_batch_size_per_gpu": "auto"},
-        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4},
-        {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3},
+        ({"train_batch_size": 64}, ["--micro-batch", "4"]),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, ["--micro-batch", "auto"]),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, ["--micro-batch", "4"]),
+        ({"train_batch_size": 62, "train_micro_batch_size_per_gpu": "auto"}, []),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4}, []),
+        ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3}, []),
     ],
 )
 def test_the_planner_and_a_dry_run_take_the_same_batch(capsys, tmp_path, batch, micro) -> None:
