@@ -193,8 +193,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             records = read_metrics(path)
             if not records:
                 raise ValueError(f"{run}: holds no steps")
-            name = path.name if path.is_dir() else path.parent.name or path.stem
-            runs[name if name not in runs else run] = records
+            folder = path if path.is_dir() else path.parent
+            name = folder.name or folder.resolve().name or path.stem  # "." has no name
+            while name in runs:
+                name = run if run not in runs else f"{name}'"
+            runs[name] = records
         said = draw(runs, Path(args.output), args.smooth, args.gap)
     except FileNotFoundError as problem:
         print(

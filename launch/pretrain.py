@@ -100,6 +100,8 @@ def train(
         progress = Progress() if examined is None else resume(engine, examined)
         loop = make_loop(p, device, engine, sets, progress, folders, source_of_data.batch_iterator)
         locks.callback(loop.log.close)  # before the locks go
+        if loop.profiler is not None:
+            locks.callback(loop.profiler.close)  # a run that fails within the chosen steps has a trace, too
         loop.stop, loop.last_checkpoint = stop, source
         explain.watch(loop)
         if interfere is not None:

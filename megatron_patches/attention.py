@@ -22,7 +22,7 @@ from .core_attention import SDPA
 from .groups import tensor_parallel
 from .hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import why_bf16_linear, why_not_invariant_bias
-from .norm import EXACT, why_bf16_norm
+from .norm import EXACT, AllHeadsNorm, why_bf16_norm
 from .packed import Packed, packed
 from .residual import Residual
 
@@ -52,7 +52,7 @@ class CompactSelfAttention(SelfAttention):
 
     Rotary embedding writes new queries and keys, but values stay a view: saved for backward, that view holds queries
     and keys a second time, 4 bytes a token and hidden element. With norms on queries and keys, which save their
-    inputs, the whole output is kept in any case and a copy would only add to it.
+    inputs, the whole output is kept in any case and a copy would only add to it; but those over all heads save copies.
 
     Several documents in a sequence (``packed_seq_params``) are those of ``packed.py`` where core attention is ours.
     """
@@ -91,7 +91,8 @@ class CompactSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         tensors = super().get_query_key_value_tensors(*args, **kwargs)
-        if _normed(self) or len(tensors) < 3:  # fewer: not split, Transformer Engine's fused rotary embedding will
+        keys_own_copy = isinstance(self.k_layernorm, AllHeadsNorm) or not _normed(self)
+        if not keys_own_copy or len(tensors) < 3:  # fewer: not split, Transformer Engine's fused rotary embedding will
             return tensors
         query, key, value, *rest = tensors
         return query, key, value.contiguous(), *rest

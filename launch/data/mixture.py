@@ -189,7 +189,8 @@ def _read_yaml(text: str) -> Any:
         """Refuses keys that are given twice, of which the last would count."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            _once([(str(self.construct_object(key)), None) for key, _ in node.value])
+            own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # "<<" gives way to them
+            _once([(str(self.construct_object(key)), None) for key in own])
             return super().construct_mapping(node, deep)
 
     try:
@@ -227,14 +228,19 @@ def _files(path: str, where: str, given: Any) -> tuple[str, ...]:
     for pattern in patterns:
         if "://" in pattern:
             raise DataError(f"data: {path}: {where}: got {pattern!r}, accepted: local files; nothing is downloaded")
-        full = os.path.join(os.path.dirname(os.path.abspath(path)), os.path.expanduser(pattern))
+        beside = os.path.dirname(os.path.abspath(path))
+        full = os.path.join(beside, os.path.expanduser(pattern))
         if os.path.isdir(full):
             raise DataError(
                 f"data: {path}: {where}: {pattern} is a folder, accepted: files, or a pattern such as {pattern}/*.npy"
             )
-        here = (
-            [full] if os.path.exists(full) else sorted(f for f in glob.glob(full, recursive=True) if os.path.isfile(f))
-        )
+        if os.path.exists(full):
+            here = [full]
+        else:
+            found_here = glob.glob(os.path.join(glob.escape(beside), os.path.expanduser(pattern)), recursive=True)
+            here = sorted(f for f in found_here if not os.path.isdir(f))
+        if broken := next((f for f in here if not os.path.exists(f)), None):
+            raise DataError(f"data: {path}: {where}: {broken} is a link to a file that does not exist")
         if not here:
             what = "matches no file" if glob.has_magic(pattern) else "does not exist"
             raise DataError(f"data: {path}: {where}: {pattern} {what} ({full})")

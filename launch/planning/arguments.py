@@ -123,7 +123,7 @@ def run_of(
         sequence_parallel=args.sequence_parallel,
         micro=micro,
         accumulation=accumulation,
-        recompute=recompute_options(args, model.num_layers),
+        recompute=recompute_options(args, model, coat),
     )
 
 
@@ -176,7 +176,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
     Raises:
         CoatConfigError: settings that cannot be used or planned.
     """
-    from launch.training.settings import batch_sizes, load_settings
+    from launch.training.settings import load_settings
 
     args = _parser().parse_args(argv)
     silence_deepspeed()
@@ -212,24 +212,24 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
             )
         settings["coat"].setdefault("activation", {})[key] = value
         coat = CoatConfig.parse(settings["coat"])
-    return _with_batch(args, model, settings, coat, world, batch_sizes)
+    return _with_batch(args, model, settings, coat, world)
 
 
-def _with_batch(args: Any, model: Any, settings: Any, coat: Any, world: int, batch_sizes: Any) -> Any:
+def _with_batch(args: argparse.Namespace, model: ModelConfig, settings: dict[str, Any], coat: Any, world: int) -> Any:
+    """The run with the batch sizes that ``pretrain.py`` would take; the GPU and the arguments."""
+    from launch.training.settings import MICRO, STEPS, TOTAL, auto_batch, batch_sizes
+
     from .search import candidates
 
-    gpu, keys = chosen_gpu(args), ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    given = args.micro_batch if args.micro_batch is not None else settings.get(keys[0])
+    gpu, dp = chosen_gpu(args), world // args.tensor_parallel
     if args.accumulation is not None:
-        settings[keys[1]] = args.accumulation
-    if given == AUTO:
-        total, steps = settings.get(keys[2]), None if settings.get(keys[2]) else settings.get(keys[1])
-        run = run_of(model, settings, coat, args, world, 1, steps or 1)
-        return next(candidates(run, gpu, total, steps), run), gpu, args
-    if args.micro_batch is not None:
-        settings[keys[0]] = args.micro_batch
-        settings.pop(keys[2], None)
-    sizes = batch_sizes(settings, world // args.tensor_parallel)
+        settings[STEPS] = args.accumulation
+        if args.micro_batch is not None or settings.get(MICRO) is not None:
+            settings.pop(TOTAL, None)  # it follows
+    if auto_batch(args, settings, dp):
+        run = run_of(model, settings, coat, args, world, 1, settings.get(STEPS) or 1)
+        return next(candidates(run, gpu, settings.get(TOTAL), settings.get(STEPS)), run), gpu, args
+    sizes = batch_sizes(settings, dp)
     return run_of(model, settings, coat, args, world, sizes.micro, sizes.accumulation), gpu, args
 
 

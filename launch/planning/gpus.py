@@ -108,4 +108,6 @@ def memory_bytes(text: str, option: str = "--gpu-memory") -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] not in _UNITS or not float(found[1]):
         raise CoatConfigError(f"{option}: got {text!r}, accepted: a size such as 80GiB or 141GB")
+    if not found[2] and float(found[1]) < _UNITS["m"]:  # "80" means 80 GiB to whoever types it, and bytes to us
+        raise CoatConfigError(f"{option}: got {text!r}, accepted: a size with its unit, such as {text.strip()}GiB")
     return int(float(found[1]) * _UNITS[found[2]])

@@ -66,10 +66,26 @@ class Moment:
 def coat_saved(model: ModelConfig, settings: ActivationConfig, sizes: Sizes) -> tuple[float, int, float]:
     """Bytes a token that a patched layer saves: of norm and qkv, of attention, of norm and MLP."""
     heads = 2 * sizes.q + sizes.w - sizes.q  # q, k, v and the output
-    norm = (_grouped(sizes.h, settings) + 4) / sizes.share  # and rstd
+    if model.norm_placement == "post":  # codes with one scale; the norm of the block's output stays BF16
+        norm = (sizes.h + _post_norm(model, sizes)) / sizes.share
+    else:
+        norm = (_grouped(sizes.h, settings) + 4) / sizes.share  # and rstd
     attention = _grouped(heads, settings) if settings.attention == "fp8" else 2 * heads
-    extra = 2 * (sizes.w - sizes.q) // 2 + 2 * sizes.q + 8 * sizes.heads if model.qk_norm else 0  # q and k unnormed
-    return norm, attention + 4 * sizes.heads + extra, norm + _grouped(sizes.wide, settings)
+    return norm, attention + 4 * sizes.heads + _unnormed(model, sizes), norm + _grouped(sizes.wide, settings)
+
+
+def _post_norm(model: ModelConfig, sizes: Sizes) -> int:
+    """Bytes a token that a norm after a block saves: its input and statistics."""
+    return 2 * sizes.h + (8 if model.normalization == "layernorm" else 4)
+
+
+def _unnormed(model: ModelConfig, sizes: Sizes) -> int:
+    """Bytes a token that norms on queries and keys save: these as they were, and statistics."""
+    if not model.qk_norm:
+        return 0
+    both = sizes.q + (sizes.w - sizes.q) // 2
+    norms = 2 if model.qk_norm == "full" else sizes.heads * both // sizes.q  # of a token
+    return 2 * both + norms * (8 if model.normalization == "layernorm" else 4)
 
 
 def bf16_saved(model: ModelConfig, sizes: Sizes) -> tuple[float, int, float]:
@@ -77,10 +93,12 @@ def bf16_saved(model: ModelConfig, sizes: Sizes) -> tuple[float, int, float]:
     statistics = 8 if model.normalization == "layernorm" else 4
     norm = (4 * sizes.h + statistics) / sizes.share  # its input and output
     heads = 2 * sizes.q + sizes.w - sizes.q
-    extra = 2 * (sizes.w - sizes.q) // 2 + 2 * sizes.q + 8 * sizes.heads if model.qk_norm else 0
     # Of a gated MLP: fc1's output, its two parts' functions (Megatron adds an offset of 0 to the second), the product.
     inner = 2 * sizes.wide + (6 * sizes.f if sizes.wide > sizes.f else 2 * sizes.f)
-    return norm, 2 * heads + 4 * sizes.heads + extra, norm + inner
+    # Queries of several groups are copied out of linear_qkv's output, which stays for the keys that their norm saves.
+    groups = sizes.heads * (sizes.w - sizes.q) // (2 * sizes.q)
+    whole = 2 * sizes.q if model.qk_norm is True and 1 < groups < sizes.heads else 0
+    return norm, 2 * heads + 4 * sizes.heads + _unnormed(model, sizes) + whole, norm + inner
 
 
 def saved(run: Run, patched: bool) -> tuple[float, float, float]:
@@ -96,7 +114,7 @@ def saved(run: Run, patched: bool) -> tuple[float, float, float]:
             settings = settings.model_copy(update={"attention": "bf16"})
         qkv, attention, mlp = coat_saved(run.model, settings, sizes)
         if "mlp" in modules:
-            mlp = stream
+            mlp = stream + (_post_norm(run.model, sizes) / sizes.share if run.model.norm_placement == "post" else 0)
     else:
         qkv, attention, mlp = bf16_saved(run.model, sizes)
         if "layernorm" in modules:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from coat_dist import CoatConfigError
+from coat_dist import CoatConfig, CoatConfigError
 from launch.command_line import whole_number
+from launch.model.config import ModelConfig
 
 __all__ = ["MODULES", "add_recompute_options", "check_recompute", "recompute_options"]
 
@@ -58,16 +59,26 @@ def check_recompute(args: argparse.Namespace) -> list[str]:
     return problems
 
 
-def recompute_options(args: argparse.Namespace, num_layers: int) -> dict[str, Any]:
+def recompute_options(args: argparse.Namespace, model: ModelConfig, coat: CoatConfig | None) -> dict[str, Any]:
     """Arguments of Megatron's ``TransformerConfig``; none where nothing is computed again.
 
     Raises:
-        CoatConfigError: more layers than the model has.
+        CoatConfigError: more layers than the model has, or parts of BF16 layers with which Megatron's own fail
+            (docs/megatron.md): ``layernorm`` needs Transformer Engine, ``mlp`` with biases never ends.
     """
+    num_layers = model.num_layers
     if args.recompute_granularity is None:
         return {}
     if args.recompute_granularity == "selective":
         modules = list(args.recompute_modules or ["core_attn"])
+        bf16 = coat is None or not coat.activation.enabled or bool(coat.activation.bf16_layers)
+        fail = {"layernorm": bf16, "mlp": bf16 and model.linear_bias}
+        if found := [name for name in modules if fail.get(name)]:
+            possible = ", ".join(name for name in MODULES if not fail.get(name))
+            why = "needs Transformer Engine" if found[0] == "layernorm" else "never ends with biases (linear_bias)"
+            raise CoatConfigError(
+                f"--recompute-modules: got {found[0]}, accepted: {possible}; in BF16 layers Megatron's {found[0]} {why}"
+            )
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     layers = args.recompute_num_layers or 1
     if layers > num_layers:

@@ -205,7 +205,7 @@ def _layer_bytes(run: Run, layer: int) -> int:
     """What a layer saves, with its tables: bytes."""
     patched = layer not in run.bf16_layers
     # Cosines and sines of queries and keys, in BF16, by Megatron's own rotation.
-    tables = 0 if patched else 8 * run.model.seq_length * run.model.head_channels
+    tables = 0 if patched and not run.model.qk_norm else 8 * run.model.seq_length * run.model.head_channels
     return round(sum(saved(run, patched)) * run.tokens) + tables
 
 
@@ -235,8 +235,9 @@ def kept_for_backward(run: Run) -> int:
     _forward(line, run, 2 * run.model.hidden_size * run.tokens // run.shared)
     logits = 0 if run.chunked else 2 * (run.model.padded_vocab // run.tp) * run.tokens
     again = {i for unit in _units(run) for i in unit}
+    shared = set(range(run.model.num_layers)) - again - run.bf16_layers and not run.model.qk_norm
     # Frequencies, which a layer that is computed again keeps, and their cosines and sines, which patched layers share.
-    per_position = (4 if again else 0) + (8 if set(range(run.model.num_layers)) - again - run.bf16_layers else 0)
+    per_position = (4 if again else 0) + (8 if shared else 0)
     tables = per_position * run.model.seq_length * run.model.head_channels
     return line.held["activations"] + logits + tables + 28 * run.tokens
 

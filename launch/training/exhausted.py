@@ -102,6 +102,6 @@ class Explain:
         """
         if is_out_of_memory(problem) and not isinstance(problem, OutOfMemory):
             assert problem is not None
-            doing = "while the engine was built" if self._loop is None else f"in step {self._loop.progress.step + 1}"
+            doing = "while the engine was built" if self._loop is None else self._loop.doing
             message = explanation(self._plan, doing, problem, self._report)
             raise OutOfMemory(message) from None

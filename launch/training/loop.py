@@ -78,6 +78,8 @@ class Loop:
     """Measures the first step that changes the weights; its table is printed once."""
     last_checkpoint: Any = None
     profiler: StepProfiler | None = None
+    doing: str = "before the first step"
+    """What is going on, for messages."""
 
     def run(self) -> str | None:
         """Train to the last step and evaluate on the test split.
@@ -111,16 +113,21 @@ class Loop:
             if self.save is not None and (
                 why or step == self.total_steps or (self.save_interval and step % self.save_interval == 0)
             ):
-                self.last_checkpoint, saved_step = self.save(), step
+                self.last_checkpoint, saved_step = self._saved(self.save), step
         if self.profiler is not None:
             self.profiler.close()
         if self.save is not None and saved_step != self.progress.step:
-            self.last_checkpoint = self.save()
+            self.last_checkpoint = self._saved(self.save)
         return why
+
+    def _saved(self, save: Callable[[], Any]) -> Any:
+        self.doing = f"while the checkpoint of step {self.progress.step} was written"
+        return save()
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; advances ``progress`` and returns the record, with ``stopping`` added."""
         progress = self.progress
+        self.doing = f"in step {progress.step + 1}"
         lr = self.schedule(progress.step + 1)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -184,6 +191,7 @@ class Loop:
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch]) -> float:
         """Mean loss over ``eval_steps`` micro-batches of every rank."""
+        self.doing = f"in the evaluation after step {self.progress.step}"
         self.engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _ in range(self.eval_steps):

@@ -96,7 +96,7 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
         f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
         f"ETA {duration(eta_seconds)}",
     ]
-    parts += [f"{name} loss {record[f'{name}_loss']:.4f}" for name in ("valid", "test") if f"{name}_loss" in record]
+    parts += [f"{name} loss {number(f'{name}_loss', '.4f')}" for name in ("valid", "test") if f"{name}_loss" in record]
     if record.get("skipped"):
         parts.append(f"SKIPPED: {record['skipped']}")
     return " | ".join(parts)

@@ -114,11 +114,15 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         prefixes, _ = data.parse_blend(args.data)
         infos = [data.read_info(prefix) for prefix in prefixes]
         data.check_one_tokenizer(prefixes, infos)
-        mixtures = [data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)]
+        mixtures = {p: data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)}
     model = model.with_vocab(max(info.vocab_size for info in infos))
     eod = infos[0].eod if args.separate_documents else None
     warning = tokenizer_warning(weights, prefixes[0], infos[0])
-    sources = {name: source for mixture in mixtures for name, source in mixture.items()}
+    sources = {
+        (name if len(mixtures) == 1 else f"{path}#{name}"): source  # of several descriptions names may be the same
+        for path, mixture in mixtures.items()
+        for name, source in mixture.items()
+    }
     return assemble(args, world, settings, coat, model, eod=eod, sources=sources, weights=weights, warning=warning)
 
 
@@ -164,6 +168,6 @@ def assemble(
         dp=world // tp,
         batch=batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, world // tp),
         auto=auto,
-        recompute=recompute_options(args, model.num_layers),
+        recompute=recompute_options(args, model, coat),
         **more,
     )

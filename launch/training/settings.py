@@ -127,9 +127,11 @@ def auto_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int) -> b
         return False
     settings[MICRO] = 1
     total, steps = settings.get(TOTAL), settings.get(STEPS)
+    for key, value in ((STEPS, steps), (TOTAL, total)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise CoatConfigError(f"{key}: got {value!r}, accepted: an integer >= 1")
     if total is None:
         return True
-    batch_sizes({TOTAL: total, STEPS: steps, MICRO: None}, dp)
     if total % dp:
         raise CoatConfigError(f"{TOTAL}: got {total}, accepted: a multiple of the data-parallel ranks ({dp})")
     if steps is not None:

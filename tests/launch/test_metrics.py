@@ -133,3 +133,11 @@ def test_a_disk_without_room_is_one_line(tmp_path, monkeypatch):
 
 def test_duration():
     assert [duration(s) for s in (0, 59.4, 59.6, 3599.6, 90061)] == ["0:00", "0:59", "1:00", "1:00:00", "1d 1:01:01"]
+
+
+def test_a_held_out_loss_that_is_not_finite_is_said(tmp_path):
+    writer, stream = log(tmp_path)
+    writer.step(record(1, valid_loss=float("nan"), test_loss=float("inf")))
+    writer.close()
+    assert stream.getvalue().endswith("| valid loss non-finite | test loss non-finite\n")
+    assert read_metrics(tmp_path)[0]["valid_loss"] is None

@@ -74,3 +74,12 @@ def test_a_file_that_is_no_picture_is_not_replaced(tmp_path, capsys):
             assert main([str(tmp_path / "a"), "--output", str(tmp_path / name)]) == 0
     assert main([str(tmp_path / "a"), "--output", str(tmp_path / "picture")]) == 2
     assert "ends in .png" in capsys.readouterr().err and not list(tmp_path.glob("picture*"))
+
+
+def test_every_run_has_a_name_of_its_own(tmp_path, monkeypatch):
+    write(tmp_path / "a", range(1, 4))
+    monkeypatch.chdir(tmp_path / "a")
+    drawn = []
+    monkeypatch.setattr("launch.plot.draw", lambda runs, *_: drawn.extend(runs) or [])
+    assert main([".", ".", "../a", str(tmp_path / "a" / "metrics.jsonl"), "--output", "x.png"]) == 0
+    assert len(drawn) == len(set(drawn)) == 4 and drawn[0] == "a" and all(drawn)

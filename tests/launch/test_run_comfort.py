@@ -112,13 +112,15 @@ def test_a_run_and_its_continuation_at_wandb_with_trace_and_summary(work, tmp_pa
 
 def test_a_run_that_fails_and_one_that_wandb_refuses(work, tmp_path):
     config, calls = configuration(tmp_path, 2), tmp_path / "calls"
-    argv = command(work, tmp_path / "bad", config, "--wandb", "project", "--max-bad-steps", "2", steps=6)
+    traced = ["--max-bad-steps", "2", "--profile-steps", "2-5"]
+    argv = command(work, tmp_path / "bad", config, "--wandb", "project", *traced, steps=6)
     end = run_ranks(1, with_wandb, argv, str(calls), [(2, "loss", 0), (3, "loss", 0)])[0]
     summary = json.loads((tmp_path / "bad" / "summary.json").read_text())
     assert (
         end.startswith("BadSteps") and summary["ended"] == "too many non-finite steps in a row" and summary["step"] == 3
     )
     assert read(calls)[-1]["finish"] == 1 and "mode" not in read(calls)[0]["init"] and summary["loss"] is None
+    assert (tmp_path / "bad" / "trace-steps2-3.json").stat().st_size
     argv = command(work, tmp_path / "refused", config, "--wandb", "refused", steps=6)
     for end in run_ranks(2, with_wandb, argv, str(calls)):
         assert end == (

@@ -13,6 +13,9 @@ from launch.data.dataset import build_datasets
 from launch.data.endless_blend import EndlessBlend
 from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
+from launch.training import arguments
+from launch.training.plan import plan
+from tests.launch.pretrain_runs import configuration
 from tests.launch.tiny_data import rows
 from tests.support import run_ranks
 
@@ -258,6 +261,7 @@ ONE = [{"name": "a", "files": ["a.npy"]}]
         ([{"name": "a", "files": ["none-*.npy"]}], {}, r"sources\[0\].files: none-\*.npy matches no file"),
         ([{"name": "a", "files": ["none.npy"]}], {}, r"none.npy does not exist"),
         ([{"name": "a", "files": ["folder"]}], {}, r"folder is a folder, accepted: files, or a pattern"),
+        ([{"name": "a", "files": ["*n*.npy"]}], {}, "gone.npy is a link to a file that does not exist"),
         ([{"name": "a", "files": ["s3://x/a.npy"]}], {}, "local files"),
         ([{"name": "a", "files": ["odd.npy"]}], {}, r"a: .*odd.npy has 21 bytes, not a multiple of 2 \(dtype uint16\)"),
         ([{"name": "a", "files": ["empty.npy"]}], {}, "empty.npy is empty"),
@@ -268,6 +272,7 @@ def test_a_description_that_cannot_be_used_is_refused_before_tokens_are_read(tmp
     write(tmp_path / "a.npy", tokens(50, 1))
     write(tmp_path / "b.npy", tokens(50, 2))
     (tmp_path / "folder").mkdir()
+    (tmp_path / "gone.npy").symlink_to(tmp_path / "elsewhere.npy")
     (tmp_path / "odd.npy").write_bytes(b"x" * 21)
     (tmp_path / "empty.npy").write_bytes(b"")
     np.save(tmp_path / "header.npy", np.arange(9, dtype=np.uint32))
@@ -318,3 +323,27 @@ def test_a_file_that_is_no_description(tmp_path, text):
         read_info(str(tmp_path / "no.yaml"))
     with pytest.raises(DataError, match="which is a token file, accepted: a description"):
         read_info("part-0.npy")
+
+
+def test_a_folder_with_brackets_and_a_merge_of_yaml(tmp_path):
+    folder = tmp_path / "run[1]"
+    write(folder / "a.npy", tokens(50, 1))
+    (folder / "mix.yaml").write_text(
+        "_one: &one {weight: 1, dtype: uint16}\nvocab_size: 1000\neos: 7\n"
+        "sources: [{name: a, files: '*.npy', <<: *one, weight: 2}]\n"
+    )
+    (source,) = read_mixture(folder / "mix.yaml").sources
+    assert source.files == (str(folder / "a.npy"),) and (source.weight, source.dtype) == (2.0, "uint16")
+
+
+def test_sources_of_the_same_name_in_two_descriptions_are_both_kept_in_checkpoints(tmp_path):
+    paths = []
+    for number, name in enumerate(("a.json", "b.json")):
+        write(tmp_path / f"{name}.npy", tokens(50 + number, number))
+        paths.append(describe(tmp_path, [{"name": "web", "files": f"{name}.npy"}], name))
+    config = configuration(tmp_path, 2)
+    argv = ["--deepspeed_config", config, "--model", "tiny", "--train-steps", "1", "--data"]
+    both = plan(arguments.parse([*argv, *paths]), 1).data_identity()["sources"]
+    assert [source["bytes"] for source in both.values()] == [os.path.getsize(p + ".npy") for p in paths]
+    assert list(both) == [f"{p}#web" for p in paths]
+    assert list(plan(arguments.parse([*argv, paths[0]]), 1).data_identity()["sources"]) == ["web"]

@@ -10,12 +10,13 @@ def limited(rank, world, argv, most=None, at=None, ranks=None):
 
     Args:
         most: forward passes with more samples than this are out of memory.
-        at: "build", or the number of the forward pass that is out of memory.
+        at: "build", "save", or the number of the forward pass that is out of memory.
         ranks: those on which it is so; None = all.
     """
-    from launch.training import build, exhausted
+    from launch.training import build, checkpoint, exhausted
 
     inner_loss, inner_engine, passes = build.language_model_loss, build.build_engine, [0]
+    inner_save = checkpoint.save
     here = ranks is None or rank in ranks
 
     def fail():
@@ -37,10 +38,15 @@ def limited(rank, world, argv, most=None, at=None, ranks=None):
             fail()
         return inner_engine(*args, **kwargs)
 
-    build.language_model_loss, build.build_engine = language_model_loss, build_engine
+    def save(*args, **kwargs):
+        if here and at == "save":
+            fail()
+        return inner_save(*args, **kwargs)
+
+    build.language_model_loss, build.build_engine, checkpoint.save = language_model_loss, build_engine, save
     try:
         return rank_main(rank, world, argv)
     except exhausted.OutOfMemory as problem:
         return f"OutOfMemory: {problem}"
     finally:
-        build.language_model_loss, build.build_engine = inner_loss, inner_engine
+        build.language_model_loss, build.build_engine, checkpoint.save = inner_loss, inner_engine, inner_save

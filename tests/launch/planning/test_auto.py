@@ -105,13 +105,19 @@ def test_what_leaves_no_choice_is_refused(work, tmp_path, more, options, said) -
 
 def test_out_of_memory_says_what_would_save_most(work, tmp_path) -> None:
     config = configuration(tmp_path, 2, zero_optimization=SMALL)
-    for at, doing in (("build", "while the engine was built"), (1, "in step 1"), (6, "in step 3")):
-        argv = command(work, tmp_path / f"run-{at}", config, steps=4)
+    for at, doing, *more in (
+        ("build", "while the engine was built"),
+        (1, "in step 1"),
+        (6, "in step 3"),
+        (5, "in the evaluation after step 2", "--eval-interval", "2", "--eval-steps", "1"),
+        ("save", "while the checkpoint of step 2 was written", "--save", tmp_path / "save", "--save-interval", "2"),
+    ):
+        argv = command(work, tmp_path / f"run-{at}", config, *more, steps=4)
         end = run_ranks(1, limited, argv, None, at)[0]
         assert end.startswith(f"OutOfMemory: out of memory {doing}, with micro-batch 2: CUDA out of memory. Tried to ")
         assert "= peak allocated by torch" in end and "what would save most, one at a time:" in end
         assert "train_micro_batch_size_per_gpu 1 with gradient_accumulation_steps 4" in end
-        assert ("as measured in the first step:" in end) == (at == 6)
+        assert ("as measured in the first step:" in end) == (at not in ("build", 1))
 
 
 def test_the_program_ends_with_status_5(work, tmp_path, capfd, monkeypatch) -> None:

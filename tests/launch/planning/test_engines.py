@@ -8,6 +8,7 @@ from tests.launch.planning.engines import MODEL, measured, planned, settings_of
 from tests.support import run_ranks
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+OLMO2 = {"norm_placement": "post", "qk_norm": "full"}
 REMAINDER = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
@@ -54,6 +55,13 @@ def test_stages(stage, coat, more, tp) -> None:
         ),
         ({}, {"activation": {"loss": "plain", "bf16_layers": [0, -1], "group_size": 16, "scale": "bf16"}}, FP32),
         ({}, {"optimizer": {"master_weights": "bf16_remainder"}}, REMAINDER),
+        (OLMO2, {}, FP32),
+        pytest.param(OLMO2, None, FP32, marks=pytest.mark.slow),
+        pytest.param(
+            {"norm_placement": "post", "normalization": "layernorm", "qkv_bias": True}, {}, FP32, marks=pytest.mark.slow
+        ),
+        pytest.param({"qk_norm": True, "num_query_groups": 2}, {}, FP32, marks=pytest.mark.slow),
+        pytest.param({"qk_norm": True, "num_query_groups": 2}, None, FP32, marks=pytest.mark.slow),
     ],
 )
 def test_models_and_options(changes, coat, more) -> None:

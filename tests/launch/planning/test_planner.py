@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks.common import ROOT
@@ -145,3 +146,68 @@ def test_segments_are_expandable_unless_the_user_has_said(before, after) -> None
     environment = dict(before)
     expandable_segments(environment)
     assert environment == (before if after is None else after)
+
+
+def dry(capsys, tmp_path, *argv):
+    """The answer of ``pretrain.py --dry-run``, without its data's vocabulary."""
+    data = tmp_path / "mix.json"
+    if not data.exists():
+        np.asarray([5, 6, 50279] * 9, np.uint16).tofile(tmp_path / "a.npy")
+        source = {"name": "a", "files": ["a.npy"]}
+        data.write_text(json.dumps({"vocab_size": 50280, "eos": 50279, "dtype": "uint16", "sources": [source]}))
+    status = pretrain.main([*argv, "--data", str(data), "--train-steps", "5", "--dry-run", "--json"])
+    said = capsys.readouterr()
+    return status, said.out or said.err
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro"),
+    [
+        ({"train_batch_size": 64}, ["--micro-batch", "4"]),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, ["--micro-batch", "auto"]),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, ["--micro-batch", "4"]),
+        ({"train_batch_size": 62, "train_micro_batch_size_per_gpu": "auto"}, []),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4}, []),
+        ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3}, []),
+    ],
+)
+def test_the_planner_and_a_dry_run_take_the_same_batch(capsys, tmp_path, batch, micro) -> None:
+    settings = json.loads((ROOT / "configs/deepspeed/zero2.json").read_text())
+    keys = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({k: v for k, v in settings.items() if k not in keys} | batch))
+    argv = ["--model", "olmo-1b", "--deepspeed_config", str(config), "--gpus", "4", "--gpu", "h200", *micro]
+    status = planner.main([*argv, "--json"])
+    said = capsys.readouterr()
+    assert (status, said.out or said.err) == dry(capsys, tmp_path, *argv)
+
+
+def test_accumulation_in_place_of_the_configurations(capsys) -> None:
+    olmo = ["--model", "olmo-1b", "--deepspeed_config", "olmo-1b", "--gpus", "4", "--gpu", "h200"]
+    for micro in ([], ["--micro-batch", "2"], ["--micro-batch", "auto"]):
+        assert say(capsys, *olmo, "--accumulation", "3", *micro)["gradient_accumulation_steps"] == 3
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory", "--other-memory"])
+def test_a_size_without_its_unit_is_refused(capsys, option) -> None:
+    assert planner.main([*SEVEN, option, "80"]) == 2
+    assert capsys.readouterr().err == f"error: {option}: got '80', accepted: a size with its unit, such as 80GiB\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "override", "module", "accepted"),
+    [
+        ("zero2-bf16", [], "layernorm", "core_attn, mlp"),
+        ("zero2-bf16", ["--model-override", "linear_bias=true"], "mlp", "core_attn"),
+    ],
+)
+def test_parts_that_megatron_cannot_compute_again_in_bf16_are_refused(
+    capsys, tmp_path, config, override, module, accepted
+) -> None:
+    argv = ["--model", "olmo-1b", *override, "--recompute-granularity", "selective", "--recompute-modules", module]
+    assert planner.main([*argv, "--deepspeed_config", "zero2"]) == 0
+    capsys.readouterr()
+    assert planner.main([*argv, "--deepspeed_config", config]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --recompute-modules: got {module}, accepted: {accepted}; in BF16 layers")
+    assert dry(capsys, tmp_path, *argv, "--deepspeed_config", config) == (2, said)
