@@ -36,6 +36,7 @@ from vision.model import VisionLanguageModel, VisionTower
 import coat_dist
 import megatron_patches
 from coat_dist.deepspeed.without_launcher import prepare
+from launch.command_line import Parser
 from megatron_patches import gpt_layer_spec, initialize_model_parallel, rng_state, set_rng_state
 
 # Layers, width and heads of the tower and the GPT; pixels of a picture's and a patch's side; pictures of a step.
@@ -49,7 +50,7 @@ device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else 
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=(__doc__ or "").splitlines()[0])  # its errors come from one rank
     add = parser.add_argument
     add("--size", choices=SIZES, default="small", help="tiny: seconds; small: two CPU cores; large: a GPU")
     add("--block", choices=("coat", "bf16", "both"), default="both", help='with the "coat" block, in BF16, or both')
@@ -72,6 +73,14 @@ def options() -> argparse.Namespace:
         parser.error(f"--tp: got {args.tp}, accepted: a divisor of the number of ranks, {ranks}, and of heads")
     if size["batch"] % (ranks // args.tp):
         parser.error(f"{ranks // args.tp} data-parallel ranks: accepted: a divisor of the batch, {size['batch']}")
+    for name, folder in (("--checkpoint", args.checkpoint), ("--output", args.output and args.output.parent)):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)  # now, not when everything is trained
+        except OSError as problem:
+            parser.error(f"{name}: got {getattr(args, name[2:])}, accepted: a place to write to ({problem})")
+    if args.output is not None and args.output.is_dir():
+        parser.error(f"--output: got {args.output}, a folder, accepted: a JSON file")
     return args
 
 
@@ -231,7 +240,6 @@ def main() -> dict[str, dict[str, Any]]:
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if gpu else "CPU",
         }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         unfinished = args.output.with_name(f"{args.output.name}.new")
         unfinished.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
         unfinished.replace(args.output)

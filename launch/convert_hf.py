@@ -36,6 +36,7 @@ from launch.hf.arguments import parse, without_effect
 from launch.hf.convert import HUGGING_FACE, MEGATRON, Conversion, plan_hugging_face, plan_megatron
 from launch.hf.folder import CONFIG, HuggingFaceWeights, travelling_files
 from launch.hf.output import Output
+from launch.log_level import say, set_log_level, shows
 from launch.model.gpt import load_model_config
 from launch.weights import Weights, open_weights
 from launch.weights.checkpoint import CheckpointWeights
@@ -63,12 +64,13 @@ def convert(args: argparse.Namespace) -> Path:
     output = Output("--to", Path(args.target), args.overwrite)
     output.check(weights.path, conversion.bytes)
     ours = "weights of this program"
-    print(f"{weights.path} ({weights.kind}) -> {output.final} ({_a_folder(conversion) or ours})", flush=True)
+    say(f"{weights.path} ({weights.kind}) -> {output.final} ({_a_folder(conversion) or ours})")
     weights.verify()
     manifest = {"kind": conversion.kind, "source": str(weights.path.resolve())}
 
     def write(folder: Path):
-        with tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=None, dynamic_ncols=True) as bar:
+        hidden = None if shows("info") else True  # None: shown on a terminal
+        with tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=hidden, dynamic_ncols=True) as bar:
             written = conversion.write(weights, folder, args.max_shard_size, bar.update)
         if args.verify:
             _compare(conversion, weights, folder, written.files)
@@ -118,8 +120,9 @@ def _compare(conversion: Conversion, weights: Weights, folder: Path, files: dict
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
     args = parse(argv, __doc__)
+    set_log_level(args.log_level)
     for line in without_effect(args):
-        print(line, file=sys.stderr)
+        say(line, "warning")
     try:
         final = convert(args)
     except (CoatConfigError, CheckpointError, OSError) as problem:
@@ -134,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (final / CONFIG).is_file()
         else f"pretrain.py --init-from {final} starts from it"
     )
-    print(f"{final}: {size:,} bytes; {how}")
+    say(f"{final}: {size:,} bytes; {how}")
     return 0
 
 

@@ -46,8 +46,9 @@ from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.evaluation import arguments, model, report, scoring
-from launch.evaluation.inputs import Inputs, notes, read_inputs
-from launch.evaluation.rows import Row
+from launch.evaluation.inputs import Inputs, digests, notes, read_inputs
+from launch.evaluation.rows import Row, distinct
+from launch.log_level import set_log_level, shows
 from launch.model.gpt import load_model_config
 from launch.prep import DataError
 from launch.training import failing, runtime
@@ -79,6 +80,8 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     baseline = None if args.baseline is None else on_rank_0(lambda: report.read_report("--baseline", args.baseline))
     described = None if args.model is None else load_model_config(args.model)
     weights = open_weights(args.load, model=described)
+    if described is not None and not isinstance(weights, CheckpointWeights):
+        raise CoatConfigError(f"--model: got {args.model}, accepted: absent, as {weights.kind} says what model it is")
     run, step = model.read_run(Path(weights.path))
     coat = model.choose_coat(args.deepspeed_config, run) if args.forward == "fp8" else None
     inputs = read_inputs(args, weights, run)
@@ -88,7 +91,9 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if coat is not None:
         say(f'"coat" block: {coat.source}')
     for line in notes(inputs):
-        say(line)
+        say(line, "warning")
+    if baseline is not None:  # now: after hours of scoring an error would leave nothing
+        say_missing(report.not_in(baseline, digests(inputs), "--baseline"), "--baseline")
     initialize_model_parallel(tp, create_gloo_process_groups=False)
     built = model.build(weights, forward=args.forward, coat=coat, tp=tp, device=device, note=say)
     padded = weights.model.padded_vocab > (weights.model.vocab_size or 0)
@@ -143,15 +148,23 @@ def score_all(
         name = f"{' '.join(args.data)} ({inputs.settings['part']})"
         results["data"].append(report.tokens_result(name, inputs.data, score(inputs.data, name, of_data), None))
     for path, asked, rows, bad in inputs.questions:
-        one = report.choices_result(path, asked, rows, score(rows.rows, path))
+        once, index = distinct(rows.rows)
+        sums = score(once, path)
+        one = report.choices_result(path, asked, rows, [sums[i] for i in index])
         results["choices"].append({**one, "malformed": bad})
     return results
 
 
-def say(text: str) -> None:
-    """Print on rank 0."""
-    if torch.distributed.get_rank() == 0:
+def say(text: str, level: str = "info") -> None:
+    """Print on rank 0, if ``--log-level`` shows it."""
+    if torch.distributed.get_rank() == 0 and shows(level):
         print(text, flush=True)
+
+
+def say_missing(names: Sequence[str], option: str) -> None:
+    """Say what a baseline has not."""
+    if names and os.environ.get("RANK", "0") == "0" and shows("warning"):
+        print(f"note: {option}: has no {', '.join(names)} with the same content: no difference there", flush=True)
 
 
 def _try_folder(folder: str) -> None:
@@ -183,7 +196,10 @@ def compare(baseline: str, other: str) -> None:
         CoatConfigError: a file that cannot be used, or nothing in common.
     """
     first, second = (report.read_report("--compare", path) for path in (baseline, other))
-    print(report.table_of_differences(report.differences(second, first, f"--compare: {baseline}")))
+    option = f"--compare: {baseline}"
+    found = report.differences(second, first, option)
+    say_missing(report.not_in(first, report.digests(second), option), option)
+    print(report.table_of_differences(found))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,18 +207,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", 0))
     try:
         args = arguments.parse(argv, __doc__)
+        set_log_level(args.log_level)
         if args.compare is not None:
             compare(*args.compare)
             return 0
         alone()
         device = runtime.start(args.local_rank)
         result = evaluate(args, device)
+        written = None
+        if args.output is not None:  # before anything is printed: a pipe may have been closed
+            written = on_rank_0(lambda: report.write_report(args.output, result, args.details))
         if rank == 0:
             print(report.table(result))
             if "differences" in result:
                 print(f"\nbeside {args.baseline}:\n{report.table_of_differences(result['differences'])}")
-        if args.output is not None:
-            written = on_rank_0(lambda: report.write_report(args.output, result, args.details))
+        if written is not None:
             say(f"written: {written}")
     except USER_ERRORS as problem:
         failing.end(str(problem), rank)

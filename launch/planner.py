@@ -22,6 +22,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 
 from coat_dist import CoatConfigError
+from coat_dist.checkpoint.manifest import CheckpointError
 from launch.planning.arguments import as_json, parse
 from launch.planning.report import answer, text
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run, gpu, args = parse(argv)
         said = as_json(answer(run, gpu)) if args.json else text(run, gpu)
-    except CoatConfigError as problem:
+    except (CoatConfigError, CheckpointError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     print(said)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from coat_dist import CoatConfigError
 from launch.command_line import Parser, local_path, whole_number
+from launch.log_level import add_log_level
 
 __all__ = ["check", "parse"]
 
@@ -185,6 +186,8 @@ def _output(g: argparse._ArgumentGroup) -> None:
         help="only print the differences of two evaluation.json; no model is loaded",
     )
 
+    add_log_level(g)
+
 
 def check(args: argparse.Namespace) -> None:
     """Refuse values that make no sense, all at once.
@@ -210,6 +213,7 @@ def check(args: argparse.Namespace) -> None:
     for name in ("limit", "samples", "stride"):
         require(name, (value := getattr(args, name)) is None or value >= 1, "1 or more")
     require("window", args.window is None or args.window >= 2, "2 or more")
+    require("separator", args.separator != "", "one character or more")
     require("seed", args.seed is None or 0 <= args.seed < 2**31, "an integer from 0 to 2^31 - 1")
     require("deepspeed_config", args.deepspeed_config is None or args.forward == "fp8", "only with --forward fp8")
     require("details", not args.details or args.output is not None, "only with --output")

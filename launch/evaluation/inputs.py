@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coat_dist import CoatConfigError
-from launch.evaluation import choices, prepared, tokens
+from launch.evaluation import choices, prepared, rows, tokens
 from launch.evaluation.rows import Row
 from launch.evaluation.text import Text, read_text
 from launch.prep.documents import ReadOptions
 from launch.weights import Weights
 
-__all__ = ["Inputs", "notes", "read_inputs"]
+__all__ = ["Inputs", "digests", "notes", "read_inputs"]
 
 LONGEST_TEXT_WINDOW = 4096
 """Default of ``--window`` for text, where the model takes more."""
@@ -64,8 +64,8 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
         found.settings |= {"text_window": size, "stride": stride}
     for path in args.choices:
         asked, bad = choices.read_questions(path, args.skip_bad, args.limit)
-        rows = choices.ask(asked, tokenizer, begin, window=window, delimiter=args.delimiter or "")
-        found.questions.append((path, asked, rows, bad))
+        of_choices = choices.ask(asked, tokenizer, begin, window=window, delimiter=args.delimiter or "")
+        found.questions.append((path, asked, of_choices, bad))
         found.settings |= {"choices_window": window, "delimiter": args.delimiter or ""}
     if args.data:
         tokens.check_fits(f"--data: {args.data[0]}", prepared.check_data(args.data).vocab_size, vocab)
@@ -87,6 +87,13 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
     return found
 
 
+def digests(inputs: Inputs) -> list[tuple[str, str, str]]:
+    """Kind, name and digest of each input, as the results will have them."""
+    found = [("text", text.name, rows.digest(text.rows)) for text in inputs.texts]
+    found += [("data", "--data", rows.digest(inputs.data))] if inputs.data else []
+    return found + [("choices", path, choices.digest(asked)) for path, asked, _, _ in inputs.questions]
+
+
 def notes(inputs: Inputs) -> list[str]:
     """What a reader should know of the inputs, one line each."""
     lines = []
@@ -94,18 +101,18 @@ def notes(inputs: Inputs) -> list[str]:
         left = [f"{count} {reason}" for reason, count in text.skipped.items()]
         left += [f"{text.unscored_documents} with no token to score"] if text.unscored_documents else []
         lines += [f"note: {text.name}: left out: {', '.join(left)}"] if left else []
-    for path, asked, rows, bad in inputs.questions:
+    for path, asked, of_choices, bad in inputs.questions:
         if bad:
             lines.append(f"note: {path}: left out {len(bad)} malformed lines:")
             lines += [f"  {line}" for line in bad[:20]] + ([f"  and {len(bad) - 20} more"] if len(bad) > 20 else [])
-        if rows.truncated:
+        if of_choices.truncated:
             lines.append(
-                f"note: {path}: the context of {rows.truncated} of {len(asked)} questions was cut from the left"
+                f"note: {path}: the context of {of_choices.truncated} of {len(asked)} questions was cut from the left"
             )
-        if rows.unspaced:
+        if of_choices.unspaced:
             lines.append(
-                f"note: {path}: {rows.unspaced} of {len(rows.rows)} choices follow their context without white space; "
-                "--delimiter ' ' puts a space, as lm-evaluation-harness does"
+                f"note: {path}: {of_choices.unspaced} of {len(of_choices.rows)} choices follow their context without "
+                "white space; --delimiter ' ' puts a space, as lm-evaluation-harness does"
             )
     return lines
 

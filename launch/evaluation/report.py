@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ __all__ = [
     "FORMAT",
     "choices_result",
     "differences",
+    "digests",
+    "not_in",
     "read_report",
     "table",
     "table_of_differences",
@@ -29,6 +31,11 @@ __all__ = [
 
 FORMAT = 1
 NAME, DETAILS = "evaluation.json", "details.jsonl"
+KINDS = ("text", "data", "choices")
+_TOKENS = {"name", "digest", "loss", "row_losses", "row_tokens"}
+_COMPARED = {"text": _TOKENS, "data": _TOKENS}
+_COMPARED["choices"] = {"name", "digest", "acc", "acc_norm", "correct", "correct_norm"}
+"""What two results are compared by."""
 
 
 def tokens_result(name: str, rows: Sequence[Row], sums: Sequence[float], text_bytes: int | None) -> dict[str, Any]:
@@ -109,7 +116,7 @@ def write_report(folder: str, report: Mapping[str, Any], details: bool) -> Path:
         CoatConfigError: the folder cannot be written.
     """
     lines = []
-    for kind in ("text", "data", "choices"):
+    for kind in KINDS:
         for one in report[kind]:
             found = one.get("details") or [
                 {"row": i, "loss": loss, "tokens": count}
@@ -138,9 +145,14 @@ def read_report(option: str, given: str) -> dict[str, Any]:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as problem:
         raise CoatConfigError(f"{option}: {path} cannot be read ({problem}), accepted: an evaluation.json") from None
-    if not isinstance(report, dict) or report.get("format") != FORMAT or "choices" not in report:
+    if not isinstance(report, dict) or report.get("format") != FORMAT or not all(_complete(report, k) for k in KINDS):
         raise CoatConfigError(f"{option}: {path} is no evaluation.json of this program, accepted: one")
     return report
+
+
+def _complete(report: Mapping[str, Any], kind: str) -> bool:
+    found = report.get(kind)
+    return isinstance(found, list) and all(isinstance(one, dict) and _COMPARED[kind] <= one.keys() for one in found)
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -162,6 +174,30 @@ def table(report: Mapping[str, Any]) -> str:
     return _aligned(lines)
 
 
+def digests(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Kind, name and digest of each input."""
+    return [(kind, one["name"], one["digest"]) for kind in KINDS for one in report[kind]]
+
+
+def not_in(baseline: Mapping[str, Any], inputs: Iterable[tuple[str, str, str]], option: str) -> list[str]:
+    """Names of the inputs that ``baseline`` has not.
+
+    Args:
+        inputs: kind, name and digest of each.
+
+    Raises:
+        CoatConfigError: it has none of them; names the option.
+    """
+    inputs, there = list(inputs), {(kind, digest) for kind, _, digest in digests(baseline)}
+    missing = [name for kind, name, digest in inputs if (kind, digest) not in there]
+    if len(missing) == len(inputs):
+        raise CoatConfigError(
+            f"{option}: has no input in common with this evaluation, accepted: one of the same files, windows and "
+            "tokens (of --choices: the same questions)"
+        )
+    return missing
+
+
 def differences(report: Mapping[str, Any], baseline: Mapping[str, Any], option: str) -> list[dict[str, Any]]:
     """What ``report`` has more than ``baseline``, for every input that both have, with paired standard errors.
 
@@ -170,8 +206,9 @@ def differences(report: Mapping[str, Any], baseline: Mapping[str, Any], option: 
     Raises:
         CoatConfigError: they have no input in common; names the option.
     """
+    not_in(baseline, digests(report), option)
     found = []
-    for kind in ("text", "data", "choices"):
+    for kind in KINDS:
         others = {one["digest"]: one for one in baseline[kind]}
         for one in report[kind]:
             if (other := others.get(one["digest"])) is None:
@@ -185,11 +222,6 @@ def differences(report: Mapping[str, Any], baseline: Mapping[str, Any], option: 
                 counts = one["row_tokens"]
                 error = ratio_error(change, counts)
                 found.append(_difference(one["name"], "loss", one["loss"], other["loss"], ratio(change, counts), error))
-    if not found:
-        raise CoatConfigError(
-            f"{option}: has no input in common with this evaluation, accepted: one of the same files, windows and "
-            "tokens (of --choices: the same questions)"
-        )
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Row", "batches", "digest", "sliding_windows"]
+__all__ = ["Row", "batches", "digest", "distinct", "sliding_windows"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,17 @@ def batches(rows: Sequence[Row], size: int) -> list[list[int]]:
     """
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].ids), i))
     return [order[at : at + size] for at in range(0, len(order), size)]
+
+
+def distinct(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """Rows without repetitions, and for each of ``rows`` the index of its like among them.
+
+    Two equal rows in two batches may differ by a rounding, so that of two equal choices either could win.
+    """
+    found: dict[tuple[bytes, int], int] = {}
+    index = [found.setdefault((row.ids.tobytes(), row.scored), len(found)) for row in rows]
+    at = dict(zip(reversed(index), reversed(rows), strict=True))
+    return [at[i] for i in range(len(found))], index
 
 
 def digest(rows: Sequence[Row]) -> str:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from coat_dist import CoatConfigError
 from coat_dist.ranks import attempt, gather, rank_and_world
 from launch.evaluation.rows import Row, batches
+from launch.log_level import shows
 
 __all__ = ["score", "score_batch", "token_losses"]
 
@@ -84,7 +85,8 @@ def score(losses: Losses, rows: Sequence[Row], batch_size: int, what: str, tp: i
 
     def work() -> dict[int, float]:
         sums: dict[int, float] = {}
-        hidden = True if rank or os.environ.get("RANK", "0") != "0" else None  # None: shown on a terminal
+        silent = rank or os.environ.get("RANK", "0") != "0" or not shows("info")
+        hidden = True if silent else None  # None: shown on a terminal
         for batch in tqdm(mine, desc=what, unit="batch", disable=hidden, dynamic_ncols=True, leave=False):
             scored = score_batch(losses, [rows[i] for i in batch])
             sums |= {i: float(one.sum()) for i, one in zip(batch, scored, strict=True)}

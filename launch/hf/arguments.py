@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from launch.command_line import Parser, local_path, whole_number
 from launch.hf.convert import HUGGING_FACE, MEGATRON
 from launch.hf.families import FAMILIES
+from launch.log_level import add_log_level
 from launch.weights.source import DTYPES
 
 __all__ = ["parse", "size", "without_effect"]
@@ -115,6 +116,7 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     )
     p.add_argument("--verify", action="store_true", help="read what was written and compare it with --from, bit by bit")
     p.add_argument("--overwrite", action="store_true", help="replace a model that is in --to")
+    add_log_level(p)
     g = p.add_argument_group("taken without effect: what is written fits any number of ranks")
     g.add_argument("--tensor-parallel", type=whole_number, metavar="N")
     g.add_argument("--pipeline-parallel", type=whole_number, metavar="N")

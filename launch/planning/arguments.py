@@ -10,6 +10,9 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.command_line import Parser, local_path, whole_number
+from launch.find_config import find_config
+from launch.log_level import add_log_level, set_log_level
+from launch.model.config import described_model
 from launch.model.gpt import ModelConfig, load_model_config
 
 from .gpus import GPU, GPUS, find_gpu, memory_bytes
@@ -137,7 +140,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     g = p.add_argument_group("the run, as for pretrain.py")
     g.add_argument(
-        "--model", type=local_path, required=True, metavar="FILE", help="a path, or a name such as llama2-7b"
+        "--model",
+        type=local_path,
+        required=True,
+        metavar="FILE",
+        help="a path, a name such as llama2-7b, or a folder: of Hugging Face, of convert_hf.py, a checkpoint",
     )
     g.add_argument("--model-override", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="other values")
     g.add_argument(
@@ -167,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     g.add_argument("--loss", default=None, choices=["chunked", "plain"], help="whether all logits are held")
     add_gpu_options(p.add_argument_group("GPUs"))
     p.add_argument("--json", action="store_true", help="print plain values: sizes in bytes, times in seconds")
+    add_log_level(p)
     return p
 
 
@@ -175,10 +183,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
 
     Raises:
         CoatConfigError: settings that cannot be used or planned.
+        CheckpointError: --model is a folder without weights.
     """
     from launch.training.settings import load_settings
 
     args = _parser().parse_args(argv)
+    set_log_level(args.log_level)
     silence_deepspeed()
     world = 1 if args.gpus is None else args.gpus
     problems = check_recompute(args)
@@ -195,7 +205,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
     settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
     overrides = list(args.model_override)
     overrides += [f"seq_length={args.seq_length}"] if args.seq_length else []
-    model = load_model_config(args.model, overrides)
+    model = _model(args.model, overrides)
     if args.vocab_size is not None:
         model = model.with_vocab(args.vocab_size)
     if model.vocab_size is None:
@@ -213,6 +223,19 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
         settings["coat"].setdefault("activation", {})[key] = value
         coat = CoatConfig.parse(settings["coat"])
     return _with_batch(args, model, settings, coat, world)
+
+
+def _model(given: str, overrides: Sequence[str]) -> ModelConfig:
+    """A description, or what a folder of weights says of its model: only headers are read."""
+    if not os.path.isdir(given):
+        return load_model_config(given, overrides)
+    try:
+        find_config("--model", given, "models")  # a name of ours, beside which somebody has a folder
+    except CoatConfigError:
+        from launch.weights import open_weights
+
+        return described_model(open_weights(given).model.model_dump(exclude_defaults=True), overrides)
+    return load_model_config(given, overrides)
 
 
 def _with_batch(args: argparse.Namespace, model: ModelConfig, settings: dict[str, Any], coat: Any, world: int) -> Any:

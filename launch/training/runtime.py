@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,9 +42,10 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
         CoatConfigError: not started by a launcher, or more ranks than GPUs.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        program = "finetune" if Path(sys.argv[0]).stem == "finetune" else "pretrain"
         raise CoatConfigError(
-            "RANK: not set, accepted: start with `deepspeed launch/pretrain.py ...` or "
-            "`torchrun launch/pretrain.py ...`"
+            f"RANK: not set, accepted: start with `deepspeed launch/{program}.py ...` or "
+            f"`torchrun launch/{program}.py ...`"
         )
     gpu = torch.cuda.is_available()
     if not gpu:

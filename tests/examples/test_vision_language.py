@@ -132,8 +132,10 @@ def test_pictures_are_the_seeds_and_show_their_captions(shapes):
         (["--steps", "0"], "--steps: got 0, accepted: 1 or more"),
         (["--tp", "2"], "--tp: got 2, accepted: a divisor of the number of ranks, 1, and of heads"),
         (["--block", "bf16", "--attention", "fp8"], "--attention: got fp8 with --block bf16, accepted: bf16"),
-        (["--block", "fp8"], "argument --block: invalid choice: 'fp8'"),
-        (["--step", "3"], "unrecognized arguments: --step 3"),
+        (["--block", "fp8"], "--block: got 'fp8', accepted: coat, bf16, both"),
+        (["--step", "3"], "--step: no such option (did you mean --steps?)"),
+        (["--output", "."], "--output: got ., a folder, accepted: a JSON file"),
+        (["--checkpoint", __file__], f"--checkpoint: got {__file__}, accepted: a place to write to"),
     ],
 )
 def test_wrong_arguments(arguments, message, monkeypatch, capsys):
@@ -143,6 +145,10 @@ def test_wrong_arguments(arguments, message, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(program, run_name="__main__")
     assert ended.value.code == 2 and message in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")  # the other ranks of a job leave without a word
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(program, run_name="__main__")
+    assert ended.value.code == 2 and capsys.readouterr().err == ""
 
 
 @pytest.mark.slow

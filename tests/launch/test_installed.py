@@ -14,7 +14,10 @@ from coat_dist import CoatConfigError
 from launch.find_config import find_config
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("pretrain", "prepare_data", "index_tokens", "to_universal", "plot")
+PROGRAMS = (
+    *("pretrain", "finetune", "convert_hf", "evaluate", "planner"),
+    *("prepare_data", "index_tokens", "to_universal", "plot"),
+)
 CONFIGS = {kind: sorted(p.name for p in (ROOT / "configs" / kind).glob("*.json")) for kind in ("models", "deepspeed")}
 
 
@@ -129,6 +132,7 @@ def test_a_program_started_by_its_path_finds_the_project_and_offers_none_of_its_
     monkeypatch.setenv("FOUND", str(tmp_path / "found.json"))
     ended = run(ROOT / "launch" / f"{name}.py", "--help", folder=tmp_path, path=[tmp_path / "site"])
     assert ended.returncode == 0, ended.stderr
+    assert "--log-level" in ended.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     assert Path(found.pop("data")) == tmp_path / "site/data.py"
     ours = {"launch": str(ROOT / "launch/__init__.py"), "coat_dist": str(ROOT / "coat_dist/__init__.py")}

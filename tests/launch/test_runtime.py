@@ -112,3 +112,6 @@ def test_needs_a_launcher(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(CoatConfigError, match="RANK: not set, accepted: start with `deepspeed launch/pretrain.py"):
         runtime.start(None)
+    monkeypatch.setattr("sys.argv", ["launch/finetune.py"])
+    with pytest.raises(CoatConfigError, match="or `torchrun launch/finetune.py"):
+        runtime.start(None)

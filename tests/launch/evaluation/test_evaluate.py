@@ -1,5 +1,7 @@
 """evaluate.py beside transformers, on several ranks, in BF16 and FP8, on a training checkpoint and its export."""
 
+import argparse
+import itertools
 import json
 import math
 import os
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from launch import evaluate as program
+from launch.data.tokenizer import load
 from launch.evaluation import arguments
 from launch.training.metrics import read_metrics
 from tests.launch import pretrain_runs
@@ -263,9 +266,15 @@ def test_two_results_are_compared_without_a_model(two_forwards, capsys):
     (folder / "other.json").write_text(json.dumps(other))
     with pytest.raises(program.CoatConfigError, match="no input in common"):
         program.compare(str(folder / "bf16"), str(folder / "other.json"))
-    (folder / "other.json").write_text("{}")
-    with pytest.raises(program.CoatConfigError, match="--compare: .*other.json is no evaluation.json"):
-        program.compare(str(folder / "bf16"), str(folder / "other.json"))
+    other["choices"] = json.loads((folder / "bf16" / "evaluation.json").read_text())["choices"]
+    (folder / "other.json").write_text(json.dumps(other))
+    program.compare(str(folder / "other.json"), str(folder / "bf16"))  # the text alone is another one
+    said = capsys.readouterr().out
+    assert "acc_norm" in said and "text.jsonl with the same content: no difference there" in said.splitlines()[0]
+    for content in ("{}", '{"format": 1, "text": [], "data": [], "choices": [{"name": "x"}]}'):
+        (folder / "other.json").write_text(content)
+        with pytest.raises(program.CoatConfigError, match="--compare: .*other.json is no evaluation.json"):
+            program.compare(str(folder / "bf16"), str(folder / "other.json"))
 
 
 @pytest.mark.parametrize(
@@ -273,6 +282,7 @@ def test_two_results_are_compared_without_a_model(two_forwards, capsys):
     [
         ([], "--load: missing, accepted: the folder of a checkpoint"),
         (["--load", "x"], "--text: missing, accepted: one or more of --text, --data and --choices"),
+        (["--load", "x", "--text", "a", "--separator", ""], "--separator: got '', accepted: one character or more"),
         (["--load", "x", "--text", "a", "--stride", "0"], "--stride: got 0, accepted: 1 or more"),
         (["--load", "x", "--text", "a", "--samples", "3"], "--samples: got 3, accepted: only with --data"),
         (["--load", "x", "--text", "a", "--part", "test"], "--part: got 'test', accepted: only with --data"),
@@ -329,6 +339,11 @@ def test_what_other_programs_call_an_option_is_told(capsys):
         (["--load", "{hf}", "--text", "{text}", "--tensor-parallel", "2"], "--tensor-parallel: got 2, accepted: a"),
         (["--load", "{hf}", "--text", "{text}", "--tokenizer", "{large}"], "has 500 ids, accepted: at most the 330"),
         (["--load", "{hf}", "--text", "{text}", "--baseline", "{text}"], "--baseline: {text} cannot be read"),
+        (["--load", "{hf}", "--text", "{text}", "--baseline", "{other}"], "--baseline: has no input in common"),
+        (
+            ["--load", "{hf}", "--text", "{text}", "--model", "tiny"],
+            "--model: got tiny, accepted: absent, as a Hugging",
+        ),
         (
             ["--load", "{hf}", "--text", "{text}", "--forward", "fp8", "--deepspeed_config", "zero2-bf16"],
             '--deepspeed_config: zero2-bf16 has no "coat" block, accepted: one with it',
@@ -341,12 +356,48 @@ def test_what_cannot_be_used_is_named_before_a_model_is_built(tiny, argv, proble
     large = tiny.folder / "large.json"
     vocabulary = {"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, 500)}}
     Tokenizer(models.WordLevel(vocabulary, unk_token="w1")).save(str(large))
-    names = {**vars(tiny), "large": str(large)}
+    other = tiny.folder / "other.json"
+    other.write_text(json.dumps({"format": 1, "text": [], "data": [], "choices": []}))
+    names = {**vars(tiny), "large": str(large), "other": str(other)}
     monkeypatch.setattr(program.model, "build", None)
     args = arguments.parse([a.format(**names) for a in argv], None)
     with one_process(), pytest.raises(program.USER_ERRORS) as caught:
         program.evaluate(args, torch.device("cpu"))
     assert problem.format(**names) in str(caught.value)
+
+
+def test_equal_choices_have_equal_likelihoods_and_the_first_of_them_counts(tmp_path):
+    """Whatever batches they are in: the model here gives every row another loss."""
+    from launch.evaluation.choices import ask, read_questions
+    from launch.evaluation.inputs import Inputs
+
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"context": "a", "choices": [" b", " b", " c"], "answer": 0}\n')
+    questions, _ = read_questions(str(file))
+    asked = ask(questions, load("bytes"), [], window=8)
+    calls = itertools.count(1)
+
+    def losses(tokens, labels):
+        return torch.full(tokens.shape, 1.0 / next(calls))
+
+    args = argparse.Namespace(batch_size=1, tensor_parallel=1)
+    result = program.score_all(args, Inputs(questions=[("q", questions, asked, [])]), losses, losses)["choices"][0]
+    first, second, third = result["details"][0]["loglikelihoods"]
+    assert first == second != third and next(calls) == 3
+    assert len(result["details"]) == 1 and result["choices"] == 3
+
+
+def test_results_are_printed_at_every_log_level_and_the_rest_is_not(tiny, tmp_path):
+    argv = ["--load", tiny.hf, "--choices", tiny.questions, "--log-level", "error", "--output", tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.evaluate", *argv],
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["what", "acc", "acc_norm"]
+    assert (tmp_path / "out/evaluation.json").is_file()
 
 
 @contextmanager

@@ -40,6 +40,15 @@ def fails(capsys, source, target, *more):
     return err
 
 
+def test_the_log_level_leaves_the_lines_out(sharded, tmp_path, capsys):
+    argv = ["--from", str(sharded / "ours"), "--to", str(tmp_path / "hf")]
+    assert convert_hf.main([*argv, "--log-level", "warning"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert convert_hf.main([*argv, "--overwrite", "--tensor-parallel", "2"]) == 0
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 2 and said.err.startswith("note: --tensor-parallel has no effect")
+
+
 def copied(sharded, tmp_path, which):
     return Path(shutil.copytree(sharded / which, tmp_path / which))
 

@@ -82,6 +82,21 @@ def test_errors_name_what_was_given(capsys, options, said) -> None:
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
+def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
+    pytest.importorskip("transformers")
+    from tests.launch.hf.folders import make
+
+    make("llama3", tmp_path / "hf")
+    from launch.weights import open_weights
+
+    model = open_weights(tmp_path / "hf").model
+    said = say(capsys, "--model", str(tmp_path / "hf"), "--seq-length", "16")
+    assert said["states_bytes"]["parameters"] == 2 * parameter_count(model)
+    (tmp_path / "empty").mkdir()
+    assert planner.main(["--model", str(tmp_path / "empty")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'empty'}: holds no weights, accepted: a Hugging")
+
+
 def test_misspelt_options_are_answered_with_ours(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         planner.main(["--model", "llama2-7b", "--num-gpus", "8"])
