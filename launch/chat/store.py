@@ -27,7 +27,7 @@ from launch.prep import DataError
 
 __all__ = ["Conversations", "Reading", "prepare"]
 
-FORMAT = 1
+FORMAT = 2
 """Of the prepared folder; another one is made anew."""
 _ARRAYS = {"tokens": np.int32, "learnt": np.uint8, "ends": np.int64, "trained": np.int64, "places": np.int64}
 
@@ -177,6 +177,7 @@ class _Encoder:
             "tokens": self._end,
             "trained": sum(int(part[0]) for part in self._arrays["trained"]),
             "in_pieces": self._template.in_pieces,
+            "without_tools": self._template.without_tools,
         }
 
     def _one(self, file: Path, number: int, line: int, record: Any) -> None:
