@@ -18,7 +18,7 @@ from launch.hf.output import Output
 from launch.training.checkpoint import require_loadable
 from launch.weights import Weights
 
-__all__ = ["check_target", "export"]
+__all__ = ["check_target", "export", "write_beside"]
 
 _KEPT = ("config.json", "generation_config.json")
 _OF_A_RANK = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -51,6 +51,15 @@ def check_target(args: argparse.Namespace, began_with: Path) -> None:
         raise CoatConfigError(f"--export-to: got {args.export_to}, accepted: another folder ({problem})") from None
 
 
+def write_beside(folder: Path, tokenizer: Any, began_with: Weights) -> None:
+    """Write what a Hugging Face folder has beside the weights: tokenizer with chat template, and config.json and
+    generation config of the model that was begun with."""
+    tokenizer.save_pretrained(folder)
+    for name, path in began_with.travelling().items():
+        if name in _KEPT:
+            shutil.copyfile(path, folder / name)
+
+
 def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights) -> None:
     """Write a checkpoint as ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. Call it on one rank.
 
@@ -66,10 +75,7 @@ def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights) -
         CheckpointError: it cannot be written; an earlier export is as it was.
     """
     with tempfile.TemporaryDirectory() as beside:
-        tokenizer.save_pretrained(beside)
-        for name, path in began_with.travelling().items():
-            if name in _KEPT:
-                shutil.copyfile(path, Path(beside, name))
+        write_beside(Path(beside), tokenizer, began_with)
         command = [sys.executable, convert_hf.__file__, "--from", str(checkpoint), "--to", target, "--overwrite"]
         alone = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_RANK)}
         alone |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

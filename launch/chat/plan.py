@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from coat_dist.ranks import on_rank_0
 from launch.chat.arguments import LONGEST_DEFAULT, check_steps
 from launch.chat.batches import Layout, micro_batches
+from launch.chat.export import write_beside
 from launch.chat.files import find_files
 from launch.chat.packing import Sequences
 from launch.chat.store import Conversations, Reading, prepare
@@ -27,6 +29,7 @@ from launch.training.checkpoint import require_loadable
 from launch.training.plan import Plan, assemble
 from launch.training.settings import MICRO, load_settings
 from launch.weights import Weights, open_weights
+from launch.weights.source import files_in
 
 __all__ = ["Draft", "FinetunePlan", "batch_iterator", "datasets", "draft", "finish"]
 
@@ -75,6 +78,12 @@ class FinetunePlan(Plan):
         taken = sequences.end or steps * self.batch.total
         lines.append(f"{steps} steps: {taken / sequences.per_epoch:.2f} epochs of {sequences.per_epoch:,} sequences")
         return "\n".join(lines)
+
+    def carried(self, source: Path | None) -> dict[str, bytes]:
+        """Tokenizer and chat template are those that are trained with, whatever the model came with."""
+        with tempfile.TemporaryDirectory() as beside:
+            write_beside(Path(beside), self.tokenizer, self.weights)
+            return {name: path.read_bytes() for name, path in files_in(Path(beside)).items()}
 
     def data_identity(self) -> dict[str, Any]:
         return {

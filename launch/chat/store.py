@@ -60,6 +60,7 @@ class Conversations:
             self._tokens, self._learnt, self._ends, trained, self.places = (
                 np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
             )
+            (folder / "dropped.jsonl").stat()
             whole = self._ends[-1] == len(self._tokens) == len(self._learnt)
         except (OSError, ValueError, IndexError) as problem:
             raise DataError(f"{folder}: cannot be read ({problem}), accepted: remove it, and it is made anew") from None

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from launch.chat.template import PLAIN_TEMPLATE
 from launch.training.metrics import read_metrics
 from tests.launch.chat.support import chat, make_llama, make_tokenizer
 from tests.launch.pretrain_runs import configuration, losses
@@ -135,10 +136,15 @@ def test_skip_bad_lists_lines_and_goes_on(work, tmp_path):
     (tmp_path / "bad.jsonl").write_text(chat("user: q", "assistant: a") + "\n{}\n")
     config, run = sizes(tmp_path, 1, 1), tmp_path / "run"
     more = ("--data", tmp_path / "bad.jsonl", "--skip-bad", "--no-packing", "--no-export", "--epochs", 1)
+    more += ("--chat-template", "plain")
     (end,) = run_ranks(1, rank_main, command(work, run, config, *more))
     assert end.startswith("finished 1 steps") and "exported" not in end, end
     (listed,) = map(json.loads, (run / "dropped.jsonl").read_text().splitlines())
     assert listed["file"].endswith("bad.jsonl") and listed["line"] == 2 and listed["what"] == "malformed"
+    # A later convert_hf.py --from the checkpoint gives the template that was trained with, not the model's.
+    beside = run / "checkpoints" / "step00000001" / "hugging_face"
+    assert transformers.AutoTokenizer.from_pretrained(beside).chat_template == PLAIN_TEMPLATE
+    assert (beside / "config.json").read_bytes() == (work / "model" / "config.json").read_bytes()
 
 
 def test_a_run_goes_on_with_another_batch_size(work, tmp_path):
