@@ -42,24 +42,46 @@ def gather(mine: T) -> list[T]:
     return everyone
 
 
-def on_rank_0(function: Callable[[], T]) -> T:
+def on_rank_0(function: Callable[[], T], patient: bool = False) -> T:
     """Call ``function`` on rank 0 alone; every rank gets its result, or raises what it raised.
 
     For what is read from a shared folder that ranks write to later: if each looked for itself, one that is late would
     see what another has written since.
+
+    Args:
+        patient: it may take longer than the timeout of collectives (10 minutes under NCCL): the others begin to wait in
+            one when it is done. Should rank 0 be killed, it is the launcher that ends them.
     """
     rank, world = rank_and_world()
     answer: list[Any] = [None, None]
+    done = _done_key(rank) if patient and world > 1 else None
     if rank == 0:
         try:
             answer[0] = function()
         except Exception as problem:
             answer[1] = problem
+        if done is not None:
+            _store().set(done, "1")
+    elif done is not None:
+        pause = 0.01
+        while not _store().check([done]):
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
     if world > 1:
         dist.broadcast_object_list(answer)
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def _store() -> Any:
+    """What the ranks of the default group met through."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _done_key(rank: int) -> str:
+    """The same on all ranks: each counts for itself, in the store, which is new with every process group."""
+    return f"coat_dist/on_rank_0/{_store().add(f'coat_dist/on_rank_0/calls/{rank}', 1)}/done"
 
 
 def attempt(work: Callable[[], T]) -> tuple[list[T | None], dict[int, str]]:

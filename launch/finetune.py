@@ -53,7 +53,7 @@ def train(
         pretrain.USER_ERRORS, BadSteps: see :func:`pretrain.main`.
     """
     a, seen = draft.args, list[Loop]()
-    on_rank_0(lambda: export.check_target(a.export_to, replace=a.overwrite or a.load is not None))
+    on_rank_0(lambda: export.check_target(a, draft.weights.path))
     p = plan.finish(draft, pretrain.say)
 
     def look(loop: Loop) -> None:
@@ -65,7 +65,7 @@ def train(
     loop = seen[0]
     if a.export_to is None or loop.progress.step < loop.total_steps:
         return ending
-    on_rank_0(lambda: export.export(loop.last_checkpoint, a.export_to, p.tokenizer, draft.weights))
+    on_rank_0(lambda: export.export(loop.last_checkpoint, a.export_to, p.tokenizer, draft.weights), patient=True)
     return f"{ending}; exported to {a.export_to}"
 
 

@@ -151,7 +151,7 @@ def make_loop(
     a, dp_rank = p.args, parallel_state.get_data_parallel_rank()
     superseded = list(folders.superseded)
     active, continues = torch.distributed.get_rank() == 0, folders.source is not None and not a.overwrite
-    carried = checkpoint.carried(folders.source, p.weights)  # read now: the source may be removed meanwhile
+    carried = p.carried(folders.source)  # read now: the source may be removed meanwhile
 
     def evaluation(dataset: Any) -> Callable[[], Iterator[Batch]] | None:
         return None if dataset is None else lambda: batches(p, dataset, dp_rank)

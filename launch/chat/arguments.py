@@ -17,11 +17,15 @@ LONGEST_DEFAULT = 4096
 """Of --seq-length: models that take more tokens than this are given so many unless asked for more."""
 
 _MEANT = {
-    **MEANT,
+    # Conversations are always kept apart, and what to start from is --model.
+    **{name: option for name, option in MEANT.items() if option not in ("--init-from", "--separate-documents")},
     "data-path": "--data",
     "dataset": "--data",
     "eval-file": "--valid",
+    "finetune-from": "--model",
+    "from-pretrained": "--model",
     "init-from": "--model",
+    "init-from-hf": "--model",
     "max-length": "--seq-length",
     "max-seq-length": "--seq-length",
     "model-name-or-path": "--model",
@@ -29,6 +33,7 @@ _MEANT = {
     "no-pack": "--no-packing",
     "num-epochs": "--epochs",
     "num-train-epochs": "--epochs",
+    "pretrained-checkpoint": "--model",
     "split": "--valid-share",
     "tokenizer-name": "--tokenizer",
     "train-file": "--data",

@@ -11,6 +11,9 @@ from launch.prep import DataError
 
 __all__ = ["find_files", "records"]
 
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"PK\x03\x04": "zip", b"PAR1": "Parquet"}
+"""First bytes of files that are no text: of those each line would be malformed."""
+
 
 def find_files(given: list[str], option: str) -> list[Path]:
     """The files of a command line, each checked to be there; a folder means its ``*.jsonl`` and ``*.json``, sorted.
@@ -47,10 +50,12 @@ def records(path: Path) -> Iterator[tuple[int, str | Any]]:
         with path.open("rb") as file:
             head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
             file.seek(0)
+            if kind := next((name for magic, name in _PACKED.items() if head.startswith(magic)), None):
+                raise DataError(f"{path}: is a {kind} file, accepted: JSON lines, or a JSON array, as text")
             if head.startswith(b"["):
                 try:
                     yield from enumerate(json.loads(file.read().decode("utf-8-sig")), 1)
-                except ValueError as problem:
+                except (ValueError, RecursionError) as problem:
                     raise DataError(f"{path}: not a whole JSON array ({problem}), accepted: JSON lines") from None
                 return
             for number, line in enumerate(file, 1):

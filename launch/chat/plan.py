@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +14,22 @@ import numpy as np
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.checkpoint.durable import write_text
+from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from coat_dist.ranks import on_rank_0
 from launch.chat.arguments import LONGEST_DEFAULT, check_steps
 from launch.chat.batches import Layout, micro_batches
+from launch.chat.export import write_beside
 from launch.chat.files import find_files
 from launch.chat.packing import Sequences
 from launch.chat.store import Conversations, Reading, prepare
 from launch.chat.template import ChatTemplate, load_tokenizer
 from launch.model.gpt import ModelConfig
 from launch.prep import DataError
+from launch.training.checkpoint import require_loadable
 from launch.training.plan import Plan, assemble
 from launch.training.settings import MICRO, load_settings
 from launch.weights import Weights, open_weights
+from launch.weights.source import files_in
 
 __all__ = ["Draft", "FinetunePlan", "batch_iterator", "datasets", "draft", "finish"]
 
@@ -70,9 +75,15 @@ class FinetunePlan(Plan):
         if self.valid is not None:
             lines.append(_about(self.valid, "held out", self.model.seq_length))
         steps, sequences = self.args.train_steps, self.train.sequences
-        taken = min(steps * self.batch.total, sequences.end or math.inf)
+        taken = sequences.end or steps * self.batch.total
         lines.append(f"{steps} steps: {taken / sequences.per_epoch:.2f} epochs of {sequences.per_epoch:,} sequences")
         return "\n".join(lines)
+
+    def carried(self, source: Path | None) -> dict[str, bytes]:
+        """Tokenizer and chat template are those that are trained with, whatever the model came with."""
+        with tempfile.TemporaryDirectory() as beside:
+            write_beside(Path(beside), self.tokenizer, self.weights)
+            return {name: path.read_bytes() for name, path in files_in(Path(beside)).items()}
 
     def data_identity(self) -> dict[str, Any]:
         return {
@@ -166,7 +177,7 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
     training = held(train, chosen, seed=a.seed, epochs=a.epochs)
     batch = assemble(args, d.world, d.settings, d.coat, d.model, Plan).batch
     if training.sequences.end is not None:
-        args.train_steps = math.ceil(training.sequences.end / batch.total)
+        args.train_steps = _steps(d, training.sequences.end, batch.total)
     valid_plan = held(valid, held_out, epochs=1) if len(held_out) else None
     if valid_plan is not None:
         ranks = batch.total // batch.accumulation
@@ -198,7 +209,31 @@ def _conversations(d: Draft, given: list[str], option: str) -> Conversations:
         except OSError as problem:
             raise DataError(f"--data-cache: {cache} cannot be written ({problem})") from problem
 
-    return Conversations(on_rank_0(work))
+    return Conversations(on_rank_0(work, patient=True))
+
+
+def _steps(d: Draft, end: int, total: int) -> int:
+    """Steps of ``total`` sequences up to ``end``; of a run that is continued, the ones it has done and what is left.
+
+    Its batch size may have been another one.
+
+    Raises:
+        CheckpointError: ``--load`` means a checkpoint of another program, whose samples are no conversations.
+    """
+
+    def progress() -> tuple[int, int]:
+        source = require_loadable(d.args.load, d.args.save)
+        if source is None:
+            return 0, 0
+        manifest = read_manifest(source)
+        if "packed" not in (manifest.get("run") or {}).get("data", {}):
+            raise CheckpointError(
+                f"--load: got {source}, which finetune.py has not written, accepted: --model {source}, to start from it"
+            )
+        return manifest["progress"]["step"], manifest["progress"]["consumed_samples"]
+
+    step, consumed = on_rank_0(progress)
+    return step + math.ceil(max(end - consumed, 0) / total)
 
 
 def _hold_out(count: int, share: float, seed: int) -> np.ndarray:
@@ -218,6 +253,8 @@ def _told(found: Conversations, files: list[str]) -> str:
     )
     if s["in_pieces"]:
         text += f"; {s['in_pieces']:,} encoded in pieces, where a token would have joined two turns"
+    if s["without_tools"]:
+        text += f"; {s['without_tools']:,} with tools of which the chat template writes nothing"
     return text + ("; listed in dropped.jsonl" if left else "")
 
 

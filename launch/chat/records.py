@@ -60,7 +60,7 @@ def parse(text: str) -> Conversation | None:
     """
     try:
         record = json.loads(text)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise Malformed(f"not JSON ({problem}), accepted: {_LAYOUTS}") from None
     return from_record(record)
 
@@ -87,7 +87,8 @@ def _pair(record: Mapping[str, Any]) -> Conversation:
     if isinstance(prompt, str) and isinstance(completion, str):
         return Conversation(prompt=_text(prompt, "prompt"), completion=_text(completion, "completion"))
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise Malformed("prompt and completion: got text and messages, accepted: both text or both lists of messages")
+        given = f"{_short(prompt)} and {_short(completion)}"
+        raise Malformed(f"prompt and completion: got {given}, accepted: both text or both lists of messages")
     before = _messages(prompt, "prompt")
     return _of_messages(before + _messages(completion, "completion"), len(before), record)
 
@@ -125,6 +126,8 @@ def _message(value: Any, key: str) -> tuple[dict[str, Any], bool]:
             raise Malformed(f"{key}.role: got {_short(role)}, accepted: {', '.join(ROLES)}")
         content = value.get("content")
     calls = _calls(value.get("tool_calls"), key) if role == "assistant" else []
+    if role == "assistant" and not calls and value.get("function_call") is not None:  # what one call was before
+        calls = _calls([value["function_call"]], key)
     if content is None and not calls:
         raise Malformed(f"{key}.content: got null, accepted: text")
     message = {"role": role, "content": _content(content, key)}
@@ -168,7 +171,7 @@ def _calls(value: Any, key: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise Malformed(
                     f"{key}.tool_calls[{place}].arguments: got {_short(arguments)}, accepted: an object, or its JSON"
                 ) from None
@@ -181,7 +184,7 @@ def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str):  # Parquet and its relatives cannot keep schemas of different shapes
         try:
             value = json.loads(value) if value.strip() else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Malformed(f"tools: got {_short(value)}, accepted: a list of JSON schemas") from None
     if value is None or value == []:
         return None

@@ -27,7 +27,7 @@ from launch.prep import DataError
 
 __all__ = ["Conversations", "Reading", "prepare"]
 
-FORMAT = 1
+FORMAT = 2
 """Of the prepared folder; another one is made anew."""
 _ARRAYS = {"tokens": np.int32, "learnt": np.uint8, "ends": np.int64, "trained": np.int64, "places": np.int64}
 
@@ -60,6 +60,7 @@ class Conversations:
             self._tokens, self._learnt, self._ends, trained, self.places = (
                 np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
             )
+            (folder / "dropped.jsonl").stat()
             whole = self._ends[-1] == len(self._tokens) == len(self._learnt)
         except (OSError, ValueError, IndexError) as problem:
             raise DataError(f"{folder}: cannot be read ({problem}), accepted: remove it, and it is made anew") from None
@@ -177,6 +178,7 @@ class _Encoder:
             "tokens": self._end,
             "trained": sum(int(part[0]) for part in self._arrays["trained"]),
             "in_pieces": self._template.in_pieces,
+            "without_tools": self._template.without_tools,
         }
 
     def _one(self, file: Path, number: int, line: int, record: Any) -> None:

@@ -94,6 +94,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.in_pieces = 0
         """Conversations in which a token would have belonged to the assistant and to somebody else."""
+        self.without_tools = 0
+        """Conversations with tools of which the template writes nothing."""
         self._special = tuple(t for t in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if t)
         self._named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else None
         self._check()
@@ -121,11 +123,34 @@ class ChatTemplate:
             return self._encode_pair(conversation.prompt, conversation.completion)
         try:
             text, spans = self._spans(conversation)
+            self._check_tools(conversation, text)
         except Malformed:
             raise
         except Exception as problem:  # a template may raise anything
             raise Malformed(f"the chat template does not take it: {type(problem).__name__}: {problem}") from None
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # of a call's arguments, or of tools
+                raise Malformed("holds half of a surrogate pair, accepted: text that can be written as UTF-8") from None
         return self._encode(text, spans)
+
+    def _check_tools(self, conversation: Conversation, text: str) -> None:
+        """Whether the template writes calls and tools, which many leave out: nothing would be learnt of them."""
+        messages, tools = conversation.messages, conversation.tools
+        silent = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
+        if silent != messages and self._same(text, silent, tools):
+            raise Malformed(
+                "the chat template writes nothing of tool_calls, accepted: a template that does (--chat-template)"
+            )
+        if tools is not None and self._same(text, messages, None):
+            self.without_tools += 1
+
+    def _same(self, text: str, messages: list[dict[str, Any]], tools: Any) -> bool:
+        try:
+            return self._render(messages, tools) == text
+        except Exception:  # a template may insist on what was left out
+            return False
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, template: str | None = None, **more: Any) -> str:
         return self.tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, **more)

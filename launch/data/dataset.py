@@ -93,7 +93,7 @@ def _parts(prefixes: Sequence[str], weights: Sequence[float] | None, cache: str)
             here = [_Part(prefix, 1.0, _lengths(prefix))]
         else:
             mixture = read_mixture(prefix)
-            index = on_rank_0(functools.partial(build_index, mixture, cache))
+            index = on_rank_0(functools.partial(build_index, mixture, cache), patient=True)
             files = [TokenFiles(s, mixture.eos, path) for s, path in zip(mixture.sources, index, strict=True)]
             here = [
                 _Part(f"{prefix}#{s.name}", s.weight or float(f.tokens), f.sequence_lengths, f)

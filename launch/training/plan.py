@@ -7,12 +7,14 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.planning.recompute import recompute_options
+from launch.training import checkpoint
 from launch.training.initial import initial_weights, tokenizer_warning
 from launch.training.schedule import Schedule
 from launch.training.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
@@ -61,6 +63,10 @@ class Plan:
             f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
             f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
+
+    def carried(self, source: Path | None) -> dict[str, bytes]:
+        """What every checkpoint holds beside the weights: :func:`launch.training.checkpoint.carried`."""
+        return checkpoint.carried(source, self.weights)
 
     def data_identity(self) -> dict[str, Any]:
         """Which data this run trains on."""

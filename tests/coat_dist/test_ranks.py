@@ -2,11 +2,15 @@
 
 import concurrent.futures
 import threading
+import time
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from coat_dist import ranks
 from coat_dist.config import CoatConfigError
+from tests.support import run_ranks
 
 
 def compare(monkeypatch, *everyone):
@@ -67,3 +71,29 @@ def test_equal_values_are_compared_once(monkeypatch):
     monkeypatch.setattr(ranks, "gather", lambda mine: calls.append(mine) or [mine, mine])
     ranks.check_same_on_all_ranks({"a": {"b": 1}})
     assert len(calls) == 1 and len(calls[0]) == 64, "a digest, and nothing more"
+
+
+def patient_rank(rank, world, folder):
+    """A new group, whose collectives fail after two seconds."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world, timeout=timedelta(seconds=2)
+    )
+
+    def long():
+        time.sleep(4)
+        return "done"
+
+    def wrong():
+        raise ValueError("no")
+
+    found = [ranks.on_rank_0(long, patient=True)]
+    try:
+        ranks.on_rank_0(wrong, patient=True)
+    except ValueError as problem:
+        found.append(str(problem))
+    return found
+
+
+def test_patience_is_longer_than_the_timeout_of_collectives(tmp_path):
+    assert run_ranks(2, patient_rank, str(tmp_path)) == [["done", "no"]] * 2

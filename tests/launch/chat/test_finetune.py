@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from launch.chat.template import PLAIN_TEMPLATE
 from launch.training.metrics import read_metrics
 from tests.launch.chat.support import chat, make_llama, make_tokenizer
 from tests.launch.pretrain_runs import configuration, losses
@@ -107,6 +108,8 @@ def test_what_cannot_be_used_is_one_line(work, tmp_path):
     (tmp_path / "bad.jsonl").write_text(chat("user: q", "assistant: a") + "\n{}\n")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
     for more, named in (
         (("--data", tmp_path / "bad.jsonl"), f"DataError: {tmp_path}/bad.jsonl:2: got an object with no keys"),
         (("--data", tmp_path / "none.jsonl"), "DataError: --data: "),
@@ -117,6 +120,13 @@ def test_what_cannot_be_used_is_one_line(work, tmp_path):
         (("--epochs", 1, "--train-steps", 2), "CoatConfigError: --epochs: got 1.0, accepted: nothing with"),
         (("--export-to", tmp_path / "full"), "CoatConfigError: --export-to: got"),
         (("--eval-interval", 5), "CoatConfigError: --eval-interval: got 5"),
+        (("--micro-batch", "auto"), 'CoatConfigError: train_micro_batch_size_per_gpu: got "auto"'),
+        (("--gpus", 4), "CoatConfigError: --gpus: got 4, accepted: only with --dry-run"),
+        # A flag that is always given must not replace another model, nor what is read.
+        (("--load", "auto", "--export-to", tmp_path / "other"), "CoatConfigError: --export-to: got"),
+        (("--overwrite", "--export-to", work / "model"), "CoatConfigError: --export-to: got"),
+        (("--overwrite", "--export-to", tmp_path / "full"), "CoatConfigError: --export-to: got"),
+        (("--overwrite", "--export-to", tmp_path / "run" / "checkpoints"), "CoatConfigError: --export-to: got"),
     ):
         (end,) = run_ranks(1, rank_main, command(work, tmp_path / "run", config, *more))
         assert end.startswith(named), end
@@ -126,7 +136,53 @@ def test_skip_bad_lists_lines_and_goes_on(work, tmp_path):
     (tmp_path / "bad.jsonl").write_text(chat("user: q", "assistant: a") + "\n{}\n")
     config, run = sizes(tmp_path, 1, 1), tmp_path / "run"
     more = ("--data", tmp_path / "bad.jsonl", "--skip-bad", "--no-packing", "--no-export", "--epochs", 1)
+    more += ("--chat-template", "plain")
     (end,) = run_ranks(1, rank_main, command(work, run, config, *more))
     assert end.startswith("finished 1 steps") and "exported" not in end, end
     (listed,) = map(json.loads, (run / "dropped.jsonl").read_text().splitlines())
     assert listed["file"].endswith("bad.jsonl") and listed["line"] == 2 and listed["what"] == "malformed"
+    # A later convert_hf.py --from the checkpoint gives the template that was trained with, not the model's.
+    beside = run / "checkpoints" / "step00000001" / "hugging_face"
+    assert transformers.AutoTokenizer.from_pretrained(beside).chat_template == PLAIN_TEMPLATE
+    assert (beside / "config.json").read_bytes() == (work / "model" / "config.json").read_bytes()
+
+
+def test_a_run_goes_on_with_another_batch_size(work, tmp_path):
+    """Every conversation as often as --epochs says: the steps that are left follow from what has been taken."""
+    run, often = tmp_path / "run", ("--epochs", "2", "--load", "auto", "--no-export")
+    (end,) = run_ranks(1, rank_main, command(work, run, sizes(tmp_path, 1, 4), *often, "--stop-at-step", 2))
+    assert "--stop-at-step" in end, end
+    (end,) = run_ranks(1, rank_main, command(work, run, sizes(tmp_path, 2, 1), *often))
+    records = read_metrics(run)
+    assert end.startswith("finished 10 steps") and len(records) == 10, end
+    assert [r["consumed_samples"] for r in records] == [4, *range(8, 26, 2)]
+    assert all(r["loss"] > 0 for r in records)
+    manifest = run / "checkpoints" / "step00000010" / "manifest.json"
+    written = json.loads(manifest.read_text())
+    del written["run"]["data"]["packed"]  # as another program has it
+    manifest.write_text(json.dumps(written))
+    (end,) = run_ranks(1, rank_main, command(work, run, sizes(tmp_path, 2, 1), *often))
+    assert end.startswith("CheckpointError: --load: got") and "--model" in end
+
+
+def test_a_dry_run_trains_nothing(work, tmp_path, capsys):
+    from launch import finetune
+    from launch.chat import arguments
+
+    argv = command(work, tmp_path / "run", sizes(tmp_path, 1, 1), "--dry-run", "--json", "--gpu", "h100", "--gpus", "4")
+    assert finetune.main(argv) == 0
+    one = json.loads(capsys.readouterr().out)
+    more = ("--micro-batch", "4", "--recompute-granularity", "full", "--recompute-method", "uniform")
+    assert finetune.main([*argv, *more, "--recompute-num-layers", "1"]) == 0
+    four = json.loads(capsys.readouterr().out)
+    assert one != four and not (tmp_path / "run").exists()
+    options = set(arguments.parser()._option_string_actions)
+    assert set(arguments.parser().meant.values()) <= options and not set(arguments.parser().meant) & options
+
+
+def test_micro_batch_of_the_command_line(work, tmp_path):
+    more = ("--micro-batch", "2", "--epochs", "1", "--no-export")
+    for name, extra in (("given", ()), ("again", ("--recompute-granularity", "selective"))):
+        argv = command(work, tmp_path / name, sizes(tmp_path, 1, 1), *more, *extra)
+        assert run_ranks(1, rank_main, argv)[0].startswith("finished 6 steps")
+    assert losses(tmp_path / "given") == losses(tmp_path / "again")

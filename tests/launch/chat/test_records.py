@@ -106,3 +106,32 @@ def test_lines_and_arrays_of_files(tmp_path):
     for given in ([str(empty)], [str(lines), str(lines)], [str(tmp_path / "missing")]):
         with pytest.raises(DataError, match="^--data: "):
             find_files(given, "--data")
+
+
+def test_a_function_call_of_the_older_layout_is_a_tool_call():
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    for content in (None, "", "let me see"):
+        message = {"role": "assistant", "content": content, "function_call": call}
+        found = parse(json.dumps({"messages": [CHAT[0], message]}))
+        assert found.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+        assert found.learnt == [False, True]
+
+
+def test_nesting_without_end_is_malformed():
+    deep = "[" * 100_000
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    for text in (
+        '{"messages": ' + deep,
+        json.dumps({"messages": [message]}),
+        json.dumps({"messages": [], "tools": deep}),
+    ):
+        with pytest.raises(Malformed):
+            parse(text)
+
+
+@pytest.mark.parametrize(("head", "kind"), [(b"\x1f\x8b\x08", "gzip"), (b"PAR1", "Parquet")])
+def test_a_packed_file_is_refused_as_a_whole(tmp_path, head, kind):
+    """With --skip-bad each of its lines would be left out."""
+    (tmp_path / "chats.jsonl").write_bytes(head + b"\n\xff\n")
+    with pytest.raises(DataError, match=f"is a {kind} file"):
+        list(records(tmp_path / "chats.jsonl"))

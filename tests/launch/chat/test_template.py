@@ -120,3 +120,26 @@ def test_tokenizer_folders_and_templates(tmp_path):
     for arguments in ((str(tmp_path / "none"),), (str(tmp_path),), (own, str(tmp_path / "none"))):
         with pytest.raises(DataError, match="^--(tokenizer|chat-template): "):
             load_tokenizer(*arguments)
+
+
+def test_calls_and_tools_that_a_template_leaves_out_are_told():
+    """A model would learn to say nothing where it should call."""
+    text = "{% for m in messages %}{{ m.role + ': ' + (m.content or '') + '<|end|>' }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    call = {"function": {"name": "f", "arguments": {}}}
+    asked = {"role": "user", "content": "q"}
+    called = json.dumps({"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]})
+    template = ChatTemplate(make_tokenizer(text))
+    with pytest.raises(Malformed, match="writes nothing of tool_calls"):
+        template.encode(parse(called))
+    template.encode(parse(chat("user: q", "assistant: a", tools=tools)))
+    assert template.without_tools == 1
+    plain = ChatTemplate(make_tokenizer(PLAIN_TEMPLATE))
+    plain.encode(parse(json.dumps({**json.loads(called), "tools": tools})))
+    assert plain.without_tools == 0
+
+
+def test_half_a_surrogate_pair_is_malformed_wherever_it_is():
+    template = ChatTemplate(make_tokenizer(PLAIN_TEMPLATE))
+    with pytest.raises(Malformed, match="surrogate"):
+        template.encode(parse(chat("user: q", "assistant: a", tools=[{"name": "\ud83d"}])))
