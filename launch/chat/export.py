@@ -13,6 +13,7 @@ from typing import Any
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from launch import convert_hf
+from launch.hf.output import not_replaceable
 from launch.weights import Weights
 
 __all__ = ["check_target", "export"]
@@ -25,12 +26,18 @@ def check_target(target: str | None, replace: bool) -> None:
     """Refuse a folder that an export would not replace, before anything is trained.
 
     Raises:
-        CoatConfigError: it holds something, and ``replace`` is false.
+        CoatConfigError: it holds something, and ``replace`` is false, or something else than a model.
     """
     path = Path(target or "")
-    if target is None or not path.exists() or replace:
+    if target is None or not path.exists():
         return
-    if not path.is_dir() or any(path.iterdir()):
+    if path.is_dir() and replace:
+        if (other := not_replaceable(path)) is not None:
+            raise CoatConfigError(
+                f"--export-to: got {target}, which holds something else than a model ({other}), accepted: another "
+                "folder or --no-export"
+            )
+    elif not path.is_dir() or any(path.iterdir()):
         raise CoatConfigError(
             f"--export-to: got {target}, which is there already, accepted: another folder, --overwrite or --no-export"
         )

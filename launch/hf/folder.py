@@ -118,10 +118,10 @@ def travelling_files(folder: Path) -> dict[str, Path]:
 
 def _tensors(folder: Path) -> dict[str, Entry]:
     """Where each tensor is."""
+    if (folder / _SINGLE).is_file():  # first, as transformers does: an index beside it may be of an earlier save
+        return read_header(folder / _SINGLE)
     if (folder / _INDEX).is_file():
         return _sharded(folder)
-    if (folder / _SINGLE).is_file():
-        return read_header(folder / _SINGLE)
     files = sorted(folder.glob("*.safetensors"))
     if files:
         raise CheckpointError(f"{folder}: has {files[0].name} and no {_INDEX}, accepted: that file too, or {_SINGLE}")
@@ -157,7 +157,7 @@ def _check(folder: Path, entries: dict[str, Entry], shapes: dict[str, tuple[int,
     """Whether these are the tensors of the model that config.json describes."""
     any_file = next(iter(entries.values())).file if entries else folder
     if missing := [name for name in shapes if name not in entries]:
-        if all(f"model.{name}" in shapes for name in list(entries)[:3]):
+        if entries and all(f"model.{name}" in shapes for name in list(entries)[:3]):
             raise CheckpointError(
                 f"{any_file}: names lack `model.`: saved without its output layer, accepted: *ForCausalLM"
             )

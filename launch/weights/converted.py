@@ -87,6 +87,13 @@ class ConvertedWeights(Weights):
         return files_in(self.path / CARRIED)
 
 
+def _size_and_sum(value: Any) -> bool:
+    return isinstance(value, list) and [type(one) for one in value] == [int, int]
+
+
+_WRITTEN = {"files": _size_and_sum, "tensors": lambda value: type(value) is int}
+
+
 def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -95,6 +102,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
         raise CheckpointError(f"{path}: is no folder of launch/convert_hf.py")
     for key in ("files", "tensors"):
-        if not isinstance(manifest.get(key), dict):
+        values = manifest.get(key)
+        if not isinstance(values, dict) or not all(_WRITTEN[key](value) for value in values.values()):
             raise CheckpointError(f"{path / MANIFEST}: is damaged, {key} missing or of another kind than was written")
     return manifest
