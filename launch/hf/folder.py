@@ -12,7 +12,7 @@ import torch
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.hf.config import read_config
 from launch.hf.recipes import from_hugging_face, to_hugging_face
-from launch.weights.source import CheckpointError, Weights
+from launch.weights.source import CheckpointError, Weights, rounded
 from launch.weights.tensor_files import Entry, TensorFiles, read_header
 
 __all__ = ["CONFIG", "HuggingFaceWeights", "travelling_files"]
@@ -83,7 +83,8 @@ class HuggingFaceWeights(Weights):
                 if piece.name is None:
                     found.append(torch.zeros(high - low, *shape[1:], dtype=dtype))
                 else:
-                    found.append(self._files.rows(piece.name, piece.start + low, piece.start + high).to(dtype))
+                    rows = self._files.rows(piece.name, piece.start + low, piece.start + high)
+                    found.append(rounded(rows, dtype, piece.name))
             first += piece.rows
         return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -11,7 +11,7 @@ import torch
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.model.gpt import ModelConfig, load_model_config
 from launch.weights.shapes import parameter_shapes
-from launch.weights.source import CARRIED, CheckpointError, Weights, files_in
+from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
 from launch.weights.tensor_files import TensorFiles, read_header
 
 __all__ = ["KIND", "MODEL", "ConvertedWeights"]
@@ -76,7 +76,7 @@ class ConvertedWeights(Weights):
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See :class:`Weights`."""
-        return self._files.rows(name, start, stop).to(self.dtype(name))
+        return rounded(self._files.rows(name, start, stop), self.dtype(name), name)
 
     def prefetch(self, name: str) -> None:
         """See :class:`Weights`."""
