@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from coat_dist import CoatConfigError
 from launch import convert_hf
+from launch.chat.export import check_target
 from launch.weights import open_weights
 from tests.launch.hf.folders import edit, make, tensors
 
@@ -180,6 +182,8 @@ def test_overwrite_removes_a_model_and_nothing_else(sharded, tmp_path, capsys):
         (hf / name).parent.mkdir(exist_ok=True)
         (hf / name).write_text("work")
         assert f"something else than a model ({name})" in fails(capsys, sharded / "ours", hf, "--overwrite")
+        with pytest.raises(CoatConfigError, match=name):  # finetune.py says so before it trains
+            check_target(str(hf), replace=True)
         (hf / name).unlink()
     assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(hf), "--overwrite"]) == 0
     assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(hf), "--overwrite"]) == 0
