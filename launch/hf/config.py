@@ -33,6 +33,9 @@ _SIZES = {
     "vocab_size": "vocab_size",
 }
 
+_BOOLEANS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+_COUNTS = (*_SIZES, "max_position_embeddings", "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")
+
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -96,18 +99,18 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
         raise CoatConfigError("\n".join(f"{where}: {line}" for line in problems))
     described: dict[str, Any] = {ours: given[theirs] for theirs, ours in _SIZES.items()}
     described |= {
-        "num_query_groups": given["num_key_value_heads"] or given["num_attention_heads"],
+        "num_query_groups": given["num_key_value_heads"] or given["num_attention_heads"],  # null: as many
         "seq_length": given["max_position_embeddings"],
         "activation": ACTIVATION_NAMES[given["hidden_act"]],
         "tie_embeddings": given["tie_word_embeddings"],
         "init_std": given["initializer_range"],
-        "attention_dropout": float(given["attention_dropout"]),
+        "attention_dropout": given["attention_dropout"],
         **family.implies,
     }
     if "norm_eps" in family.says:
         described["norm_eps"] = given["rms_norm_eps"]
     head, heads = given.get("head_dim"), described["num_attention_heads"]
-    if "head_dim" in family.says and head is not None and head * heads != described["hidden_size"]:
+    if head is not None and head * heads != described["hidden_size"]:
         described["head_size"] = head
     if "bias" in family.says and given.get("attention_bias"):
         described |= (
@@ -127,7 +130,7 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
 def _family(values: dict[str, Any], where: str) -> Family:
     known = ", ".join(FAMILIES)
     kind, architectures = values.get("model_type"), values.get("architectures")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CoatConfigError(f"{where}: model_type: got {json.dumps(kind)}, accepted: {known}")
     family = FAMILIES[kind]
     if architectures and architectures != [family.architecture]:
@@ -147,12 +150,24 @@ def _refused(values: dict[str, Any], family: Family) -> list[str]:
         if key in values and values[key] not in good:
             shown = " or ".join(dict.fromkeys(json.dumps(one) for one in good if one not in (None, [], {}))) or "null"
             lines.append(f"{key}: got {json.dumps(values[key])}, accepted: {shown}")
-    act = values.get("hidden_act", "silu")
-    if act not in ACTIVATION_NAMES:
+    for key in _BOOLEANS:
+        if values.get(key) not in (None, False, True):
+            lines.append(f"{key}: got {json.dumps(values[key])}, accepted: true or false")
+    for key in _COUNTS:
+        value = values.get(key)
+        least = 0 if key == "max_window_layers" else 1
+        if value is not None and (type(value) is not int or value < least):
+            lines.append(f"{key}: got {json.dumps(value)}, accepted: an integer of at least {least}")
+    act = "silu" if values.get("hidden_act") is None else values["hidden_act"]
+    if not isinstance(act, str) or act not in ACTIVATION_NAMES:
         lines.append(f"hidden_act: got {json.dumps(act)}, accepted: {', '.join(ACTIVATION_NAMES)}")
     kinds = values.get("layer_types")
-    if kinds and any(kind != "full_attention" for kind in kinds):
-        lines.append(f"layer_types: got {json.dumps(sorted(set(kinds)))}, accepted: full_attention in every layer")
+    usual = ["full_attention"]
+    if "use_sliding_window" in family.says and values.get("use_sliding_window"):
+        usual.append("sliding_attention")  # see _window
+    if kinds is not None and not (isinstance(kinds, list) and all(kind in usual for kind in kinds)):
+        shown = sorted({json.dumps(kind) for kind in kinds}) if isinstance(kinds, list) else [json.dumps(kinds)]
+        lines.append(f"layer_types: got {', '.join(shown)}, accepted: {' or '.join(usual)} in every layer")
     for key in ("rope_scaling", "rope_parameters"):
         value = values.get(key)
         if value is not None and (not isinstance(value, dict) or any(isinstance(v, dict) for v in value.values())):
@@ -164,10 +179,10 @@ def _refused(values: dict[str, Any], family: Family) -> list[str]:
 
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """``rotary_base`` and ``rope_scaling``: transformers 4 has ``rope_theta`` and ``rope_scaling``, transformers 5 both
-    in ``rope_parameters``, which wins where a file has either."""
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    in ``rope_parameters``. Of a file with either, transformers 4 and 5 read ``rope_scaling``."""
+    scaling = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     scaling.pop("partial_rotary_factor", None)
-    theta = scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
+    theta = next((t for t in (scaling.pop("rope_theta", None), values.get("rope_theta")) if t is not None), 10000.0)
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in (None, "default"):
         # transformers reads a lone {"factor": ...} as no scaling at all.
@@ -176,10 +191,11 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
             return {"rotary_base": theta, "rope_scaling": scaling}  # refused there, for it lacks its type
         return {"rotary_base": theta}
     if kind in ("llama3", "yarn"):
-        scaling.setdefault(
-            "original_max_position_embeddings",
-            values.get("original_max_position_embeddings") or values.get("max_position_embeddings"),
-        )
+        key = "original_max_position_embeddings"
+        if values.get(key) is not None:  # one beside it wins
+            scaling[key] = values[key]
+        elif scaling.get(key) is None:
+            scaling[key] = values.get("max_position_embeddings")
     return {"rotary_base": theta, "rope_scaling": scaling}
 
 
@@ -187,8 +203,10 @@ def _window(given: dict[str, Any], family: Family) -> int | None:
     if "sliding_window" in family.says:
         return given["sliding_window"]
     if "use_sliding_window" in family.says and given.get("use_sliding_window"):
-        first = given.get("max_window_layers", 28)
-        return given.get("sliding_window", 4096) if first < given["num_hidden_layers"] else None
+        slides = given.get("max_window_layers", 28) < given["num_hidden_layers"]
+        if given.get("layer_types"):
+            slides = "sliding_attention" in given["layer_types"]
+        return given.get("sliding_window", 4096) if slides else None
     return None
 
 

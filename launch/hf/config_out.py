@@ -120,7 +120,7 @@ def _described(model: ModelConfig, family: Family) -> dict[str, Any]:
     }
     if "norm_eps" in family.says:
         config["rms_norm_eps"] = model.norm_eps
-    if "head_dim" in family.says:
+    if "head_dim" in family.says or model.head_size is not None:
         config["head_dim"] = model.head_channels
     if "bias" in family.says:
         config["attention_bias"] = model.qkv_bias or model.linear_bias

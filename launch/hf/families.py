@@ -74,8 +74,8 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of config.json of which one value, or a few, can be honoured: they change what the model computes."""
     says: frozenset[str] = frozenset()
-    """Further keys that are honoured: "head_dim", "bias" (attention_bias with mlp_bias), "norm_eps", "sliding_window",
-    "use_sliding_window"."""
+    """Further keys that are honoured: "bias" (attention_bias with mlp_bias), "norm_eps", "sliding_window",
+    "use_sliding_window"; with "head_dim" that key, which all families may have, is always written."""
 
 
 _ABSENT = {

@@ -12,7 +12,7 @@ import torch
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.hf.config import read_config
 from launch.hf.recipes import from_hugging_face, to_hugging_face
-from launch.weights.source import CheckpointError, Weights
+from launch.weights.source import CheckpointError, Weights, rounded
 from launch.weights.tensor_files import Entry, TensorFiles, read_header
 
 __all__ = ["CONFIG", "HuggingFaceWeights", "travelling_files"]
@@ -83,7 +83,8 @@ class HuggingFaceWeights(Weights):
                 if piece.name is None:
                     found.append(torch.zeros(high - low, *shape[1:], dtype=dtype))
                 else:
-                    found.append(self._files.rows(piece.name, piece.start + low, piece.start + high).to(dtype))
+                    rows = self._files.rows(piece.name, piece.start + low, piece.start + high)
+                    found.append(rounded(rows, dtype, piece.name))
             first += piece.rows
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -118,10 +119,10 @@ def travelling_files(folder: Path) -> dict[str, Path]:
 
 def _tensors(folder: Path) -> dict[str, Entry]:
     """Where each tensor is."""
+    if (folder / _SINGLE).is_file():  # first, as transformers does: an index beside it may be of an earlier save
+        return read_header(folder / _SINGLE)
     if (folder / _INDEX).is_file():
         return _sharded(folder)
-    if (folder / _SINGLE).is_file():
-        return read_header(folder / _SINGLE)
     files = sorted(folder.glob("*.safetensors"))
     if files:
         raise CheckpointError(f"{folder}: has {files[0].name} and no {_INDEX}, accepted: that file too, or {_SINGLE}")
@@ -157,7 +158,7 @@ def _check(folder: Path, entries: dict[str, Entry], shapes: dict[str, tuple[int,
     """Whether these are the tensors of the model that config.json describes."""
     any_file = next(iter(entries.values())).file if entries else folder
     if missing := [name for name in shapes if name not in entries]:
-        if all(f"model.{name}" in shapes for name in list(entries)[:3]):
+        if entries and all(f"model.{name}" in shapes for name in list(entries)[:3]):
             raise CheckpointError(
                 f"{any_file}: names lack `model.`: saved without its output layer, accepted: *ForCausalLM"
             )

@@ -14,11 +14,12 @@ from coat_dist.checkpoint.durable import make_folder, sync_folder, sync_tree, wr
 from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, sync_files
 from coat_dist.checkpoint.publish import unfinished
-from launch.hf.folder import CONFIG
-from launch.weights.converted import KIND, MODEL
+from launch.hf.folder import CONFIG, travelling_files
+from launch.weights.converted import MODEL
+from launch.weights.source import CARRIED
 from launch.weights.write import Written
 
-__all__ = ["Output"]
+__all__ = ["Output", "not_replaceable"]
 
 
 class Output:
@@ -27,11 +28,12 @@ class Output:
     Args:
         option: of the command line, for errors.
         final: the folder.
-        overwrite: an earlier conversion, or any Hugging Face folder, may be replaced.
+        overwrite: an earlier conversion, or any Hugging Face folder, may be replaced, if nothing else is in it.
     """
 
     def __init__(self, option: str, final: Path, overwrite: bool) -> None:
-        self.option, self.final, self.overwrite = option, Path(os.path.abspath(final)), overwrite
+        # Where links lead to: a link would be replaced by a folder, and what it leads to would stay.
+        self.option, self.final, self.overwrite = option, Path(os.path.realpath(final)), overwrite
 
     def check(self, source: Path, needed: int) -> None:
         """Refuse a place where something would be lost, or that has no room.
@@ -43,7 +45,7 @@ class Output:
         Raises:
             CheckpointError: names the option and why.
         """
-        final, source = self.final.resolve(), source.resolve()
+        final, source = self.final, source.resolve()
         if final == source or final.is_relative_to(source) or source.is_relative_to(final):
             self._refuse("which is, or is in, or holds what is converted")
         if final.exists() and not final.is_dir():
@@ -51,9 +53,11 @@ class Output:
         if final.is_dir() and any(path.name != ".lock" for path in final.iterdir()):
             if not self.overwrite:
                 self._refuse("which is there already and not empty", "another folder, or --overwrite")
-            if not _weights(final):
-                self._refuse("which holds something else than a model: --overwrite does not remove it")
+            if (other := not_replaceable(final)) is not None:
+                self._refuse(f"which holds something else than a model ({other}): --overwrite does not remove it")
         above = next(parent for parent in final.parents if parent.exists())
+        if not above.is_dir():
+            self._refuse(f"and {above} is no folder")
         if (free := shutil.disk_usage(above).free) < needed:
             self._refuse(f"where {free:,} bytes are free and {needed:,} are needed", "a larger disk")
 
@@ -107,13 +111,24 @@ class Output:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _weights(folder: Path) -> bool:
-    """Whether a folder is an earlier conversion, or a model of Hugging Face's."""
-    try:
-        kind = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("kind")
-    except (OSError, ValueError, AttributeError):
-        kind = None
-    return kind == KIND or (folder / MODEL).is_file() or (folder / CONFIG).is_file()
+def not_replaceable(folder: Path) -> str | None:
+    """What is in a folder beside an earlier conversion or a model of Hugging Face's; None where there is nothing else.
+
+    A trainer's checkpoints and somebody's notes lie in such folders too.
+    """
+    there = sorted(
+        path for path in folder.rglob("*") if path.name != ".lock" and (path.is_symlink() or not path.is_dir())
+    )
+    model = {MANIFEST, MODEL, CONFIG, *travelling_files(folder)}
+    names = [path.relative_to(folder).as_posix() for path in there]
+    converted = MODEL in names
+    for name in names:
+        top, _, rest = name.partition("/")
+        if name in model or (converted and top == CARRIED):
+            continue
+        if rest or not name.endswith((".safetensors", ".safetensors.index.json")):
+            return name
+    return None if not names or {MODEL, CONFIG} & set(names) else names[0]
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -59,7 +59,7 @@ class ModelConfig(ExpertsConfig):
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_affine: bool = True
     """False = no learnt scale (OLMo's non-parametric LayerNorm)."""
-    norm_eps: float = Field(default=1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
     norm_placement: Literal["pre", "post"] = "pre"
     """Norms of a layer stand before attention and MLP, x + f(norm(x)), or after them, x + norm(f(x)) (OLMo-2). The
     norm before the output layer is there in both."""
@@ -78,7 +78,7 @@ class ModelConfig(ExpertsConfig):
     a window shorter than seq_length is refused, and any other changes nothing."""
     tie_embeddings: bool = False
     """Share the input embedding with the output layer."""
-    init_std: float = Field(default=0.02, gt=0)
+    init_std: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Standard deviation of initial weights; divided by sqrt(2 layers) where a layer writes to the residual stream."""
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)

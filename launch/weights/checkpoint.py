@@ -14,7 +14,7 @@ from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.zero_files import Shard
 from launch.model.gpt import ModelConfig
 from launch.weights.forget import forget
-from launch.weights.source import CARRIED, CheckpointError, Weights, files_in
+from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
 
 __all__ = ["CheckpointWeights", "find_checkpoint"]
 
@@ -78,7 +78,7 @@ class CheckpointWeights(Weights):
         if self._last is None or self._last[0] != name:
             self._last = None
             try:
-                self._last = (name, self._source.read(name).to(self._dtype))
+                self._last = (name, rounded(self._source.read(name), self._dtype, name))
             except (ValueError, OSError) as problem:
                 raise CheckpointError(str(problem)) from problem
         whole = self._last[1]
@@ -118,7 +118,7 @@ class _Zero:
             # Of masters in 16 bits and a remainder, the 16 bits are what the engine holds.
             held = shard.weights(name)
             used.append(held)
-            return shard.part(name, "fp32") if self.dtype == torch.float32 else held.to(self.dtype)
+            return shard.part(name, "fp32") if self.dtype == torch.float32 else rounded(held, self.dtype, name)
 
         whole, _ = self.checkpoint.whole(name, part, "fp32")
         for held in used:
@@ -146,7 +146,7 @@ class _Universal:
         if name in self.folder.rest:
             return self.folder.rest[name]["param"]
         mapped = self._mapped(name)
-        whole = mapped.to(self.dtype, copy=True)
+        whole = mapped.clone() if mapped.dtype == self.dtype else rounded(mapped, self.dtype, name)
         forget(mapped)
         return whole
 

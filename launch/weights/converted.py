@@ -11,7 +11,7 @@ import torch
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.model.gpt import ModelConfig, load_model_config
 from launch.weights.shapes import parameter_shapes
-from launch.weights.source import CARRIED, CheckpointError, Weights, files_in
+from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
 from launch.weights.tensor_files import TensorFiles, read_header
 
 __all__ = ["KIND", "MODEL", "ConvertedWeights"]
@@ -76,7 +76,7 @@ class ConvertedWeights(Weights):
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See :class:`Weights`."""
-        return self._files.rows(name, start, stop).to(self.dtype(name))
+        return rounded(self._files.rows(name, start, stop), self.dtype(name), name)
 
     def prefetch(self, name: str) -> None:
         """See :class:`Weights`."""
@@ -87,6 +87,13 @@ class ConvertedWeights(Weights):
         return files_in(self.path / CARRIED)
 
 
+def _size_and_sum(value: Any) -> bool:
+    return isinstance(value, list) and [type(one) for one in value] == [int, int]
+
+
+_WRITTEN = {"files": _size_and_sum, "tensors": lambda value: type(value) is int}
+
+
 def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -95,6 +102,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
         raise CheckpointError(f"{path}: is no folder of launch/convert_hf.py")
     for key in ("files", "tensors"):
-        if not isinstance(manifest.get(key), dict):
+        values = manifest.get(key)
+        if not isinstance(values, dict) or not all(_WRITTEN[key](value) for value in values.values()):
             raise CheckpointError(f"{path / MANIFEST}: is damaged, {key} missing or of another kind than was written")
     return manifest

@@ -10,7 +10,7 @@ import torch
 from coat_dist.checkpoint.manifest import CheckpointError
 from launch.model.gpt import ModelConfig
 
-__all__ = ["CARRIED", "DTYPES", "CheckpointError", "Weights", "files_in"]
+__all__ = ["CARRIED", "DTYPES", "CheckpointError", "Weights", "files_in", "rounded"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 """Types that weights can have, by the names that command lines and config.json use."""
@@ -24,6 +24,20 @@ def files_in(folder: Path) -> dict[str, Path]:
     """Every file in a folder and those in it, by its path there; none where there is no such folder."""
     found = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
     return {path.relative_to(folder).as_posix(): path for path in found}
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """A tensor in another type; itself where it has it.
+
+    Raises:
+        CheckpointError: values beyond float16's largest, which would become infinite.
+    """
+    found = tensor.to(dtype)
+    if dtype == torch.float16 and tensor.dtype != dtype and not torch.equal(found.isfinite(), tensor.isfinite()):
+        raise CheckpointError(
+            f"tensor {name}: has values beyond 65504, float16's largest, accepted: bfloat16 or float32"
+        )
+    return found
 
 
 class Weights(ABC):

@@ -45,6 +45,8 @@ CASES = {
     ),
     "qwen3": ("Qwen3Config", dict(head_dim=32, rope_parameters=_rope(1000000.0))),
     "olmo": ("OlmoConfig", dict(num_key_value_heads=4, tie_word_embeddings=True, pad_token_id=1, eos_token_id=2)),
+    "qwen2_heads": ("Qwen2Config", dict(head_dim=8)),
+    "olmo2_heads": ("Olmo2Config", dict(head_dim=24, pad_token_id=1, eos_token_id=2)),
     "olmo2": ("Olmo2Config", dict(rms_norm_eps=1e-6, pad_token_id=1, eos_token_id=2)),
 }
 """Configuration classes of transformers, and what differs from ``SIZES``."""

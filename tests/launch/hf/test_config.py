@@ -12,6 +12,7 @@ from launch.hf.config import model_from_config
 from launch.hf.config_out import config_for, function_of
 from launch.hf.families import FAMILIES
 from launch.model.gpt import load_model_config
+from launch.model.rope import rope_frequencies
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -103,11 +104,50 @@ def test_either_spelling_of_rope(kind):
         ("llama", "num_key_value_heads", 5, "num_key_value_heads: got 5, accepted: a divisor"),
         ("llama", "hidden_size", "4096", 'hidden_size: got "4096", accepted: an integer'),
         ("llama", "rms_norm_eps", 0, "rms_norm_eps: got 0"),
+        ("llama", "model_type", ["llama"], r'model_type: got \["llama"\], accepted: llama'),
+        ("llama", "hidden_act", ["silu"], r'hidden_act: got \["silu"\], accepted: silu'),
+        ("llama", "hidden_act", "", 'hidden_act: got "", accepted: silu'),
+        ("llama", "layer_types", 5, "layer_types: got 5, accepted: full_attention"),
+        ("llama", "layer_types", [None, "full_attention"], 'layer_types: got "full_attention", null, accepted'),
+        ("llama", "attention_bias", "false", 'attention_bias: got "false", accepted: true or false'),
+        ("llama", "attention_dropout", "x", 'attention_dropout: got "x", accepted'),
+        ("llama", "num_key_value_heads", 0, "num_key_value_heads: got 0, accepted: an integer of at least 1"),
+        ("llama", "head_dim", "64", 'head_dim: got "64", accepted: an integer of at least 1'),
+        ("llama", "rope_theta", 0, "rope_theta: got 0"),
+        ("mistral", "sliding_window", "x", 'sliding_window: got "x", accepted: an integer'),
+        ("mistral", "max_position_embeddings", [8192], r"max_position_embeddings: got \[8192\], accepted: an integer"),
+        ("qwen2", "max_window_layers", "x", 'max_window_layers: got "x", accepted: an integer of at least 0'),
     ],
 )
 def test_what_cannot_be_honoured_is_named(kind, key, value, told):
     with pytest.raises(CoatConfigError, match=f"config.json: .*{told}"):
         read(of(kind, **{key: value}))
+
+
+def test_of_two_spellings_of_rope_that_of_transformers_wins():
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 128,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    linear, usual = {"type": "linear", "factor": 2.0}, {"rope_type": "default", "rope_theta": 5e5}
+    llama3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for more in (
+        {"rope_scaling": linear, "rope_parameters": usual},
+        {"rope_scaling": linear, "rope_parameters": usual, "rope_theta": 7e4},
+        {"rope_parameters": usual, "rope_theta": 7e4},
+        {"rope_scaling": llama3, "original_max_position_embeddings": 32},
+        {"rope_scaling": {**llama3, "original_max_position_embeddings": 16}, "original_max_position_embeddings": 32},
+        {"rope_scaling": llama3},
+    ):
+        config = transformers.LlamaConfig(**sizes, **json.loads(json.dumps(more)))
+        theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
+        model = read({**{k: v for k, v in LLAMA.items() if k != "rope_theta"}, **sizes, **more})
+        ours, _ = rope_frequencies(model.rope_scaling, model.rotary_base, 16)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 def test_every_problem_is_told_at_once():
@@ -125,6 +165,8 @@ def test_every_problem_is_told_at_once():
         (of("qwen2", use_sliding_window=False, sliding_window=1024), None, 8192),
         (of("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=32), None, 8192),
         (of("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=20), 1024, 1024),
+        (of("qwen2", use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 32), 64, 64),
+        (of("qwen2", use_sliding_window=True, sliding_window=64, layer_types=["full_attention"] * 32), None, 8192),
     ],
 )
 def test_windows_bound_the_sequence(values, window, length):

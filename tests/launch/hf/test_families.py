@@ -121,6 +121,22 @@ def test_a_type_can_be_asked_for(tmp_path):
     assert config(tmp_path / "back")["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_type_cannot_hold_is_named(tmp_path, capsys, dtype):
+    """Not made infinite; what is infinite stays what it is."""
+    from safetensors.torch import save_file
+
+    make("llama3", tmp_path / "source", dtype=dtype)
+    content, name = tensors(tmp_path / "source"), "model.layers.1.mlp.up_proj.weight"
+    for value, ends in ((float("inf"), 0), (-70000.0, 2)):
+        content[name][3, 5] = value
+        save_file(content, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+        argv = ["--from", str(tmp_path / "source"), "--to", str(tmp_path / str(ends)), "--dtype", "float16"]
+        assert convert_hf.main(argv) == ends
+    assert f"tensor {name}: has values beyond 65504" in capsys.readouterr().err
+    assert not (tmp_path / "2").exists()
+
+
 def test_a_model_that_no_family_has_is_named(tmp_path):
     from launch.hf.config_out import config_for
     from launch.model.gpt import ModelConfig

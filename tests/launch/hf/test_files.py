@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from coat_dist import CoatConfigError
 from launch import convert_hf
+from launch.chat.export import check_target
+from launch.weights import open_weights
 from tests.launch.hf.folders import edit, make, tensors
 
 pytest.importorskip("transformers")
@@ -179,6 +182,63 @@ def test_where_it_may_not_write(sharded, tmp_path, capsys):
     assert "or --overwrite" in fails(capsys, hf, tmp_path / "ours")
     assert convert_hf.main(["--from", str(hf), "--to", str(tmp_path / "ours"), "--overwrite"]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "letters", "ours"]
+
+
+def test_overwrite_removes_a_model_and_nothing_else(sharded, tmp_path, capsys):
+    """A trainer's folder has a config.json too, and its checkpoints."""
+    hf = copied(sharded, tmp_path, "hf")
+    for name in ("checkpoint-500/optimizer.pt", "notes.txt"):
+        (hf / name).parent.mkdir(exist_ok=True)
+        (hf / name).write_text("work")
+        assert f"something else than a model ({name})" in fails(capsys, sharded / "ours", hf, "--overwrite")
+        with pytest.raises(CoatConfigError, match=name):  # finetune.py says so before it trains
+            check_target(str(hf), replace=True)
+        (hf / name).unlink()
+    assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(hf), "--overwrite"]) == 0
+    assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(hf), "--overwrite"]) == 0
+    ours = copied(sharded, tmp_path, "ours")
+    (ours / "hugging_face" / "notes.txt").write_text("work")  # files that travel along have any name
+    assert convert_hf.main(["--from", str(hf), "--to", str(ours), "--overwrite"]) == 0
+
+
+def test_a_link_leads_to_the_folder(sharded, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    (tmp_path / "new").symlink_to("later")
+    for target, more in (("link", []), ("link", ["--overwrite"]), ("link", ["--overwrite"]), ("new", [])):
+        assert convert_hf.main(["--from", str(sharded / "hf"), "--to", str(tmp_path / target), *more]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "later", "link", "new"]
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "model.json").is_file()
+
+
+def test_a_single_file_comes_before_an_index(sharded, tmp_path):
+    """As in transformers: ``save_pretrained`` leaves the index of an earlier save where it is."""
+    import transformers
+
+    make("llama3", tmp_path / "hf", dtype=torch.bfloat16, vocab_size=100)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    for source in (sharded / "hf").glob("model*"):
+        shutil.copy(source, tmp_path / "hf")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3)
+    model.save_pretrained(tmp_path / "hf")
+    assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
+    for folder in (tmp_path / "hf", Path(shutil.copytree(tmp_path / "hf", tmp_path / "stale"))):
+        if folder.name == "stale":
+            for file in folder.glob("model-*"):
+                file.unlink()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).model.norm.weight
+        assert torch.equal(open_weights(folder).read("decoder.final_layernorm.weight"), theirs)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"files": {"model.json": 5}}, {"files": {"model.json": ["a", "b"]}}, {"tensors": {"x": "y"}}]
+)
+def test_a_damaged_manifest(sharded, tmp_path, capsys, damage):
+    ours = copied(sharded, tmp_path, "ours")
+    manifest = json.loads((ours / "manifest.json").read_text())
+    (ours / "manifest.json").write_text(json.dumps(manifest | damage))
+    assert "manifest.json: is damaged" in fails(capsys, ours, tmp_path / "out")
 
 
 def test_errors_of_writing_leave_nothing(sharded, tmp_path, capsys, monkeypatch):
