@@ -26,105 +26,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.common import ROOT, argument_parser, python_path, result_path, write_result
+from benchmarks.speed.planner_cases import CASES, VERIFY, largest, predict, settings_of
 
-SEVEN = {"model": "llama2-7b", "override": ["num_layers=4"]}
-EIGHT = {"model": "llama3-8b", "override": ["num_layers=2"]}
-OLMO = {"model": "olmo-1b", "override": []}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-CASES: dict[str, dict[str, Any]] = {
-    "7b-zero2-coat-mb2": {**SEVEN, "config": "zero2", "micro": 2},
-    "7b-zero2-bf16-mb2": {**SEVEN, "config": "zero2-bf16", "micro": 2},
-    "7b-zero2-coat-mb8": {**SEVEN, "config": "zero2", "micro": 8},
-    "7b-zero3-coat-mb4": {**SEVEN, "config": "zero3", "micro": 4},
-    "7b-zero1-coat-mb4": {**SEVEN, "config": "zero1", "micro": 4},
-    "8b-zero2-coat-mb2": {**EIGHT, "config": "zero2", "micro": 2},
-    "olmo-zero2-coat-mb8": {**OLMO, "config": "zero2", "micro": 8},
-    "7b-zero2-coat-fp8-attention-mb8": {**SEVEN, "config": "zero2", "micro": 8, "activation": {"attention": "fp8"}},
-    "7b-zero2-coat-plain-loss-mb4": {**SEVEN, "config": "zero2", "micro": 4, "activation": {"loss": "plain"}},
-    "7b-zero3-bf16-mb2": {**SEVEN, "config": "zero3-bf16", "micro": 2},
-    "8b-zero2-bf16-mb1": {**EIGHT, "config": "zero2-bf16", "micro": 1},
-    "7b-zero2-coat-full-recompute-mb8": {**SEVEN, "config": "zero2", "micro": 8, "recompute": FULL},
-    "olmo-zero1-bf16-mb4": {**OLMO, "config": "zero1-bf16", "micro": 4},
-    "7b-zero2-coat-mb2-accumulation": {**SEVEN, "config": "zero2", "micro": 2, "accumulation": 3},
-    "7b-zero2-bf16-full-recompute-mb4": {**SEVEN, "config": "zero2-bf16", "micro": 4, "recompute": FULL},
-    "7b-zero2-coat-remainder-mb2": {**SEVEN, "config": "zero2", "micro": 2, "remainder": True},
-    "7b-zero2-bf16-core-attn-mb4": {
-        **SEVEN,
-        "config": "zero2-bf16",
-        "micro": 4,
-        "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    },
-    "7b-zero2-coat-mlp-recompute-mb4": {
-        **SEVEN,
-        "config": "zero2",
-        "micro": 4,
-        "recompute": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    },
-}
-VERIFY: dict[str, dict[str, Any]] = {
-    "7b-8-layers-zero2-coat-largest": {**SEVEN, "override": ["num_layers=8"], "config": "zero2", "micro": "largest"},
-    "7b-8-layers-zero2-bf16-largest": {
-        **SEVEN,
-        "override": ["num_layers=8"],
-        "config": "zero2-bf16",
-        "micro": "largest",
-    },
-    "13b-zero2-coat-mb3": {"model": "llama2-13b", "override": ["num_layers=3"], "config": "zero2", "micro": 3},
-    "8b-zero3-coat-mb2": {**EIGHT, "config": "zero3", "micro": 2},
-    "7b-zero2-coat-remainder-mb2": CASES["7b-zero2-coat-remainder-mb2"],
-    "7b-zero2-bf16-full-recompute-mb4": CASES["7b-zero2-bf16-full-recompute-mb4"],
-    "7b-zero2-coat-mlp-recompute-mb4": CASES["7b-zero2-coat-mlp-recompute-mb4"],
-    "olmo-zero1-coat-mb16": {**OLMO, "config": "zero1", "micro": 16},
-}
-"""The first two are the planner's largest micro-batches on this GPU: they have to run."""
 STEPS, APART, GIB = 6, 4, 2**30
-
-
-def settings_of(case: dict[str, Any]) -> dict[str, Any]:
-    """The DeepSpeed configuration of a case."""
-    settings = json.loads((ROOT / f"configs/deepspeed/{case['config']}.json").read_text())
-    settings["train_micro_batch_size_per_gpu"] = case["micro"]
-    settings["gradient_accumulation_steps"] = case.get("accumulation", 1)
-    if "coat" in settings:
-        settings["coat"]["activation"] |= case.get("activation", {})
-    if case.get("remainder"):
-        settings["coat"]["optimizer"]["master_weights"] = "bf16_remainder"
-        settings["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        settings.pop("data_types", None)
-    return settings
-
-
-def planned(case: dict[str, Any], ranks: int) -> Any:
-    """The planner's run of a case."""
-    from coat_dist import CoatConfig
-    from launch.model.gpt import load_model_config
-    from launch.planning.run import Run
-
-    settings, tp = settings_of(case), case.get("tp", 1)
-    return Run(
-        model=load_model_config(case["model"], case["override"]),
-        settings=settings,
-        coat=CoatConfig.from_deepspeed(settings),
-        dp=ranks // tp,
-        tp=tp,
-        sequence_parallel=tp > 1,
-        micro=case["micro"],
-        accumulation=case.get("accumulation", 1),
-        recompute=case.get("recompute", {}),
-    )
-
-
-def largest(case: dict[str, Any]) -> int:
-    """The largest micro-batch that the planner says fits on this GPU as it is."""
-    import torch
-
-    from launch.planning.gpus import GPUS
-    from launch.planning.search import largest_micro_batch, need
-
-    free, total = torch.cuda.mem_get_info()
-    run = planned({**case, "micro": 1}, torch.distributed.get_world_size())
-    other = max(total - free - torch.cuda.memory_reserved() + 2**30, need(run).not_torchs)
-    return largest_micro_batch(run, GPUS["h100"].but(memory=total, other=other))
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
@@ -285,18 +189,6 @@ def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: f
     if not all(path.exists() for path in found):
         return {"error": "\n".join((folder / f"{name}-{rank}.log").read_text()[-1500:] for rank in range(ranks))}
     return max((json.loads(path.read_text()) for path in found), key=lambda one: one["bytes"].get("reserved", 0))
-
-
-def predict(case: dict[str, Any], ranks: int, gpu: str) -> dict[str, float]:
-    """The planner's bytes and seconds of a case."""
-    from launch.planning.gpus import find_gpu
-    from launch.planning.search import need
-    from launch.planning.speed import step_time
-
-    run = planned(case, ranks)
-    peak = need(run).peak
-    seconds = step_time(run, find_gpu(gpu)).seconds
-    return {"allocated": peak.allocated, "reserved": peak.reserved, "seconds": seconds}
 
 
 def compare(results: dict[str, dict[str, Any]], ranks: int) -> list[str]:

@@ -166,8 +166,8 @@ def _refused(values: dict[str, Any], family: Family) -> list[str]:
     if "use_sliding_window" in family.says and values.get("use_sliding_window"):
         usual.append("sliding_attention")  # see _window
     if kinds is not None and not (isinstance(kinds, list) and all(kind in usual for kind in kinds)):
-        shown = sorted({json.dumps(kind) for kind in kinds}) if isinstance(kinds, list) else [json.dumps(kinds)]
-        lines.append(f"layer_types: got {', '.join(shown)}, accepted: {' or '.join(usual)} in every layer")
+        unusual = sorted({json.dumps(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])})
+        lines.append(f"layer_types: got {', '.join(unusual)}, accepted: {' or '.join(usual)} in every layer")
     for key in ("rope_scaling", "rope_parameters"):
         value = values.get(key)
         if value is not None and (not isinstance(value, dict) or any(isinstance(v, dict) for v in value.values())):

@@ -29,8 +29,8 @@ MARGIN = 0.02
 """Part of what the allocator reserves that is added before a run is said to fit: pages that are half used."""
 _ALONE, _TOGETHER = int(2.2 * 2**30), int(3.2 * 2**30)
 """What a rank takes that is not torch's, where nothing better is known. 2.05 GiB were seen on each of two H200s: the
-CUDA context 0.6, NCCL's communicators of the default group 0.55 and of two more 0.76, the rest kernels and workspaces.
-With several ranks a GiB more, an allowance."""
+CUDA context 0.51, the first process group 0.91, building the engine 0.48, later 0.15. With several ranks a GiB more, an
+allowance for communicators of more groups and peers."""
 _MOST = 4096
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.common import ROOT, result_path
-from benchmarks.speed.planner_check import CASES, VERIFY, planned, settings_of
+from benchmarks.speed.planner_cases import CASES, VERIFY, planned, settings_of
 from coat_dist import CoatConfig
 from launch.model.gpt import load_model_config
 from launch.planning.gpus import find_gpu
