@@ -199,7 +199,7 @@ def test_a_kill_while_converting_leaves_nothing_that_looks_finished(saved, tmp_p
 
     whole = coat_dist.convert_to_universal
 
-    def killed(source, target):
+    def killed(source, target, on_progress):
         whole(source, target)
         next(target.rglob("step.pt")).unlink()
         raise SystemExit  # as little is cleaned up after it as a kill leaves: the folder is put back below
@@ -224,7 +224,7 @@ def test_a_kill_while_converting_leaves_nothing_that_looks_finished(saved, tmp_p
 def test_interrupted(saved, tmp_path, monkeypatch, capsys):
     import coat_dist
 
-    def interrupted(source, target):
+    def interrupted(source, target, on_progress):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(coat_dist, "convert_to_universal", interrupted)

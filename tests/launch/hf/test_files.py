@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,12 +188,14 @@ def test_where_it_may_not_write(sharded, tmp_path, capsys):
 def test_overwrite_removes_a_model_and_nothing_else(sharded, tmp_path, capsys):
     """A trainer's folder has a config.json too, and its checkpoints."""
     hf = copied(sharded, tmp_path, "hf")
+    given = {"export_to": str(hf), "overwrite": True, "load": None, "save": str(tmp_path / "checkpoints")}
+    run = SimpleNamespace(**given, tokenizer=None, output=str(tmp_path / "run"), data=[], valid=None)
     for name in ("checkpoint-500/optimizer.pt", "notes.txt"):
         (hf / name).parent.mkdir(exist_ok=True)
         (hf / name).write_text("work")
         assert f"something else than a model ({name})" in fails(capsys, sharded / "ours", hf, "--overwrite")
         with pytest.raises(CoatConfigError, match=name):  # finetune.py says so before it trains
-            check_target(str(hf), replace=True)
+            check_target(run, sharded)
         (hf / name).unlink()
     assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(hf), "--overwrite"]) == 0
     assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(hf), "--overwrite"]) == 0
