@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "local_path", "number", "whole_number"]
+__all__ = ["Parser", "add_parallel_options", "local_path", "number", "whole_number"]
 
 _ARGUMENT = re.compile(r"argument ([^:]+): (.*)", re.DOTALL)
 _CHOICE = re.compile(r"invalid choice: (.*) \(choose from (.*)\)", re.DOTALL)
@@ -133,3 +133,11 @@ def local_path(text: str) -> str:
 def _rank() -> int:
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
+
+
+def add_parallel_options(group: Any) -> None:
+    """How ranks share a model, of programs that train or plan."""
+    group.add_argument(
+        "--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer"
+    )
+    group.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")

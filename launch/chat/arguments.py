@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from coat_dist import CoatConfigError
-from launch.command_line import Parser, local_path, number, whole_number
+from launch.command_line import Parser, add_parallel_options, local_path, number, whole_number
 from launch.training.arguments import check_arguments
 from launch.training.options import MEANT, deepspeed_options, memory_options, output_options, schedule_options
 
@@ -71,8 +71,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE|plain",
         help="Jinja template in place of the tokenizer's; plain = the built-in one, taken also where there is none",
     )
-    g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
-    g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
+    add_parallel_options(g)
     g.add_argument("--seed", type=whole_number, default=1234, help="of data order, held-out share and dropout")
 
     memory_options(p)

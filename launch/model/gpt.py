@@ -58,6 +58,19 @@ def transformer_config(
     )
 
 
+def layer_spec(model: ModelConfig, config: Any) -> Any:
+    """Megatron's layers of ``model``; ``config`` is its :func:`transformer_config`."""
+    from megatron_patches.spec import gpt_layer_spec
+
+    return gpt_layer_spec(
+        config,
+        affine=model.norm_affine,
+        norm_placement=model.norm_placement,
+        norm_all_heads=model.qk_norm == "full",
+        attention_output_bias=model.attention_output_bias,
+    )
+
+
 def build_model(
     model: ModelConfig,
     *,
@@ -77,18 +90,10 @@ def build_model(
         raise CoatConfigError(problem)
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_patches.spec import gpt_layer_spec
-
     config = transformer_config(model, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, **extra)
     built = GPTModel(
         config,
-        gpt_layer_spec(
-            config,
-            affine=model.norm_affine,
-            norm_placement=model.norm_placement,
-            norm_all_heads=model.qk_norm == "full",
-            attention_output_bias=model.attention_output_bias,
-        ),
+        layer_spec(model, config),
         vocab_size=model.padded_vocab,
         max_sequence_length=model.seq_length,
         position_embedding_type="rope",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from launch.command_line import Parser, local_path, whole_number
+from launch.command_line import Parser, add_parallel_options, local_path, whole_number
 from launch.find_config import find_config
 from launch.log_level import add_log_level, set_log_level
 from launch.model.config import described_model
@@ -19,7 +19,7 @@ from .gpus import GPU, GPUS, find_gpu, memory_bytes
 from .recompute import add_recompute_options, check_recompute, recompute_options
 from .run import Run
 
-__all__ = ["add_gpu_options", "chosen_gpu", "micro_batch", "parse", "run_of", "silence_deepspeed"]
+__all__ = ["add_gpu_options", "chosen_gpu", "micro_batch", "parse", "silence_deepspeed"]
 
 AUTO = "auto"
 _CONTEXT = 2**29
@@ -107,7 +107,7 @@ def silence_deepspeed() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def run_of(
+def _run(
     model: ModelConfig,
     settings: Mapping[str, Any],
     coat: CoatConfig | None,
@@ -116,7 +116,7 @@ def run_of(
     micro: int,
     accumulation: int,
 ) -> Run:
-    """The run that a command line of ``planner.py`` or ``pretrain.py`` describes."""
+    """The run that a command line of ``planner.py`` describes."""
     return Run(
         model=model,
         settings=settings,
@@ -155,8 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="DeepSpeed JSON: a path, or a name such as zero2-bf16",
     )
-    g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
-    g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
+    add_parallel_options(g)
     g.add_argument(
         "--micro-batch",
         type=micro_batch,
@@ -250,10 +249,10 @@ def _with_batch(args: argparse.Namespace, model: ModelConfig, settings: dict[str
         if args.micro_batch is not None or settings.get(MICRO) is not None:
             settings.pop(TOTAL, None)  # it follows
     if auto_batch(args, settings, dp):
-        run = run_of(model, settings, coat, args, world, 1, settings.get(STEPS) or 1)
+        run = _run(model, settings, coat, args, world, 1, settings.get(STEPS) or 1)
         return next(candidates(run, gpu, settings.get(TOTAL), settings.get(STEPS)), run), gpu, args
     sizes = batch_sizes(settings, dp)
-    return run_of(model, settings, coat, args, world, sizes.micro, sizes.accumulation), gpu, args
+    return _run(model, settings, coat, args, world, sizes.micro, sizes.accumulation), gpu, args
 
 
 def as_json(said: Mapping[str, Any]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arguments import as_json, chosen_gpu, run_of
+from .arguments import as_json, chosen_gpu
 from .report import answer, text
+from .run import Run
 from .search import candidates
 
 __all__ = ["dry_run"]
@@ -17,8 +18,7 @@ def dry_run(p: Any, rank: int = 0) -> int:
     Raises:
         CoatConfigError: a run that cannot be planned; names the key.
     """
-    gpu, world = chosen_gpu(p.args), p.dp * p.args.tensor_parallel
-    run = run_of(p.model, p.settings, p.coat, p.args, world, p.batch.micro, p.batch.accumulation)
+    gpu, run = chosen_gpu(p.args), Run.of_plan(p)
     if p.auto:
         given = p.settings.get("train_batch_size"), p.settings.get("gradient_accumulation_steps")
         run = next(candidates(run, gpu, *given), run)

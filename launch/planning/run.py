@@ -54,6 +54,25 @@ class Run:
                     "on the GPU only)"
                 )
 
+    @classmethod
+    def of_plan(cls, p: Any) -> Run:
+        """What the planner needs of a ``launch.training`` plan.
+
+        Raises:
+            CoatConfigError: it cannot plan this one; names the key.
+        """
+        return cls(
+            model=p.model,
+            settings=p.settings,
+            coat=p.coat,
+            dp=p.dp,
+            tp=p.args.tensor_parallel,
+            sequence_parallel=p.args.sequence_parallel,
+            micro=p.batch.micro,
+            accumulation=p.batch.accumulation,
+            recompute=p.recompute,
+        )
+
     def but(self, **changes: Any) -> Run:
         """This run with other values."""
         return replace(self, **changes)

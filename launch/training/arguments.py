@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from coat_dist import CoatConfigError
-from launch.command_line import Parser, local_path, whole_number
+from launch.command_line import Parser, add_parallel_options, local_path, whole_number
 from launch.data.dataset import without_suffix
 from launch.planning.recompute import check_recompute
 from launch.training.options import MEANT, deepspeed_options, memory_options, output_options, schedule_options
@@ -57,8 +57,7 @@ def _model_and_data(p: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="replace values of the description",
     )
-    g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
-    g.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
+    add_parallel_options(g)
     g.add_argument("--seed", type=whole_number, default=1234, help="of initial weights, data order and dropout")
 
     memory_options(p)

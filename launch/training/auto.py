@@ -23,7 +23,7 @@ from launch.planning.report import size
 from launch.planning.run import Run
 from launch.planning.search import candidates, need, savings
 from launch.training import build, runtime
-from launch.training.exhausted import OutOfMemory, explanation, is_out_of_memory, run_of_plan
+from launch.training.exhausted import OutOfMemory, explanation, is_out_of_memory
 from launch.training.plan import Plan
 from launch.training.settings import MICRO, STEPS, TOTAL, batch_sizes
 
@@ -48,7 +48,7 @@ def settle(p: Plan, device: torch.device, source: Path | None, say: Any) -> Plan
     if (micro := _recorded(p, source)) is not None:
         say(f"micro-batch: {micro}, found by the run that is continued")
         return _with_micro(p, micro)
-    run, gpu = run_of_plan(p), _usable(p, device)
+    run, gpu = Run.of_plan(p), _usable(p, device)
     smallest, failed = run.but(micro=1), 0
     for found in candidates(smallest, gpu, p.settings.get(TOTAL), p.settings.get(STEPS)):
         chosen = _with_micro(p, found.micro)
@@ -97,7 +97,7 @@ def _usable(p: Plan, device: torch.device) -> GPU:
         free, total = torch.cuda.mem_get_info()
         # In use now, and an allowance for what comes later; never less than was measured elsewhere.
         now = total - free - torch.cuda.memory_reserved() + 2**30
-        memory, other = total, other or max(now, need(run_of_plan(p)).not_torchs)
+        memory, other = total, other or max(now, need(Run.of_plan(p)).not_torchs)
     elif p.args.gpu_memory is None:
         raise CoatConfigError(
             f'{MICRO}: got "auto" without a GPU, accepted: an integer >= 1, or --gpu-memory with what may be used'

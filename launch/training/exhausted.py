@@ -14,7 +14,7 @@ from launch.planning.run import Run
 from launch.planning.search import savings
 from launch.training.plan import Plan
 
-__all__ = ["STATUS", "Explain", "OutOfMemory", "explanation", "is_out_of_memory", "run_of_plan"]
+__all__ = ["STATUS", "Explain", "OutOfMemory", "explanation", "is_out_of_memory"]
 
 STATUS = 5
 GIB = 2**30
@@ -31,25 +31,6 @@ def is_out_of_memory(problem: BaseException | None) -> bool:
     if isinstance(problem, torch.OutOfMemoryError):
         return True
     return isinstance(problem, RuntimeError) and any(word in str(problem) for word in _WORDS)
-
-
-def run_of_plan(p: Plan) -> Run:
-    """What the planner needs of a plan.
-
-    Raises:
-        CoatConfigError: it cannot plan this one; names the key.
-    """
-    return Run(
-        model=p.model,
-        settings=p.settings,
-        coat=p.coat,
-        dp=p.dp,
-        tp=p.args.tensor_parallel,
-        sequence_parallel=p.args.sequence_parallel,
-        micro=p.batch.micro,
-        accumulation=p.batch.accumulation,
-        recompute=p.recompute,
-    )
 
 
 def explanation(p: Plan, doing: str, problem: BaseException, report: Any = None) -> str:
@@ -69,7 +50,7 @@ def explanation(p: Plan, doing: str, problem: BaseException, report: Any = None)
             f"the GPU's {total / GIB:.2f} GiB, of which {free / GIB:.2f} are free"
         )
     try:
-        run = run_of_plan(p)
+        run = Run.of_plan(p)
         lines += ["by the plan:", table(run), "what would save most, one at a time:"]
         lines += [f"  {size(one.bytes):>11}  {one.what}" for one in savings(run)]
     except CoatConfigError as reason:

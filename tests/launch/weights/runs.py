@@ -44,10 +44,10 @@ def filled(rank, world, folder, tp, pp):
     """A model of this layout, filled from a folder: this rank's part of every parameter, by its global name."""
     from megatron.core.models.gpt import GPTModel
 
-    from launch.model.gpt import transformer_config
+    from launch.model.gpt import layer_spec, transformer_config
     from launch.weights import fill, open_weights
     from launch.weights.fill import _global_names
-    from megatron_patches import gpt_layer_spec, initialize_model_parallel
+    from megatron_patches import initialize_model_parallel
 
     initialize_model_parallel(tp, pipeline_model_parallel_size=pp)
     torch.Tensor.cuda = lambda tensor, *_: tensor  # Megatron's stages move tied embeddings to a GPU
@@ -57,13 +57,7 @@ def filled(rank, world, folder, tp, pp):
     stage = rank // tp
     built = GPTModel(
         config,
-        gpt_layer_spec(
-            config,
-            affine=model.norm_affine,
-            norm_placement=model.norm_placement,
-            norm_all_heads=model.qk_norm == "full",
-            attention_output_bias=model.attention_output_bias,
-        ),
+        layer_spec(model, config),
         vocab_size=model.padded_vocab,
         max_sequence_length=model.seq_length,
         position_embedding_type="rope",
