@@ -12,6 +12,8 @@ __all__ = ["CASES", "VERIFY", "largest", "planned", "predict", "settings_of"]
 SEVEN = {"model": "llama2-7b", "override": ["num_layers=4"]}
 EIGHT = {"model": "llama3-8b", "override": ["num_layers=2"]}
 OLMO = {"model": "olmo-1b", "override": []}
+OLMO2 = {"model": "olmo2-7b", "override": ["num_layers=4"]}
+QWEN3 = {"model": "qwen3-8b", "override": ["num_layers=2"]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES: dict[str, dict[str, Any]] = {
     "7b-zero2-coat-mb2": {**SEVEN, "config": "zero2", "micro": 2},
@@ -57,6 +59,9 @@ VERIFY: dict[str, dict[str, Any]] = {
     "7b-zero2-bf16-full-recompute-mb4": CASES["7b-zero2-bf16-full-recompute-mb4"],
     "7b-zero2-coat-mlp-recompute-mb4": CASES["7b-zero2-coat-mlp-recompute-mb4"],
     "olmo-zero1-coat-mb16": {**OLMO, "config": "zero1", "micro": 16},
+    "olmo2-zero2-coat-mb4": {**OLMO2, "config": "zero2", "micro": 4},
+    "olmo2-zero2-bf16-mb2": {**OLMO2, "config": "zero2-bf16", "micro": 2},
+    "qwen3-zero2-coat-mb4": {**QWEN3, "config": "zero2", "micro": 4},
 }
 """The first two are the planner's largest micro-batches on this GPU: they have to run."""
 
