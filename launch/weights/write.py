@@ -1,7 +1,7 @@
 """Writing tensors into safetensors files as they come: a file's header is known before its first tensor is read.
 
-One thread reads and converts, a second writes and a third sums, so that only the slowest of these takes time. What is
-in memory is a handful of blocks, less than the largest tensor.
+One thread reads and converts, a second writes, a third sums and a fourth brings to disk what was written, so that only
+the slowest of these takes time. What is in memory is a handful of blocks, less than the largest tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ __all__ = ["Planned", "Written", "block_bytes", "write_tensors"]
 
 SMALLEST, LARGEST = 1 << 22, 1 << 24
 _WAITING = 2
+_SYNC = 1 << 26  # bytes of a file; one fsync at its end would keep everything else waiting until the disk is ready
 _NAMES = {dtype: code for code, dtype in CODES.items()}
 
 
@@ -154,6 +155,9 @@ class _Writer:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_WAITING)
         self._problem: BaseException | None = None
         self._path, self._descriptor, self._tensor = Path(), -1, ""
+        self._disk = ThreadPoolExecutor(1, "fsync")
+        self._syncs: list[tuple[Path, Future[None]]] = []
+        self._unsynced = 0
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> _Writer:
@@ -165,6 +169,7 @@ class _Writer:
             self._problem = self._problem or problem
         self._jobs.put(None)
         self._thread.join()
+        self._disk.shutdown()
         if self._descriptor >= 0:
             os.close(self._descriptor)
         if kind is None and self._problem is not None:
@@ -203,6 +208,7 @@ class _Writer:
         if self._problem is None:
             try:
                 self._close()
+                self._raise(all_=True)
             except OSError as problem:
                 self._problem = named(problem, self._path)
 
@@ -218,6 +224,10 @@ class _Writer:
         (size, so_far), found = self._files[self._path], checksum.result()
         self._files[self._path] = [size + len(view), join(so_far, found, len(view))]
         self.tensors[self._tensor] = join(self.tensors[self._tensor], found, len(view))
+        self._unsynced += len(view)
+        self._raise()
+        if self._unsynced >= _SYNC and not self._syncs:
+            self._sync(os.fsync)
         self._progress(len(view))
 
     def _write(self, view: memoryview) -> None:
@@ -227,6 +237,26 @@ class _Writer:
 
     def _close(self) -> None:
         if self._descriptor >= 0:
-            os.fsync(self._descriptor)
-            os.close(self._descriptor)
+            self._sync(_fsync_and_close)
             self._descriptor = -1
+
+    def _sync(self, how: Callable[[int], None]) -> None:
+        """Bring the open file to disk, beside what follows."""
+        self._syncs.append((self._path, self._disk.submit(how, self._descriptor)))
+        self._unsynced = 0
+
+    def _raise(self, all_: bool = False) -> None:
+        """The error of a sync that has ended; of all, when they have."""
+        while self._syncs and (all_ or self._syncs[0][1].done()):
+            path, sync = self._syncs.pop(0)
+            try:
+                sync.result()
+            except OSError as problem:
+                raise named(problem, path) from problem
+
+
+def _fsync_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
