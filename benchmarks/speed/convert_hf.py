@@ -15,6 +15,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import sys
 import tempfile
 import time
 import zlib
@@ -133,6 +135,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a killed run leaves no 40 GB behind
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         source, ours, back, copied = (folder / name for name in ("source", "ours", "back", "copied"))
@@ -162,9 +165,20 @@ def main() -> None:
         row["to copy"] = row["seconds"] / (sum(copies) / len(copies))
     largest = max(tensor.bytes for tensor in conversion.tensors)
     print(f"{conversion.bytes / 1e9:.1f} GB, largest tensor {largest / 1e6:.0f} MB, round trip equal to the byte")
-    for row in rows:
-        print(f"{row['way']:<24} {row['to copy']:5.2f} x, memory + {row['peak_growth_bytes'] / 1e6:.0f} MB", flush=True)
-    result = {**options(arguments, "folder"), "bytes": conversion.bytes, "largest_tensor": largest, "ways": rows}
+    means = {}
+    for way in dict.fromkeys(row["way"] for row in rows):
+        times = [row["to copy"] for row in rows if row["way"] == way]
+        means[way] = sum(times) / len(times)
+        most = max(row["peak_growth_bytes"] for row in rows if row["way"] == way)
+        spread = f"{min(times):.2f} to {max(times):.2f}"
+        print(f"{way:<24} {means[way]:5.2f} x ({spread}), memory + {most / 1e6:.0f} MB", flush=True)
+    result = {
+        **options(arguments, "folder"),
+        "bytes": conversion.bytes,
+        "largest_tensor": largest,
+        "to copy": means,
+        "ways": rows,
+    }
     print("wrote", write_result(f"speed/convert-hf-{arguments.shape}", result, arguments.output))
 
 
