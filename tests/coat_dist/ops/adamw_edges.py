@@ -98,6 +98,27 @@ def check_codes_survive(device="cpu"):
             assert all(map(torch.equal, before, after)), (a, normalize, k_m, k_v)
 
 
+def check_amaxes_stay(device="cpu", every=1):
+    """A step that changes nothing leaves every FP8 group's amax where it is, whatever its exponent: read as a little
+    more, it would rise by a bfloat16 step each time."""
+    still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+    k = torch.arange(1, 256, every).repeat(8)
+    zero = torch.zeros(128 * len(k), device=device)
+    for (fmt, largest), normalize in product((("e4m3", 126), ("e5m2", 123)), (False, True)):
+        codec_m = MomentCodec(fmt, over_root=normalize)
+        codec_v = MomentCodec(fmt, keep_nonzero=True, keep_grid=normalize)
+        codes = torch.randint(1, largest + 1, (len(k), 128), dtype=torch.uint8)
+        codes[:, 7] = largest
+        a = (torch.rand(len(k)) * 80 - 40).exp2().bfloat16()
+        m, v = ([t.clone().to(device) for t in (codes, a, k.byte())] for _ in range(2))
+        m, v = Moment(*m), Moment(*v)
+        for _ in range(2):
+            one_step(kernels, zero.clone(), zero, m, v, codec_m, codec_v, still)
+            for moment in (m, v):
+                moved = (moment.a.cpu() != a).nonzero()[:, 0]
+                assert not len(moved), (fmt, normalize, k[moved].tolist(), a[moved].tolist())
+
+
 def check_largest_codes(device="cpu"):
     """At the ends of the noise, too, a group's largest element gets the largest code or its neighbour."""
     x = torch.ones(512)

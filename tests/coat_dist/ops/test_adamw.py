@@ -199,6 +199,11 @@ def test_int8_and_log8_codes_survive_the_kernel(edges):
 
 
 @interpreted
+def test_amaxes_survive_the_kernel(edges):
+    edges.check_amaxes_stay(DEVICE, every=on_device(1, 127))
+
+
+@interpreted
 def test_largest_codes_do_not_wrap_around_in_the_kernel(edges):
     edges.check_largest_codes(DEVICE)
 
