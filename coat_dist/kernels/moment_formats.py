@@ -191,9 +191,10 @@ def read(q, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
     """Codes as signed numbers, their size (0 where they mean zero), and the square root of their magnitude.
 
     The largest code must give back a, or the amax would rise from step to step: so it is told from others by a
-    difference that is exactly zero, whatever k multiplies it with. That takes an addition more than one fused multiply-add,
-    which AdamW on 10**9 parameters feels: 4.58 and 4.74 ms against 4.17 and 4.38 in turns on one H200, whose clock falls
-    under this load. A sum that is rounded down instead (FP8 only) gave back a third of it, and other codes.
+    difference that is exactly zero, whatever k multiplies it with. That is an addition more than one fused
+    multiply-add, which AdamW on 10**9 parameters feels: 4.58 and 4.74 ms against 4.17 and 4.38 in turns on one H200,
+    whose clock falls under this load. A sum that is rounded down instead (FP8 only) gave back a third of that, and
+    other codes.
     """
     if C.format == "log8":
         code, root = _log8_read(q, half_log_a, k, C, FAST)
