@@ -16,7 +16,6 @@ from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
 STEPS, ACCUMULATION = 7, 2
-SIZES = {"hidden_size": 128, "ffn_hidden_size": 128, "gpt": {"vocab_size": 64}}
 
 
 def _config(stage, grad_accum, weights):
@@ -48,13 +47,13 @@ def _train(rank, world, stage, grad_accum, weights, tp, folder, ours, changes):
 
     import coat_dist
     from megatron_patches import MPUAdapter, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     config = _config(stage, grad_accum, weights)
     settings = coat_dist.CoatConfig.from_deepspeed(config).activation
-    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, **SIZES | changes)
+    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, **SMALL | changes)
     patch_model(model, settings)
     install_replicated_grad_hooks(model)
     if ours:
@@ -164,14 +163,14 @@ def _invariant(rank, world, scales):
     import torch.distributed as dist
 
     from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     initialize_model_parallel(2)
     reduced, original = [], dist.all_reduce
     runs = []
     for mode in ("on_use", "cached"):
         reduced.clear()
-        model = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=True, **SIZES)
+        model = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=True, **SMALL)
         patch_model(model, ActivationConfig(tp_invariant=True, forward_scales=scales, weights=mode))
         install_replicated_grad_hooks(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -128,7 +128,8 @@ def gpt(tp, sp, kind, tied, invariant, steps=2, z_loss=0.0):
         parallel_state.destroy_model_parallel()
     initialize_model_parallel(tp)
     options = {"share_embeddings_and_output_weights": tied}
-    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, gpt=options)
+    sizes = {"hidden_size": 128, "ffn_hidden_size": 128, "tensor_model_parallel_size": tp}
+    model = tiny_gpt(**sizes, sequence_parallel=sp, gpt=options)
     report = patch_model(model, ActivationConfig(tp_invariant=invariant, loss=kind, z_loss=z_loss))
     assert report.loss["output_layer"].startswith(kind)
     install_replicated_grad_hooks(model)
