@@ -99,7 +99,10 @@ def test_saved_tensors_on_the_cpu(options, device):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "backend"), [("llama", "aot_eager"), ("gpt2", "eager"), ("experts", "eager")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("llama", "aot_eager"), ("gpt2", "eager"), pytest.param("experts", "eager", marks=pytest.mark.slow)],
+)
 def test_compiled_layers(name, backend, device):
     """torch.compile around each layer. It may break the graph at the flow; results are those without it."""
     torch._dynamo.reset()
@@ -110,3 +113,16 @@ def test_compiled_layers(name, backend, device):
     losses, compiled = losses_and_gradients(model, batch)
     torch._dynamo.reset()
     assert_same((losses, {n.replace("._orig_mod", ""): g for n, g in compiled.items()}), expected, device)
+
+
+@pytest.mark.long
+def test_compiled_experts(device):
+    """torch.compile around the experts of a layer alone."""
+    torch._dynamo.reset()
+    model, batch = build(MODELS["experts"], num_layers=1), tiny_batch(0, device)
+    expected = losses_and_gradients(model, batch)
+    layer = model.decoder.layers[0]
+    layer.mlp = torch.compile(layer.mlp, backend="eager")
+    losses, compiled = losses_and_gradients(model, batch)
+    torch._dynamo.reset()
+    assert_same((losses, {n.replace("_orig_mod.", ""): g for n, g in compiled.items()}), expected, device)

@@ -26,13 +26,14 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
 
     from coat_dist.flow import weights as flow_weights
     from megatron_patches import initialize_model_parallel, patch_model
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     initialize_model_parallel(tp)
     bf16 = dtype == torch.bfloat16
-    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, bf16=bf16, params_dtype=dtype, **changes)
+    sizes = SMALL | {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
+    model = tiny_gpt(**sizes, bf16=bf16, params_dtype=dtype, **changes)
     model.config.gradient_accumulation_fusion = fusion  # after construction, which asks for Apex
     report = patch_model(model, ActivationConfig(weights=weights))
     assert any("main_grad" in note for note in report.notes) == fusion

@@ -28,9 +28,9 @@ class Run:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         import megatron_patches as mp
-        from tests.megatron_patches.tiny import tiny_gpt
+        from tests.megatron_patches.tiny import NARROW, tiny_gpt
 
-        model = tiny_gpt(**model or {})
+        model = tiny_gpt(**NARROW | (model or {}))
         mp.patch_model(model, {"coat": {}})
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.model = DistributedDataParallel(model.config, ddp, model)

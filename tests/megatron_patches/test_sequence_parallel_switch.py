@@ -22,7 +22,7 @@ def _switched(rank, world, cases):
     from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
     from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import gradients, tiny_batch, tiny_gpt
+    from tests.megatron_patches.tiny import SMALL, gradients, tiny_batch, tiny_gpt
 
     def results(model):
         outputs = [_evaluate(model, labels) for labels in (True, False)]
@@ -37,7 +37,7 @@ def _switched(rank, world, cases):
         initialize_model_parallel(2)
         models = {}
         for sp in (True, False):
-            models[sp] = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=sp, **changes)
+            models[sp] = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=sp, **SMALL | changes)
             if coat is not None:
                 patch_model(models[sp], ActivationConfig(**coat))
             install_replicated_grad_hooks(models[sp])

@@ -38,6 +38,11 @@ TINY: dict[str, Any] = dict(
 )
 
 
+NARROW: dict[str, Any] = dict(hidden_size=128, ffn_hidden_size=128)
+SMALL: dict[str, Any] = NARROW | dict(gpt={"vocab_size": 64})
+"""Changes for tests of equal bits that train many models: a fifth of the parameters, and every token of a batch."""
+
+
 OLMO2: dict[str, Any] = {"spec": {"norm_placement": "post", "norm_all_heads": True}}
 """Norms after attention and MLP, and on queries and keys over all heads."""
 

@@ -54,12 +54,12 @@ def train(tp, sp, steps, settings, hooks=True, **changes):
     from megatron.core import parallel_state
 
     from megatron_patches import check_replicas, initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from tests.megatron_patches.tiny import NARROW, tiny_batch, tiny_gpt, tiny_loss
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     initialize_model_parallel(tp)
-    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, **changes)
+    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, **NARROW | changes)
     first = whole_parameters(model)
     if settings is not None:
         patch_model(model, settings)

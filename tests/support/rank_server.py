@@ -25,6 +25,9 @@ for name in (
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
+with contextlib.suppress(ImportError):  # starts a compiler where it is first asked for, in every rank otherwise
+    importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018
+
 # DeepSpeed collects garbage many times while it builds an engine. What is imported never is garbage: a rank that looked
 # at it again each time would copy all memory that it shares with the server.
 gc.collect()

@@ -2,7 +2,8 @@
 
 Every layout into every other of its tensor-parallel size, and every data-parallel size into every other where the
 tensor-parallel size changes. Each cell is a test; the cells of all stages come out of one set of processes, which loads
-one after the other what the layouts have saved.
+one after the other what the layouts have saved. Only layouts that the chosen tests need are made. Not marked slow: DP 1
+and 4 at TP 1, DP 1 and 2 at TP 2, at all stages, each into each as above.
 
 What a cell says. The same layout: every byte of state and weights, and of two steps more. Another layout, through a
 universal checkpoint: equal bits of fp32 master weights, fp32 moments, 16-bit weights, steps, frozen parameters and
@@ -21,6 +22,15 @@ from tests.support import run_ranks
 STAGES, DP, TP = (1, 2, 3), (1, 2, 4), (1, 2)
 LAYOUTS = {f"z{s}d{d}t{t}": (s, d, t) for t in TP for d in DP for s in STAGES}
 PAIRS = [(a, b) for a, (s, _, t) in LAYOUTS.items() for b, (s2, _, t2) in LAYOUTS.items() if t == t2 or s == s2]
+QUICK = [name for name, (_, d, t) in LAYOUTS.items() if (d, t) in ((1, 1), (4, 1), (1, 2), (2, 2))]
+
+
+def marked(layouts):
+    return () if set(layouts) <= set(QUICK) else pytest.mark.slow
+
+
+each_layout = pytest.mark.parametrize("layout", [pytest.param(x, marks=marked([x])) for x in LAYOUTS])
+each_pair = pytest.mark.parametrize(("source", "target"), [pytest.param(*pair, marks=marked(pair)) for pair in PAIRS])
 
 # Whole shape and the dimension that tensor parallelism divides. "a": rows of 128 elements at every layout; "o": of no
 # layout. One element: most ranks' shards of its group are padding.
@@ -155,36 +165,40 @@ def start(tp):
     return MPUAdapter()
 
 
-def save_and_resume(rank, world, tp, folder):
-    """Each stage trains two steps, saves and goes on; a new engine resumes. What differs, contents and codes."""
+def save_all(rank, world, tp, stages, folder):
+    """Each stage trains two steps, saves and goes on. Contents and codes as saved; bytes go to a file of the rank."""
     mpu, found = start(tp), {}
-    for stage in STAGES:
+    for stage in stages:
         name = f"z{stage}d{world // tp}t{tp}"
         engine = build(stage, mpu)
         engine.module.seen.add_(torch.tensor([stage, world, tp]))
         train(engine, mpu, 0, 2)
         engine.save_checkpoint(folder, tag=name)
-        saved, at_save = (contents(engine), codes(engine)), snapshot(engine)
+        found[name], at_save = (contents(engine), codes(engine)), snapshot(engine)
         train(engine, mpu, 2, 4)
-        again = build(stage, mpu)
-        train(again, mpu, 7, 8)  # state that loading has to replace
-        again.load_checkpoint(folder, tag=name)
-        wrong = differences(at_save, snapshot(again))
-        train(again, mpu, 2, 4)
-        wrong += differences(snapshot(engine), snapshot(again))
-        found[name] = (wrong, *saved)
+        torch.save((at_save, snapshot(engine)), f"{folder}/{name}-{rank}.pt")
     return mpu.get_tensor_model_parallel_rank(), found
 
 
-def load_all(rank, world, tp, folder):
-    """Each stage loads what every layout has saved, converted and as it is; what is wrong by (source, target, way)."""
+def resume(engine, mpu, folder, name, rank):
+    """What differs from the run that saved this layout: of what was loaded, and after two steps more."""
+    at_save, later = torch.load(f"{folder}/{name}-{rank}.pt", weights_only=False)
+    engine.load_checkpoint(folder, tag=name)
+    wrong = differences(at_save, snapshot(engine))
+    train(engine, mpu, 2, 4)
+    return wrong + differences(later, snapshot(engine))
+
+
+def load_all(rank, world, tp, pairs, folder):
+    """New engines load what layouts have saved, converted and as it is; what is wrong by (source, target, way)."""
     mpu, found = start(tp), {}
     truth = torch.load(f"{folder}/truth.pt", weights_only=False)
     tp_rank = mpu.get_tensor_model_parallel_rank()
-    for stage in STAGES:
-        engine, target = build(stage, mpu), f"z{stage}d{world // tp}t{tp}"
-        train(engine, mpu, 7, 8)
-        for source in [a for a, b in PAIRS if b == target]:
+    for target in dict.fromkeys(b for _, b in pairs):
+        engine = build(LAYOUTS[target][0], mpu)
+        train(engine, mpu, 7, 8)  # state that loading has to replace
+        found[target] = resume(engine, mpu, folder, target, rank)
+        for source in [a for a, b in pairs if b == target]:
             wanted = {k: v for k, v in truth[source][0].items()}
             for kind in ("fp32", "first", "second", "weights"):
                 wanted[kind] = {n: cut(n, whole, tp_rank, tp) for n, whole in wanted[kind].items()}
@@ -219,49 +233,61 @@ def unequal(found, wanted, exact=False):
     return wrong
 
 
+def joined(ranks, name, tp):
+    """Contents of a layout, whole, and codes by tensor-parallel rank, of what its ranks have returned."""
+    local = [next(found[name][0] for r, found in ranks if r == t) for t in range(tp)]
+    whole = {"steps": local[0]["steps"], "seen": local[0]["seen"]}
+    for kind in ("fp32", "first", "second", "weights"):
+        pieces = {n: [one[kind][n] for one in local] for n in local[0][kind]}
+        dims = {n: SHAPES[n][1] for n in pieces}
+        whole[kind] = {n: p[0] if dims[n] is None else torch.cat(p, dims[n]) for n, p in pieces.items()}
+    return whole, [{k: v for r, found in ranks if r == t for k, v in found[name][1].items()} for t in range(tp)]
+
+
+def by_processes(layouts):
+    """Layouts by what their processes have in common: {(DP, TP): [names]}."""
+    found = {}
+    for name in sorted(set(layouts), key=list(LAYOUTS).index):
+        found.setdefault(LAYOUTS[name][1:], []).append(name)
+    return found
+
+
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory):
-    """What each layout's resuming, and each pair of layouts, came to."""
+def matrix(request, tmp_path_factory):
+    """What each chosen layout's resuming, and each chosen pair of layouts, came to, on every rank."""
     from coat_dist import convert_to_universal
 
     folder = tmp_path_factory.mktemp("matrix")
-    resumed, truth = {}, {}
-    for tp in TP:
-        for dp in DP:
-            ranks = run_ranks(dp * tp, save_and_resume, tp, str(folder))
-            for name in ranks[0][1]:
-                resumed[name] = [line for _, found in ranks for line in found[name][0]]
-                local = [next(found[name][1] for r, found in ranks if r == t) for t in range(tp)]
-                whole = {"steps": local[0]["steps"], "seen": local[0]["seen"]}
-                for kind in ("fp32", "first", "second", "weights"):
-                    pieces = {n: [one[kind][n] for one in local] for n in local[0][kind]}
-                    dims = {n: SHAPES[n][1] for n in pieces}
-                    whole[kind] = {n: p[0] if dims[n] is None else torch.cat(p, dims[n]) for n, p in pieces.items()}
-                rows = [{k: v for r, found in ranks if r == t for k, v in found[name][2].items()} for t in range(tp)]
-                truth[name] = whole, rows
-                convert_to_universal(folder / name, folder / "universal" / name)
+    chosen = [item.callspec.params for item in request.session.items if item.module is request.module]
+    pairs = {(p["source"], p["target"]) for p in chosen if "source" in p} | {
+        (p["layout"],) * 2 for p in chosen if "layout" in p
+    }
+    truth, outcomes = {}, {}
+    for (dp, tp), names in by_processes(x for pair in pairs for x in pair).items():
+        ranks = run_ranks(dp * tp, save_all, tp, [LAYOUTS[x][0] for x in names], str(folder))
+        for name in names:
+            truth[name] = joined(ranks, name, tp)
+            convert_to_universal(folder / name, folder / "universal" / name)
     torch.save(truth, folder / "truth.pt")
-    cells = {}
-    for tp in TP:
-        for dp in DP:
-            for found in run_ranks(dp * tp, load_all, tp, str(folder)):
-                for cell, outcome in found.items():
-                    cells.setdefault(cell, []).append(outcome)
-    return resumed, cells
+    for (dp, tp), names in by_processes(target for _, target in pairs).items():
+        for found in run_ranks(dp * tp, load_all, tp, [p for p in PAIRS if p in pairs and p[1] in names], str(folder)):
+            for key, outcome in found.items():
+                outcomes.setdefault(key, []).append(outcome)
+    return outcomes
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_the_same_layout_resumes_to_the_bit(matrix, layout):
-    assert matrix[0][layout] == []
+    assert matrix[layout] == [[]] * (LAYOUTS[layout][1] * LAYOUTS[layout][2])
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@each_pair
 def test_reshard(matrix, source, target):
-    outcomes = matrix[1][source, target, "converted"]
-    assert outcomes == [[]] * len(outcomes) and len(outcomes) == LAYOUTS[target][1] * LAYOUTS[target][2]
+    outcomes = matrix[source, target, "converted"]
+    assert outcomes == [[]] * (LAYOUTS[target][1] * LAYOUTS[target][2])
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@each_pair
 def test_without_conversion_loaded_to_the_bit_or_refused_by_name(matrix, source, target):
     (stage, dp, tp), (to_stage, to_dp, to_tp) = LAYOUTS[source], LAYOUTS[target]
     lines = {
@@ -269,7 +295,7 @@ def test_without_conversion_loaded_to_the_bit_or_refused_by_name(matrix, source,
         f"data-parallel size: checkpoint has {dp}, this run has {to_dp}": dp != to_dp,
         f"tensor-parallel size: checkpoint has {tp}, this run has {to_tp}": tp != to_tp,
     }
-    for outcome in matrix[1][source, target, "as it is"]:
+    for outcome in matrix[source, target, "as it is"]:
         if any(lines.values()):
             assert [line in outcome for line in lines] == list(lines.values()) and "to_universal" in outcome
         else:

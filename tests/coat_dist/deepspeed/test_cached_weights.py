@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
@@ -45,13 +47,13 @@ def _train(rank, world, stage, grad_accum, weights, tp, folder, ours, changes):
 
     import coat_dist
     from megatron_patches import MPUAdapter, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     config = _config(stage, grad_accum, weights)
     settings = coat_dist.CoatConfig.from_deepspeed(config).activation
-    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, **changes)
+    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, **SMALL | changes)
     patch_model(model, settings)
     install_replicated_grad_hooks(model)
     if ours:
@@ -89,19 +91,20 @@ def _train(rank, world, stage, grad_accum, weights, tp, folder, ours, changes):
     return losses
 
 
-def _modes(rank, world, stage, grad_accum, tp, folder, ours, blind, changes):
+def _modes(rank, world, stage, grad_accum, tp, ours, changes, folder, modes):
+    """{mode: (losses, weights quantized)}. "blind" is "cached" where nobody says that weights have changed."""
     from coat_dist.flow import weights
     from megatron_patches import initialize_model_parallel
 
     initialize_model_parallel(tp)
     quantized, original = [], weights.quantize_input
     weights.quantize_input = lambda w, *rest: (quantized.append(w), original(w, *rest))[1]
-    if blind:
-        weights.invalidate_weights = lambda: None
     runs = {}
-    for mode in ("on_use", "cached"):
-        place = f"{folder}/{mode}"
-        runs[mode] = _train(rank, world, stage, grad_accum, mode, tp, place, ours, changes), len(quantized)
+    for mode in modes:
+        kind, place = "cached" if mode == "blind" else mode, f"{folder}/{mode}"
+        unknown = mock.patch.object(weights, "invalidate_weights", lambda: None)
+        with unknown if mode == "blind" else contextlib.nullcontext():
+            runs[mode] = _train(rank, world, stage, grad_accum, kind, tp, place, ours, changes), len(quantized)
         quantized.clear()
     return runs
 
@@ -121,29 +124,38 @@ CASES = {
 }
 
 
+def _runs(case, *modes):
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(2, _modes, *CASES[case], folder, modes)
+
+
+@pytest.fixture(scope="module")
+def zero_2():
+    return _runs("ZeRO-2", "on_use", "cached", "blind")
+
+
 # DeepSpeed's BF16_Optimizer calls what ZeRO-1 calls.
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.slow) if c == "BF16_Optimizer" else c for c in CASES]
 )
-def test_cached_losses_are_the_same_to_the_bit(case):
-    stage, grad_accum, tp, ours, changes = CASES[case]
-    with tempfile.TemporaryDirectory() as folder:
-        for runs in run_ranks(2, _modes, stage, grad_accum, tp, folder, ours, False, changes):
-            (plain, uncached), (cached, made) = runs["on_use"], runs["cached"]
-            assert cached == plain
-            assert len(set(plain)) > STEPS * ACCUMULATION  # weights did move
-            # Two layers of four weights: at the start, after all steps but the last, and after the load. By hand: two.
-            assert made == 2 * 4 * (STEPS + 1 + 2 * ours)
-            assert uncached > 2 * made
+def test_cached_losses_are_the_same_to_the_bit(case, request):
+    _, _, _, ours, _ = CASES[case]
+    ranks = request.getfixturevalue("zero_2") if case == "ZeRO-2" else _runs(case, "on_use", "cached")
+    for runs in ranks:
+        (plain, uncached), (cached, made) = runs["on_use"], runs["cached"]
+        assert cached == plain
+        assert len(set(plain)) > STEPS * ACCUMULATION  # weights did move
+        # Two layers of four weights: at the start, after all steps but the last, and after the load. By hand: two.
+        assert made == 2 * 4 * (STEPS + 1 + 2 * ours)
+        assert uncached > 2 * made
 
 
-def test_flat_buffers_leave_no_trace_in_the_parameters():
+def test_flat_buffers_leave_no_trace_in_the_parameters(zero_2):
     """Without the hooks the version counter alone would keep stale codes: this is what the hooks are for."""
-    with tempfile.TemporaryDirectory() as folder:
-        for runs in run_ranks(2, _modes, 2, "fp32", 1, folder, True, True, {}):
-            assert runs["cached"][0][0] == runs["on_use"][0][0]
-            assert runs["cached"][0] != runs["on_use"][0]
-            assert runs["cached"][1] < 2 * 4 * STEPS
+    for runs in zero_2:
+        assert runs["blind"][0][0] == runs["on_use"][0][0]
+        assert runs["blind"][0] != runs["on_use"][0]
+        assert runs["blind"][1] < 2 * 4 * STEPS
 
 
 def _invariant(rank, world, scales):
@@ -151,14 +163,14 @@ def _invariant(rank, world, scales):
     import torch.distributed as dist
 
     from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     initialize_model_parallel(2)
     reduced, original = [], dist.all_reduce
     runs = []
     for mode in ("on_use", "cached"):
         reduced.clear()
-        model = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=True)
+        model = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=True, **SMALL)
         patch_model(model, ActivationConfig(tp_invariant=True, forward_scales=scales, weights=mode))
         install_replicated_grad_hooks(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -22,11 +22,11 @@ MODELS = {
 def train(folder, name, monitored, patched=True):
     import coat_dist
     from megatron_patches import MPUAdapter, patch_model
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     changes = dict(MODELS[name])
     settings = ActivationConfig(**changes.pop("coat", {}))
-    model = tiny_gpt(**changes)
+    model = tiny_gpt(**SMALL | changes)
     if patched:
         patch_model(model, settings)
     config = {

@@ -121,14 +121,14 @@ def gpt(tp, sp, kind, tied, invariant, steps=2, z_loss=0.0):
 
     from coat_dist.config import ActivationConfig
     from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from tests.megatron_patches.tiny import NARROW, tiny_batch, tiny_gpt, tiny_loss
     from tests.megatron_patches.training import MasterAdamW, whole_parameters
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     initialize_model_parallel(tp)
     options = {"share_embeddings_and_output_weights": tied}
-    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, gpt=options)
+    model = tiny_gpt(**NARROW, tensor_model_parallel_size=tp, sequence_parallel=sp, gpt=options)
     report = patch_model(model, ActivationConfig(tp_invariant=invariant, loss=kind, z_loss=z_loss))
     assert report.loss["output_layer"].startswith(kind)
     install_replicated_grad_hooks(model)

@@ -138,17 +138,17 @@ def check_activation_rows(device="cpu", sizes=(176, 2752), rows=37, activations=
 def check_rows_of_bad_values(device="cpu"):
     """A value that is not finite spoils its row and no other."""
     for act, (bad, chosen) in itertools.product(ACTIVATIONS, ((torch.inf, None), (torch.nan, SHORT))):
-        x = torch.randn(4, 72 * ACTIVATIONS[act].parts).to(device)
+        x = torch.randn(3, 72 * ACTIVATIONS[act].parts).to(device)
         rest = (act, E4M3, 32, "e8m0", True)
         with tiles(activation_compress, chosen=chosen):
             clean = activation.activation_compress_rows(x, *rest)
-            x[2, 71] = bad
+            x[1, 71] = bad
             got = activation.activation_compress_rows(x, *rest)
         wanted = reference.activation_compress_rows(x, *rest)
         same_groups(got.pre8, wanted.pre8)
-        assert got.a8.scales[2].isnan() and got.a8.codes[2].float().isnan().all()
+        assert got.a8.scales[1].isnan() and got.a8.codes[1].float().isnan().all()
         assert torch.equal(got.a8.scales.isnan(), wanted.a8.scales.isnan())
-        others = [0, 1, 3]
+        others = [0, 2]
         assert torch.equal(got.a8.codes.view(torch.uint8)[others], clean.a8.codes.view(torch.uint8)[others])
         assert torch.equal(got.a8.scales[others], clean.a8.scales[others])
 
