@@ -158,6 +158,7 @@ def test_a_padding_token_beyond_the_model_trains(work, tmp_path):
     config, more = sizes(tmp_path, 4, 1), ("--model", tmp_path / "model", "--no-packing", "--train-steps", "1")
     (end,) = run_ranks(1, rank_main, command(work, tmp_path / "run", config, *more, "--no-export"))
     assert end.startswith("finished 1 steps"), end
+    assert read_metrics(tmp_path / "run")[0]["lr"] > 0  # the rate falls to 0 at the last step, which is the first here
 
 
 def test_a_run_goes_on_with_another_batch_size(work, tmp_path):
