@@ -65,7 +65,8 @@ def train(
     loop = seen[0]
     if a.export_to is None or loop.progress.step < loop.total_steps:
         return ending
-    on_rank_0(lambda: export.export(loop.last_checkpoint, a.export_to, p.tokenizer, draft.weights), patient=True)
+    last, said = loop.last_checkpoint, p.train.conversations
+    on_rank_0(lambda: export.export(last, a.export_to, p.tokenizer, draft.weights, said), patient=True)
     return f"{ending}; exported to {a.export_to}"
 
 

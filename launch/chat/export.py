@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from launch import convert_hf
+from launch.chat.store import Conversations
 from launch.hf.output import Output
 from launch.training.checkpoint import require_loadable
 from launch.weights import Weights
 
-__all__ = ["check_target", "export", "write_beside"]
+__all__ = ["check_target", "export", "turn_ends", "write_beside"]
 
-_KEPT = ("config.json", "generation_config.json")
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_LOOKED_AT = 1000
+"""Conversations that tell how a turn ends."""
 _OF_A_RANK = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
@@ -51,16 +58,55 @@ def check_target(args: argparse.Namespace, began_with: Path) -> None:
         raise CoatConfigError(f"--export-to: got {args.export_to}, accepted: another folder ({problem})") from None
 
 
-def write_beside(folder: Path, tokenizer: Any, began_with: Weights) -> None:
+def write_beside(folder: Path, tokenizer: Any, began_with: Weights, conversations: Conversations) -> None:
     """Write what a Hugging Face folder has beside the weights: tokenizer with chat template, and config.json and
-    generation config of the model that was begun with."""
+    generation config of the model that was begun with, the latter with the tokens that end the trained turns.
+
+    Raises:
+        CheckpointError: one of the two is no JSON object.
+    """
     tokenizer.save_pretrained(folder)
     for name, path in began_with.travelling().items():
-        if name in _KEPT:
+        if name in (_CONFIG, _GENERATION):
             shutil.copyfile(path, folder / name)
+    _stop_at(folder, turn_ends(conversations, tokenizer), began_with.path)
 
 
-def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights) -> None:
+def turn_ends(conversations: Conversations, tokenizer: Any) -> list[int]:
+    """Ids of the special tokens with which trained turns end, the most frequent first.
+
+    A base model's eos_token ends documents, and its chat template may end turns with another token.
+    """
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    count, ends = min(len(conversations), _LOOKED_AT), Counter[int]()
+    for number in range(count):
+        ids, learnt = conversations[number]
+        said = (int(token) for token in ids[np.flatnonzero(learnt)][::-1])  # from the end; line breaks may follow
+        ends[next((token for token in said if tokenizer.decode([token]).strip()), -1)] += 1
+    # A conversation that was cut ends with anything.
+    return [token for token, times in ends.most_common() if token in special and 10 * times >= count]
+
+
+def _stop_at(folder: Path, ends: list[int], origin: Path) -> None:
+    """``generate`` of transformers ends with ``eos_token_id`` of the generation config, whatever the tokenizer says."""
+    file = folder / _GENERATION
+    source = file if file.exists() else folder / _CONFIG  # which stands for one that is absent
+    try:
+        config = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}
+        given = config.get("eos_token_id")
+    except (ValueError, AttributeError) as problem:
+        raise CheckpointError(f"{origin / source.name}: no JSON object ({problem})") from None
+    known = given if isinstance(given, list) else [] if given is None else [given]
+    if not (new := [token for token in ends if token not in known]):
+        return
+    if source is not file:
+        config = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    config.pop("_from_model_config", None)  # with it transformers 4 goes back to what config.json says
+    stops = [*new, *known] if known or new[1:] else new[0]
+    file.write_text(json.dumps({**config, "eos_token_id": stops}, indent=2) + "\n", encoding="utf-8")
+
+
+def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights, conversations: Conversations) -> None:
     """Write a checkpoint as ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. Call it on one rank.
 
     ``convert_hf.py`` does it, in a process of its own: it verifies and writes with all ranks that there are.
@@ -70,12 +116,13 @@ def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights) -
         target: the folder; what an earlier export left there is replaced when the new one is complete.
         tokenizer: goes along, with the chat template that was trained with.
         began_with: whose config.json and generation config go along.
+        conversations: that were trained on; their turns' ends go into the generation config.
 
     Raises:
         CheckpointError: it cannot be written; an earlier export is as it was.
     """
     with tempfile.TemporaryDirectory() as beside:
-        write_beside(Path(beside), tokenizer, began_with)
+        write_beside(Path(beside), tokenizer, began_with, conversations)
         command = [sys.executable, convert_hf.__file__, "--from", str(checkpoint), "--to", target, "--overwrite"]
         alone = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_RANK)}
         alone |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

@@ -22,7 +22,7 @@ from launch.chat.export import write_beside
 from launch.chat.files import find_files
 from launch.chat.packing import Sequences
 from launch.chat.store import Conversations, Reading, prepare
-from launch.chat.template import ChatTemplate, load_tokenizer
+from launch.chat.template import ChatTemplate, ids_of_text, load_tokenizer
 from launch.model.gpt import ModelConfig
 from launch.prep import DataError
 from launch.training.checkpoint import require_loadable
@@ -82,7 +82,7 @@ class FinetunePlan(Plan):
     def carried(self, source: Path | None) -> dict[str, bytes]:
         """Tokenizer and chat template are those that are trained with, whatever the model came with."""
         with tempfile.TemporaryDirectory() as beside:
-            write_beside(Path(beside), self.tokenizer, self.weights)
+            write_beside(Path(beside), self.tokenizer, self.weights, self.train.conversations)
             return {name: path.read_bytes() for name, path in files_in(Path(beside)).items()}
 
     def data_identity(self) -> dict[str, Any]:
@@ -118,8 +118,7 @@ def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
         )
     tokenizer = load_tokenizer(args.tokenizer or _tokenizer_folder(weights), args.chat_template)
     ChatTemplate(tokenizer)  # a template that is no Jinja is told before anything is started
-    ids = max(tokenizer.get_vocab().values()) + 1
-    model = weights.model.model_copy(update={"seq_length": seq_length}).with_vocab(ids)
+    model = weights.model.model_copy(update={"seq_length": seq_length}).with_vocab(ids_of_text(tokenizer))
     if args.tensor_parallel == 1 and model.padded_vocab > (model.vocab_size or 0):
         # Rows of padding would be part of every softmax, and the loss another than the model's own.
         model = model.model_copy(update={"vocab_multiple": 1})
@@ -205,7 +204,7 @@ def _conversations(d: Draft, given: list[str], option: str) -> Conversations:
 
     def work() -> Path:
         try:
-            return prepare(find_files(given, option), ChatTemplate(d.tokenizer), reading, cache)
+            return prepare(find_files(given, option), ChatTemplate(d.tokenizer, d.model.vocab_size), reading, cache)
         except OSError as problem:
             raise DataError(f"--data-cache: {cache} cannot be written ({problem})") from problem
 
@@ -285,6 +284,7 @@ def _write_list(path: Path, text: str) -> None:
 
 def batch_iterator(p: FinetunePlan, dataset: Held, dp_rank: int, consumed: int = 0) -> Iterator[Any]:
     """Endless micro-batches of one data-parallel rank, after ``consumed`` sequences of all ranks."""
+    pad = p.tokenizer.pad_token_id
     layout = Layout(
         micro=p.batch.micro,
         # An evaluation is one step of --eval-steps micro-batches.
@@ -293,6 +293,6 @@ def batch_iterator(p: FinetunePlan, dataset: Held, dp_rank: int, consumed: int =
         dp_size=p.dp,
         seq_length=p.model.seq_length,
         packed=not p.args.no_packing,
-        pad=p.tokenizer.pad_token_id if p.tokenizer.pad_token_id is not None else 0,
+        pad=pad if pad is not None and pad < (p.model.vocab_size or 0) else 0,
     )
     return micro_batches(dataset.conversations, dataset.sequences, layout, consumed)

@@ -133,7 +133,8 @@ def _digest(files: Sequence[Path], template: ChatTemplate, reading: Reading) -> 
     text = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     made = hashlib.sha256(
         json.dumps(
-            [FORMAT, vars(reading), text, tokenizer.chat_template, tokenizer.special_tokens_map], default=str
+            [FORMAT, vars(reading), text, tokenizer.chat_template, tokenizer.special_tokens_map, template.vocab_size],
+            default=str,
         ).encode()
     )
     for file in files:

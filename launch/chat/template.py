@@ -15,7 +15,7 @@ from typing import Any
 from launch.chat.records import Conversation, Malformed
 from launch.prep import DataError
 
-__all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "load_tokenizer"]
+__all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "ids_of_text", "load_tokenizer"]
 
 # Roles as headings, tool calls as JSON; every message of the assistant ends with the end-of-sequence token.
 PLAIN_TEMPLATE = """\
@@ -25,7 +25,7 @@ PLAIN_TEMPLATE = """\
 {{- '### ' + message.role.capitalize() + ':\\n' -}}
 {%- if message.role == 'assistant' -%}
 {%- generation -%}
-{{- message.content -}}
+{{- message.content or '' -}}
 {%- for call in message.tool_calls or [] -%}
 {{- '<tool_call>' + (call.function | tojson) + '</tool_call>' -}}
 {%- endfor -%}
@@ -33,7 +33,7 @@ PLAIN_TEMPLATE = """\
 {%- endgeneration -%}
 {{- '\\n\\n' -}}
 {%- else -%}
-{{- message.content + '\\n\\n' -}}
+{{- (message.content or '') + '\\n\\n' -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '### Assistant:\\n' }}{% endif -%}
@@ -80,18 +80,25 @@ def load_tokenizer(given: str, chat_template: str | None = None) -> Any:
     return tokenizer
 
 
+def ids_of_text(tokenizer: Any) -> int:
+    """Ids that a model needs for text: what was added to the vocabulary, for padding say, need not occur."""
+    added = tokenizer.get_added_vocab()
+    return max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=0) + 1
+
+
 class ChatTemplate:
     """Renders, encodes and masks conversations with one tokenizer.
 
     Args:
         tokenizer: of transformers, with a chat template.
+        vocab_size: ids that the model has; None = no limit. Tokens that were added to a tokenizer may lie beyond.
 
     Raises:
         DataError: a template that is no Jinja.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.in_pieces = 0
         """Conversations in which a token would have belonged to the assistant and to somebody else."""
         self.without_tools = 0
@@ -117,8 +124,18 @@ class ChatTemplate:
         """Token ids of a conversation, and which of them are trained.
 
         Raises:
-            Malformed: the template refuses the conversation, or does not let the assistant's words be told.
+            Malformed: the template refuses the conversation, or does not let the assistant's words be told; or it holds
+                a token that the model has no id for.
         """
+        ids, learnt = self._ids_and_learnt(conversation)
+        if self.vocab_size is not None and (largest := max(ids, default=0)) >= self.vocab_size:
+            raise Malformed(
+                f"holds the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}, accepted: "
+                f"ids below the model's {self.vocab_size}"
+            )
+        return ids, learnt
+
+    def _ids_and_learnt(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         if conversation.completion is not None:
             return self._encode_pair(conversation.prompt, conversation.completion)
         try:

@@ -99,6 +99,8 @@ class HuggingFaceTokenizer:
         if not vocabulary:
             raise DataError(f"--tokenizer: {file} has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1  # the library's own count is too small where ids have holes
+        self.ids_of_text = max(self._library.get_vocab(with_added_tokens=False).values(), default=0) + 1
+        """Ids that a model needs for text: what was added to the vocabulary, for padding say, need not occur."""
         self.eod = _end_id(eod, self.vocab_size, vocabulary.get, _configured_end(file.parent), str(file))
 
     def encode(self, text: str) -> list[int]:

@@ -45,7 +45,8 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
         raise CoatConfigError(f"--window: got {window}, accepted: 2 to the model's longest context ({longest})")
     if args.text or args.choices:
         tokenizer, source = tokens.find_tokenizer(args.tokenizer, args.eod, weights.tokenizer_files(), run)
-        tokens.check_fits(f"--tokenizer: {source}", tokenizer.vocab_size, vocab)
+        ids = getattr(tokenizer, "ids_of_text", tokenizer.vocab_size)
+        tokens.check_fits(f"--tokenizer: {source}", ids, vocab)
         tokens.check_trained_with(tokenizer, source, run)
         begin = tokens.begin_ids(tokenizer, args.bos or "auto")
         found.settings |= {"tokenizer": f"tokenizer: {source} ({tokenizer.vocab_size} ids)"}
@@ -61,10 +62,12 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
             found.texts.append(
                 read_text(path, tokenizer, begin, window=size, stride=stride, options=options, limit=args.limit)
             )
+            tokens.check_rows(path, found.texts[-1].rows, vocab)
         found.settings |= {"text_window": size, "stride": stride}
     for path in args.choices:
         asked, bad = choices.read_questions(path, args.skip_bad, args.limit)
         of_choices = choices.ask(asked, tokenizer, begin, window=window, delimiter=args.delimiter or "")
+        tokens.check_rows(path, of_choices.rows, vocab)
         found.questions.append((path, asked, of_choices, bad))
         found.settings |= {"choices_window": window, "delimiter": args.delimiter or ""}
     if args.data:

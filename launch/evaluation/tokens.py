@@ -11,9 +11,10 @@ from typing import Any
 from coat_dist import CoatConfigError
 from launch.data.blend import DataInfo, parse_blend, read_info
 from launch.data.tokenizer import HuggingFaceTokenizer, Tokenizer, for_data, load
+from launch.evaluation.rows import Row
 from launch.prep import DataError
 
-__all__ = ["begin_ids", "check_fits", "check_trained_with", "find_tokenizer"]
+__all__ = ["begin_ids", "check_fits", "check_rows", "check_trained_with", "find_tokenizer"]
 
 
 def training_data(run: Mapping[str, Any]) -> tuple[str, DataInfo] | None:
@@ -71,6 +72,20 @@ def check_fits(what: str, vocab_size: int, model_vocab: int) -> None:
     if vocab_size > model_vocab:
         raise CoatConfigError(
             f"{what}: has {vocab_size} ids, accepted: at most the {model_vocab} of the model: another tokenizer"
+        )
+
+
+def check_rows(path: str, rows: Sequence[Row], model_vocab: int) -> None:
+    """Refuse rows with ids that the model has no embedding for: of tokens that were added to a tokenizer.
+
+    Raises:
+        CoatConfigError: names the file.
+    """
+    largest = max((int(row.ids.max()) for row in rows), default=0)
+    if largest >= model_vocab:
+        raise CoatConfigError(
+            f"{path}: holds a token with the id {largest}, or is given one as begin or end token (--bos, --eod), "
+            f"accepted: ids below the model's {model_vocab}: another --tokenizer"
         )
 
 

@@ -129,7 +129,7 @@ def schedule_options(p: argparse.ArgumentParser, *, steps: bool = True) -> None:
         "--lr-decay-steps",
         type=whole_number,
         default=None,
-        help="step at which --min-lr is reached (default: --train-steps)",
+        help="step at which --min-lr is reached (default: --train-steps, at least 2)",
     )
     g.add_argument(
         "--max-bad-steps",

@@ -160,7 +160,8 @@ def assemble(
         lr=lr,
         min_lr=args.min_lr,
         warmup_steps=args.warmup_steps,
-        decay_steps=args.lr_decay_steps or args.train_steps,
+        # The last step has --min-lr: a single one, of a small data set, would train nothing.
+        decay_steps=args.lr_decay_steps or max(args.train_steps, 2),
         kind=args.lr_schedule,
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr

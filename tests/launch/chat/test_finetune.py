@@ -81,6 +81,8 @@ def test_restart_is_exact(work, tmp_path):
     assert one.keys() == before.keys() and not all(torch.equal(one[k], before[k]) for k in one)
     tokenizer = transformers.AutoTokenizer.from_pretrained(straight / "hf")
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(work / "model").chat_template
+    # The model's own eos_token_id is another one: generate() would not stop behind a turn.
+    assert transformers.GenerationConfig.from_pretrained(straight / "hf").eos_token_id == [tokenizer.eos_token_id, 2]
     assert (straight / "dropped.jsonl").read_text() == ""
 
 
@@ -145,6 +147,18 @@ def test_skip_bad_lists_lines_and_goes_on(work, tmp_path):
     beside = run / "checkpoints" / "step00000001" / "hugging_face"
     assert transformers.AutoTokenizer.from_pretrained(beside).chat_template == PLAIN_TEMPLATE
     assert (beside / "config.json").read_bytes() == (work / "model" / "config.json").read_bytes()
+
+
+def test_a_padding_token_beyond_the_model_trains(work, tmp_path):
+    tokenizer = make_tokenizer(texts=["hello hello"] * 9)
+    vocab = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert tokenizer.pad_token_id == vocab
+    make_llama(tmp_path / "model", tokenizer, vocab=vocab)
+    config, more = sizes(tmp_path, 4, 1), ("--model", tmp_path / "model", "--no-packing", "--train-steps", "1")
+    (end,) = run_ranks(1, rank_main, command(work, tmp_path / "run", config, *more, "--no-export"))
+    assert end.startswith("finished 1 steps"), end
+    assert read_metrics(tmp_path / "run")[0]["lr"] > 0  # the rate falls to 0 at the last step, which is the first here
 
 
 def test_a_run_goes_on_with_another_batch_size(work, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from launch.chat.records import Malformed, parse
-from launch.chat.template import PLAIN_TEMPLATE, ChatTemplate, load_tokenizer
+from launch.chat.template import PLAIN_TEMPLATE, ChatTemplate, ids_of_text, load_tokenizer
 from launch.prep import DataError
 from tests.launch.chat.support import MARKED, UNMARKED, chat, make_tokenizer, spoken
 
@@ -65,6 +65,11 @@ def test_plain_template():
         [{"role": "user", "content": "one"}], tokenize=False, add_generation_prompt=True
     )
     assert asked == found[0][1]
+    # As a program gives it back that has run the model: OpenAI's messages have null beside a call.
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "one"}, message], tokenize=False)
+    assert text == asked + '<tool_call>{"name": "f", "arguments": {}}</tool_call><|end|>\n\n'
 
 
 def test_a_token_across_two_turns_is_taken_apart():
@@ -143,3 +148,16 @@ def test_half_a_surrogate_pair_is_malformed_wherever_it_is():
     template = ChatTemplate(make_tokenizer(PLAIN_TEMPLATE))
     with pytest.raises(Malformed, match="surrogate"):
         template.encode(parse(chat("user: q", "assistant: a", tools=[{"name": "\ud83d"}])))
+
+
+def test_added_tokens_may_lie_beyond_the_model():
+    """A padding token that was added to a tokenizer, and no row to the model, is no reason to refuse either."""
+    tokenizer = make_tokenizer()
+    vocab = len(tokenizer)
+    assert ids_of_text(tokenizer) == vocab
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert ids_of_text(tokenizer) == vocab and tokenizer.pad_token_id == vocab
+    template = ChatTemplate(tokenizer, vocab)
+    assert spoken(template, chat("user: q", "assistant: a"))[1] == (True, "a<|end|>")
+    with pytest.raises(Malformed, match=f"'<pad>' with the id {vocab}, accepted: ids below the model's {vocab}"):
+        template.encode(parse(chat("user: q", "assistant: <pad>")))

@@ -338,6 +338,10 @@ def test_what_other_programs_call_an_option_is_told(capsys):
         (["--load", "{hf}", "--choices", "{jsonl}"], "text.jsonl:1: no key 'context', it has 'text'"),
         (["--load", "{hf}", "--text", "{text}", "--tensor-parallel", "2"], "--tensor-parallel: got 2, accepted: a"),
         (["--load", "{hf}", "--text", "{text}", "--tokenizer", "{large}"], "has 500 ids, accepted: at most the 330"),
+        (  # a token that was added to the tokenizer alone
+            ["--load", "{hf}", "--text", "{text}", "--tokenizer", "{added}", "--bos", "<pad>"],
+            "{text}: holds a token with the id 330, or is given one as begin or end token (--bos, --eod), accepted: ",
+        ),
         (["--load", "{hf}", "--text", "{text}", "--baseline", "{text}"], "--baseline: {text} cannot be read"),
         (["--load", "{hf}", "--text", "{text}", "--baseline", "{other}"], "--baseline: has no input in common"),
         (
@@ -358,7 +362,11 @@ def test_what_cannot_be_used_is_named_before_a_model_is_built(tiny, argv, proble
     Tokenizer(models.WordLevel(vocabulary, unk_token="w1")).save(str(large))
     other = tiny.folder / "other.json"
     other.write_text(json.dumps({"format": 1, "text": [], "data": [], "choices": []}))
-    names = {**vars(tiny), "large": str(large), "other": str(other)}
+    added = tiny.folder / "added.json"
+    library = Tokenizer.from_file(f"{tiny.hf}/tokenizer.json")
+    library.add_special_tokens([f"<extra{n}>" for n in range(330 - library.get_vocab_size())] + ["<pad>"])
+    library.save(str(added))
+    names = {**vars(tiny), "large": str(large), "other": str(other), "added": str(added)}
     monkeypatch.setattr(program.model, "build", None)
     args = arguments.parse([a.format(**names) for a in argv], None)
     with one_process(), pytest.raises(program.USER_ERRORS) as caught:
