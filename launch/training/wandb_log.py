@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import write_text
+from launch.log_level import shows
 
 __all__ = ["WandbLog"]
 
@@ -39,6 +41,8 @@ class WandbLog:
         continues: bool,
         config: Mapping[str, Any],
     ) -> None:
+        if not shows("info"):
+            os.environ.setdefault("WANDB_SILENT", "true")  # it prints a page; refusals are raised all the same
         wandb = _package()
         kept = None if folder is None else Path(folder, "wandb.json")
         options = {"name": name, "entity": entity, "mode": mode, "dir": folder}

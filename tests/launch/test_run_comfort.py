@@ -1,12 +1,14 @@
 """What a run leaves beside its metrics: a summary, a trace of chosen steps, a run at Weights & Biases."""
 
 import json
+import os
 import sys
 import types
 
 import pytest
 
 from coat_dist import CoatConfigError
+from launch import log_level
 from launch.training import arguments
 from launch.training.metrics import MetricsLog, read_metrics
 from launch.training.profile import StepProfiler
@@ -211,3 +213,17 @@ def test_a_package_of_wandb_that_cannot_be_imported_is_one_line(tmp_path, monkey
         "--wandb: its package cannot be imported (ModuleNotFoundError: No module named 'something_that_wandb_needs'), "
         "accepted: one that can, say after pip install --upgrade wandb"
     )
+
+
+@pytest.mark.parametrize(
+    ("level", "own", "seen"), [("info", None, None), ("warning", None, "true"), ("error", "false", "false")]
+)
+def test_log_level_silences_wandb_unless_the_user_has_said_how_much(tmp_path, monkeypatch, level, own, seen):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    fake_wandb(tmp_path / "calls")
+    monkeypatch.setenv("WANDB_SILENT", own or "")
+    if own is None:
+        monkeypatch.delenv("WANDB_SILENT")
+    monkeypatch.setattr(log_level, "_level", level)
+    WandbLog("project", name=None, entity=None, mode=None, folder=None, continues=False, config={})
+    assert os.environ.get("WANDB_SILENT") == seen
