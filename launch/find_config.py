@@ -12,7 +12,8 @@ from coat_dist.config import load_json
 __all__ = ["find_config", "read_config"]
 
 # setup.py puts the project's `configs` into this package; in a clone, installed as editable or not, it is beside it.
-_IN_PACKAGE, _BESIDE_IT = Path(__file__).with_name("configs"), Path(__file__).parents[1] / "configs"
+_HERE = Path(__file__).resolve()  # `launch` may be a link in somebody's folder
+_IN_PACKAGE, _BESIDE_IT = _HERE.with_name("configs"), _HERE.parents[1] / "configs"
 _FOLDER = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _BESIDE_IT
 
 

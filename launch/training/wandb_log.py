@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import write_text
+from launch.log_level import shows
 
 __all__ = ["WandbLog"]
 
@@ -25,7 +27,7 @@ class WandbLog:
         config: what the run is, plain values.
 
     Raises:
-        CoatConfigError: W&B refuses, most often because nobody is logged in.
+        CoatConfigError: W&B refuses, most often because nobody is logged in; its package cannot be imported.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class WandbLog:
         continues: bool,
         config: Mapping[str, Any],
     ) -> None:
-        import wandb
-
+        if not shows("info"):
+            os.environ.setdefault("WANDB_SILENT", "true")  # it prints a page; refusals are raised all the same
+        wandb = _package()
         kept = None if folder is None else Path(folder, "wandb.json")
         options = {"name": name, "entity": entity, "mode": mode, "dir": folder}
         if continues and kept is not None and (known := _run_id(kept)) is not None:
@@ -68,6 +71,18 @@ class WandbLog:
             if value is not None:
                 self._run.summary[key] = value
         self._run.finish(exit_code=int(failed))
+
+
+def _package() -> Any:
+    try:
+        import wandb
+    except Exception as problem:  # something that it needs is missing, or of another version
+        line = " ".join(str(problem).split())
+        raise CoatConfigError(
+            f"--wandb: its package cannot be imported ({type(problem).__name__}: {line}), accepted: one that can, say "
+            "after pip install --upgrade wandb"
+        ) from problem
+    return wandb
 
 
 def _run_id(path: Path) -> str | None:

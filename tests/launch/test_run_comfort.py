@@ -1,16 +1,19 @@
 """What a run leaves beside its metrics: a summary, a trace of chosen steps, a run at Weights & Biases."""
 
 import json
+import os
 import sys
 import types
 
 import pytest
 
 from coat_dist import CoatConfigError
+from launch import log_level
 from launch.training import arguments
 from launch.training.metrics import MetricsLog, read_metrics
 from launch.training.profile import StepProfiler
 from launch.training.summary import Summary
+from launch.training.wandb_log import WandbLog
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import run_ranks
 
@@ -198,3 +201,29 @@ def test_steps_are_hidden_above_info(tmp_path, capsys, monkeypatch):
     log.step({**record(1), "lr": 1.0, "grad_norm": 1.0, "tokens_per_second_per_gpu": 1.0, "tflops_per_gpu": 1.0})
     log.close()
     assert capsys.readouterr().out == "" and len(read_metrics(tmp_path)) == 1
+
+
+def test_a_package_of_wandb_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text("import something_that_wandb_needs")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(CoatConfigError) as caught:
+        WandbLog("project", name=None, entity=None, mode=None, folder=None, continues=False, config={})
+    assert str(caught.value) == (
+        "--wandb: its package cannot be imported (ModuleNotFoundError: No module named 'something_that_wandb_needs'), "
+        "accepted: one that can, say after pip install --upgrade wandb"
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "own", "seen"), [("info", None, None), ("warning", None, "true"), ("error", "false", "false")]
+)
+def test_log_level_silences_wandb_unless_the_user_has_said_how_much(tmp_path, monkeypatch, level, own, seen):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    fake_wandb(tmp_path / "calls")
+    monkeypatch.setenv("WANDB_SILENT", own or "")
+    if own is None:
+        monkeypatch.delenv("WANDB_SILENT")
+    monkeypatch.setattr(log_level, "_level", level)
+    WandbLog("project", name=None, entity=None, mode=None, folder=None, continues=False, config={})
+    assert os.environ.get("WANDB_SILENT") == seen
