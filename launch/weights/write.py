@@ -13,7 +13,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +30,7 @@ __all__ = ["Planned", "Written", "block_bytes", "write_tensors"]
 SMALLEST, LARGEST = 1 << 22, 1 << 24
 _WAITING = 2
 _SYNC = 1 << 26  # bytes of a file; one fsync at its end would keep everything else waiting until the disk is ready
+_SYNCS = 16  # that wait for the disk; each of a written file holds a descriptor, and there may be a thousand shards
 _NAMES = {dtype: code for code, dtype in CODES.items()}
 
 
@@ -211,6 +212,8 @@ class _Writer:
                 self._raise(all_=True)
             except OSError as problem:
                 self._problem = named(problem, self._path)
+            except BaseException as problem:
+                self._problem = problem
 
     def _open(self, path: Path, header: bytes) -> None:
         self._close()
@@ -242,6 +245,9 @@ class _Writer:
 
     def _sync(self, how: Callable[[int], None]) -> None:
         """Bring the open file to disk, beside what follows."""
+        if len(self._syncs) >= _SYNCS:
+            wait([self._syncs[0][1]])
+            self._raise()
         self._syncs.append((self._path, self._disk.submit(how, self._descriptor)))
         self._unsynced = 0
 

@@ -11,7 +11,7 @@ from coat_dist import CoatConfigError
 from launch.hf.config import model_from_config
 from launch.hf.config_out import config_for, function_of
 from launch.hf.families import FAMILIES
-from launch.model.gpt import load_model_config
+from launch.model.gpt import ModelConfig, load_model_config
 from launch.model.rope import rope_frequencies
 
 LLAMA = {
@@ -204,6 +204,19 @@ def test_what_is_written_reads_back(name):
     transformers = pytest.importorskip("transformers")
     known = transformers.CONFIG_MAPPING[family.model_type](**config)
     assert function_of(read(json.loads(known.to_json_string()))) == function_of(model)
+
+
+def test_heads_that_do_not_divide_the_hidden_size():
+    """With a size of their own; transformers takes that of every family but Llama."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(num_layers=1, hidden_size=32, ffn_hidden_size=48, num_attention_heads=3, seq_length=32, vocab_size=50)
+    model = ModelConfig(**sizes, head_size=16)
+    config, family = config_for(model, torch.bfloat16)
+    assert transformers.CONFIG_MAPPING[family.model_type](**config).head_dim == 16
+    with pytest.raises(CoatConfigError, match="model.head_size: got 16, which llama cannot say"):
+        config_for(model, torch.bfloat16, family="llama")
+    known = {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}  # of older versions
+    assert config_for(model, torch.bfloat16, known)[0] == known
 
 
 def test_a_known_config_is_kept():
