@@ -11,6 +11,7 @@ from coat_dist.reference.master import split
 from launch import convert_hf, to_universal
 from launch.training.metrics import read_metrics
 from launch.weights import open_weights
+from launch.weights.checkpoint import find_checkpoint
 from tests.launch.hf.folders import SIZES, make, tensors
 from tests.launch.pretrain_runs import FP32_GRADIENTS, configuration
 from tests.launch.weights.runs import options, train
@@ -69,7 +70,28 @@ def without_model(argv):
     return argv[:at] + argv[at + 2 :]
 
 
-def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path):
+def told_of_another_model(save, tmp_path, capsys):
+    """A description that is not the checkpoint's would mix up its rows, or leave some of them out."""
+    known = json.loads((find_checkpoint(save) / "manifest.json").read_text())["run"]["model"]
+    layer, embedding = "decoder.layers.0.", "embedding.word_embeddings.weight"
+    for changes, told in (
+        ({"ffn_hidden_size": 48}, f"{layer}mlp.linear_fc1.weight: got [192, 64], accepted: [96, 64], by --model"),
+        ({"num_query_groups": 1}, f"{layer}self_attention.linear_qkv.weight: got [128, 64], accepted: [96, 64]"),
+        ({"vocab_size": 100}, f"{embedding}: got [384, 64], accepted: [128, 64], by --model"),
+        ({"num_layers": 1}, "has decoder.layers.1."),
+        ({"num_layers": 3}, "has no decoder.layers.2."),
+        ({"tie_embeddings": True}, "has output_layer.weight, which the model by --model has not"),
+        ({"qk_norm": True}, f"has no {layer}self_attention.q_layernorm.weight, which the model by --model has"),
+        ({"vocab_size": None}, "model.vocab_size: got null, accepted: the number"),
+    ):
+        (tmp_path / "model.json").write_text(json.dumps({**known, **changes}))
+        argv = ["--from", save, "--to", tmp_path / "another", "--model", tmp_path / "model.json"]
+        assert convert_hf.main([str(a) for a in argv]) == 2
+        assert told in capsys.readouterr().err
+        assert not (tmp_path / "another").exists()
+
+
+def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path, capsys):
     """ZeRO-3; --model comes with the weights; tokenizer files travel through the checkpoint, and through a restart."""
     make("llama3", tmp_path / "hf", dtype=torch.bfloat16, vocab_size=300)
     start, save = open_weights(tmp_path / "hf"), tmp_path / "save"
@@ -92,6 +114,7 @@ def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path):
     )
     assert tensors(tmp_path / "out")["model.embed_tokens.weight"].shape == (300, SIZES["hidden_size"])
     assert torch.equal(tensors(tmp_path / "out")["model.norm.weight"], after["decoder.final_layernorm.weight"])
+    told_of_another_model(save, tmp_path, capsys)
     universal = tmp_path / "universal"
     assert to_universal.main(["--load", str(save), "--output", str(universal)]) == 0
     assert {p.name for p in open_weights(universal).tokenizer_files()} == {p.name for p in start.tokenizer_files()}
