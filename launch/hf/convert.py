@@ -16,6 +16,7 @@ from launch.hf.config_out import config_for
 from launch.hf.folder import CONFIG
 from launch.hf.recipes import Piece, Recipe, to_hugging_face
 from launch.weights.converted import KIND, MODEL
+from launch.weights.shapes import parameter_shapes
 from launch.weights.source import CARRIED, CheckpointError, Weights
 from launch.weights.write import Planned, Written, block_bytes, write_tensors
 
@@ -125,7 +126,11 @@ def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Convers
     Args:
         weights: of any source.
         dtype: None = each tensor as it is.
+
+    Raises:
+        CoatConfigError: a model with experts.
     """
+    parameter_shapes(weights.model)  # or nothing could read what is written
     shapes = {name: weights.shape(name) for name in weights.names()}
     return Conversion(
         kind=KIND,

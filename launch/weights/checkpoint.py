@@ -18,7 +18,7 @@ from launch.weights.forget import forget
 from launch.weights.shapes import parameter_shapes
 from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
 
-__all__ = ["CheckpointWeights", "find_checkpoint"]
+__all__ = ["CheckpointWeights", "described", "find_checkpoint"]
 
 
 def find_checkpoint(folder: Path) -> Path | None:
@@ -57,7 +57,12 @@ class CheckpointWeights(Weights):
     def __init__(self, path: Path, dtype: torch.dtype | None = None, model: ModelConfig | None = None) -> None:
         self.path, self._dtype = path, dtype or torch.bfloat16
         self.manifest = _manifest(path)
-        self.model = model or _model(path, self.manifest)
+        own = described(path)
+        if model is None and own is None:
+            raise CheckpointError(
+                f"{path}: does not say of which model it is, accepted: a checkpoint of launch/pretrain.py, or --model"
+            )
+        self.model: ModelConfig = model or own  # type: ignore[assignment]
         try:
             universal = bool(self.manifest.get("universal")) or (path / "zero" / "optimizer_state.pt").is_file()
             self._source: _Universal | _Zero = (_Universal if universal else _Zero)(path, self._dtype)
@@ -185,13 +190,16 @@ def _manifest(path: Path) -> dict[str, Any]:
     return read_manifest(path, of_run=False) if (path / MANIFEST).is_file() else {}
 
 
-def _model(path: Path, manifest: dict[str, Any]) -> ModelConfig:
-    described = manifest.get("run", {}).get("model") if isinstance(manifest.get("run"), dict) else None
-    if described is None:
-        raise CheckpointError(
-            f"{path}: does not say of which model it is, accepted: a checkpoint of launch/pretrain.py, or --model"
-        )
+def described(path: Path) -> ModelConfig | None:
+    """The model that a checkpoint says it is of; None where it does not say.
+
+    Raises:
+        CheckpointError: its description cannot be used.
+    """
+    run = _manifest(path).get("run")
+    if not isinstance(run, dict) or run.get("model") is None:
+        return None
     try:
-        return ModelConfig.model_validate(described)
+        return ModelConfig.model_validate(run["model"])
     except ValueError as problem:
         raise CheckpointError(f"{path / MANIFEST}: run.model: {problem}") from None

@@ -22,6 +22,7 @@ import torch
 
 from coat_dist.checkpoint.checksums import join
 from coat_dist.checkpoint.durable import named
+from launch.weights.source import CheckpointError
 from launch.weights.sums import bytes_of, taken
 from launch.weights.tensor_files import CODES
 
@@ -89,6 +90,7 @@ def write_tensors(
 
     Raises:
         OSError: a file cannot be written; has its name.
+        CheckpointError: ``blocks`` gave more or fewer bytes than a tensor has.
         Exception: what ``blocks`` raises.
     """
     shards = _shards(tensors, shard_bytes)
@@ -100,8 +102,12 @@ def write_tensors(
             writer.open(folder / name, _header(shard))
             for tensor in shard:
                 writer.begin(tensor)
+                given = 0
                 for block in blocks(tensor):
                     writer.put(block)
+                    given += block.nbytes
+                if given != tensor.bytes:  # all that follows would be out of place
+                    raise CheckpointError(f"tensor {tensor.name}: got {given} bytes, accepted: {tensor.bytes}")
     written.files = {path.name: numbers for path, numbers in writer.files.items()}
     written.tensors = writer.tensors
     if len(shards) > 1:

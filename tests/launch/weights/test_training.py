@@ -9,6 +9,7 @@ import torch
 
 from coat_dist.reference.master import split
 from launch import convert_hf, to_universal
+from launch.model.gpt import load_model_config
 from launch.training.metrics import read_metrics
 from launch.weights import open_weights
 from launch.weights.checkpoint import find_checkpoint
@@ -72,7 +73,23 @@ def without_model(argv):
 
 def told_of_another_model(save, tmp_path, capsys):
     """A description that is not the checkpoint's would mix up its rows, or leave some of them out."""
-    known = json.loads((find_checkpoint(save) / "manifest.json").read_text())["run"]["model"]
+
+    def fails(changes):
+        (tmp_path / "model.json").write_text(json.dumps({**known, **changes}))
+        argv = ["--from", save, "--to", tmp_path / "another", "--model", tmp_path / "model.json"]
+        assert convert_hf.main([str(a) for a in argv]) == 2
+        assert not (tmp_path / "another").exists()
+        return capsys.readouterr().err
+
+    manifest = find_checkpoint(save) / "manifest.json"
+    content = json.loads(manifest.read_text())
+    known = content["run"].pop("model")
+    assert f"model.rotary_base: got 10000, accepted: 500000, which {manifest.parent} has" in fails(
+        {"rotary_base": 10000, "rope_scaling": None}
+    )
+    (tmp_path / "model.json").write_text(json.dumps({**known, "vocab_size": None, "hidden_dropout": 0.1}))
+    assert open_weights(save, model=load_model_config(tmp_path / "model.json")).model.vocab_size == 300
+    manifest.write_text(json.dumps(content))  # of another program
     layer, embedding = "decoder.layers.0.", "embedding.word_embeddings.weight"
     for changes, told in (
         ({"ffn_hidden_size": 48}, f"{layer}mlp.linear_fc1.weight: got [192, 64], accepted: [96, 64], by --model"),
@@ -84,11 +101,14 @@ def told_of_another_model(save, tmp_path, capsys):
         ({"qk_norm": True}, f"has no {layer}self_attention.q_layernorm.weight, which the model by --model has"),
         ({"vocab_size": None}, "model.vocab_size: got null, accepted: the number"),
     ):
-        (tmp_path / "model.json").write_text(json.dumps({**known, **changes}))
-        argv = ["--from", save, "--to", tmp_path / "another", "--model", tmp_path / "model.json"]
-        assert convert_hf.main([str(a) for a in argv]) == 2
-        assert told in capsys.readouterr().err
-        assert not (tmp_path / "another").exists()
+        assert told in fails(changes)
+    manifest.unlink()
+    (tmp_path / "model.json").write_text(json.dumps(known))
+    bare = ["--from", save, "--to", tmp_path / "bare", "--model", tmp_path / "model.json"]
+    assert convert_hf.main([str(a) for a in bare]) == 0
+    one, other = tensors(tmp_path / "bare"), tensors(tmp_path / "out")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    manifest.write_text(json.dumps({**content, "run": {**content["run"], "model": known}}))
 
 
 def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path, capsys):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from launch.weights import write
+from launch.weights.source import CheckpointError
 from launch.weights.write import Planned, write_tensors
 
 TENSORS = [Planned(f"t{i}", torch.float32, (1000, 4)) for i in range(6)]
@@ -146,6 +147,12 @@ def test_an_error_of_the_source_is_raised_as_it_is(tmp_path, patch, kind, at):
     with pytest.raises(kind, match="the source"):
         written(tmp_path, failing)
     assert not disk.open and descriptors() == before
+
+
+@pytest.mark.parametrize("rows", [999, 1001])
+def test_a_tensor_has_the_bytes_that_its_header_says(tmp_path, rows):
+    with pytest.raises(CheckpointError, match=f"tensor t0: got {16 * rows} bytes, accepted: 16000"):
+        written(tmp_path, lambda tensor: iter([torch.ones(rows, 4)]))
 
 
 @pytest.mark.parametrize(("at", "sync"), [(1, 8_000), (1, 1 << 40), (2, 1 << 40), (3, 1 << 40)])
