@@ -150,6 +150,11 @@ def test_of_two_spellings_of_rope_that_of_transformers_wins():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_null_groups_are_as_many_as_heads(kind):
+    assert read(of(kind, num_attention_heads=16, num_key_value_heads=None, head_dim=256)).kv_heads == 16
+
+
 def test_every_problem_is_told_at_once():
     with pytest.raises(CoatConfigError) as told:
         read({**LLAMA, "hidden_act": "relu", "mlp_bias": True, "clip_qkv": 1.0})
