@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from coat_dist.checkpoint.checksums import join
-from coat_dist.checkpoint.durable import named
+from coat_dist.checkpoint.durable import named, write_text
 from launch.weights.source import CheckpointError
 from launch.weights.sums import bytes_of, taken
 from launch.weights.tensor_files import CODES
@@ -118,7 +118,7 @@ def write_tensors(
         }
         text = json.dumps(content, indent=2) + "\n"
         index = folder / f"{stem}.safetensors.index.json"
-        index.write_text(text, encoding="utf-8")
+        write_text(index, text)
         written.files[index.name] = [len(text), zlib.crc32(text.encode())]
     return written
 

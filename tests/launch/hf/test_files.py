@@ -262,6 +262,26 @@ def test_errors_of_writing_leave_nothing(sharded, tmp_path, capsys, monkeypatch)
     assert "where 5 bytes are free and" in fails(capsys, sharded / "hf", tmp_path / "out")
 
 
+def test_every_file_is_brought_to_disk(sharded, tmp_path, monkeypatch):
+    """Before the folder has its name; a rename does not wait for what is in it."""
+    real, rename, synced, found = os.fsync, os.rename, set(), []
+
+    def fsync(descriptor):
+        real(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def renamed(source, target):
+        found.extend(path for path in Path(source).rglob("*") if path.stat().st_ino not in synced)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", renamed)
+    for source, target in (("hf", "ours"), ("ours", "hf")):
+        argv = ["--from", str(sharded / source), "--to", str(tmp_path / target), "--max-shard-size", "100KB"]
+        assert convert_hf.main(argv) == 0
+        assert list((tmp_path / target).glob("*.index.json")) and not found
+
+
 def test_nothing_is_published_that_may_not_be_on_disk(sharded, tmp_path, capsys, monkeypatch):
     """Each sync of a conversion fails once; the last is of the name itself, of what is whole."""
     real, left = os.fsync, [0]
