@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CoatConfigError, CheckpointError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("convert_hf: interrupted; nothing was changed", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"convert_hf: interrupted; {str(interrupt) or 'nothing was changed'}", file=sys.stderr)
         return 130
     size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
     how = (

@@ -183,6 +183,7 @@ def make_loop(
         stop_at_step=a.stop_at_step,
         accumulation=p.batch.accumulation,
         samples_per_step=p.batch.total,
+        samples=p.samples,
         tokens_per_step=p.batch.total * p.model.seq_length,
         flops_per_token=flops_per_token(p.model, p.model.seq_length),
         device=device,

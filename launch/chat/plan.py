@@ -69,6 +69,10 @@ class FinetunePlan(Plan):
     def eval_at_end(self) -> bool:
         return self.valid is not None
 
+    @property
+    def samples(self) -> int | None:
+        return self.train.sequences.end
+
     def describe(self) -> str:
         """A few lines for the log."""
         lines = [super().describe(), _about(self.train, "train", self.model.seq_length)]
@@ -122,6 +126,8 @@ def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
     if args.tensor_parallel == 1 and model.padded_vocab > (model.vocab_size or 0):
         # Rows of padding would be part of every softmax, and the loss another than the model's own.
         model = model.model_copy(update={"vocab_multiple": 1})
+    elif model.padded_vocab % args.tensor_parallel:  # of such a run, which more ranks continue
+        model = model.model_copy(update={"vocab_multiple": ModelConfig.model_fields["vocab_multiple"].default})
     if args.dry_run:
         return assemble(_with_steps(args), world, settings, coat, model)
     return Draft(
@@ -174,7 +180,8 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
 
     args = _with_steps(a)
     training = held(train, chosen, seed=a.seed, epochs=a.epochs)
-    batch = assemble(args, d.world, d.settings, d.coat, d.model, Plan).batch
+    known = (args, d.world, d.settings, d.coat, d.model)
+    batch = assemble(*known, Plan).batch
     if training.sequences.end is not None:
         args.train_steps = _steps(d, training.sequences.end, batch.total)
     valid_plan = held(valid, held_out, epochs=1) if len(held_out) else None
@@ -184,18 +191,7 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
         if a.eval_interval is None:  # about once an epoch
             args.eval_interval = max(1, math.ceil(training.sequences.per_epoch / batch.total))
     check_steps(args)
-    return assemble(
-        args,
-        d.world,
-        d.settings,
-        d.coat,
-        d.model,
-        FinetunePlan,
-        weights=d.weights,
-        train=training,
-        valid=valid_plan,
-        tokenizer=d.tokenizer,
-    )
+    return assemble(*known, FinetunePlan, weights=d.weights, train=training, valid=valid_plan, tokenizer=d.tokenizer)
 
 
 def _conversations(d: Draft, given: list[str], option: str) -> Conversations:

@@ -33,6 +33,8 @@ _SIZES = {
     "vocab_size": "vocab_size",
 }
 
+_NULLS = ("sliding_window", "num_key_value_heads")
+"""Keys whose null is not the same as a key that is absent."""
 _BOOLEANS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 _COUNTS = (*_SIZES, "max_position_embeddings", "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")
 
@@ -92,7 +94,7 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
     """
     family = _family(values, where)
     problems = list(_refused(values, family))
-    given = {**family.absent, **{k: v for k, v in values.items() if v is not None or k == "sliding_window"}}
+    given = {**family.absent, **{k: v for k, v in values.items() if v is not None or k in _NULLS}}
     sizes = {key: given.get(key) for key in (*_SIZES, "max_position_embeddings")}
     problems += [f"{key}: missing, accepted: a whole number" for key, value in sizes.items() if value is None]
     if problems:

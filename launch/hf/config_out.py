@@ -73,6 +73,8 @@ def config_for(
         config = {**(_without_rope(kept) if kept else _HABITS), **_described(model, FAMILIES[name])}
         config |= _dtype(kept or {}, dtype)
         tried[name] = _differing(config, model)
+        if name == "llama" and kept is None and model.hidden_size % model.num_attention_heads:
+            tried[name].append("head_size")  # transformers refuses such a config.json of this family alone
         if not tried[name]:
             return config, FAMILIES[name]
     nearest = min(tried, key=lambda name: len(tried[name]))

@@ -16,7 +16,8 @@ from launch.hf.config_out import config_for
 from launch.hf.folder import CONFIG
 from launch.hf.recipes import Piece, Recipe, to_hugging_face
 from launch.weights.converted import KIND, MODEL
-from launch.weights.source import CARRIED, CheckpointError, Weights
+from launch.weights.shapes import parameter_shapes
+from launch.weights.source import CARRIED, DTYPES, CheckpointError, Weights
 from launch.weights.write import Planned, Written, block_bytes, write_tensors
 
 __all__ = ["AHEAD", "HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
@@ -125,7 +126,11 @@ def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Convers
     Args:
         weights: of any source.
         dtype: None = each tensor as it is.
+
+    Raises:
+        CoatConfigError: a model with experts.
     """
+    parameter_shapes(weights.model)  # or nothing could read what is written
     shapes = {name: weights.shape(name) for name in weights.names()}
     return Conversion(
         kind=KIND,
@@ -159,7 +164,8 @@ def plan_hugging_face(
     copies = dict(weights.travelling() if travelling is None else travelling)
     remembered = _json(copies.pop(CONFIG)) if CONFIG in copies else None
     dtypes = {dtype or weights.dtype(name) for name in weights.names()}
-    whole = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    said = DTYPES.get(str((remembered or {}).get("dtype", (remembered or {}).get("torch_dtype"))))
+    whole = dtypes.pop() if len(dtypes) == 1 else said if said is not None and said in dtypes else torch.float32
     config, known = config_for(weights.model, whole, remembered, family)
     recipes = to_hugging_face(weights.model, known)
     there = set(weights.names())

@@ -97,18 +97,22 @@ class Output:
 
     def _publish(self, temporary: Path) -> None:
         replaced = self.final.with_name(f".unfinished-replaced-{self.final.name}")
-        if replaced.exists():
+        there = self.final.exists()
+        if there and replaced.exists():  # else a kill left it as the last one of its name
             shutil.rmtree(replaced)
-        if self.final.exists():
-            os.rename(self.final, replaced)
         try:
+            if there:
+                os.rename(self.final, replaced)
             os.rename(temporary, self.final)
-        except OSError:
-            with suppress(OSError):
-                os.rename(replaced, self.final)
+            sync_folder(self.final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+        except BaseException as problem:
+            if temporary.exists():
+                with suppress(OSError):
+                    os.rename(replaced, self.final)
+            elif isinstance(problem, KeyboardInterrupt):
+                raise KeyboardInterrupt(f"{self.final} is complete") from None
             raise
-        sync_folder(self.final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def not_replaceable(folder: Path) -> str | None:

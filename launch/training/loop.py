@@ -60,6 +60,8 @@ class Loop:
     total_steps: int
     accumulation: int
     samples_per_step: int
+    samples: int | None = None
+    """Of the whole run, where they end: the last step may have fewer than the others."""
     tokens_per_step: int
     flops_per_token: float
     device: torch.device
@@ -153,7 +155,8 @@ class Loop:
         took = time.perf_counter() - began
 
         progress.step += 1
-        progress.consumed_samples += self.samples_per_step
+        consumed = progress.consumed_samples + self.samples_per_step
+        progress.consumed_samples = consumed if self.samples is None else min(consumed, self.samples)
         progress.loss = mean_loss if math.isfinite(mean_loss) else None
         speed = self.tokens_per_step / took
         record: dict[str, Any] = {

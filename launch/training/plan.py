@@ -56,6 +56,11 @@ class Plan:
         """Whether the held-out set is evaluated after the last step, wherever --eval-interval falls."""
         return False
 
+    @property
+    def samples(self) -> int | None:
+        """Of the whole run; None where every step has as many as the others."""
+        return None
+
     def describe(self) -> str:
         """One line for the log, and a second one where there is a warning."""
         return ("" if self.warning is None else f"{self.warning}\n") + (

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, read_manifest, verify
 from coat_dist.checkpoint.publish import LATEST, find
 from coat_dist.checkpoint.universal_folder import UniversalFolder
@@ -14,9 +15,10 @@ from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.zero_files import Shard
 from launch.model.gpt import ModelConfig
 from launch.weights.forget import forget
+from launch.weights.shapes import parameter_shapes
 from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
 
-__all__ = ["CheckpointWeights", "find_checkpoint"]
+__all__ = ["CheckpointWeights", "described", "find_checkpoint"]
 
 
 def find_checkpoint(folder: Path) -> Path | None:
@@ -45,7 +47,9 @@ class CheckpointWeights(Weights):
         model: of a checkpoint that does not say (of another program than pretrain.py).
 
     Raises:
-        CheckpointError: a checkpoint that cannot be read, or does not say of which model it is.
+        CheckpointError: a checkpoint that cannot be read, or does not say of which model it is, or is of another one
+            than is said; names the tensor.
+        CoatConfigError: ``model`` has no vocab_size.
     """
 
     kind = "a training checkpoint"
@@ -53,13 +57,36 @@ class CheckpointWeights(Weights):
     def __init__(self, path: Path, dtype: torch.dtype | None = None, model: ModelConfig | None = None) -> None:
         self.path, self._dtype = path, dtype or torch.bfloat16
         self.manifest = _manifest(path)
-        self.model = model or _model(path, self.manifest)
+        own = described(path)
+        if model is None and own is None:
+            raise CheckpointError(
+                f"{path}: does not say of which model it is, accepted: a checkpoint of launch/pretrain.py, or --model"
+            )
+        self.model: ModelConfig = model or own  # type: ignore[assignment]
         try:
             universal = bool(self.manifest.get("universal")) or (path / "zero" / "optimizer_state.pt").is_file()
             self._source: _Universal | _Zero = (_Universal if universal else _Zero)(path, self._dtype)
         except ValueError as problem:
             raise CheckpointError(str(problem)) from None
+        self._check("--model" if model is not None else MANIFEST)
         self._last: tuple[str, torch.Tensor] | None = None
+
+    def _check(self, by: str) -> None:
+        """Whether these are the tensors of the model that ``by`` describes: of others, rows would be mixed up."""
+        if self.model.vocab_size is None:
+            raise CoatConfigError("model.vocab_size: got null, accepted: the number of the tokenizer's ids")
+        if self.model.num_moe_experts is not None:
+            return  # a model built of it has the shapes
+        wanted, there = parameter_shapes(self.model), self._source.shapes
+        for name in [*wanted, *there]:
+            if name not in there:
+                raise CheckpointError(f"{self.path}: has no {name}, which the model by {by} has")
+            if name not in wanted:
+                raise CheckpointError(f"{self.path}: has {name}, which the model by {by} has not")
+            if there[name] != wanted[name]:
+                raise CheckpointError(
+                    f"{self.path}: {name}: got {list(there[name])}, accepted: {list(wanted[name])}, by {by}"
+                )
 
     def names(self) -> list[str]:
         """See :class:`Weights`."""
@@ -163,13 +190,16 @@ def _manifest(path: Path) -> dict[str, Any]:
     return read_manifest(path, of_run=False) if (path / MANIFEST).is_file() else {}
 
 
-def _model(path: Path, manifest: dict[str, Any]) -> ModelConfig:
-    described = manifest.get("run", {}).get("model") if isinstance(manifest.get("run"), dict) else None
-    if described is None:
-        raise CheckpointError(
-            f"{path}: does not say of which model it is, accepted: a checkpoint of launch/pretrain.py, or --model"
-        )
+def described(path: Path) -> ModelConfig | None:
+    """The model that a checkpoint says it is of; None where it does not say.
+
+    Raises:
+        CheckpointError: its description cannot be used.
+    """
+    run = _manifest(path).get("run")
+    if not isinstance(run, dict) or run.get("model") is None:
+        return None
     try:
-        return ModelConfig.model_validate(described)
+        return ModelConfig.model_validate(run["model"])
     except ValueError as problem:
         raise CheckpointError(f"{path / MANIFEST}: run.model: {problem}") from None

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.model.gpt import ModelConfig
-from launch.weights.checkpoint import CheckpointWeights, find_checkpoint
+from launch.weights.checkpoint import CheckpointWeights, described, find_checkpoint
 from launch.weights.converted import KIND, MODEL, ConvertedWeights
 from launch.weights.source import CheckpointError, Weights
 
@@ -33,11 +34,12 @@ def open_weights(
             and tensor-parallel size, universal or not.
         dtype: that tensors are given in. None = as they are stored; of a training checkpoint bfloat16, what the run
             multiplied with. float32 gives such a checkpoint's master weights.
-        model: of a training checkpoint that does not say of which model it is.
+        model: of a training checkpoint that does not say of which model it is. Of one that does, both have to agree.
 
     Raises:
         CheckpointError: there is nothing of the kind, or a file or tensor of it is missing or damaged; names it.
-        CoatConfigError: config.json asks for what cannot be honoured; names the key.
+        CoatConfigError: config.json asks for what cannot be honoured, or ``model`` is another one than the
+            checkpoint's; names the key.
     """
     from launch.hf.folder import HuggingFaceWeights  # late: that room imports files of this one
 
@@ -50,10 +52,29 @@ def open_weights(
     if (folder / CONFIG).is_file():
         return HuggingFaceWeights(folder, dtype)
     if (found := find_checkpoint(folder)) is not None:
-        return CheckpointWeights(found, dtype, model)
+        return CheckpointWeights(found, dtype, None if model is None else _agreed(model, found))
     snapshots = sorted(folder.glob("snapshots/*/config.json"))
     hint = f"; {snapshots[-1].parent} is one" if snapshots else ""
     raise CheckpointError(f"{path}: holds no weights, accepted: {_ACCEPTED}{hint}")
+
+
+def _agreed(model: ModelConfig, checkpoint: Path) -> ModelConfig:
+    """The model of a checkpoint that may say itself what it is."""
+    from launch.hf.config_out import function_of
+
+    if (own := described(checkpoint)) is None:
+        return model
+    if model.vocab_size is None:
+        model = model.model_copy(update={"vocab_size": own.vocab_size})
+    ours, theirs = function_of(model), function_of(own)
+    wrong = [
+        f"model.{key}: got {ours[key]!r}, accepted: {theirs[key]!r}, which {checkpoint} has"
+        for key in ours
+        if ours[key] != theirs[key]
+    ]
+    if wrong:
+        raise CoatConfigError("\n".join(wrong))
+    return own
 
 
 def _kind(folder: Path) -> str | None:

@@ -13,7 +13,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 
 from coat_dist.checkpoint.checksums import join
-from coat_dist.checkpoint.durable import named
+from coat_dist.checkpoint.durable import named, write_text
+from launch.weights.source import CheckpointError
 from launch.weights.sums import bytes_of, taken
 from launch.weights.tensor_files import CODES
 
@@ -30,6 +31,7 @@ __all__ = ["Planned", "Written", "block_bytes", "write_tensors"]
 SMALLEST, LARGEST = 1 << 22, 1 << 24
 _WAITING = 2
 _SYNC = 1 << 26  # bytes of a file; one fsync at its end would keep everything else waiting until the disk is ready
+_SYNCS = 16  # that wait for the disk; each of a written file holds a descriptor, and there may be a thousand shards
 _NAMES = {dtype: code for code, dtype in CODES.items()}
 
 
@@ -88,6 +90,7 @@ def write_tensors(
 
     Raises:
         OSError: a file cannot be written; has its name.
+        CheckpointError: ``blocks`` gave more or fewer bytes than a tensor has.
         Exception: what ``blocks`` raises.
     """
     shards = _shards(tensors, shard_bytes)
@@ -99,8 +102,12 @@ def write_tensors(
             writer.open(folder / name, _header(shard))
             for tensor in shard:
                 writer.begin(tensor)
+                given = 0
                 for block in blocks(tensor):
                     writer.put(block)
+                    given += block.nbytes
+                if given != tensor.bytes:  # all that follows would be out of place
+                    raise CheckpointError(f"tensor {tensor.name}: got {given} bytes, accepted: {tensor.bytes}")
     written.files = {path.name: numbers for path, numbers in writer.files.items()}
     written.tensors = writer.tensors
     if len(shards) > 1:
@@ -111,7 +118,7 @@ def write_tensors(
         }
         text = json.dumps(content, indent=2) + "\n"
         index = folder / f"{stem}.safetensors.index.json"
-        index.write_text(text, encoding="utf-8")
+        write_text(index, text)
         written.files[index.name] = [len(text), zlib.crc32(text.encode())]
     return written
 
@@ -211,6 +218,8 @@ class _Writer:
                 self._raise(all_=True)
             except OSError as problem:
                 self._problem = named(problem, self._path)
+            except BaseException as problem:
+                self._problem = problem
 
     def _open(self, path: Path, header: bytes) -> None:
         self._close()
@@ -242,6 +251,9 @@ class _Writer:
 
     def _sync(self, how: Callable[[int], None]) -> None:
         """Bring the open file to disk, beside what follows."""
+        if len(self._syncs) >= _SYNCS:
+            wait([self._syncs[0][1]])
+            self._raise()
         self._syncs.append((self._path, self._disk.submit(how, self._descriptor)))
         self._unsynced = 0
 

@@ -171,12 +171,29 @@ def test_a_run_goes_on_with_another_batch_size(work, tmp_path):
     assert end.startswith("finished 10 steps") and len(records) == 10, end
     assert [r["consumed_samples"] for r in records] == [4, *range(8, 26, 2)]
     assert all(r["loss"] > 0 for r in records)
-    manifest = run / "checkpoints" / "step00000010" / "manifest.json"
+    # And with more epochs: what the last step lacks is no part of the next epoch, which would begin behind it.
+    longer = ("--epochs", "3", *often[2:])
+    (end,) = run_ranks(1, rank_main, command(work, run, sizes(tmp_path, 7, 1), *longer))
+    assert end.startswith("finished 12 steps"), end
+    assert [r["consumed_samples"] for r in read_metrics(run)[10:]] == [31, 36]
+    manifest = run / "checkpoints" / "step00000012" / "manifest.json"
     written = json.loads(manifest.read_text())
     del written["run"]["data"]["packed"]  # as another program has it
     manifest.write_text(json.dumps(written))
     (end,) = run_ranks(1, rank_main, command(work, run, sizes(tmp_path, 2, 1), *often))
     assert end.startswith("CheckpointError: --load: got") and "--model" in end
+
+
+def test_more_ranks_begin_with_what_one_has_trained(work, tmp_path, monkeypatch):
+    """One rank leaves out the embedding's padding, and tensor parallelism cannot divide an odd number of rows."""
+    from launch.chat import arguments, plan
+
+    weights = plan.open_weights(work / "model")
+    weights.model = weights.model.model_copy(update={"vocab_size": 385, "vocab_multiple": 1})
+    monkeypatch.setattr(plan, "open_weights", lambda path: weights)
+    for tp, rows in ((1, 385), (2, 512), (4, 512)):
+        argv = command(work, tmp_path / "run", sizes(tmp_path, 1, 1), "--tensor-parallel", tp)
+        assert plan.draft(arguments.parse(argv), 4).model.padded_vocab == rows
 
 
 def test_a_dry_run_trains_nothing(work, tmp_path, capsys):

@@ -11,7 +11,7 @@ from coat_dist import CoatConfigError
 from launch.hf.config import model_from_config
 from launch.hf.config_out import config_for, function_of
 from launch.hf.families import FAMILIES
-from launch.model.gpt import load_model_config
+from launch.model.gpt import ModelConfig, load_model_config
 from launch.model.rope import rope_frequencies
 
 LLAMA = {
@@ -150,6 +150,11 @@ def test_of_two_spellings_of_rope_that_of_transformers_wins():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_null_groups_are_as_many_as_heads(kind):
+    assert read(of(kind, num_attention_heads=16, num_key_value_heads=None, head_dim=256)).kv_heads == 16
+
+
 def test_every_problem_is_told_at_once():
     with pytest.raises(CoatConfigError) as told:
         read({**LLAMA, "hidden_act": "relu", "mlp_bias": True, "clip_qkv": 1.0})
@@ -204,6 +209,19 @@ def test_what_is_written_reads_back(name):
     transformers = pytest.importorskip("transformers")
     known = transformers.CONFIG_MAPPING[family.model_type](**config)
     assert function_of(read(json.loads(known.to_json_string()))) == function_of(model)
+
+
+def test_heads_that_do_not_divide_the_hidden_size():
+    """With a size of their own; transformers takes that of every family but Llama."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(num_layers=1, hidden_size=32, ffn_hidden_size=48, num_attention_heads=3, seq_length=32, vocab_size=50)
+    model = ModelConfig(**sizes, head_size=16)
+    config, family = config_for(model, torch.bfloat16)
+    assert transformers.CONFIG_MAPPING[family.model_type](**config).head_dim == 16
+    with pytest.raises(CoatConfigError, match="model.head_size: got 16, which llama cannot say"):
+        config_for(model, torch.bfloat16, family="llama")
+    known = {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}  # of older versions
+    assert config_for(model, torch.bfloat16, known)[0] == known
 
 
 def test_a_known_config_is_kept():

@@ -137,6 +137,32 @@ def test_what_a_type_cannot_hold_is_named(tmp_path, capsys, dtype):
     assert not (tmp_path / "2").exists()
 
 
+def test_tensors_of_several_types_keep_theirs(tmp_path):
+    """Also config.json's, which says what most of them have."""
+    from safetensors.torch import save_file
+
+    make("olmo2", tmp_path / "source", dtype=torch.bfloat16)
+    content = {n: t.float() if "norm" in n else t for n, t in tensors(tmp_path / "source").items()}
+    save_file(content, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    convert("--from", tmp_path / "source", "--to", tmp_path / "ours")
+    convert("--from", tmp_path / "ours", "--to", tmp_path / "back")
+    back = tensors(tmp_path / "back")
+    assert all(back[n].dtype == t.dtype and torch.equal(back[n], t) for n, t in content.items())
+    assert config(tmp_path / "back") == config(tmp_path / "source")
+
+
+def test_experts_are_refused_in_both_forms():
+    from launch.hf.convert import plan_hugging_face, plan_megatron
+    from launch.model.gpt import ModelConfig
+    from tests.launch.weights.test_fill import Given
+
+    sizes = dict(num_layers=1, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, seq_length=32, vocab_size=100)
+    weights = Given(ModelConfig(**sizes, num_moe_experts=2), {})
+    for plan in (plan_megatron, plan_hugging_face):
+        with pytest.raises(CoatConfigError, match="model.num_moe_experts: got 2, "):
+            plan(weights)
+
+
 def test_a_model_that_no_family_has_is_named(tmp_path):
     from launch.hf.config_out import config_for
     from launch.model.gpt import ModelConfig

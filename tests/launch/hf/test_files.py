@@ -262,6 +262,48 @@ def test_errors_of_writing_leave_nothing(sharded, tmp_path, capsys, monkeypatch)
     assert "where 5 bytes are free and" in fails(capsys, sharded / "hf", tmp_path / "out")
 
 
+def test_every_file_is_brought_to_disk(sharded, tmp_path, monkeypatch):
+    """Before the folder has its name; a rename does not wait for what is in it."""
+    real, rename, synced, found = os.fsync, os.rename, set(), []
+
+    def fsync(descriptor):
+        real(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def renamed(source, target):
+        found.extend(path for path in Path(source).rglob("*") if path.stat().st_ino not in synced)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", renamed)
+    for source, target in (("hf", "ours"), ("ours", "hf")):
+        argv = ["--from", str(sharded / source), "--to", str(tmp_path / target), "--max-shard-size", "100KB"]
+        assert convert_hf.main(argv) == 0
+        assert list((tmp_path / target).glob("*.index.json")) and not found
+
+
+def test_nothing_is_published_that_may_not_be_on_disk(sharded, tmp_path, capsys, monkeypatch):
+    """Each sync of a conversion fails once; the last is of the name itself, of what is whole."""
+    real, left = os.fsync, [0]
+
+    def failing(descriptor):
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    argv = ["--from", str(sharded / "ours"), "--to", str(tmp_path / "good"), "--max-shard-size", "100KB"]
+    assert convert_hf.main(argv) == 0
+    (tmp_path / "in").mkdir()
+    for at in range(1, -left[0]):
+        left[0] = at
+        assert "No space left" in fails(capsys, sharded / "ours", tmp_path / "in" / "out", *argv[4:]), at
+    left[0] = at + 1
+    assert convert_hf.main([*argv[:3], str(tmp_path / "in" / "out"), *argv[4:]]) == 2
+    assert open_weights(tmp_path / "in" / "out").model.num_layers == 2
+
+
 KILLED = """
 import os, sys
 from launch.weights import write
@@ -324,6 +366,39 @@ def test_ctrl_c_changes_nothing(sharded, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(convert, "write_tensors", interrupted)
     assert convert_hf.main(["--from", str(sharded / "hf"), "--to", str(tmp_path / "out")]) == 130
     assert not list(tmp_path.iterdir()) and "interrupted; nothing was changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("call", "source", "before", "complete"),
+    [
+        ("rename", "target", True, False),
+        ("rename", "target", False, False),
+        ("rename", ".unfinished-target", True, False),
+        ("rename", ".unfinished-target", False, True),
+        ("rmtree", ".unfinished-replaced-target", True, True),
+    ],
+)
+def test_ctrl_c_while_a_model_is_replaced(sharded, tmp_path, capsys, monkeypatch, call, source, before, complete):
+    """There is a whole one at every moment, and what is said of it is so."""
+    target, holder = copied(sharded, tmp_path, "hf").rename(tmp_path / "target"), shutil if call == "rmtree" else os
+    old, real = (target / "config.json").read_bytes(), getattr(holder, call)
+
+    def interrupted(path, *rest, **more):
+        if Path(path).name != source:
+            return real(path, *rest, **more)
+        monkeypatch.undo()
+        if not before:
+            real(path, *rest, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(holder, call, interrupted)
+    argv = ["--from", str(sharded / "ours"), "--to", str(target), "--overwrite", "--dtype", "float32"]
+    assert convert_hf.main(argv) == 130
+    err = capsys.readouterr().err
+    assert (f"interrupted; {target} is complete" if complete else "interrupted; nothing was changed") in err
+    assert ((target / "config.json").read_bytes() == old) is not complete
+    assert open_weights(target).model.num_layers == 2
+    assert [p.name for p in tmp_path.iterdir() if p.name != "target"] == [".unfinished-replaced-target"] * complete
 
 
 def test_the_command_line(sharded, tmp_path, capsys):
