@@ -29,7 +29,7 @@ class Request(NamedTuple):
     """load_module_strict"""
     states: bool
     """The optimizer's states are wanted, too."""
-    schedule: bool
+    schedule: bool = False
     """So is the state of the learning-rate schedule."""
 
     @property

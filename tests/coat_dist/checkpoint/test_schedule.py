@@ -80,7 +80,7 @@ def schedules_go_on(rank, world, folder):
 
 def test_the_rate_is_the_schedules(tmp_path):
     ((seen, told),) = run_ranks(1, schedules_go_on, str(tmp_path))
-    for name, (first, later, wanted) in seen.items():
+    for name, (_, later, wanted) in seen.items():
         assert len(set(later)) == 1 and later[0] == pytest.approx(wanted[0]), name
         assert len(later) == 2 and len(wanted) == 1
     assert seen["falling"][0] == [3e-3 / 8] * 2 and seen["by step"][0] == [3e-3 / 4] * 2
