@@ -150,7 +150,13 @@ def train(
     if engine.coat_patch_report is not None:
         note(engine.coat_patch_report)  # both stacks of layers, the tower's and the GPT's
     if folder is not None and (folder / "latest").exists():
-        engine.load_checkpoint(str(folder))
+        try:
+            engine.load_checkpoint(str(folder))
+        except ValueError as problem:  # of another --size, --zero or --tp, or damaged; the same on every rank
+            if dist.get_rank() == 0:
+                line = " ".join(str(problem).split("\n"))
+                print(f"error: --checkpoint: got {args.checkpoint}, which does not fit: {line}", file=sys.stderr)
+            sys.exit(2)
         note(f"{folder}: has {engine.global_steps} of {args.steps} steps")
     losses, began = [], time.perf_counter()
     rank, features = parallel_state.get_data_parallel_rank(), model.vision.tokens
