@@ -43,7 +43,7 @@ from megatron_patches import gpt_layer_spec, initialize_model_parallel, rng_stat
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": dict(vision=(2, 64, 4), language=(2, 64, 4), side=28, patch=4, batch=6, steps=30, lr=4e-3),
     "small": dict(vision=(2, 64, 4), language=(2, 64, 4), side=28, patch=7, batch=32, steps=1000, lr=2.5e-3),
-    "large": dict(vision=(12, 384, 6), language=(12, 512, 8), side=56, patch=8, batch=256, steps=800, lr=5e-4),
+    "large": dict(vision=(12, 384, 6), language=(12, 512, 8), side=56, patch=8, batch=256, steps=500, lr=5e-4),
 }  # fmt: skip
 gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
@@ -150,7 +150,13 @@ def train(
     if engine.coat_patch_report is not None:
         note(engine.coat_patch_report)  # both stacks of layers, the tower's and the GPT's
     if folder is not None and (folder / "latest").exists():
-        engine.load_checkpoint(str(folder))
+        try:
+            engine.load_checkpoint(str(folder))
+        except ValueError as problem:  # of another --size, --zero or --tp, or damaged; the same on every rank
+            if dist.get_rank() == 0:
+                line = " ".join(str(problem).split("\n"))
+                print(f"error: --checkpoint: got {args.checkpoint}, which does not fit: {line}", file=sys.stderr)
+            sys.exit(2)
         note(f"{folder}: has {engine.global_steps} of {args.steps} steps")
     losses, began = [], time.perf_counter()
     rank, features = parallel_state.get_data_parallel_rank(), model.vision.tokens

@@ -1,8 +1,8 @@
-"""Megatron's own training loop on a machine without a GPU.
+"""Megatron's own training loop, and its attention where that is not patched, on a machine without a GPU.
 
-Its optimizers and schedules ask for CUDA by name: ``device="cuda"`` for a few scalars, ``.cuda()``, and types of
-parameters that have to be ``"torch.cuda.BFloat16Tensor"``. Inside these functions, and nowhere else, such questions are
-answered for the CPU. Every supported version of megatron-core needs this.
+Optimizers, schedules and causal masks ask for CUDA by name: ``device="cuda"``, ``.cuda()``, and types of parameters
+that have to be ``"torch.cuda.BFloat16Tensor"``. Inside these functions, and nowhere else, such questions are answered
+for the CPU. Every supported version of megatron-core needs this.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __all__ = ["answer_for_cuda"]
 
 # By module, what asks for CUDA. Functions stand where their callers look them up.
 _ASKING = {
+    "megatron.core.fusions.fused_softmax": ("FusedScaleMaskSoftmax.forward_torch_softmax",),
     "megatron.core.optimizer.optimizer": (
         "MixedPrecisionOptimizer.__init__",
         "Float16OptimizerWithFloat16Params.__init__",

@@ -29,6 +29,8 @@ class Request(NamedTuple):
     """load_module_strict"""
     states: bool
     """The optimizer's states are wanted, too."""
+    schedule: bool = False
+    """So is the state of the learning-rate schedule."""
 
     @property
     def folder(self) -> Path:
@@ -78,7 +80,10 @@ def load_whole_checkpoints(engine: Any) -> None:
             check_whole(Path(load_dir) / tag, team, verify)
             if not load_optimizer_states and not universal:
                 raise_everywhere(functools.partial(_weights_of_latest, engine, Path(load_dir), tag))
-            request = Request(Path(load_dir), tag, load_module_strict, load_optimizer_states and not load_module_only)
+            states, schedule = (
+                one and not load_module_only for one in (load_optimizer_states, load_lr_scheduler_states)
+            )
+            request = Request(Path(load_dir), tag, load_module_strict, states, schedule)
             for check, accepted in checks.values():
                 raise_everywhere(functools.partial(check, request), accepted)
         if "universal" in checks and universal:

@@ -15,6 +15,7 @@ from .team import Team
 
 __all__ = ["agree", "check_tag", "find_tag"]
 
+_LATEST_UNIVERSAL = "latest_universal"
 _UNFINISHED = unfinished(Path("x/")).name[:-1]
 
 
@@ -30,7 +31,7 @@ def check_tag(tag: str) -> None:
         for part in parts
         if part in ("", ".", "..") or part != part.strip() or not part.isprintable() or part.startswith(_UNFINISHED)
     ]
-    if wrong or parts[0] in (LATEST, "latest_universal", MANIFEST):
+    if wrong or parts[0] in (LATEST, _LATEST_UNIVERSAL, MANIFEST):
         raise CheckpointError(
             f"tag: got {tag!r}, accepted: the name of a folder, or of one in another as in 'a/b', without spaces "
             f"around it, that is not {LATEST!r} and does not begin with {_UNFINISHED!r}"
@@ -90,9 +91,14 @@ def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
         if not (load_dir / tag).is_dir() and replaced_or(load_dir / tag) == load_dir / tag:
             raise CheckpointError(f"tag: got {tag!r}, which is not in {load_dir}, accepted: {_there(load_dir)}")
         return _path_in(load_dir, tag)
-    latest = load_dir / ("latest_universal" if universal else LATEST)
+    latest = load_dir / (_LATEST_UNIVERSAL if universal else LATEST)
     if not os.path.lexists(latest):
-        return None if universal else _last_finished(load_dir)
+        if universal:
+            raise CheckpointError(
+                f"checkpoint.load_universal: got true, accepted: false, or a folder with {_LATEST_UNIVERSAL}, as "
+                f"launch/to_universal.py writes it: {load_dir} has none"
+            )
+        return _last_finished(load_dir)
     try:
         named = latest.read_text(encoding="utf-8").strip()
         check_tag(named)
@@ -106,7 +112,25 @@ def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
         raise CheckpointError(
             f"{latest}: names {named!r}, which is not there; load a checkpoint by its tag: {_there(load_dir)}"
         )
+    if universal:
+        _check_not_overtaken(load_dir, named)
     return _path_in(load_dir, named)
+
+
+def _check_not_overtaken(load_dir: Path, universal: str) -> None:
+    """A run that saves where its universal checkpoint is would begin from that again at each start."""
+    try:
+        latest = (load_dir / LATEST).read_text(encoding="utf-8").strip()
+        check_tag(latest)
+        saved, start = (read_manifest(replaced_or(load_dir / tag), of_run=False) for tag in (latest, universal))
+        steps, begun_at = saved["engine"]["global_steps"], start["progress"]["step"]
+    except (OSError, ValueError, KeyError, TypeError):  # not written by this project
+        return
+    if not saved.get("universal") and steps > begun_at:
+        raise CheckpointError(
+            f"checkpoint.load_universal: got true, which means {load_dir / universal} of step {begun_at}, but {latest} "
+            f"of step {steps} is there too; accepted: false, which loads {latest}, or tag={universal!r}"
+        )
 
 
 def _path_in(load_dir: Path, tag: str) -> str:

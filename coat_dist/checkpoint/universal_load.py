@@ -22,6 +22,7 @@ from ..optim.moments import encode_moments
 from ..optim.state import MOMENTS, has_remainder, moment, new_state
 from ..ranks import raise_everywhere
 from .load_checks import Request, check_before_load
+from .schedule import find_schedule_problems, renew_rates
 from .universal_check import find_problems, modules_with_extra_state, untrained_tensors
 from .universal_codes import read_codes
 from .universal_folder import UniversalFolder
@@ -58,6 +59,7 @@ def enable_universal_load(engine: Any) -> None:
         if not engine.load_universal_checkpoint():
             return []
         found = find_problems(engine, _open_folder(engine, request.folder), request.states, request.strict)
+        found += find_schedule_problems(engine, request.folder) if request.schedule else []
         checked.clear()
         if not found:
             checked[request.folder] = request
@@ -69,6 +71,8 @@ def enable_universal_load(engine: Any) -> None:
             load_universal(engine, checkpoint_folder, moments=load_optimizer_states)
         else:
             _fill_engine(engine, _open_folder(engine, request.folder), request.states)
+            if request.schedule:
+                renew_rates(engine)
 
     zero._load_universal_checkpoint = load
     check_before_load(engine, "universal", check)
@@ -78,7 +82,8 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True, strict
     """Fill fp32 weights, moments, frozen parameters, buffers and extra states from a universal checkpoint.
 
     Moments are encoded to nearest, for all groups, before this returns; groups whose codes the checkpoint holds get
-    these bytes (``checkpoint/universal_codes.py``). Hyperparameters stay the present ones: each group keeps its own. A
+    these bytes (``checkpoint/universal_codes.py``). Hyperparameters stay the present ones: each group keeps its own
+    (but for learning rates by a schedule, which ``engine.load_checkpoint`` renews: ``schedule.py``). A
     parameter that is frozen now takes its weights from wherever they are, the fp32 weight of one that was trained
     rounded to its own dtype. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed does.
 

@@ -186,6 +186,12 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         _check_patched(model, coat)
     if block and optimizer is None and not compressed and not _only_evaluates(given, settings):
         raise CoatConfigError('optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"')
+    stage, named = (look_up(settings, key) for key in ("zero_optimization.stage", "optimizer.type"))
+    if coat is not None and optimizer is None and named is None and stage in (1, 2):  # DeepSpeed asserts
+        raise CoatConfigError(
+            f'optimizer.type: got null with zero_optimization.stage {stage}, accepted: "CoatAdamW", or an optimizer '
+            "argument"
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         _check_foreign(optimizer, block, compressed)
     elif callable(optimizer):
@@ -195,8 +201,8 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
         compare_ranks(settings, coat, None if pipeline else model, given)
         on_rank_0(lambda: make_folders(settings))
-        named = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
-        _warn_of_no_effect(coat, named or look_up(settings, "optimizer.type"))
+        given_type = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
+        _warn_of_no_effect(coat, given_type or named)
     else:
         answer(False, given)
     if compressed or isinstance(optimizer, CoatAdamW):

@@ -4,7 +4,8 @@
 
 Makes a small Llama with random weights and its tokenizer in Hugging Face's layout, generates conversations, converts
 the model, fine-tunes it with a "coat" block, and asks what came out, loaded by transformers, questions that it has not
-seen; the calculator is run for it. Ends with status 1 where it is right less often than --pass. Without a GPU it starts
+seen; the calculator is run for it. Ends with status 1 where it is right less often than --pass, or a program that it
+starts fails, and 2 for a wrong option. Without a GPU it starts
 two processes; with one, `--size 300m --block both` trains 309 million parameters in BF16 and with the block.
 
 Needs transformers: pip install 'coat-dist[hf]'.
@@ -20,9 +21,14 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # also where this project is not installed
+
+from launch.command_line import Parser, local_path, number, whole_number  # noqa: E402
+
 # The rate falls to a tenth of --lr at the end. Batches are sequences of a step, of all ranks.
 RUNS = {
     "tiny": {"steps": 280, "batch": 16, "seq_length": 256, "lr": 4e-3, "conversations": 6000, "questions": 150},
@@ -67,15 +73,29 @@ def show(chat: list[dict]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/finetune-demo"), help="folder, made anew")
+    parser = Parser(prefix="finetune_demo: ", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=local_path, default="runs/finetune-demo", help="folder, made anew")
     parser.add_argument("--size", choices=list(RUNS), default="tiny")
     parser.add_argument("--block", choices=["coat", "bf16", "both"], default="coat")
-    parser.add_argument("--ranks", type=int, help="processes (default: 1 on a GPU, 2 elsewhere)")
-    parser.add_argument("--steps", type=int, help="optimizer steps")
-    parser.add_argument("--questions", type=int, help="how many to ask")
-    parser.add_argument("--pass", type=float, default=90.0, dest="enough", help="per cent of right answers wanted")
-    return parser.parse_args()
+    parser.add_argument("--ranks", type=whole_number, help="processes (default: 1 on a GPU, 2 elsewhere)")
+    parser.add_argument("--steps", type=whole_number, help="optimizer steps")
+    parser.add_argument("--questions", type=whole_number, help="how many to ask")
+    parser.add_argument("--pass", type=number, default=90.0, dest="enough", help="per cent of right answers wanted")
+    args = parser.parse_args()
+    args.output = Path(args.output).resolve()
+    for name in ("ranks", "steps", "questions"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name}: got {value}, accepted: 1 or more")
+    if find_spec("transformers") is None:
+        parser.error("needs transformers: pip install 'coat-dist[hf]'")
+    try:
+        if args.output.exists() and not (args.output / "demo.json").exists() and any(args.output.iterdir()):
+            parser.error(f"--output: got {args.output}, which holds something else, accepted: another folder")
+        shutil.rmtree(args.output, ignore_errors=True)
+        args.output.mkdir(parents=True)
+    except OSError as problem:  # a file, or no permission
+        parser.error(f"--output: got {args.output}, accepted: a folder to write to ({problem.strerror})")
+    return args
 
 
 def main() -> int:
@@ -89,11 +109,7 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     began, run, gpu = time.monotonic(), RUNS[args.size], torch.cuda.is_available()
-    output, ranks = args.output.resolve(), args.ranks or (1 if gpu else 2)
-    if output.exists() and not (output / "demo.json").exists() and any(output.iterdir()):
-        sys.exit(f"finetune_demo: --output: got {output}, which holds something else, accepted: another folder")
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    output, ranks = args.output, args.ranks or (1 if gpu else 2)
     (output / "demo.json").write_text(json.dumps({"size": args.size}))
 
     def say(text: str) -> None:

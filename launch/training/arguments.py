@@ -15,6 +15,23 @@ from launch.training.profile import parse_steps
 
 __all__ = ["check_arguments", "parse", "parser"]
 
+_SAME = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "seq_length",
+         "vocab_size", "normalization", "rotary_base", "hidden_dropout", "attention_dropout")  # fmt: skip
+# Megatron-LM's options of a model, and what its description calls them here.
+_OF_THE_MODEL = {
+    **{name.replace("_", "-"): name for name in _SAME},
+    "disable-bias-linear": "linear_bias",
+    "group-query-attention": "num_query_groups",
+    "init-method-std": "init_std",
+    "kv-channels": "head_size",
+    "make-vocab-size-divisible-by": "vocab_multiple",
+    "max-position-embeddings": "seq_length",
+    "norm-epsilon": "norm_eps",
+    "qk-layernorm": "qk_norm",
+    "swiglu": "activation",
+    "untie-embeddings-and-output-weights": "tie_embeddings",
+}
+
 
 def parser() -> argparse.ArgumentParser:
     """The options, in the groups that ``--help`` shows."""
@@ -23,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         description="Pretrain a GPT with DeepSpeed and Megatron-core. Started by "
         "`deepspeed launch/pretrain.py ...` or `torchrun launch/pretrain.py ...`.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        meant=MEANT,
+        meant={**MEANT, **{name: f"--model-override {key}=..." for name, key in _OF_THE_MODEL.items()}},
     )
     deepspeed_options(p)
     _model_and_data(p)

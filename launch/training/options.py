@@ -13,11 +13,15 @@ __all__ = ["MEANT", "deepspeed_options", "memory_options", "output_options", "sc
 
 # What Megatron's programs and transformers call these options.
 MEANT = {
+    **dict.fromkeys(("adam-beta1", "adam-beta2", "adam-eps", "weight-decay"), "optimizer.params in the DeepSpeed file"),
+    **dict.fromkeys(("clip-grad", "max-grad-norm"), "gradient_clipping in the DeepSpeed file"),
     "config": "--deepspeed_config",
     "data-path": "--data",
     "decay-steps": "--lr-decay-steps",
     "eval-iters": "--eval-steps",
     "eod-mask-loss": "--separate-documents",
+    "global-batch-size": "train_batch_size in the DeepSpeed file",
+    "gradient-accumulation-steps": "gradient_accumulation_steps in the DeepSpeed file",
     "iterations": "--train-steps",
     "finetune-from": "--init-from",
     "from-pretrained": "--init-from",
@@ -56,6 +60,7 @@ MEANT = {
     "tensorboard-dir": "--tensorboard",
     "tp": "--tensor-parallel",
     "train-iters": "--train-steps",
+    "use-distributed-optimizer": "zero_optimization.stage in the DeepSpeed file",
     "verbosity": "--log-level",
     "wandb-exp-name": "--wandb-name",
     "wandb-project": "--wandb",

@@ -3,6 +3,7 @@
 import importlib
 import json
 import random
+import runpy
 import subprocess
 import sys
 
@@ -58,6 +59,29 @@ def test_a_few_steps(tmp_path):
     done = run(tmp_path / "demo", "--steps", "2", "--questions", "4", "--ranks", "1")
     assert done.returncode == 1 and "coat: 0 of 4 right, 0.0 %" in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "demo" / "coat" / "hf" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "{file}"], "--output: got {file}, accepted: a folder to write to"),
+        (["--output", "{folder}"], "--output: got {folder}, which holds something else, accepted: another folder"),
+        (["--steps", "0"], "--steps: got 0, accepted: 1 or more"),
+        (["--ranks", "two"], "--ranks: got 'two', accepted: a whole number"),
+        (["--question", "3"], "--question: no such option (did you mean --questions?)"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("mine")
+    filled = [text.format(file=tmp_path / "file", folder=tmp_path) for text in options]
+    monkeypatch.setattr(sys, "argv", ["run.py", *filled])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith("finetune_demo: error: " + message.format(file=tmp_path / "file", folder=tmp_path)), line
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.slow

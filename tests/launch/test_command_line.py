@@ -37,6 +37,8 @@ def said(capsys, call, *argv):
         (["--tran-steps", "4"], "--tran-steps: no such option (did you mean --train-steps?)"),
         (["--train-step=4"], "--train-step: no such option (did you mean --train-steps?)"),
         (["--train_steps", "4"], "--train_steps: no such option (did you mean --train-steps?)"),
+        (["--num-layers", "8"], "--num-layers: no such option (did you mean --model-override num_layers=...?)"),
+        (["--clip-grad", "1"], "--clip-grad: no such option (did you mean gradient_clipping in the DeepSpeed file?)"),
         (["--learning-rate", "1"], "--learning-rate: no such option (did you mean --lr?)"),
         (["--train-iters", "1"], "--train-iters: no such option (did you mean --train-steps?)"),
         (["--reset-position-ids"], "--reset-position-ids: no such option (did you mean --separate-documents?)"),
@@ -245,3 +247,10 @@ def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     line = said(capsys, prepare_data.main, *argv, str(tmp_path / "z"), "--tokenizer", f"hf:{tmp_path / 'empty'}")
     assert "a folder without tokenizer.json" in line
+
+
+def test_what_megatron_calls_a_models_values_are_fields_of_its_description():
+    from launch.model.config import ModelConfig
+    from launch.training.arguments import _OF_THE_MODEL
+
+    assert set(_OF_THE_MODEL.values()) <= ModelConfig.model_fields.keys()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import attention_mask_func
 
 from megatron_patches import check_version, compat, prepare_cpu
 
@@ -44,3 +49,18 @@ def test_drawing_in_a_tensor_parallel_region_is_no_news_on_the_cpu(caplog):
     with get_cuda_rng_tracker().fork():
         torch.rand(3)
     assert not caplog.records
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the mask is on the GPU")
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_attention_that_is_not_patched_has_its_mask_on_the_cpu(window):
+    """Also outside of Megatron's own loop, which finds the CPU as a whole: a BF16 baseline under DeepSpeed."""
+    if window is not None and "window_size" not in inspect.signature(FusedScaleMaskSoftmax).parameters:
+        pytest.skip("this Megatron has no windows")
+    given = {} if window is None else {"window_size": window}
+    softmax = FusedScaleMaskSoftmax(False, True, AttnMaskType.causal, False, attention_mask_func, True, None, **given)
+    prepare_cpu()
+    probabilities = softmax.forward_torch_softmax(torch.randn(1, 2, 6, 6).bfloat16(), None)
+    seen = (probabilities > 1e-3)[0, 0]
+    assert not seen.triu(1).any() and seen.diagonal().all()
+    assert seen[5, 0].item() is (window is None)

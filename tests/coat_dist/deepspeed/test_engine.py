@@ -217,6 +217,7 @@ def made_by_callables(rank, world):
         (ours, {**plain, **block}),
         (torch.optim.AdamW, {**plain, **block}),
         (None, {**plain, **block}),
+        (None, {**plain, "coat": {"activation": {"enabled": False}}}),
     ):
         try:
             coat_dist.initialize(model=model(), optimizer=make, config=config)
@@ -227,12 +228,13 @@ def made_by_callables(rank, world):
 
 def test_an_optimizer_of_a_callable_is_checked_before_zero_is_built():
     for messages, calls in run_ranks(2, made_by_callables):
-        elastic, stage, expand, foreign, nothing = messages
+        elastic, stage, expand, foreign, nothing, none = messages
         assert calls == 3 and elastic.startswith("zero_optimization.elastic_checkpoint: got true, accepted: false")
         assert stage.startswith("zero_optimization.stage: got 0, accepted: 1, 2 or 3 with bf16.enabled")
         assert expand.startswith("coat.optimizer.expand: got false beside a CoatAdamW that has true")
         assert foreign.startswith("coat.optimizer: got a block beside optimizer=AdamW")
         assert nothing == 'optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"'
+        assert none.startswith("optimizer.type: got null with zero_optimization.stage 2, accepted: ")
 
 
 def test_exactly_one_configuration():

@@ -1,0 +1,120 @@
+"""A run that goes on from a universal checkpoint has the learning rate that it had, whatever its groups are."""
+
+import json
+
+import pytest
+import torch
+
+from coat_dist import convert_to_universal
+from coat_dist.checkpoint.manifest import CheckpointError
+from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
+from tests.support import run_ranks
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 100}}
+
+
+def engine_of(optimizer, schedule, universal, rates=None):
+    """A DeepSpeed program's: torch's AdamW has one group, or two with ``rates``; a CoatAdamW has two anyway."""
+    deepspeed = quiet_deepspeed()
+    config = {**CONFIG, "optimizer": {"type": optimizer, "params": {"lr": 3e-3}}}
+    config["checkpoint"] = {"load_universal": universal}
+    if optimizer == "AdamW":
+        config.pop("coat")
+        config["optimizer"]["params"]["torch_adam"] = True
+    if schedule == "WarmupLR":
+        config["scheduler"] = WARMUP
+    given = {"lr_scheduler": schedule} if callable(schedule) else {}
+    net = model()
+    if rates is not None:
+        half = list(net.parameters())
+        given["model_parameters"] = [{"params": half[:2], "lr": rates[0]}, {"params": half[2:], "lr": rates[1]}]
+    return deepspeed.initialize(model=net, config=config, **given)[0]
+
+
+def falling(optimizer):
+    """The next rate is made of the last one."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+
+
+def by_step(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+def schedules_go_on(rank, world, folder):
+    import coat_dist  # noqa: F401
+
+    seen = {}
+    for name, schedule in {"WarmupLR": "WarmupLR", "falling": falling, "by step": by_step}.items():
+        engine = engine_of("AdamW", schedule, False)
+        train(engine, rank, 3)
+        engine.save_checkpoint(f"{folder}/{name}", tag="plain")
+        convert_to_universal(f"{folder}/{name}/plain", f"{folder}/{name}/universal")
+        train(engine, rank, 1)
+        wanted = engine.get_lr()
+        engine = engine_of("CoatAdamW", schedule, True)
+        engine.load_checkpoint(f"{folder}/{name}", tag="universal")
+        first = engine.get_lr()
+        train(engine, rank, 1)
+        seen[name] = first, engine.get_lr(), wanted
+    told = []
+    for case in ("no schedule then", "another kind", "rates of its own"):
+        here = engine_of("CoatAdamW", falling, True, rates=(1e-3, 2e-3) if case == "rates of its own" else None)
+        if case == "no schedule then":
+            engine = engine_of("AdamW", None, False)
+        elif case == "another kind":
+            engine = engine_of("AdamW", "WarmupLR", False)
+        else:
+            engine = engine_of("AdamW", falling, False, rates=(1e-3, 2e-3))
+        train(engine, rank, 1)
+        engine.save_checkpoint(f"{folder}/{case}", tag="plain")
+        convert_to_universal(f"{folder}/{case}/plain", f"{folder}/{case}/universal")
+        before = here.module.state_dict()["0.weight"].clone()
+        try:
+            here.load_checkpoint(f"{folder}/{case}", tag="universal")
+        except ValueError as problem:
+            told.append(str(problem))
+        assert torch.equal(before, here.module.state_dict()["0.weight"]), "nothing was changed"
+        here.load_checkpoint(f"{folder}/{case}", tag="universal", load_lr_scheduler_states=False)
+    return seen, told
+
+
+def test_the_rate_is_the_schedules(tmp_path):
+    ((seen, told),) = run_ranks(1, schedules_go_on, str(tmp_path))
+    for name, (_, later, wanted) in seen.items():
+        assert len(set(later)) == 1 and later[0] == pytest.approx(wanted[0]), name
+        assert len(later) == 2 and len(wanted) == 1
+    assert seen["falling"][0] == [3e-3 / 8] * 2 and seen["by step"][0] == [3e-3 / 4] * 2
+    assert [line.split(": ")[0] for line in told] == ["scheduler"] * 3 and all("anew" in line for line in told)
+    assert "was saved without one" in told[0] and "rates of 2 parameter groups and this run has 4" in told[2]
+
+
+def left_in(rank, world, folder):
+    """``load_universal`` stays in the configuration of a run that saves where it was loaded from, or elsewhere."""
+    from pathlib import Path
+
+    from launch.to_universal import convert
+    from tests.coat_dist.checkpoint.test_whole import told
+
+    engine = engine_of("AdamW", None, False)
+    train(engine, rank, 1)
+    engine.save_checkpoint(f"{folder}/old")
+    convert(Path(folder, "old", "global_step1"), Path(folder, "new"))
+    engine = engine_of("CoatAdamW", None, True)
+    engine.load_checkpoint(f"{folder}/new")
+    engine.load_checkpoint(f"{folder}/new")  # nothing was saved beside it
+    train(engine, rank, 1)
+    engine.save_checkpoint(f"{folder}/new")
+    engine.save_checkpoint(f"{folder}/elsewhere")
+    lines = [told(engine.load_checkpoint, f"{folder}/{name}") for name in ("new", "elsewhere", "nothing")]
+    engine.load_checkpoint(f"{folder}/new", tag="global_step1")
+    assert engine.global_steps == 1
+    return lines
+
+
+def test_load_universal_that_was_left_in_loses_no_steps(tmp_path):
+    ((beside, elsewhere, nothing),) = run_ranks(1, left_in, str(tmp_path))
+    assert "new/global_step1 of step 1, but global_step2 of step 2 is there too; accepted: false" in beside
+    for line in (elsewhere, nothing):
+        assert "checkpoint.load_universal: got true, accepted: false, or a folder with latest_universal" in line
+    assert json.loads((tmp_path / "new" / "global_step2" / "manifest.json").read_text())["tag"] == "global_step2"
+    assert issubclass(CheckpointError, ValueError)
