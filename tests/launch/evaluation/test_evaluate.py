@@ -23,7 +23,7 @@ from launch.training.metrics import read_metrics
 from tests.launch import pretrain_runs
 from tests.launch.evaluation import of_transformers
 from tests.launch.evaluation.conftest import sentence
-from tests.support import run_ranks
+from tests.support import Program, run_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -226,15 +226,10 @@ def two_forwards(tiny, tmp_path_factory):
     inputs = ["--load", tiny.hf, "--text", tiny.jsonl, "--choices", tiny.questions]
     program.report.write_report(str(folder / "bf16"), evaluated(*inputs), details=False)
     argv = [*inputs, "--forward", "fp8", "--output", "fp8", "--baseline", "bf16", "--details"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "launch/evaluate.py", *argv],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
+    started = Program([str(a) for a in (ROOT / "launch/evaluate.py", *argv)], folder, folder)
+    printed, _ = started.communicate(timeout=240)
+    assert started.returncode == 0, printed
+    return folder, printed
 
 
 def test_bf16_and_fp8_are_compared_with_one_command_each(tiny, two_forwards):
