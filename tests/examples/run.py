@@ -37,11 +37,12 @@ def commands(name: str) -> list[str]:
     return found
 
 
-def start(command: str, folder: Path | None = None, limit: float = 300, **environment: str) -> str:
+def start(command: str, folder: Path | None = None, ranks: bool = False, limit: float = 300, **environment: str) -> str:
     """Run a command with the launcher that stands beside this Python, and a port of its own; what it printed.
 
     Args:
-        folder: Exists; the launcher, which is no part of the project, is then forked, and what it starts is not.
+        folder: Exists; the launcher, which is no part of the project, is then forked.
+        ranks: What the launcher starts is forked, too, and not started from nothing.
         limit: Seconds that it may take.
 
     Raises:
@@ -51,7 +52,7 @@ def start(command: str, folder: Path | None = None, limit: float = 300, **enviro
     launcher = ["-m", MODULES[name], "--master_port", str(free_port())] if name in MODULES else []
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if launcher and folder is not None:
-        program = Program([*launcher, *rest], folder, ROOT, ranks=False, **environment)
+        program = Program([*launcher, *rest], folder, ROOT, ranks=ranks, **environment)
         printed, status = program.communicate(limit)[0], program.returncode
     else:
         done = subprocess.run(

@@ -1,4 +1,7 @@
-"""Each example, started on the CPU by the very commands that its first lines give."""
+"""Each example, started on the CPU by the very commands that its first lines give.
+
+Of every example one command starts its processes from nothing; those of a second one are forked.
+"""
 
 import importlib.util
 import re
@@ -32,7 +35,7 @@ def test_all_are_here():
 def test_command(name, command, tmp_path):
     if name == "trainer" and MISSING:
         pytest.skip(f"not installed: {', '.join(MISSING)}")
-    printed = start(command, tmp_path, **CPU)
+    printed = start(command, tmp_path, ranks=command != commands(name)[0], **CPU)
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0], printed
     if name in ("torch_loop", "deepspeed_any_model"):
