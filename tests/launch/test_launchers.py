@@ -54,7 +54,7 @@ def begin_from_nothing(launcher, argv):
 def wait_for_steps(process, run, steps):
     end = time.monotonic() + 300
     while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < steps:
-        assert process.poll() is None, process.printed()
+        assert process.poll() is None, output_of(process)
         assert time.monotonic() < end, "no steps in five minutes"
         time.sleep(0.05)
 
@@ -71,7 +71,7 @@ def output_of(process):
 def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
     shared = [configuration(tmp_path, 2), "--save", save, "--load", "auto", "--lr-schedule", "constant"]
-    process = begin(DEEPSPEED, ["--deepspeed", *command(work, run, *shared, steps=100_000)], tmp_path)
+    process = begin_from_nothing(DEEPSPEED, ["--deepspeed", *command(work, run, *shared, steps=100_000)])
     wait_for_steps(process, run, 2)
     os.kill(process.pid, signal.SIGTERM)
     text = output_of(process)
@@ -80,7 +80,7 @@ def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
     step = int(stopped[1])
     assert len(read_metrics(run)) == step and Path(stopped[2]) == save / f"step{step:08d}"
 
-    process = begin(TORCHRUN, command(work, run, *shared, steps=step + 2), tmp_path)
+    process = begin_from_nothing(TORCHRUN, command(work, run, *shared, steps=step + 2))
     text = output_of(process)
     assert (
         process.returncode == 0
@@ -92,9 +92,11 @@ def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
 
 def test_signal_to_one_rank_saves_and_all_leave_with_status_0(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
-    process = begin(DEEPSPEED, command(work, run, configuration(tmp_path, 3), "--save", save, steps=100_000), tmp_path)
+    process = begin_from_nothing(
+        DEEPSPEED, command(work, run, configuration(tmp_path, 3), "--save", save, steps=100_000)
+    )
     wait_for_steps(process, run, 2)
-    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "rank 1"]
+    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if "--local_rank=1" in p.cmdline()]
     ranks[0].terminate()
     text = output_of(process)
     assert process.returncode == 0, text

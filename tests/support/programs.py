@@ -63,10 +63,6 @@ class Program:
     def poll(self) -> int | None:
         return self.returncode
 
-    def printed(self) -> str:
-        """All so far."""
-        return self._text
-
     def communicate(self, timeout: float) -> tuple[str, None]:
         """Everything printed, when the last process that might print has gone."""
         self._reader.join(timeout)
