@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support import free_port
+from tests.support import Program, free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 STEPS = 30
 CHECKED = ("torch_loop", "deepspeed_any_model", "megatron_deepspeed", "megatron_loop")
 """What can be checked from inside on any number of ranks."""
+MODULES = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}
 
 
 def commands(name: str) -> list[str]:
@@ -36,27 +37,36 @@ def commands(name: str) -> list[str]:
     return found
 
 
-def start(command: str, limit: float = 300, **environment: str) -> str:
+def start(command: str, folder: Path | None = None, ranks: bool = False, limit: float = 300, **environment: str) -> str:
     """Run a command with the launcher that stands beside this Python, and a port of its own; what it printed.
 
-    It may take ``limit`` seconds.
+    Args:
+        folder: Exists; the launcher, which is no part of the project, is then forked.
+        ranks: What the launcher starts is forked, too, and not started from nothing.
+        limit: Seconds that it may take.
 
     Raises:
         AssertionError: it failed.
     """
-    launcher, *rest = shlex.split(command)
-    port = [] if launcher == "python" else ["--master_port", str(free_port())]
-    done = subprocess.run(
-        [*_launcher(launcher), *port, *rest],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
-    return done.stdout
+    name, *rest = shlex.split(command)
+    launcher = ["-m", MODULES[name], "--master_port", str(free_port())] if name in MODULES else []
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if launcher and folder is not None:
+        program = Program([*launcher, *rest], folder, ROOT, ranks=ranks, **environment)
+        printed, status = program.communicate(limit)[0], program.returncode
+    else:
+        done = subprocess.run(
+            [*_launcher(name), *launcher[2:], *rest],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit,
+        )
+        printed, status = done.stdout, done.returncode
+    assert status == 0, printed[-8000:]
+    return printed
 
 
 def _launcher(name: str) -> list[str]:
@@ -64,8 +74,7 @@ def _launcher(name: str) -> list[str]:
     script = Path(sys.executable).with_name(name)
     if name == "python":
         return [sys.executable]
-    modules = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}
-    return [str(script)] if script.exists() else [sys.executable, "-m", modules[name]]
+    return [str(script)] if script.exists() else [sys.executable, "-m", MODULES[name]]
 
 
 def check(name: str) -> list[float]:

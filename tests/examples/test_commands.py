@@ -1,4 +1,7 @@
-"""Each example, started on the CPU by the very commands that its first lines give."""
+"""Each example, started on the CPU by the very commands that its first lines give.
+
+Of every example one command starts its processes from nothing; those of a second one are forked.
+"""
 
 import importlib.util
 import re
@@ -7,7 +10,12 @@ import pytest
 
 from tests.examples.run import EXAMPLES, commands, start
 
-CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+CPU = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # spares every process the import of torch.compile's backends, which Megatron asks for
+}
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
 
@@ -24,10 +32,10 @@ def test_all_are_here():
 
 
 @pytest.mark.parametrize(("name", "command"), [(name, command) for name in NAMES for command in commands(name)])
-def test_command(name, command):
+def test_command(name, command, tmp_path):
     if name == "trainer" and MISSING:
         pytest.skip(f"not installed: {', '.join(MISSING)}")
-    printed = start(command, **CPU)
+    printed = start(command, tmp_path, ranks=command != commands(name)[0], **CPU)
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0], printed
     if name in ("torch_loop", "deepspeed_any_model"):

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from tests.examples.run import EXAMPLES
+from tests.examples.run import EXAMPLES, ROOT
+from tests.support import Program
 
 pytest.importorskip("transformers")
 FOLDER = EXAMPLES / "finetune_demo"
@@ -49,15 +50,12 @@ def test_the_calculator_is_run_for_the_model(demo):
     assert not ask.step(perfect[:1], "<tool_call>{</tool_call>")
 
 
-def run(folder, *options):
-    command = [sys.executable, str(FOLDER / "run.py"), "--output", str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
-
-
 def test_a_few_steps(tmp_path):
     """Every part runs; a model that has learnt nothing is not right, and that is status 1."""
-    done = run(tmp_path / "demo", "--steps", "2", "--questions", "4", "--ranks", "1")
-    assert done.returncode == 1 and "coat: 0 of 4 right, 0.0 %" in done.stdout, done.stdout + done.stderr
+    options = ["--output", str(tmp_path / "demo"), "--steps", "2", "--questions", "4", "--ranks", "1"]
+    program = Program([str(FOLDER / "run.py"), *options], tmp_path, ROOT, CUDA_VISIBLE_DEVICES="")
+    printed, _ = program.communicate(timeout=600)
+    assert program.returncode == 1 and "coat: 0 of 4 right, 0.0 %" in printed, printed
     assert (tmp_path / "demo" / "coat" / "hf" / "config.json").exists()
 
 
@@ -86,5 +84,6 @@ def test_a_wrong_option_is_one_line(options, message, tmp_path, monkeypatch, cap
 
 @pytest.mark.slow
 def test_all_of_it(tmp_path):
-    done = run(tmp_path / "demo")
+    command = [sys.executable, str(FOLDER / "run.py"), "--output", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
     assert done.returncode == 0 and "wanted: 90 %" in done.stdout, done.stdout + done.stderr

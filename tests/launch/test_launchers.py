@@ -13,7 +13,7 @@ import pytest
 
 from launch.training.metrics import read_metrics
 from tests.launch.pretrain_runs import command, configuration
-from tests.support import free_port
+from tests.support import Program, free_port
 
 ROOT = Path(__file__).parents[2]
 DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--log_level", "error", "--master_port"]
@@ -22,25 +22,39 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_po
 pytestmark = pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="starts two ranks on the CPU")
 
 
-def begin(launcher, argv):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONUNBUFFERED": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # spares every rank the import of torch.compile's backends, which Megatron asks for
-    }
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "PYTHONUNBUFFERED": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # spares every rank the import of torch.compile's backends, which Megatron asks for
+}
+
+
+def line(launcher, argv):
+    return [*launcher, str(free_port()), str(ROOT / "launch" / "pretrain.py"), *map(str, argv)]
+
+
+def begin(launcher, argv, folder):
+    return Program(line(launcher, argv), folder, ROOT, **ENVIRONMENT)
+
+
+def begin_from_nothing(launcher, argv):
     return subprocess.Popen(
-        [sys.executable, *launcher, str(free_port()), str(ROOT / "launch" / "pretrain.py"), *argv],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, *line(launcher, argv)],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_for_steps(process, run, steps):
     end = time.monotonic() + 300
     while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < steps:
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, output_of(process)
         assert time.monotonic() < end, "no steps in five minutes"
         time.sleep(0.05)
 
@@ -57,7 +71,7 @@ def output_of(process):
 def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
     shared = [configuration(tmp_path, 2), "--save", save, "--load", "auto", "--lr-schedule", "constant"]
-    process = begin(DEEPSPEED, ["--deepspeed", *command(work, run, *shared, steps=100_000)])
+    process = begin_from_nothing(DEEPSPEED, ["--deepspeed", *command(work, run, *shared, steps=100_000)])
     wait_for_steps(process, run, 2)
     os.kill(process.pid, signal.SIGTERM)
     text = output_of(process)
@@ -66,7 +80,7 @@ def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
     step = int(stopped[1])
     assert len(read_metrics(run)) == step and Path(stopped[2]) == save / f"step{step:08d}"
 
-    process = begin(TORCHRUN, command(work, run, *shared, steps=step + 2))
+    process = begin_from_nothing(TORCHRUN, command(work, run, *shared, steps=step + 2))
     text = output_of(process)
     assert (
         process.returncode == 0
@@ -78,7 +92,9 @@ def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
 
 def test_signal_to_one_rank_saves_and_all_leave_with_status_0(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
-    process = begin(DEEPSPEED, command(work, run, configuration(tmp_path, 3), "--save", save, steps=100_000))
+    process = begin_from_nothing(
+        DEEPSPEED, command(work, run, configuration(tmp_path, 3), "--save", save, steps=100_000)
+    )
     wait_for_steps(process, run, 2)
     ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if "--local_rank=1" in p.cmdline()]
     ranks[0].terminate()
@@ -91,7 +107,7 @@ def test_signal_to_one_rank_saves_and_all_leave_with_status_0(work, tmp_path):
 def test_interrupt_from_the_keyboard_saves(work, tmp_path):
     """Ctrl-C reaches every process of the group, and launchers repeat it to their ranks."""
     run, save = tmp_path / "run", tmp_path / "save"
-    process = begin(DEEPSPEED, command(work, run, configuration(tmp_path, 1), "--save", save, steps=100_000))
+    process = begin(DEEPSPEED, command(work, run, configuration(tmp_path, 1), "--save", save, steps=100_000), tmp_path)
     wait_for_steps(process, run, 2)
     os.killpg(process.pid, signal.SIGINT)
     text = output_of(process)
@@ -101,7 +117,7 @@ def test_interrupt_from_the_keyboard_saves(work, tmp_path):
 
 def test_errors_are_one_line_with_status_2(work, tmp_path):
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2, coat={"optimiser": {}}))
-    process = begin(DEEPSPEED, argv)
+    process = begin_from_nothing(DEEPSPEED, argv)
     text = output_of(process)
     assert process.returncode == 2 and "Traceback" not in text
     assert re.search(r"^error: coat.optimiser: unknown key \(did you mean 'optimizer'\?\), accepted: ", text, re.M), (
@@ -114,7 +130,9 @@ def test_errors_are_one_line_with_status_2(work, tmp_path):
 @pytest.mark.parametrize("launcher", [DEEPSPEED, TORCHRUN], ids=["deepspeed", "torchrun"])
 def test_a_misspelt_option_is_one_line_of_one_rank(launcher, work, tmp_path):
     """``-m slow``: the ranks import everything before they look at their arguments."""
-    process = begin(launcher, [*command(work, tmp_path / "run", configuration(tmp_path, 2)), "--learning-rate", "1"])
+    process = begin_from_nothing(
+        launcher, [*command(work, tmp_path / "run", configuration(tmp_path, 2)), "--learning-rate", "1"]
+    )
     text = output_of(process)
     assert process.returncode != 0 and "usage: " not in text
     assert text.count("no such option") == 1, text

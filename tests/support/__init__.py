@@ -2,10 +2,13 @@
 
 from .models import Adds, residuals_apart
 from .processes import held_elsewhere, megatron_on_one_rank, saves_by_dist_checkpointing
+from .programs import Program, forked_programs
 from .ranks import free_port, run_ranks, start_ranks
 
 __all__ = [
     "Adds",
+    "Program",
+    "forked_programs",
     "free_port",
     "held_elsewhere",
     "megatron_on_one_rank",

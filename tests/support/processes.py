@@ -36,6 +36,8 @@ def saves_by_dist_checkpointing() -> Iterator[None]:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    # What it would start from nothing is forked.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     try:
         yield
     finally:

@@ -21,6 +21,11 @@ for name in (
     "launch.finetune",
     "launch.pretrain",
     "megatron_patches",
+    "sentencepiece",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_tokenizers",
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

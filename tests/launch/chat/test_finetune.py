@@ -9,12 +9,18 @@ from launch.chat.template import PLAIN_TEMPLATE
 from launch.training.metrics import read_metrics
 from tests.launch.chat.support import chat, make_llama, make_tokenizer
 from tests.launch.pretrain_runs import configuration, losses
-from tests.support import run_ranks
+from tests.support import forked_programs, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
 
 def rank_main(rank, world, argv):
+    """:func:`starting_processes` with the export in a fork of this one: its imports take longer than all else."""
+    with forked_programs():
+        return starting_processes(rank, world, argv)
+
+
+def starting_processes(rank, world, argv):
     """``finetune.train`` in a process group that exists; how it ended, or the error."""
     from launch import finetune, pretrain
     from launch.chat import arguments, plan
@@ -25,6 +31,11 @@ def rank_main(rank, world, argv):
         return finetune.train(plan.draft(arguments.parse(argv), world), device)
     except (*pretrain.USER_ERRORS, pretrain.BadSteps) as problem:
         return f"{type(problem).__name__}: {problem}"
+
+
+def one_after_the_other(rank, world, commands):
+    """:func:`rank_main` of several commands in one process: of runs that are refused, and so leave nothing behind."""
+    return [rank_main(rank, world, argv) for argv in commands]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +77,7 @@ def test_restart_is_exact(work, tmp_path):
     """Straight = stopped and started again, to the last bit of losses and of exported weights; with held-out data."""
     config, straight, parts = sizes(tmp_path, 1, 2, coat=True), tmp_path / "straight", tmp_path / "parts"
     more = ("--epochs", "2", "--valid-share", "0.2")
-    assert "exported to" in run_ranks(2, rank_main, command(work, straight, config, *more), timeout=60)[0]
+    assert "exported to" in run_ranks(2, starting_processes, command(work, straight, config, *more), timeout=60)[0]
     steps = len(read_metrics(straight))
     assert steps >= 4 and sum("valid_loss" in r for r in read_metrics(straight)) == 2
     both = (*more, "--load", "auto")
@@ -112,7 +123,7 @@ def test_what_cannot_be_used_is_one_line(work, tmp_path):
     (tmp_path / "full" / "file").touch()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
-    for more, named in (
+    wrong = (
         (("--data", tmp_path / "bad.jsonl"), f"DataError: {tmp_path}/bad.jsonl:2: got an object with no keys"),
         (("--data", tmp_path / "none.jsonl"), "DataError: --data: "),
         (("--model", tmp_path), "CheckpointError: "),
@@ -129,8 +140,10 @@ def test_what_cannot_be_used_is_one_line(work, tmp_path):
         (("--overwrite", "--export-to", work / "model"), "CoatConfigError: --export-to: got"),
         (("--overwrite", "--export-to", tmp_path / "full"), "CoatConfigError: --export-to: got"),
         (("--overwrite", "--export-to", tmp_path / "run" / "checkpoints"), "CoatConfigError: --export-to: got"),
-    ):
-        (end,) = run_ranks(1, rank_main, command(work, tmp_path / "run", config, *more))
+    )
+    commands = [command(work, tmp_path / "run", config, *more) for more, _ in wrong]
+    (ends,) = run_ranks(1, one_after_the_other, commands)
+    for end, (_, named) in zip(ends, wrong, strict=True):
         assert end.startswith(named), end
 
 

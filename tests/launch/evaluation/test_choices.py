@@ -1,12 +1,17 @@
 """Questions of JSONL files, what of them is scored, and who is right."""
 
+import argparse
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from launch.data.tokenizer import ByteTokenizer
+from launch import evaluate as program
+from launch.data.tokenizer import ByteTokenizer, load
 from launch.evaluation.choices import ask, best, digest, read_questions
+from launch.evaluation.inputs import Inputs
 from launch.prep import DataError
 
 GOOD = {"context": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}
@@ -144,3 +149,21 @@ def test_a_digest_does_not_depend_on_the_files_name(tmp_path):
     second, _ = read_questions(written(tmp_path / "b", GOOD))
     other, _ = read_questions(written(tmp_path, {**GOOD, "answer": 0}))
     assert digest(first) == digest(second) != digest(other)
+
+
+def test_equal_choices_have_equal_likelihoods_and_the_first_of_them_counts(tmp_path):
+    """Whatever batches they are in: the model here gives every row another loss."""
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"context": "a", "choices": [" b", " b", " c"], "answer": 0}\n')
+    questions, _ = read_questions(str(file))
+    asked = ask(questions, load("bytes"), [], window=8)
+    calls = itertools.count(1)
+
+    def losses(tokens, labels):
+        return torch.full(tokens.shape, 1.0 / next(calls))
+
+    args = argparse.Namespace(batch_size=1, tensor_parallel=1)
+    result = program.score_all(args, Inputs(questions=[("q", questions, asked, [])]), losses, losses)["choices"][0]
+    first, second, third = result["details"][0]["loglikelihoods"]
+    assert first == second != third and next(calls) == 3
+    assert len(result["details"]) == 1 and result["choices"] == 3

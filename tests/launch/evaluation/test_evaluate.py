@@ -1,15 +1,11 @@
 """evaluate.py beside transformers, on several ranks, in BF16 and FP8, on a training checkpoint and its export."""
 
-import argparse
-import itertools
 import json
 import math
 import os
 import random
-import re
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +13,12 @@ import pytest
 import torch
 
 from launch import evaluate as program
-from launch.data.tokenizer import load
 from launch.evaluation import arguments
 from launch.training.metrics import read_metrics
 from tests.launch import pretrain_runs
 from tests.launch.evaluation import of_transformers
 from tests.launch.evaluation.conftest import sentence
-from tests.support import run_ranks
+from tests.support import Program, run_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -226,15 +221,10 @@ def two_forwards(tiny, tmp_path_factory):
     inputs = ["--load", tiny.hf, "--text", tiny.jsonl, "--choices", tiny.questions]
     program.report.write_report(str(folder / "bf16"), evaluated(*inputs), details=False)
     argv = [*inputs, "--forward", "fp8", "--output", "fp8", "--baseline", "bf16", "--details"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "launch/evaluate.py", *argv],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
+    started = Program([str(a) for a in (ROOT / "launch/evaluate.py", *argv)], folder, folder)
+    printed, _ = started.communicate(timeout=240)
+    assert started.returncode == 0, printed
+    return folder, printed
 
 
 def test_bf16_and_fp8_are_compared_with_one_command_each(tiny, two_forwards):
@@ -277,124 +267,6 @@ def test_two_results_are_compared_without_a_model(two_forwards, capsys):
             program.compare(str(folder / "bf16"), str(folder / "other.json"))
 
 
-@pytest.mark.parametrize(
-    ("argv", "problem"),
-    [
-        ([], "--load: missing, accepted: the folder of a checkpoint"),
-        (["--load", "x"], "--text: missing, accepted: one or more of --text, --data and --choices"),
-        (["--load", "x", "--text", "a", "--separator", ""], "--separator: got '', accepted: one character or more"),
-        (["--load", "x", "--text", "a", "--stride", "0"], "--stride: got 0, accepted: 1 or more"),
-        (["--load", "x", "--text", "a", "--samples", "3"], "--samples: got 3, accepted: only with --data"),
-        (["--load", "x", "--text", "a", "--part", "test"], "--part: got 'test', accepted: only with --data"),
-        (["--load", "x", "--data", "a", "--bos", "eod"], "--bos: got 'eod', accepted: only with --text or --choices"),
-        (["--load", "x", "--text", "a", "--deepspeed_config", "zero2"], "accepted: only with --forward fp8"),
-        (["--load", "x", "--text", "a", "--details"], "--details: got True, accepted: only with --output"),
-        (["--load", "x", "--compare", "a", "b"], "--load: got 'x', accepted: absent with --compare"),
-    ],
-)
-def test_arguments_that_make_no_sense(argv, problem):
-    with pytest.raises(program.CoatConfigError) as caught:
-        arguments.parse(argv, None)
-    assert problem in str(caught.value)
-
-
-def test_the_pages_options_exist(capsys):
-    with pytest.raises(SystemExit):
-        arguments.parse(["--help"], None)
-    known = set(re.findall(r"--[a-z_-]+", capsys.readouterr().out))
-    text = (ROOT / "docs" / "evaluation.md").read_text()
-    named = set(re.findall(r"(?<!-)--[a-z][a-z_-]*", text)) - {"--help", "--eval-steps", "--nproc_per_node"}
-    assert named <= known, named - known
-
-
-def test_the_block_of_an_fp8_forward_pass_and_where_it_is_from():
-    from launch.evaluation.model import choose_coat
-
-    own = {"deepspeed": {"coat": {"activation": {"enabled": False, "bf16_layers": [0, -1], "format": "e5m2"}}}}
-    found = choose_coat(None, own)
-    assert found.source == "the checkpoint's own, with activation.enabled true"
-    activation = found.config.activation
-    assert (activation.enabled, activation.bf16_layers, activation.format) == (True, (0, -1), "e5m2")
-    assert choose_coat("zero2", own).source == "zero2"
-    assert choose_coat(None, {}).source.startswith("defaults")
-
-
-def test_what_other_programs_call_an_option_is_told(capsys):
-    with pytest.raises(SystemExit):
-        arguments.parse(["--pretrained", "x", "--tasks", "y"], None)
-    error = capsys.readouterr().err
-    assert "--pretrained: no such option (did you mean --load?)" in error and "--choices" in error
-
-
-@pytest.mark.parametrize(
-    ("argv", "problem"),
-    [
-        (["--load", "{hf}", "--text", "{folder}/missing.txt"], "--text: {folder}/missing.txt does not exist"),
-        (["--load", "{folder}/missing", "--text", "{text}"], "missing: does not exist"),
-        (["--load", "{hf}", "--text", "{text}", "--window", "65"], "--window: got 65, accepted: 2 to the model's"),
-        (["--load", "{hf}", "--text", "{text}", "--stride", "65"], "--stride: got 65, accepted: 1 to the window (64)"),
-        (["--load", "{hf}", "--text", "{text}", "--bos", "<no>"], "--bos: got '<no>', accepted: auto, none, eod"),
-        (["--load", "{hf}", "--text", "{questions}"], "questions.jsonl:1: no key 'text', it has 'context'"),
-        (["--load", "{hf}", "--choices", "{jsonl}"], "text.jsonl:1: no key 'context', it has 'text'"),
-        (["--load", "{hf}", "--text", "{text}", "--tensor-parallel", "2"], "--tensor-parallel: got 2, accepted: a"),
-        (["--load", "{hf}", "--text", "{text}", "--tokenizer", "{large}"], "has 500 ids, accepted: at most the 330"),
-        (  # a token that was added to the tokenizer alone
-            ["--load", "{hf}", "--text", "{text}", "--tokenizer", "{added}", "--bos", "<pad>"],
-            "{text}: holds a token with the id 330, or is given one as begin or end token (--bos, --eod), accepted: ",
-        ),
-        (["--load", "{hf}", "--text", "{text}", "--baseline", "{text}"], "--baseline: {text} cannot be read"),
-        (["--load", "{hf}", "--text", "{text}", "--baseline", "{other}"], "--baseline: has no input in common"),
-        (
-            ["--load", "{hf}", "--text", "{text}", "--model", "tiny"],
-            "--model: got tiny, accepted: absent, as a Hugging",
-        ),
-        (
-            ["--load", "{hf}", "--text", "{text}", "--forward", "fp8", "--deepspeed_config", "zero2-bf16"],
-            '--deepspeed_config: zero2-bf16 has no "coat" block, accepted: one with it',
-        ),
-    ],
-)
-def test_what_cannot_be_used_is_named_before_a_model_is_built(tiny, argv, problem, monkeypatch):
-    from tokenizers import Tokenizer, models
-
-    large = tiny.folder / "large.json"
-    vocabulary = {"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, 500)}}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="w1")).save(str(large))
-    other = tiny.folder / "other.json"
-    other.write_text(json.dumps({"format": 1, "text": [], "data": [], "choices": []}))
-    added = tiny.folder / "added.json"
-    library = Tokenizer.from_file(f"{tiny.hf}/tokenizer.json")
-    library.add_special_tokens([f"<extra{n}>" for n in range(330 - library.get_vocab_size())] + ["<pad>"])
-    library.save(str(added))
-    names = {**vars(tiny), "large": str(large), "other": str(other), "added": str(added)}
-    monkeypatch.setattr(program.model, "build", None)
-    args = arguments.parse([a.format(**names) for a in argv], None)
-    with one_process(), pytest.raises(program.USER_ERRORS) as caught:
-        program.evaluate(args, torch.device("cpu"))
-    assert problem.format(**names) in str(caught.value)
-
-
-def test_equal_choices_have_equal_likelihoods_and_the_first_of_them_counts(tmp_path):
-    """Whatever batches they are in: the model here gives every row another loss."""
-    from launch.evaluation.choices import ask, read_questions
-    from launch.evaluation.inputs import Inputs
-
-    file = tmp_path / "questions.jsonl"
-    file.write_text('{"context": "a", "choices": [" b", " b", " c"], "answer": 0}\n')
-    questions, _ = read_questions(str(file))
-    asked = ask(questions, load("bytes"), [], window=8)
-    calls = itertools.count(1)
-
-    def losses(tokens, labels):
-        return torch.full(tokens.shape, 1.0 / next(calls))
-
-    args = argparse.Namespace(batch_size=1, tensor_parallel=1)
-    result = program.score_all(args, Inputs(questions=[("q", questions, asked, [])]), losses, losses)["choices"][0]
-    first, second, third = result["details"][0]["loglikelihoods"]
-    assert first == second != third and next(calls) == 3
-    assert len(result["details"]) == 1 and result["choices"] == 3
-
-
 def test_results_are_printed_at_every_log_level_and_the_rest_is_not(tiny, tmp_path):
     argv = ["--load", tiny.hf, "--choices", tiny.questions, "--log-level", "error", "--output", tmp_path / "out"]
     done = subprocess.run(
@@ -406,14 +278,3 @@ def test_results_are_printed_at_every_log_level_and_the_rest_is_not(tiny, tmp_pa
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["what", "acc", "acc_norm"]
     assert (tmp_path / "out/evaluation.json").is_file()
-
-
-@contextmanager
-def one_process():
-    """torch.distributed over this process alone, without Megatron's groups."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()

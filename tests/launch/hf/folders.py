@@ -1,11 +1,14 @@
-"""Small Hugging Face folders of every family, with random weights."""
+"""Small Hugging Face folders of every family, with random weights; and a conversion that fails."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
+
+from launch import convert_hf
 
 SIZES = dict(
     vocab_size=100,
@@ -101,3 +104,18 @@ def meaning(folder: Path) -> dict:
 
     read = transformers.AutoConfig.from_pretrained(folder).to_dict()
     return {k: v for k, v in read.items() if k not in ("transformers_version", "_name_or_path")}
+
+
+def fails(capsys, source, target, *more):
+    """The error, after which nothing is left."""
+    capsys.readouterr()
+    before = sorted(p.name for p in target.parent.iterdir())
+    assert convert_hf.main(["--from", str(source), "--to", str(target), *more]) == 2
+    assert sorted(p.name for p in target.parent.iterdir()) == before
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("error:") == 1
+    return err
+
+
+def copied(sharded, tmp_path, which):
+    return Path(shutil.copytree(sharded / which, tmp_path / which))

@@ -1,0 +1,124 @@
+"""Damaged inputs of convert_hf.py are named with tensor and file, and nothing is left of an output."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from launch import convert_hf
+from tests.launch.hf.folders import copied, edit, fails
+
+pytest.importorskip("transformers")
+
+
+def rewrite(file, change):
+    from safetensors.torch import load_file, save_file
+
+    content = load_file(file)
+    change(content)
+    save_file(content, file, metadata={"format": "pt"})
+
+
+def holder(folder, name):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][name]
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda f: os.truncate(f, f.stat().st_size - 100), "ends at byte .*, and the file at .*: it is cut off"),
+        (lambda f: os.truncate(f, 4), r"is no safetensors file, or cut off \(4 bytes\)"),
+        (lambda f: f.unlink(), r"missing; model.safetensors.index.json says that .* is in it"),
+        (lambda f: rewrite(f, lambda c: c.pop(NAME)), f"has no tensor {NAME}; model.safetensors.index.json says"),
+        (lambda f: rewrite(f, lambda c: c.update(more=torch.ones(2))), "holds more, which .* does not list"),
+        (
+            lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(3, 64)})),
+            rf"tensor {NAME}: got shape \[3, 64\], accepted: \[96, 64\], by config.json",
+        ),
+        (
+            lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(96, 64, dtype=torch.int8)})),
+            f"tensor {NAME}: got type I8, accepted: BF16, F32, F16",
+        ),
+        (lambda f: f.write_bytes(f.read_bytes() + b"x"), "has more bytes than its tensors"),
+    ],
+)
+def test_a_damaged_hugging_face_folder(sharded, tmp_path, capsys, damage, told):
+    import re
+
+    folder = copied(sharded, tmp_path, "hf")
+    file = holder(folder, NAME)
+    damage(file)
+    err = fails(capsys, folder, tmp_path / "out")
+    assert re.search(told, err), err
+    assert file.name in err
+
+
+def test_tensors_that_the_model_lacks_or_has_not(sharded, tmp_path, capsys):
+    folder = copied(sharded, tmp_path, "hf")
+    assert "which a model as config.json describes does not have" in fails(
+        capsys, edit(folder, num_hidden_layers=1), tmp_path / "out"
+    )
+    err = fails(capsys, edit(folder, num_hidden_layers=3), tmp_path / "out")
+    assert "has no tensor model.layers.2.input_layernorm.weight" in err
+    assert "tie_word_embeddings true, accepted: false" in fails(
+        capsys, edit(folder, num_hidden_layers=2, tie_word_embeddings=True), tmp_path / "out"
+    )
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert "has no tensors" in fails(capsys, folder, tmp_path / "out")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert "has pytorch_model.bin, which may run code" in fails(capsys, folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["decoder.layers.1.self_attention.linear_qkv.weight", "output_layer.weight"])
+def test_flipped_bits_are_found_by_tensor(sharded, tmp_path, capsys, name):
+    """In a converted folder, and in a Hugging Face folder that this program wrote."""
+    from launch.weights.tensor_files import read_header
+
+    folder = copied(sharded, tmp_path, "ours")
+    file = folder / "weights.safetensors"
+    entry = read_header(file)[name]
+    content = bytearray(file.read_bytes())
+    content[entry.start + entry.bytes - 1] ^= 1  # of the embedding: in the padding
+    file.write_bytes(content)
+    err = fails(capsys, folder, tmp_path / "out")
+    assert f"weights.safetensors: tensor {name} is not what was written, by the checksum in " in err
+
+    assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(tmp_path / "hf")]) == 0
+    file = tmp_path / "hf" / "model.safetensors"
+    entry = read_header(file)["model.layers.0.mlp.down_proj.weight"]
+    content = bytearray(file.read_bytes())
+    content[entry.start] ^= 1
+    file.write_bytes(content)
+    assert "tensor model.layers.0.mlp.down_proj.weight is not what" in fails(capsys, tmp_path / "hf", tmp_path / "out")
+
+
+def test_a_converted_folder_that_is_not_whole(sharded, tmp_path, capsys):
+    for damage, told in (
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read"),
+        (lambda f: os.truncate(f / "weights.safetensors", 1000), "weights.safetensors: is 1000 bytes, was"),
+        (lambda f: (f / "model.json").unlink(), "model.json: missing"),
+        (lambda f: (f / "hugging_face" / "tokenizer.json").unlink(), "tokenizer.json: missing"),
+    ):
+        folder = copied(sharded, tmp_path, "ours")
+        damage(folder)
+        assert told in fails(capsys, folder, tmp_path / "out")
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"files": {"model.json": 5}}, {"files": {"model.json": ["a", "b"]}}, {"tensors": {"x": "y"}}]
+)
+def test_a_damaged_manifest(sharded, tmp_path, capsys, damage):
+    ours = copied(sharded, tmp_path, "ours")
+    manifest = json.loads((ours / "manifest.json").read_text())
+    (ours / "manifest.json").write_text(json.dumps(manifest | damage))
+    assert "manifest.json: is damaged" in fails(capsys, ours, tmp_path / "out")
