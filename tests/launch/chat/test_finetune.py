@@ -221,7 +221,9 @@ def test_a_dry_run_trains_nothing(work, tmp_path, capsys):
     four = json.loads(capsys.readouterr().out)
     assert one != four and not (tmp_path / "run").exists()
     options = set(arguments.parser()._option_string_actions)
-    assert set(arguments.parser().meant.values()) <= options and not set(arguments.parser().meant) & options
+    meant = arguments.parser().meant
+    named = {name for name in meant.values() if not name.endswith(" in the DeepSpeed file")}
+    assert named <= options and not set(meant) & options
 
 
 def test_micro_batch_of_the_command_line(work, tmp_path):
