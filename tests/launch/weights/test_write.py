@@ -72,7 +72,8 @@ def written(folder, blocks=blocks, **more):
 
 
 def descriptors():
-    return sorted(os.listdir("/proc/self/fd"))
+    """Those of this process. Fewer may be there afterwards: garbage of earlier tests closes some at any time."""
+    return set(os.listdir("/proc/self/fd"))
 
 
 def test_every_file_is_on_disk_when_it_returns(tmp_path, patch):
@@ -82,7 +83,7 @@ def test_every_file_is_on_disk_when_it_returns(tmp_path, patch):
     for name in FILES:
         calls = [call for call, of in disk.calls if of == name]
         assert calls[-2:] == ["fsync", "close"] and calls.count("close") == 1
-    assert not disk.open and descriptors() == before
+    assert not disk.open and descriptors() <= before
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -109,7 +110,7 @@ def test_an_error_of_the_disk_is_raised_with_its_file(tmp_path, patch, file, cal
     with pytest.raises(OSError) as told:
         written(tmp_path)
     assert (told.value.errno, told.value.filename) == (kind, str(tmp_path / file))
-    assert not disk.open and descriptors() == before
+    assert not disk.open and descriptors() <= before
     assert len([c for c in disk.calls if c[0] == "close"]) == len({name for _, name in disk.calls})
 
 
@@ -132,7 +133,7 @@ def test_a_write_fails_while_a_file_is_brought_to_disk(tmp_path, patch):
     with pytest.raises(OSError, match="No space left") as told:
         written(tmp_path)
     assert told.value.filename == str(tmp_path / FILES[0])
-    assert [c for c, _ in disk.calls][-1] == "close" and not disk.open and descriptors() == before
+    assert [c for c, _ in disk.calls][-1] == "close" and not disk.open and descriptors() <= before
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
@@ -146,7 +147,7 @@ def test_an_error_of_the_source_is_raised_as_it_is(tmp_path, patch, kind, at):
     disk, before = Disk(patch), descriptors()
     with pytest.raises(kind, match="the source"):
         written(tmp_path, failing)
-    assert not disk.open and descriptors() == before
+    assert not disk.open and descriptors() <= before
 
 
 @pytest.mark.parametrize("rows", [999, 1001])
@@ -172,7 +173,7 @@ def test_a_sync_that_cannot_begin(tmp_path, patch, at, sync):
     patch.setattr(write, "_SYNC", sync)
     with pytest.raises(RuntimeError, match="new thread"):
         written(tmp_path)
-    assert not disk.open and descriptors() == before
+    assert not disk.open and descriptors() <= before
 
 
 def test_a_slow_disk_does_not_use_up_descriptors(tmp_path, patch):
