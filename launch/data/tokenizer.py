@@ -41,6 +41,9 @@ class Tokenizer(Protocol):
     file: Path | None
     """The one file that defines it, if any."""
 
+    def ids_of_text(self) -> int:
+        """Ids that a model needs for text: what was added to the vocabulary, for padding say, need not occur."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special token."""
 
@@ -57,6 +60,10 @@ class ByteTokenizer:
     vocab_size: int = 257
     eod: int = 256
     file: Path | None = None
+
+    def ids_of_text(self) -> int:
+        """See :class:`Tokenizer`."""
+        return self.vocab_size
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Tokenizer`."""
@@ -99,9 +106,11 @@ class HuggingFaceTokenizer:
         if not vocabulary:
             raise DataError(f"--tokenizer: {file} has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1  # the library's own count is too small where ids have holes
-        self.ids_of_text = max(self._library.get_vocab(with_added_tokens=False).values(), default=0) + 1
-        """Ids that a model needs for text: what was added to the vocabulary, for padding say, need not occur."""
         self.eod = _end_id(eod, self.vocab_size, vocabulary.get, _configured_end(file.parent), str(file))
+
+    def ids_of_text(self) -> int:
+        """See :class:`Tokenizer`."""
+        return max(self._library.get_vocab(with_added_tokens=False).values(), default=0) + 1
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Tokenizer`."""
@@ -147,6 +156,10 @@ class SentencePieceTokenizer:
 
         end = self._library.eos_id()
         self.eod = _end_id(eod, self.vocab_size, piece_id, end if end >= 0 else None, str(path))
+
+    def ids_of_text(self) -> int:
+        """See :class:`Tokenizer`."""
+        return self.vocab_size
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Tokenizer`."""

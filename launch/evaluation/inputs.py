@@ -45,8 +45,7 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
         raise CoatConfigError(f"--window: got {window}, accepted: 2 to the model's longest context ({longest})")
     if args.text or args.choices:
         tokenizer, source = tokens.find_tokenizer(args.tokenizer, args.eod, weights.tokenizer_files(), run)
-        ids = getattr(tokenizer, "ids_of_text", tokenizer.vocab_size)
-        tokens.check_fits(f"--tokenizer: {source}", ids, vocab)
+        tokens.check_fits(f"--tokenizer: {source}", tokenizer.ids_of_text(), vocab)
         tokens.check_trained_with(tokenizer, source, run)
         begin = tokens.begin_ids(tokenizer, args.bos or "auto")
         found.settings |= {"tokenizer": f"tokenizer: {source} ({tokenizer.vocab_size} ids)"}

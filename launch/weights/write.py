@@ -205,21 +205,21 @@ class _Writer:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if self._problem is None:
-                try:
-                    job()
-                except OSError as problem:
-                    self._problem = named(problem, self._path)
-                except BaseException as problem:
-                    self._problem = problem
+            self._attempt(job)
+        self._attempt(self._finish)
+
+    def _attempt(self, job: Callable[[], None]) -> None:
         if self._problem is None:
             try:
-                self._close()
-                self._raise(all_=True)
+                job()
             except OSError as problem:
                 self._problem = named(problem, self._path)
             except BaseException as problem:
                 self._problem = problem
+
+    def _finish(self) -> None:
+        self._close()
+        self._raise(all_=True)
 
     def _open(self, path: Path, header: bytes) -> None:
         self._close()
