@@ -1,0 +1,1 @@
+"""Parts of ``scaling.py``: measuring over sub-groups of ranks, fits, predictions, tables."""
