@@ -24,8 +24,6 @@ __all__ = ["KINDS", "SHAPES", "Group", "Link", "Network", "Range", "hops", "pars
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "p2p")
 SHAPES = ("tree", "ring", "flat")
-_WORST, _BEST = 0.7, 1.15
-"""Of a bandwidth that was given and not measured."""
 
 
 class Range(NamedTuple):
@@ -90,6 +88,11 @@ class Link:
     """Bytes a second."""
     latency: float
     """Seconds of a hop."""
+    start: float = 0.0
+    """Seconds of a collective, however many ranks it has."""
+    best: float = 1.15
+    worst: float = 0.7
+    """Ends of what the bandwidth may be, as factors, where it was not measured."""
 
     def seconds(self, kind: str, ranks: int, size: float, shape: str | None = None, bandwidth: float = 0) -> float:
         """Of one collective over this link alone."""
@@ -120,24 +123,30 @@ class Network:
         """
         if group.ranks < 2:
             return Range(0.0, 0.0, 0.0)
-        bandwidth, inside, between = self.inside.bandwidth, self.inside.latency, 0.0
+        links = [self.inside]
         if group.nodes > 1:
             if self.between is None:
                 raise CoatConfigError(
                     f"--link: nothing known between nodes, accepted: nic=BANDWIDTH for {group.ranks} ranks on "
                     f"{group.nodes} nodes of {self.gpus_per_node} (or --gpus-per-node)"
                 )
-            bandwidth = min(bandwidth, self.between.bandwidth * (1 if kind == "p2p" else group.a_node))
-            between = self.between.latency
+            links.append(self.between)
+        cards = 1 if kind == "p2p" else group.a_node
+        best, middle, worst = (
+            min(one.bandwidth * (cards if one is self.between else 1) * factor(one) for one in links)
+            for factor in (lambda one: one.best, lambda one: 1.0, lambda one: one.worst)
+        )
+        sent, last = size * share(kind, group.ranks), links[-1]
 
         def latency(shape: str) -> float:
+            inner, outer = hops(kind, group.ranks, shape), hops(kind, group.nodes, shape)
             if group.nodes == 1 or kind == "p2p" or shape == "flat":
-                return hops(kind, group.ranks, shape) * max(inside, between)
-            outer = hops(kind, group.nodes, shape)
-            return outer * between + (hops(kind, group.ranks, shape) - outer) * inside
+                return last.start + inner * last.latency
+            return last.start + outer * last.latency + (inner - outer) * self.inside.latency
 
-        sent = size * share(kind, group.ranks) / bandwidth
-        return Range(latency("flat") + sent / _BEST, latency(usual_shape(kind)) + sent, latency("ring") + sent / _WORST)
+        return Range(
+            latency("flat") + sent / best, latency(usual_shape(kind)) + sent / middle, latency("ring") + sent / worst
+        )
 
 
 _INSIDE = ("nvlink", "intra", "inside", "node", "pcie")

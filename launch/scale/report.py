@@ -39,8 +39,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines += [
             "",
             f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of "
-            f"{identity['model']['seq_length']} tokens, tensor-parallel {identity['tensor_parallel']}. Times are medians "
-            "of steps; efficiency is against the fewest ranks.",
+            f"{identity['model']['seq_length']} tokens, tensor-parallel {identity['tensor_parallel']}. Times are "
+            "medians of steps; efficiency is against the fewest ranks.",
         ]
     for mode in ("weak", "strong"):
         rows = [row for row in found["steps"] if row["mode"] == mode]

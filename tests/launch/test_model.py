@@ -18,6 +18,8 @@ PUBLISHED = {
     "llama2-13b": 13.02e9,
     "llama3-8b": 8.030e9,
     "llama-30b": 32.53e9,
+    "llama3-70b": 70.55e9,
+    "llama3.1-405b": 405.9e9,
     "olmo-1b": 1.177e9,
     "olmo-7b": 6.888e9,
     "llama3.1-8b": 8.030e9,

@@ -1,0 +1,106 @@
+"""Larger clusters from smaller ones, where the truth is known; what is refused; the paper."""
+
+import json
+
+import pytest
+
+from coat_dist import CoatConfigError
+from launch import scaling
+from launch.scale.analysis import analyse
+from launch.scale.links import SHAPES, parse_links
+from launch.scale.report import markdown
+from tests.launch.scale.cluster import Cluster
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shows", [0.0, 0.4, 1.0])
+def test_four_ranks_from_one_and_two(shape, shows):
+    """The held-out size lies in the stated range, which says something."""
+    inside = every = 0
+    for seed in range(5):
+        truth = Cluster(shape, shows=shows, noise=0.02, seed=seed)
+        found = analyse(truth.measured(1, 2), predict=[4], hold_out=None)
+        for row in found["predictions"]:
+            seconds = truth.step(row["variant"], 4, 1)
+            every += 1
+            inside += row["seconds"]["low"] <= seconds <= row["seconds"]["high"]
+            assert row["seconds"]["high"] < 1.5 * row["seconds"]["low"]
+    assert inside == every
+
+
+def test_the_held_out_size_is_measured_and_not_used():
+    truth = Cluster("tree", seed=7)
+    there = truth.measured(1, 2, 4)
+    found = analyse(there)
+    rows = found["held_out"]
+    assert {row["ranks"] for row in rows} == {4} and all(row["inside"] for row in rows)
+    assert {row["what"] for row in rows} >= {"all_gather, 268435456 bytes", "step, coat, 1 micro-batches"}
+    for record in there["records"]:
+        if record["ranks"] == 4:  # other machines would have been there
+            for one in record.get("steps", []):
+                one["seconds"] = [3 * s for s in one["seconds"]]
+    worse = [row for row in analyse(there)["held_out"] if row["what"].startswith("step")]
+    before = [row for row in rows if row["what"].startswith("step")]
+    assert [row["predicted"] for row in worse] == [row["predicted"] for row in before]
+    assert not any(row["inside"] for row in worse) and "| NO |" in markdown(analyse(there))
+
+
+def test_efficiency_is_against_the_fewest_ranks():
+    truth = Cluster(noise=1e-6)
+    rows = analyse(truth.measured(1, 2, 4))["steps"]
+    weak = {row["ranks"]: row for row in rows if (row["variant"], row["mode"]) == ("coat", "weak")}
+    strong = {row["ranks"]: row for row in rows if (row["variant"], row["mode"]) == ("coat", "strong")}
+    assert weak[4]["efficiency"] == pytest.approx(truth.step("coat", 1, 1) / truth.step("coat", 4, 1), rel=1e-3)
+    assert strong[2]["efficiency"] == pytest.approx(truth.step("coat", 1, 4) / truth.step("coat", 2, 2) / 2, rel=1e-3)
+    assert weak[2]["tokens_per_second"] == pytest.approx(2 * 2 * 4096 / truth.step("coat", 2, 1), rel=1e-3)
+
+
+def test_more_nodes_need_their_link():
+    there = Cluster(node=2).measured(1, 2)
+    with pytest.raises(CoatConfigError, match="--link: nothing known between nodes, accepted: nic=BANDWIDTH"):
+        analyse(there, predict=[64])
+    slow, fast = (
+        analyse(there, predict=[64], links=parse_links([f"nic={rate}Gb/s"]))["predictions"] for rate in (50, 800)
+    )
+    assert all(a["seconds"]["middle"] > b["seconds"]["middle"] for a, b in zip(slow, fast, strict=True))
+    with pytest.raises(CoatConfigError, match="--hold-out: got 3, accepted: a measured number of ranks .*2"):
+        analyse(there, hold_out=3)
+
+
+def test_a_measurement_that_failed_is_said_and_the_rest_is_there():
+    there = Cluster().measured(1, 2)
+    failed = next(one for one in there["records"] if one["key"].get("variant") == "bf16" and one["ranks"] == 2)
+    failed.pop("steps")
+    failed["failed"] = "rank 1 on a: out of memory"
+    text = markdown(analyse(there, predict=[4]))
+    assert "Failed: training bf16 on 2 ranks: rank 1 on a: out of memory" in text
+    assert text.count("| coat | 2 |") == 2 and "| bf16 | 4 |" in text
+
+
+def test_earlier_measurements_are_predicted_from(tmp_path, capsys):
+    (tmp_path / "measured.json").write_text(json.dumps(Cluster().measured(1, 2)))
+    assert scaling.main(["--measured", str(tmp_path), "--predict", "4,8", "--output", str(tmp_path / "out")]) == 0
+    assert "| coat | 8 |" in capsys.readouterr().out
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"scaling.md", "scaling.json", "scaling.png"}
+    said = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    assert [row["ranks"] for row in said["predictions"]] == [4, 8, 4, 8]
+    whole = (tmp_path / "measured.json").read_text()
+    (tmp_path / "measured.json").write_text(whole[: len(whole) // 2])
+    assert scaling.main(["--measured", str(tmp_path)]) == 2
+    assert "is no whole measured.json, accepted" in capsys.readouterr().err
+    assert scaling.main(["--measured", str(tmp_path / "none")]) == 2
+    assert "accepted: a folder in which scaling.py has written measured.json" in capsys.readouterr().err
+
+
+def test_the_paper_finds_layouts_that_fit(tmp_path, capsys):
+    options = ["--model", "llama2-7b", "--predict", "8,64", "--output", str(tmp_path)]
+    assert scaling.main(["--paper", *options]) == 0
+    rows = json.loads((tmp_path / "paper.json").read_text())["rows"]
+    assert [(row["gpus"], row["variant"]) for row in rows] == [(8, "coat"), (8, "bf16"), (64, "coat"), (64, "bf16")]
+    for row in rows:
+        assert row["tensor"] * row["pipeline"] * row["data"] == row["gpus"]
+        assert row["tokens"] == 2**22 and row["memory_bytes"] < 80 * 2**30
+        assert row["seconds"]["low"] < row["seconds"]["middle"] < row["seconds"]["high"]
+    text = capsys.readouterr().out
+    # Two GPUs of a node, 64 MiB: the measured 161 and 91 us that the link's numbers are made of.
+    assert "| 2 GPUs of a node | 64 MiB | 0.161 | 0.091 |" in text
