@@ -17,7 +17,7 @@ from coat_dist.checkpoint.durable import make_folder, write_text
 from launch.log_level import say
 from launch.model.config import ModelConfig
 from launch.model.gpt import load_model_config
-from launch.planning.gpus import GPUS, GPU
+from launch.planning.gpus import GPU, GPUS
 from launch.planning.run import Run
 from launch.planning.search import with_block, without_block
 from launch.training.settings import load_settings
@@ -71,7 +71,7 @@ def _runs(args: Any) -> dict[str, dict[str, Run]]:
         if model.vocab_size is None:
             raise CoatConfigError("model.vocab_size: got null, accepted: a number, or --vocab-size")
         run = Run(model=model, settings=settings, coat=coat)
-        found[Path(name).stem] = {"coat": with_block(run), "bf16": without_block(run)}
+        found[Path(name).name.removesuffix(".json")] = {"coat": with_block(run), "bf16": without_block(run)}
     return found
 
 

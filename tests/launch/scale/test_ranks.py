@@ -1,0 +1,186 @@
+"""The program on real ranks over gloo: sub-groups, what is measured, a size that is held out, failures, launchers."""
+
+import json
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from launch import scaling
+from launch.scale import bench, crew
+from launch.scale.links import Link
+from launch.scale.network import of_records
+from tests.support import Program, forked_programs, free_port, run_ranks
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="starts ranks on the CPU")
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+TINY = ["--model", "tiny", "--vocab-size", "128", "--micro-batch", "1", "--steps", "3", "--warmup", "1",
+        "--message-sizes", "4KiB,1MiB", "--model-override", "num_layers=1", "hidden_size=64", "ffn_hidden_size=128",
+        "seq_length=32"]  # fmt: skip
+SLOW = Link("slow", 4e6, 25e-3)
+"""So slow that nothing else counts, however many ranks share a core."""
+
+
+def over_a_slow_link(rank, world):
+    """Collectives of gloo that take as long as the link says, whatever else the machine does."""
+    real = bench._call
+
+    def slowly(kind, size, device):
+        call, ranks = real(kind, size, device), 2 if kind == "p2p" else world
+        seconds = SLOW.seconds(kind, ranks, size) * (2 if kind == "p2p" else 1)
+
+        def wait(later):
+            began = time.perf_counter()
+            call(False)
+            time.sleep(max(0.0, seconds - (time.perf_counter() - began)))
+            return mock.Mock()
+
+        return wait
+
+    halves = {"kind": "all_reduce", "size": 1, "computing": 1.0, "collective": 1.0, "together": 1.5}
+    with (
+        mock.patch.object(bench, "_call", slowly),
+        mock.patch.object(bench, "_REPEATS", 3),
+        mock.patch.object(bench, "_times", lambda size, device: 1),
+        mock.patch.object(bench, "_beside_products", lambda kind, size, device: {**halves, "kind": kind}),
+    ):
+        return bench.measure(torch.device("cpu"), (2**10, 2**16, 2**18))
+
+
+@pytest.mark.long
+def test_four_ranks_are_predicted_from_two_over_gloo():
+    """Collectives measured on real ranks: latency, bandwidth, and the range that is stated for twice as many ranks."""
+    records = {n: {"ranks": n, "a_node": n, **run_ranks(n, over_a_slow_link)[0]} for n in (2, 4)}
+    from_two = of_records([records[2]], 4, {})
+    both = of_records(list(records.values()), 4, {})
+    assert not records[2]["missing"] and not records[4]["missing"]
+    for one in records[4]["samples"]:
+        if one["kind"] != "p2p":
+            said = from_two.seconds(one["kind"], from_two.group(4), one["size"])
+            assert said.holds(one["seconds"]), (one, said)
+    for kind, found in both.inside.items():
+        assert found.bandwidth == pytest.approx(SLOW.bandwidth, rel=0.25), kind
+        assert found.latency == pytest.approx(SLOW.latency, rel=0.5), kind
+    assert both.overlap["all_reduce"].part == pytest.approx(0.5)
+
+
+def command(folder, *more):
+    return [*TINY, "--output", str(folder), *more]
+
+
+@pytest.mark.long
+def test_under_a_launcher_and_again(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    argv = [*launcher, str(ROOT / "launch" / "scaling.py"), *command(out, "--variants", "coat", "--predict", "4,8")]
+    process = Program(argv, tmp_path, ROOT, **ENVIRONMENT)
+    text = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, text
+    assert {p.name for p in out.iterdir()} == {"measured.json", "scaling.md", "scaling.json", "scaling.png"}
+    said = json.loads((out / "scaling.json").read_text())
+    assert [(r["mode"], r["ranks"]) for r in said["steps"]] == [("weak", 1), ("weak", 2), ("strong", 1), ("strong", 2)]
+    assert [r["kind"] for r in said["collectives"]] == [*bench.KINDS] and [r["ranks"] for r in said["predictions"]] == [
+        4,
+        8,
+    ]
+    measured = json.loads((out / "measured.json").read_text())
+    ends = [one["first_loss"] for one in measured["records"] if "first_loss" in one]
+    assert len(ends) == 2 and all(4 < loss < 6 for loss in ends)  # log(128) is 4.85: the model was built and trained
+
+    # The same again, without a launcher: nothing is left to be measured.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = (out / "measured.json").read_bytes()
+    further = ["--predict", "16,32", "--link", "nic=1GB/s", "--gpus", "2"]
+    assert scaling.main(command(out, "--variants", "coat", *further)) == 0
+    text = capsys.readouterr().out
+    assert text.count("measured before") == 3 and "| coat | 32 |" in text
+    assert (out / "measured.json").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_held_out_size_of_training(tmp_path):
+    """``-m slow``: 1, 2 and 4 ranks without a launcher, more of them than cores on most machines."""
+    argv = [str(ROOT / "launch" / "scaling.py"), *command(tmp_path / "out", "--gpus", "4", "--steps", "10")]
+    process = Program(argv, tmp_path, ROOT, **ENVIRONMENT)
+    text = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, text
+    rows = json.loads((tmp_path / "out" / "scaling.json").read_text())["held_out"]
+    steps = [row for row in rows if row["what"].startswith("step")]
+    assert steps and {row["ranks"] for row in rows} == {4} and any(row["inside"] for row in steps), text
+
+
+def a_crew_of_two(rank, world):
+    """What is raised where a rank cannot run, and where one is killed; then a measurement that is not disturbed."""
+    job = {"what": "collectives", "sizes": [4096], "timeout": 60}
+    real, said = crew._start, []
+
+    def killed(job, one, members, output):
+        process = real(job, one, members, output)
+        if one.rank == 1:
+            process.kill()
+        return process
+
+    with forked_programs(), mock.patch.object(crew, "_GRACE", 0.5):
+        two = crew.Crew(2)
+        broken = {**job, "what": "training", "settings": {"bf16": {}, "optimizer": {}}, "model": {}, "options": []}
+        for what, start in (({**broken, "micro": 1, "accumulations": [1]}, real), (job, killed)):
+            with mock.patch.object(crew, "_start", start):
+                try:
+                    two.measure(what, [0, 1])
+                except crew.Failed as problem:
+                    said.append(str(problem))
+        return said, two.measure(job, [0, 1])
+
+
+@pytest.mark.long
+def test_a_measurement_that_fails_fails_alone():
+    (broken, killed), good = run_ranks(1, a_crew_of_two)[0]
+    assert broken.startswith("rank ") and "model.num_layers: missing" in broken, broken
+    assert killed.startswith("rank 1 on ") and "status -9" in killed
+    assert len(good["samples"]) == len(bench.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--model", "tiny"], "--output: missing, accepted: a folder"),
+        (["--output", "o"], "--model: missing, accepted: a description"),
+        (["--model", "tiny", "--output", "o"], "model.vocab_size: got null, accepted: a number, or --vocab-size"),
+        ([*TINY, "--output", "o", "--gpus", "2", "--ranks", "4"], "--ranks: got 4, accepted: up to 2, the ranks"),
+        ([*TINY, "--output", "o", "--gpus", "2", "--tensor-parallel", "3"], "--tensor-parallel: got 3, accepted: "),
+        ([*TINY, "--output", "o", "--ranks", "1,x"], "--ranks: got '1,x', accepted: numbers of ranks"),
+        ([*TINY, "--output", "o", "--variants", "fp8"], "--variants: got 'fp8', accepted: coat, bf16"),
+        ([*TINY, "--output", "o", "--link", "nvlink"], "--link: got 'nvlink', accepted: nvlink=BANDWIDTH[,LATENCY]"),
+        ([*TINY, "--output", "o", "--message-sizes", "4 apples"], "--message-sizes: got '4 apples', accepted: sizes"),
+        ([*TINY, "--output", "o", "--steps", "0"], "--steps: got 0, accepted: an integer >= 1"),
+        ([*TINY, "--output", "/dev/null/x"], "--output: got /dev/null/x, accepted: a folder to write to"),
+        (["--paper", "--measured", "o"], "--measured: got 'o', accepted: not with --paper"),
+        (["--world-size", "4"], "--world-size: no such option (did you mean --ranks?)"),
+        (
+            ["--model", "tiny-moe", "--vocab-size", "128", "--output", "o"],
+            "model.num_moe_experts: got 8, accepted: null",
+        ),
+    ],
+)
+def test_what_is_typed_wrong_is_one_line(argv, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = scaling.main(argv)
+    except SystemExit as leaving:
+        status = leaving.code
+    out, err = capsys.readouterr()
+    assert status == 2 and not out and err.startswith(f"error: {said}") and err.count("\n") == 1, err
+    assert not list(tmp_path.iterdir())
+
+
+def test_measurements_of_another_run_stay(tmp_path, capsys):
+    from launch.scale.records import Records
+
+    Records(tmp_path, {"model": "a", "device": "cpu"}).add({"what": "x"}, {"ranks": 1, "a_node": 1})
+    assert Records(tmp_path, {"model": "a", "device": "cpu"}).done({"what": "x"})
+    with pytest.raises(ValueError, match="holds measurements with another model, accepted: another folder, or --over"):
+        Records(tmp_path, {"model": "b", "device": "cpu"})
+    assert not Records(tmp_path, {"model": "b", "device": "cpu"}, fresh=True).found
