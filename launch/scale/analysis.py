@@ -93,6 +93,7 @@ def _collectives(network: Measured) -> list[dict[str, Any]]:
                     "scatter": one.best.scatter,
                     "overlap": None if hidden is None else hidden.part,
                     "overlap_error": None if hidden is None else hidden.error,
+                    "overlap_lost": None if hidden is None else hidden.lost,
                     "samples": one.samples,
                 }
             )

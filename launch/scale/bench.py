@@ -17,6 +17,8 @@ __all__ = ["SIZES", "measure"]
 SIZES = {"cuda": tuple(2**k for k in range(12, 29, 2)), "cpu": tuple(2**k for k in range(12, 23, 2))}
 """Bytes: 4 KiB to 256 MiB on GPUs."""
 _REPEATS = 5
+_BESIDE = 5
+"""So many of the largest sizes are also timed beside products."""
 _SIDE = {"cuda": 4096, "cpu": 256}
 """Of the matrices that are multiplied beside a collective."""
 
@@ -97,7 +99,7 @@ def measure(device: torch.device, sizes: Sequence[int] = ()) -> dict[str, Any]:
                 ranks = 2 if kind == "p2p" else dist.get_world_size()
                 samples.append({"kind": kind, "ranks": ranks, "size": size, "seconds": took / both_ways})
             if kind != "p2p":
-                overlaps += [_beside_products(kind, size, device) for size in sizes[-3:]]
+                overlaps += [_beside_products(kind, size, device) for size in sizes[-_BESIDE:]]
         except (RuntimeError, NotImplementedError, ValueError) as problem:
             if device.type == "cuda":
                 raise

@@ -169,16 +169,14 @@ def fit(samples: Iterable[Sample]) -> Fit:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The part of the shorter of two things that is hidden when they run at once."""
+    """What is hidden when computing and a collective run at once: a part of the shorter one, less a constant."""
 
     part: float
     """0 = one after the other, 1 = all of it is hidden."""
     error: float
     """Half of its 95 % interval."""
-
-    @property
-    def range(self) -> Range:
-        return Range(max(0.0, self.part - self.error), self.part, min(1.0, self.part + self.error))
+    lost: float
+    """Seconds of each collective that are lost to starting one beside the other and waiting for it."""
 
 
 def fit_overlap(alone: Sequence[tuple[float, float]], together: Sequence[float]) -> Overlap:
@@ -190,9 +188,9 @@ def fit_overlap(alone: Sequence[tuple[float, float]], together: Sequence[float])
     """
     shorter = np.array([min(pair) for pair in alone])
     hidden = np.array([sum(pair) - both for pair, both in zip(alone, together, strict=True)])
-    relative = hidden / shorter  # each pair counts alike, whatever its size
-    part = float(relative.mean())
-    freedom = len(relative) - 1
-    scatter = float(relative.std(ddof=1)) if freedom else 0.5
-    error = student(freedom) * max(scatter, _LEAST) / float(np.sqrt(len(relative)))
-    return Overlap(float(np.clip(part, 0.0, 1.0)), min(error, 1.0))
+    columns = np.stack([np.ones_like(shorter), -1 / shorter], axis=1)  # each pair counts alike, whatever its size
+    factors, covariance, squares = solve(columns, hidden / shorter)
+    freedom = len(shorter) - max(1, int((factors > 0).sum()))
+    scatter = max(float(np.sqrt(squares / max(freedom, 1))), _LEAST)
+    error = student(freedom) * scatter * float(np.sqrt(covariance[0, 0]))
+    return Overlap(float(np.clip(factors[0], 0.0, 1.0)), min(error or 1.0, 1.0), float(factors[1]))

@@ -23,9 +23,9 @@ from launch.planning.search import with_block, without_block
 from launch.training.settings import load_settings
 
 from .arguments import links
-from .layout import Layout, layouts
+from .layout import FULL, Layout, layouts
 from .links import Group, Link, Network
-from .report import table
+from .paper_tables import markdown
 from .traffic import sent
 
 __all__ = ["MODELS", "SIZES", "best_layout", "network_of", "paper"]
@@ -90,8 +90,14 @@ def paper(args: Any) -> None:
             for variant, run in variants.items():
                 found = best_layout(run, gpus, gpu, network)
                 rows.append({"model": name, "gpus": gpus, "variant": variant, **_row(found, gpu, network)})
-    answer = {"gpu": gpu.name, "rows": rows, "wire": _wire(network), "zero3": _zero3(args, gpu, network, sizes)}
-    text = _markdown(answer)
+    answer = {
+        "gpu": gpu.name,
+        "rows": rows,
+        "wire": _wire(network),
+        "zero3": _zero3(args, gpu, network, sizes),
+        "published": [] if args.model is not None else _published(gpu, network),
+    }
+    text = markdown(answer)
     say(text)
     if args.output is not None:
         place = Path(args.output)
@@ -162,106 +168,35 @@ def _zero3(args: Any, gpu: GPU, network: Network, sizes: Sequence[int]) -> list[
         zero = {**run.settings["zero_optimization"], "stage": 3}
         for gpus in (size for size in sizes if size <= 512):
             one = Layout(run.but(settings={**run.settings, "zero_optimization": zero}, dp=gpus, micro=1))
+            if one.memory(gpu) > gpu.memory:
+                one = replace(one, run=one.run.but(recompute=FULL))
             both = {}
             for kind, fp8 in (("bf16", False), ("fp8", True)):
                 way = replace(one, fp8_weights=fp8)
                 gathers = [part for part in way.parts() if part.kind == "all_gather"]
                 both[kind] = {"seconds": way.step(gpu, network)._asdict(), "gathered_bytes": sent(gathers, gpus)}
-            found.append({"model": name, "gpus": gpus, "fits": one.memory(gpu) <= gpu.memory, **both})
+            found.append(
+                {
+                    "model": name,
+                    "gpus": gpus,
+                    "memory_bytes": one.memory(gpu),
+                    "recomputed": bool(one.run.recompute),
+                    **both,
+                }
+            )
     return found
 
 
-def _gb(number: float) -> str:
-    return f"{number / 1e9:,.1f}"
-
-
-def _markdown(answer: Mapping[str, Any]) -> str:
-    lines = [f"# On paper: {answer['gpu']}", "", "TP x PP x DP of the fastest layout that fits, and what it does:", ""]
-    head = (
-        "model",
-        "GPUs",
-        "variant",
-        "TP x PP x DP",
-        "micro-batch",
-        "GiB",
-        "bubble",
-        "step, s",
-        "tokens/s/GPU",
-        "TFLOP/s/GPU",
-    )
-    lines += table(head, [_layout_cells(row) for row in answer["rows"]])
-    lines += ["", "What each GPU's links send in a step of that layout, GB: with the block, and the same in BF16:", ""]
-    head = ("model", "GPUs", "TP x PP x DP", "NVLink, BF16", "NVLink, block", "NIC, BF16", "NIC, block")
-    rows = [row for row in answer["rows"] if row["variant"] == "coat" and row["layout"]]
-    lines += table(
-        head,
-        [
-            (
-                row["model"],
-                f"{row['gpus']:,}",
-                row["layout"],
-                *(
-                    _gb(row[key][where])
-                    for where in ("inside", "between")
-                    for key in ("carried_without", "carried_bytes")
-                ),
-            )
-            for row in rows
-        ],
-    )
-    lines += [
-        "",
-        "ZeRO-3 alone, one sequence a GPU, weights gathered in BF16 and in FP8 (two gathers of each weight):",
-        "",
-    ]
-    head = ("model", "GPUs", "fits", "gathered, GB: BF16", "FP8", "step, s: BF16", "FP8", "FP8 is")
-    lines += table(
-        head,
-        [
-            (
-                row["model"],
-                str(row["gpus"]),
-                "yes" if row["fits"] else "no",
-                *(_gb(row[kind]["gathered_bytes"]) for kind in ("bf16", "fp8")),
-                *(_seconds(row[kind]["seconds"]) for kind in ("bf16", "fp8")),
-                f"{row['bf16']['seconds']['middle'] / row['fp8']['seconds']['middle']:.2f} x as fast",
-            )
-            for row in answer["zero3"]
-        ],
-    )
-    lines += ["", "A gather of so many bytes (in BF16), and in FP8 with a second gather, of the scales; ms:", ""]
-    lines += table(
-        ("group", "bytes", "BF16", "FP8", "FP8 and scales", "pays"),
-        [
-            (
-                row["group"],
-                f"{row['bytes'] // 2**20} MiB",
-                *(f"{1e3 * row[key]:.3f}" for key in ("bf16", "fp8", "fp8_with_scales")),
-                "yes" if row["fp8_with_scales"] < row["bf16"] else "no",
-            )
-            for row in answer["wire"]
-        ],
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _seconds(said: Mapping[str, float]) -> str:
-    return f"{said['middle']:.2f} ({said['low']:.2f} to {said['high']:.2f})"
-
-
-def _layout_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    if row["layout"] is None:
-        return row["model"], f"{row['gpus']:,}", row["variant"], "none fits", *("-",) * 6
-    speed = row["tokens_per_second_per_gpu"]
-    return (
-        row["model"],
-        f"{row['gpus']:,}",
-        row["variant"],
-        row["layout"],
-        f"{row['micro_batch']} x {row['micro_batches']}",
-        f"{row['memory_bytes'] / 2**30:.0f}",
-        f"{100 * row['bubble']:.0f} %",
-        _seconds(row["seconds"]),
-        f"{speed['middle']:,.0f} ({speed['low']:,.0f} to {speed['high']:,.0f})",
-        f"{row['model_flops'] / 1e12:,.0f}",
-    )
+def _published(gpu: GPU, network: Network) -> list[dict[str, Any]]:
+    """The layout in which Llama 3.1 405B was trained on 16 384 H100s, in BF16, at 400 TFLOP/s a GPU (arXiv 2407.21783,
+    Table 4); with 4 chunks a stage, which are not said there."""
+    settings, coat = load_settings("zero1", tp=1)
+    model = load_model_config("llama3.1-405b", ["seq_length=8192"])
+    run = Run(model=model, settings=settings, coat=coat, dp=128, tp=8, sequence_parallel=True, accumulation=16)
+    found = []
+    for variant, one in (("bf16", without_block(run)), ("coat", with_block(run))):
+        layout = Layout(one, pp=16, virtual=4)
+        step = layout.step(gpu, network)
+        flops = dict(zip(("low", "middle", "high"), (layout.flops(s) for s in step[::-1]), strict=True))
+        found.append({"variant": variant, "layout": layout.name(), "flops": flops, "memory_bytes": layout.memory(gpu)})
+    return found

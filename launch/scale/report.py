@@ -22,6 +22,13 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f}"
 
 
+def _overlap(row: Mapping[str, Any]) -> str:
+    if row["overlap"] is None:
+        return "-"
+    lost = f", less {1e6 * row['overlap_lost']:.0f} µs each" if row["overlap_lost"] else ""
+    return f"{100 * row['overlap']:.0f} ± {100 * row['overlap_error']:.0f} %{lost}"
+
+
 def _between(said: Mapping[str, float], scale: float = 1.0, digits: int = 1) -> str:
     low, middle, high = (f"{scale * said[key]:,.{digits}f}" for key in ("low", "middle", "high"))
     return f"{middle} ({low} to {high})"
@@ -87,9 +94,7 @@ def markdown(found: Mapping[str, Any]) -> str:
                     if row["bandwidth"] is None
                     else f"{row['bandwidth'] / 1e9:.2f} ± {row['bandwidth_error'] / 1e9:.2f}",
                     f"{100 * row['scatter']:.0f} %",
-                    "-"
-                    if row["overlap"] is None
-                    else f"{100 * row['overlap']:.0f} ± {100 * row['overlap_error']:.0f} %",
+                    _overlap(row),
                 )
                 for row in found["collectives"]
             ],

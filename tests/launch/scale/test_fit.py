@@ -52,11 +52,12 @@ def test_two_ranks_leave_the_growth_of_latency_open(shape):
     assert small.high / small.low > 10 and large.high / large.low < 1.2  # latency is open, bandwidth is not
 
 
-@pytest.mark.parametrize("part", [0.0, 0.35, 1.0])
-def test_overlap_is_found(part):
+@pytest.mark.parametrize(("part", "lost"), [(0.0, 0.0), (0.35, 0.0), (0.7, 60e-6), (1.0, 60e-6)])
+def test_overlap_is_found(part, lost):
     alone = [(c, m) for c in (1e-3, 4e-3) for m in (0.5e-3, 1e-3, 2e-3)]
-    found = fit_overlap(alone, [c + m - part * min(c, m) for c, m in alone])
-    assert found.part == pytest.approx(part, abs=1e-9) and found.error < 0.05
+    found = fit_overlap(alone, [c + m - part * min(c, m) + lost for c, m in alone])
+    assert found.part == pytest.approx(part, abs=1e-9) and found.lost == pytest.approx(lost, abs=1e-12)
+    assert part == 0 or found.error < 0.06
 
 
 def test_no_factor_is_negative():
