@@ -36,6 +36,7 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed.monitors import make_folders
+from coat_dist.deepspeed.slurm import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
 from launch.log_level import set_log_level, shows
@@ -238,8 +239,10 @@ def run(
         make_plan: what is to be done, of the arguments and the number of ranks; touches no device.
         work: does it; how it ended, a sentence.
     """
-    rank = int(os.environ.get("RANK", 0))
+    rank = 0
     try:
+        take_ranks()
+        rank = int(os.environ.get("RANK", 0))
         args = parse()
         set_log_level(args.log_level)
         if args.dry_run:
