@@ -44,10 +44,11 @@ from launch.model.gpt import flops_per_token
 from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
 from launch.training import arguments, auto, build, checkpoint, exhausted, failing, runtime
-from launch.training.folders import Folders, open_folders
+from launch.training.folders import Folders
 from launch.training.loop import BadSteps, Batch, Loop, Progress
 from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog
+from launch.training.node_folders import open_on_nodes, team_of_checkpoints
 from launch.training.plan import Plan, plan
 from launch.training.profile import StepProfiler, parse_steps
 from launch.training.wandb_log import WandbLog
@@ -83,13 +84,14 @@ def train(
     # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
     with ExitStack() as locks:
-        folders = on_rank_0(lambda: open_folders(p.args, locks))
+        folders = open_on_nodes(p.args, p.settings, locks)
         on_rank_0(lambda: make_folders(p.settings))
         source = folders.source
         p = auto.settle(p, device, source, say)
         explain = exhausted.Explain(p)
         locks.push(explain.leave)
-        examined = None if source is None else checkpoint.examine(source, p.identity())
+        team = team_of_checkpoints(p.settings)
+        examined = None if source is None else checkpoint.examine(source, p.identity(), team)
         sets = source_of_data.datasets(p)
         say(p.describe())
         engine = build.build_engine(

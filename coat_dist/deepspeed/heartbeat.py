@@ -33,6 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .. import nodes
 from ..ranks import gather, rank_and_world, tell_torchrun
 
 __all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "start"]
@@ -203,7 +204,7 @@ def _meet() -> tuple[socket.socket, list[tuple[str, str, int]], str]:
     """This rank's socket, of every rank the name of its host and where datagrams reach it, and a secret of this run."""
     mine = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     mine.bind(("", 0))
-    name, port = socket.gethostname(), mine.getsockname()[1]
+    name, port = nodes.host(), mine.getsockname()[1]
     token = secrets.token_hex(16)
     everyone = gather((name, _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")), port, token))
     token = everyone[0][3]

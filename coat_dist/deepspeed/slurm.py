@@ -51,8 +51,8 @@ def take_ranks() -> bool:
         given = os.environ.get(name)
         if given is not None and given != str(value):
             raise CoatConfigError(
-                f"{name}: got {given!r} without RANK, but SLURM's variables say {value}, accepted: {value}, or unset; or "
-                "a launcher, which sets RANK, too"
+                f"{name}: got {given!r} without RANK, but SLURM's variables say {value}, accepted: {value}, or unset; "
+                "or a launcher, which sets RANK, too"
             )
     here = _tasks_here(world)
     if here is not None and local >= here:

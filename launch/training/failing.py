@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from coat_dist import nodes
 from coat_dist.ranks import tell_torchrun
 
 __all__ = ["end", "of_another_rank"]
@@ -44,10 +45,14 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> 
     if store is not None and (rank or consequence):
         said = _said(store, 3 * WAIT if consequence else WAIT)
     if said is None or not (consequence or said == line):
-        print(f"{f'rank {rank}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
+        print(f"{f'rank {rank}{_host(rank)}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
         _say(store, line)
     if rank == 0 and store is not None and dist.get_world_size() > 1:
         time.sleep(2 * WAIT)
+
+
+def _host(rank: int) -> str:
+    return nodes.say_host(rank) or (f" (host {nodes.host()})" if nodes.several_nodes() else "")
 
 
 def of_another_rank(problem: Exception) -> bool:
