@@ -123,10 +123,10 @@ def _first_host() -> str:
             f"MASTER_ADDR: not set, and neither is {names[1]}, accepted: the host of rank 0 (export MASTER_ADDR=...)"
         )
     text = os.environ[name]
-    first = re.match(r"(?:[^,\[\]\s]|\[[0-9,-]+\])+", text)
+    first = re.match(r"((?:[^,\[\]\s]|\[[0-9,-]+\])+)(?:,|$)", text)
     if first is None:
         raise CoatConfigError(f"{name}: got {text!r}, accepted: hosts such as node[01-04] (or export MASTER_ADDR=...)")
-    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0])
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[1])
 
 
 def _port() -> int:

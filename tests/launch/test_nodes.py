@@ -67,7 +67,7 @@ def srun():
 
     def lines(node, number, first):
         task = {"PROCID": number, "LOCALID": 0, "NODEID": number, "NTASKS": 2, "STEP_NUM_TASKS": 2, "STEP_ID": 0}
-        task |= {"JOB_ID": port, "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node-[a-b]"}
+        task |= {"JOB_ID": port, "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node-a,node-b"}
         own = {} if node.space else {"MASTER_ADDR": first.address}  # there are no such names
         return [PRETRAIN], {**own, **{f"SLURM_{k}": str(v) for k, v in task.items()}}
 
@@ -82,7 +82,7 @@ def start(nodes, launcher, argv, tmp_path):
     return started
 
 
-def finish(programs, seconds=200):
+def finish(programs, seconds=60):
     end = time.monotonic() + seconds
     return [program.communicate(timeout=end - time.monotonic())[0] for program in programs]
 

@@ -91,6 +91,7 @@ def test_launchers_are_believed(task, names):
         ({"WORLD_SIZE": "8"}, "WORLD_SIZE: got '8' without RANK, but SLURM's variables say 7, accepted: 7"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK: got '0' without RANK, but SLURM's variables say 1, accepted: 1"),
         ({"SLURM_JOB_NODELIST": None, "SLURM_STEP_NODELIST": None}, "MASTER_ADDR: not set, and neither is SLURM_JOB_"),
+        ({"SLURM_STEP_NODELIST": "node[a-b]"}, r"SLURM_STEP_NODELIST: got 'node\[a-b\]', accepted: hosts such as"),
         ({"SLURM_STEP_NODELIST": "[,"}, r"SLURM_STEP_NODELIST: got '\[,', accepted: hosts such as"),
     ],
 )
