@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not failing.of_another_rank(problem):
             raise
-        failing.end(f"a collective failed, because another rank has ended: {problem}", rank, consequence=True)
+        failing.end(failing.because_of(problem), rank, consequence=True)
         return 4
     runtime.finish()
     return 0

@@ -264,9 +264,7 @@ def run(
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not failing.of_another_rank(problem):
             raise
-        failing.end(
-            f"a collective failed, because another rank has ended or did not come: {problem}", rank, consequence=True
-        )
+        failing.end(failing.because_of(problem), rank, consequence=True)
         return 4
     stop.leave()
     if rank == 0 and shows("info"):

@@ -17,9 +17,10 @@ from typing import Any
 import torch.distributed as dist
 
 from coat_dist import nodes
-from coat_dist.ranks import tell_torchrun
+from coat_dist.deepspeed import heartbeat
+from coat_dist.ranks import say_ranks, tell_torchrun
 
-__all__ = ["end", "of_another_rank"]
+__all__ = ["because_of", "end", "of_another_rank"]
 
 KEY = "coat_dist/error"
 WAIT = 1.5
@@ -59,6 +60,14 @@ def of_another_rank(problem: Exception) -> bool:
     """Whether a collective or the store failed, which has its reason in another rank."""
     words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore")
     return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
+
+
+def because_of(problem: Exception) -> str:
+    """What to say where :func:`of_another_rank`: which ranks have ended, with their hosts, if that can be found out."""
+    ended = heartbeat.gone()
+    if not ended:
+        return f"a collective failed, because another rank has ended or did not come: {problem}"
+    return f"a collective failed, because {say_ranks(ended)} ended: {problem}"
 
 
 def _own_store() -> Any:

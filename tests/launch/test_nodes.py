@@ -1,16 +1,18 @@
 """Two nodes: started by each launcher, checkpoints on shared and on own disks, one node that dies, resumes on one."""
 
 import json
+import os
 import re
-import sys
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from launch import to_universal
 from launch.training.metrics import read_metrics
 from tests.launch.pretrain_runs import command, configuration, losses
-from tests.support import Nodes, free_port
+from tests.support import Nodes, Program, free_port
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = str(ROOT / "launch" / "pretrain.py")
@@ -95,16 +97,94 @@ LAUNCHERS = {
 }
 
 
+def wait_for_steps(programs, run, steps):
+    end = time.monotonic() + 200
+    while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < steps:
+        assert [p.poll() for p in programs] == [None, None], finish(programs)
+        assert time.monotonic() < end, "no steps in time"
+        time.sleep(0.05)
+
+
+def alone(argv, tmp_path):
+    """A run on one node, of one rank; what it printed."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    program = Program([PRETRAIN, *map(str, argv)], tmp_path, ROOT, MASTER_PORT=str(free_port()), **ENVIRONMENT, **ranks)
+    text = finish([program])[0]
+    assert program.returncode == 0, text
+    return text
+
+
+def test_a_node_dies_and_the_run_goes_on_with_one(nodes, work, tmp_path):
+    run, save = tmp_path / "run", tmp_path / "save"
+    shared = ["--save", save, "--save-interval", "2", "--lr-schedule", "constant", "--log-level", "info"]
+    argv = command(work, run, configuration(tmp_path, 2), *shared, steps=100_000)
+    programs = start(nodes, srun(), argv, tmp_path)
+    wait_for_steps(programs, run, 5)
+    os.kill(programs[1].pid, signal.SIGKILL)
+    dead = time.monotonic()
+    first, _ = finish(programs)
+    assert time.monotonic() - dead < 60
+    assert programs[0].returncode == 4, first
+    (line,) = [x for x in first.splitlines() if "error: " in x]
+    assert line.startswith("error: a collective failed, because rank 1 (host node-b) ended: "), first
+
+    step = 2 * ((len(read_metrics(run))) // 2)
+    assert to_universal.main(["--load", str(save), "--output", str(tmp_path / "universal")]) == 0
+    more = configuration(tmp_path, 2, train_batch_size=8, gradient_accumulation_steps=4)
+    again = ["--load", tmp_path / "universal", "--save", tmp_path / "more", "--lr-schedule", "constant"]
+    text = alone(command(work, run, more, *again, steps=step + 2), tmp_path)
+    assert f"continuing after step {step} from" in text and f"finished {step + 2} steps" in text, text
+    assert [r["step"] for r in read_metrics(run)] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_nodes_train(launcher, nodes, work, tmp_path):
-    run = tmp_path / "run"
-    programs = start(
-        nodes,
-        LAUNCHERS[launcher](),
-        command(work, run, configuration(tmp_path, 2), "--save", tmp_path / "save", steps=2),
-        tmp_path,
-    )
+    """Once whole, and once in two parts with checkpoints on the nodes' own disks; to the bit the same."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    start_line = LAUNCHERS[launcher]
+    shared = [configuration(tmp_path, 2), "--save", tmp_path / "save"]
+    programs = start(nodes, start_line(), command(work, whole, *shared, steps=4), tmp_path)
     texts = finish(programs)
-    print(*texts, sep="\n-----\n")
     assert [p.returncode for p in programs] == [0, 0], texts
-    assert "finished 2 steps" in "".join(texts) and len(read_metrics(run)) == 2
+    assert "".join(texts).count("finished 4 steps") == 1, "logs are those of rank 0"
+
+    own = configuration(tmp_path, 2, checkpoint={"use_node_local_storage": True})
+    for stop in (2, 4):
+        argv = command(work, parts, own, "--save", "disk", "--load", "auto", "--stop-at-step", stop, steps=4)
+        programs = start(nodes, start_line(), argv, tmp_path)
+        texts = finish(programs)
+        assert [p.returncode for p in programs] == [0, 0], texts
+    assert losses(parts) == losses(whole)
+    for rank, node in enumerate(nodes):
+        saved = node.folder / "disk" / "step00000004"
+        manifest = json.loads((saved / "manifest.json").read_text())
+        assert manifest["part"] == {"ranks": [rank], "world_size": 2}
+        assert f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" in manifest["files"]
+        assert {"mp_rank_00_model_states.pt", f"random_rank_{rank:05d}.pt"} < manifest["files"].keys()
+        assert (node.folder / "disk" / "latest").read_text() == "step00000004"
+        assert sorted(p.name for p in saved.glob("*optim*")) == [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
+
+
+@pytest.mark.slow
+def test_folders_that_nodes_do_not_share_are_found_at_the_start(nodes, work, tmp_path):
+    shared = configuration(tmp_path, 2)
+    own = configuration(tmp_path, 2, checkpoint={"use_node_local_storage": True})
+    for config, save, said in (
+        (
+            shared,
+            "disk",
+            r"--save: got disk, which rank 0 \(host node-a\) and rank 1 \(host node-b\) do not share, accepted: ",
+        ),
+        (
+            own,
+            tmp_path / "save",
+            "checkpoint.use_node_local_storage: got true, but --save .* is one folder of ranks 0-1",
+        ),
+    ):
+        argv = command(work, tmp_path / "run", config, "--save", save, steps=2)
+        programs = start(nodes, srun(), argv, tmp_path)
+        texts = finish(programs)
+        assert [p.returncode for p in programs] == [2, 2], texts
+        assert len(re.findall(said, "".join(texts))) == 1, texts
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
