@@ -7,17 +7,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from . import nodes
 from .config import CoatConfigError
 
 __all__ = [
     "attempt",
+    "before_others",
     "check_same_on_all_ranks",
     "gather",
+    "on_first_ranks",
     "on_rank_0",
     "raise_everywhere",
     "rank_and_world",
@@ -63,15 +66,71 @@ def on_rank_0(function: Callable[[], T], patient: bool = False) -> T:
         if done is not None:
             _store().set(done, "1")
     elif done is not None:
-        pause = 0.01
-        while not _store().check([done]):
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)
+        _wait_for([done])
     if world > 1:
         dist.broadcast_object_list(answer)
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def on_first_ranks(teams: Sequence[Sequence[int]], function: Callable[[], T]) -> T:
+    """Call ``function`` on the first rank of each team; every rank gets its team's result, or raises what one raised.
+
+    For what nodes keep on disks of their own. It may take longer than the timeout of collectives.
+
+    Args:
+        teams: ranks, each in one of them; the same on all ranks.
+    """
+    if len(teams) == 1:
+        return on_rank_0(function, patient=True)
+    rank = rank_and_world()[0]
+    answer: tuple[Any, Exception | None] = None, None
+    done, firsts = _done_key(rank), [team[0] for team in teams]
+    if rank in firsts:
+        try:
+            answer = function(), None
+        except Exception as problem:
+            answer = None, problem
+        _store().set(f"{done}/{rank}", "1")
+    _wait_for([f"{done}/{first}" for first in firsts])
+    answers = gather(answer)
+    for first in firsts:
+        if (error := answers[first][1]) is not None:
+            where = nodes.say_host(first).strip(" ()")
+            raise type(error)(f"{where}: {error}") if where and isinstance(error, ValueError) else error
+    return answers[next(team[0] for team in teams if rank in team)][0]
+
+
+def before_others(name: str, first: bool, function: Callable[[], None]) -> None:
+    """Call ``function`` on one rank, while those that call this with the same name wait; no other ranks take part.
+
+    Args:
+        name: of this work; it is done once for all calls of a process group.
+        first: whether this is the one rank.
+
+    Raises:
+        RuntimeError: on the others, where ``function`` raised.
+    """
+    key = f"coat_dist/before_others/{name}"
+    if not first:
+        _wait_for([key])
+        if _store().get(key) != b"done":
+            raise RuntimeError(_store().get(key).decode())
+        return
+    try:
+        function()
+    except BaseException as problem:
+        _store().set(key, f"{type(problem).__name__} on rank {rank_and_world()[0]}: {problem}")
+        raise
+    _store().set(key, "done")
+
+
+def _wait_for(keys: list[str]) -> None:
+    pause = 0.01
+    while not _store().check(keys):
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
 
 
 def _store() -> Any:
@@ -134,11 +193,13 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
             Of a list of lists, such as all parameters, the first entry that differs.
     """
     text = json.dumps(values, sort_keys=True, default=str)
-    if len(set(gather(_digest(text)))) == 1:
+    digests, places = zip(*gather((_digest(text), tuple(nodes.my_place()))), strict=True)
+    nodes.meet([nodes.Place(*place) for place in places])
+    if len(set(digests)) == 1:
         return
     mine = dict(_leaves("", json.loads(text)))
-    digests = gather({key: _digest(value) for key, value in mine.items()})
-    differing = [key for key in dict.fromkeys(k for d in digests for k in d) if len({d.get(key) for d in digests}) > 1]
+    of_keys = gather({key: _digest(value) for key, value in mine.items()})
+    differing = [key for key in dict.fromkeys(k for d in of_keys for k in d) if len({d.get(key) for d in of_keys}) > 1]
     chosen = list({key.partition("[")[0]: key for key in reversed(differing)}.values())[::-1]
     shown = chosen[:_SHOWN_KEYS]
     held = gather({key: mine[key] for key in shown if key in mine})
@@ -185,7 +246,7 @@ def _who_has_what(texts: list[str | None]) -> str:
 
 
 def say_ranks(numbers: list[int]) -> str:
-    """``rank 2``, ``ranks 0-3, 6``."""
+    """``rank 2``, ``ranks 0-3, 6``; with the hosts of the first four where there are several nodes."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][-1] == n - 1:
@@ -193,7 +254,13 @@ def say_ranks(numbers: list[int]) -> str:
         else:
             runs.append([n])
     texts = ["-".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(numbers) > 1 else ''} " + ", ".join(texts[:6] + (["..."] if len(texts) > 6 else []))
+    hosts = list(dict.fromkeys(nodes.say_host(n).strip(" ()").removeprefix("host ") for n in numbers))
+    where = ", ".join(hosts[:4] + (["..."] if len(hosts) > 4 else []))
+    return (
+        f"rank{'s' if len(numbers) > 1 else ''} "
+        + ", ".join(texts[:6] + (["..."] if len(texts) > 6 else []))
+        + (f" (host{'s' if len(hosts) > 1 else ''} {where})" if where else "")
+    )
 
 
 def tell_torchrun(line: str) -> None:

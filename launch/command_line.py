@@ -59,7 +59,11 @@ class Parser(argparse.ArgumentParser):
             from coat_dist.ranks import tell_torchrun  # late: it brings torch, for which nobody waits without torchrun
 
             tell_torchrun(f"{self.prefix}error: {line}")
-        who = f"rank {rank}: " if rank else ""
+        who = ""
+        if rank:
+            from coat_dist import nodes
+
+            who = f"rank {rank}{f' (host {nodes.host()})' if nodes.several_nodes() else ''}: "
         print(f"{who}{self.prefix}error: {line}", file=sys.stderr, flush=True)
         sys.exit(2)
 

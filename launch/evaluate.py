@@ -44,6 +44,7 @@ import coat_dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import CheckpointError
+from coat_dist.deepspeed.slurm import in_a_step, take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.evaluation import arguments, model, report, scoring
 from launch.evaluation.inputs import Inputs, digests, notes, read_inputs
@@ -204,8 +205,11 @@ def compare(baseline: str, other: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
-    rank = int(os.environ.get("RANK", 0))
+    rank = 0
     try:
+        if in_a_step():  # else a batch script's own process, which evaluates alone
+            take_ranks()
+        rank = int(os.environ.get("RANK", 0))
         args = arguments.parse(argv, __doc__)
         set_log_level(args.log_level)
         if args.compare is not None:
@@ -232,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not failing.of_another_rank(problem):
             raise
-        failing.end(f"a collective failed, because another rank has ended: {problem}", rank, consequence=True)
+        failing.end(failing.because_of(problem), rank, consequence=True)
         return 4
     runtime.finish()
     return 0

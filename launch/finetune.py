@@ -34,6 +34,7 @@ from coat_dist.ranks import on_rank_0
 from launch.chat import arguments, export, plan
 from launch.training import runtime
 from launch.training.loop import Loop
+from launch.training.node_folders import check_export
 
 __all__ = ["main", "train"]
 
@@ -53,6 +54,8 @@ def train(
         pretrain.USER_ERRORS, BadSteps: see :func:`pretrain.main`.
     """
     a, seen = draft.args, list[Loop]()
+    if a.export_to is not None:
+        check_export("--export-to", draft.settings)
     on_rank_0(lambda: export.check_target(a, draft.weights.path))
     p = plan.finish(draft, pretrain.say)
 

@@ -36,6 +36,7 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed.monitors import make_folders
+from coat_dist.deepspeed.slurm import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
 from launch.log_level import set_log_level, shows
@@ -43,10 +44,11 @@ from launch.model.gpt import flops_per_token
 from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
 from launch.training import arguments, auto, build, checkpoint, exhausted, failing, runtime
-from launch.training.folders import Folders, open_folders
+from launch.training.folders import Folders
 from launch.training.loop import BadSteps, Batch, Loop, Progress
 from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog
+from launch.training.node_folders import open_on_nodes, team_of_checkpoints
 from launch.training.plan import Plan, plan
 from launch.training.profile import StepProfiler, parse_steps
 from launch.training.wandb_log import WandbLog
@@ -82,13 +84,14 @@ def train(
     # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
     with ExitStack() as locks:
-        folders = on_rank_0(lambda: open_folders(p.args, locks))
+        folders = open_on_nodes(p.args, p.settings, locks)
         on_rank_0(lambda: make_folders(p.settings))
         source = folders.source
         p = auto.settle(p, device, source, say)
         explain = exhausted.Explain(p)
         locks.push(explain.leave)
-        examined = None if source is None else checkpoint.examine(source, p.identity())
+        team = team_of_checkpoints(p.settings)
+        examined = None if source is None else checkpoint.examine(source, p.identity(), team)
         sets = source_of_data.datasets(p)
         say(p.describe())
         engine = build.build_engine(
@@ -238,8 +241,10 @@ def run(
         make_plan: what is to be done, of the arguments and the number of ranks; touches no device.
         work: does it; how it ended, a sentence.
     """
-    rank = int(os.environ.get("RANK", 0))
+    rank = 0
     try:
+        take_ranks()
+        rank = int(os.environ.get("RANK", 0))
         args = parse()
         set_log_level(args.log_level)
         if args.dry_run:
@@ -259,9 +264,7 @@ def run(
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not failing.of_another_rank(problem):
             raise
-        failing.end(
-            f"a collective failed, because another rank has ended or did not come: {problem}", rank, consequence=True
-        )
+        failing.end(failing.because_of(problem), rank, consequence=True)
         return 4
     stop.leave()
     if rank == 0 and shows("info"):

@@ -31,6 +31,7 @@ LAYERS = (
     ("coat_dist.reference",),
     ("coat_dist.devices",),
     ("coat_dist.ranks",),
+    ("coat_dist.nodes",),
     ("coat_dist.config",),
     ("coat_dist.formats",),
 )

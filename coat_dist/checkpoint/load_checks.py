@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ranks import raise_everywhere
+from .manifest import CheckpointError
 from .publish import LATEST
+from .shared import check_there
 from .tags import find_tag
 from .team import team_of
 from .whole import check_whole
@@ -77,6 +79,7 @@ def load_whole_checkpoints(engine: Any) -> None:
         universal, team = engine.load_universal_checkpoint(), team_of(engine)
         tag = find_tag(Path(load_dir), None if tag is None else str(tag), universal, team)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
+            check_there(Path(load_dir) / tag, "load_dir", CheckpointError)
             check_whole(Path(load_dir) / tag, team, verify)
             if not load_optimizer_states and not universal:
                 raise_everywhere(functools.partial(_weights_of_latest, engine, Path(load_dir), tag))

@@ -104,7 +104,7 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
             why = f"is {now[0]} bytes, was {size}" if now[0] != size else "its checksum is not that of the manifest"
             wrong.append(f"{checkpoint / name}: damaged ({why})")
     wrong += team.ask_leader(lambda: _foreign(checkpoint, files), CheckpointError)
-    if wrong := list(dict.fromkeys(line for lines in gather(wrong) for line in lines)):
+    if wrong := list(dict.fromkeys(line for lines in gather([team.say(w) for w in wrong]) for line in lines)):
         raise CheckpointError(f"{checkpoint} is damaged, load another one:\n" + "\n".join(wrong))
 
 
@@ -158,7 +158,7 @@ def sync_files(
     wrong += [f"{folder / name}: is empty" for name, numbers in sorted(found.items()) if numbers[0] == 0]
     if not wrong and not found:
         wrong = [f"{folder}: holds no files"]
-    if wrong := list(dict.fromkeys(line for lines in gather(wrong) for line in lines)):
+    if wrong := list(dict.fromkeys(line for lines in gather([team.say(w) for w in wrong]) for line in lines)):
         raise CheckpointError("cannot finish a checkpoint:\n" + "\n".join(wrong))
     return dict(sorted(found.items()))  # type: ignore[arg-type]  # no text is left in it
 

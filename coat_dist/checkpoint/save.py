@@ -18,13 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..nodes import say_host
 from ..ranks import attempt, gather, rank_and_world
+from .durable import make_folder
 from .engine_writes import Writes, watch_writes
 from .manifest import FORMAT, CheckpointError, sync_files
 from .other_engines import name_of_optimizer
 from .publish import LATEST, begin, finish, name_latest, retire, unfinished
+from .shared import check_shared, part_of
 from .tags import agree, check_tag
-from .team import Team, team_of
+from .team import Team, nodes_of_ranks, team_of
 
 __all__ = ["Extras", "save_whole_checkpoints"]
 
@@ -77,6 +80,9 @@ def save_whole_checkpoints(engine: Any) -> None:
             raise CheckpointError("\n".join(dict.fromkeys(problems.values())))
         options = {"save_latest": bool(save_latest), "exclude_frozen_parameters": bool(exclude_frozen_parameters)}
         agree({"tag": tag, "folder": os.path.abspath(save_dir), **options}, team)
+        _together((lambda: make_folder(Path(save_dir))) if team.leads else None, f"cannot write {save_dir}")
+        local, nodes = not team.whole, nodes_of_ranks(getattr(engine, "local_rank", None))
+        check_shared(Path(save_dir), "save_dir", nodes, local, CheckpointError)
         final = Path(save_dir) / tag
         temporary = unfinished(final)
         _together((lambda: begin(final)) if team.leads else None, f"cannot write {save_dir}")
@@ -91,7 +97,7 @@ def save_whole_checkpoints(engine: Any) -> None:
                 )
         except (OSError, RuntimeError) as error:  # none of writing: end this process, for other ranks may wait inside
             raise CheckpointError(f"cannot write {temporary}: {error}") from error
-        about = {LATEST: bool(save_latest), "engine": describe(engine)}
+        about = {LATEST: bool(save_latest), "engine": describe(engine), **part_of(team)}
         try:
             _complete(Path(save_dir), tag, about, writes, team, extras or Extras())
         except CheckpointError as problem:  # on every rank
@@ -167,4 +173,5 @@ def _together(work: Callable[[], Any] | None, what: str) -> None:
     """
     _, errors = attempt(work or (lambda: None))
     if errors:
-        raise CheckpointError(f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in errors.items()))
+        told = "; ".join(f"rank {rank}{say_host(rank)}: {text}" for rank, text in errors.items())
+        raise CheckpointError(f"{what}: {told}")

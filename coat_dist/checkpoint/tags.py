@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..nodes import say_host
 from ..ranks import attempt, rank_and_world
 from .manifest import MANIFEST, CheckpointError, read_manifest
 from .publish import LATEST, replaced_or, unfinished
@@ -50,12 +51,16 @@ def agree(what: Mapping[str, Any], team: Team) -> None:
         given: dict[Any, list[int]] = {}
         for rank, one in enumerate(by_rank):
             given.setdefault(one[key], []).append(rank)  # type: ignore[index]
-        nodes = key == "folder" and len(team.ranks) < len(by_rank)  # each node may have its own
+        nodes = key == "folder" and not team.whole  # each node may have its own
         if len(given) > 1 and not nodes:
-            lines = "; ".join(f"{value!r} on rank(s) {', '.join(map(str, ranks))}" for value, ranks in given.items())
+            lines = "; ".join(f"{value!r} on rank(s) {_numbers(ranks)}" for value, ranks in given.items())
             wrong.append(f"{key}: got {lines}, accepted: the same on all ranks")
     if wrong:
         raise CheckpointError("\n".join(wrong))
+
+
+def _numbers(ranks: list[int]) -> str:
+    return ", ".join(f"{rank}{say_host(rank)}" for rank in ranks)
 
 
 def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> str | None:

@@ -11,6 +11,7 @@ import torch
 
 from ..ranks import raise_everywhere, rank_and_world
 from .manifest import MANIFEST, CheckpointError, read_manifest, verify
+from .shared import wrong_part
 from .team import Team
 
 __all__ = ["check_whole"]
@@ -32,7 +33,12 @@ def check_whole(folder: Path, team: Team, checksums: bool = True) -> None:
     """
 
     def read() -> dict[str, Any] | None:
-        return read_manifest(folder, of_run=False) if (folder / MANIFEST).exists() else None
+        if not (folder / MANIFEST).exists():
+            return None
+        manifest = read_manifest(folder, of_run=False)
+        if wrong := wrong_part(folder, manifest, team):
+            raise CheckpointError(wrong)
+        return manifest
 
     manifest = team.ask_leader(read, CheckpointError)
     if manifest is not None:

@@ -33,9 +33,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .. import nodes
 from ..ranks import gather, rank_and_world, tell_torchrun
 
-__all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "start"]
+__all__ = ["SHARE", "STATUS", "Heartbeat", "gone", "group_timeout", "start"]
 
 SHARE = 0.8
 """Of the timeout of collectives: after so long a silence a rank counts as hung."""
@@ -85,6 +86,14 @@ def group_timeout() -> float:
     return dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
+def gone(seconds: float = 2.0) -> list[int]:
+    """Ranks whose processes have ended, as far as datagrams tell: they sent some, and do not answer any more.
+
+    For a rank whose collective has failed. Nothing is collective here, and the answer takes up to ``seconds``.
+    """
+    return [] if _running is None or not _running.is_alive() else _running.gone(seconds)
+
+
 class Heartbeat(threading.Thread):
     """One rank's thread; making one is a collective."""
 
@@ -108,6 +117,7 @@ class Heartbeat(threading.Thread):
         self._heard: dict[int, dict[str, Any]] = {}
         self._silent: dict[int, float] = {}
         self._step, self._standing, self._noted = -1, 0.0, False
+        self._here: set[int] = set()
 
     def run(self) -> None:
         """Send, listen, judge, until :meth:`stop` or the end of the process group."""
@@ -131,6 +141,15 @@ class Heartbeat(threading.Thread):
             self._stop_now.set()
             self._tell([self.rank], {"wake": True})
             self.join(1.0)
+
+    def gone(self, seconds: float) -> list[int]:
+        """See :func:`gone`; not to be called by this thread."""
+        self._here = set()
+        end = time.monotonic() + seconds
+        while (missing := sorted(set(list(self._heard)) - self._here)) and time.monotonic() < end and not self.ended:
+            self._tell(missing, {"ask": True})
+            time.sleep(0.2)
+        return missing
 
     def _state(self) -> dict[str, Any]:
         step = max((engine.global_steps for engine in list(self.engines)), default=0)
@@ -158,6 +177,11 @@ class Heartbeat(threading.Thread):
             if not isinstance(message, dict) or message.get("token") != self._token:
                 continue
             sender = message["rank"]
+            self._here.add(sender)
+            if "ask" in message:
+                self._tell([sender], {"here": True})
+            if message.keys() & {"ask", "here"}:
+                continue
             if "hung" in message and sender != self.rank:
                 self._finish(message["hung"], sender, relay=False)
             elif message.get("left"):
@@ -203,7 +227,7 @@ def _meet() -> tuple[socket.socket, list[tuple[str, str, int]], str]:
     """This rank's socket, of every rank the name of its host and where datagrams reach it, and a secret of this run."""
     mine = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     mine.bind(("", 0))
-    name, port = socket.gethostname(), mine.getsockname()[1]
+    name, port = nodes.host(), mine.getsockname()[1]
     token = secrets.token_hex(16)
     everyone = gather((name, _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")), port, token))
     token = everyone[0][3]

@@ -145,6 +145,11 @@ _CHECKPOINTS = (
         lambda f: f["checkpoint.writer"] is not None,
     ),
     Rule(
+        "checkpoint.use_node_local_storage",
+        "false with tensor parallelism {tp}: DeepSpeed then writes the model states of each node's first rank alone",
+        lambda f: f["checkpoint.use_node_local_storage"] and f.tp > 1,
+    ),
+    Rule(
         "datastates_ckpt",
         "absent: checkpoints are written by torch.save, with checksums, and are on disk when save_checkpoint returns",
         lambda f: f["datastates_ckpt"] not in (None, False),

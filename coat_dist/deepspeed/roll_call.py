@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .. import nodes
 from ..config import CoatConfigError
 from ..ranks import rank_and_world, say_ranks
 from .heartbeat import group_timeout
@@ -54,7 +55,7 @@ def answer(ours: bool, given: Mapping[str, Any]) -> None:
     if store is None:
         return
     key = f"coat_dist/initialize/{call}"
-    store.set(f"{key}/{rank}", str(int(ours)))
+    store.set(f"{key}/{rank}", f"{int(ours)} {nodes.host()}")
     with_, without = (store.add(f"{key}/{kind}", int(ours == kind)) for kind in (True, False))
     end = time.monotonic() + (group_timeout() if ours else PATIENCE)
     while with_ + without < world and not (with_ and without) and time.monotonic() < end:
@@ -65,13 +66,18 @@ def answer(ours: bool, given: Mapping[str, Any]) -> None:
 
 
 def _refuse(store: Any, key: str, world: int) -> None:
-    said = {r: store.get(f"{key}/{r}") == b"1" for r in range(world) if store.check([f"{key}/{r}"])}
+    answers = {r: store.get(f"{key}/{r}").decode().partition(" ") for r in range(world) if store.check([f"{key}/{r}"])}
+    said, hosts = ({r: answer[i] for r, answer in answers.items()} for i in (0, 2))
     store.add(f"{key}/read", 1)
     end = time.monotonic() + 2.0
     while store.add(f"{key}/read", 0) < len(said) and time.monotonic() < end:
         time.sleep(0.02)  # the store ends with the process of rank 0
-    have, lack = ([r for r, ours in said.items() if ours is kind] for kind in (True, False))
+    have, lack = ([r for r, ours in said.items() if ours == kind] for kind in ("1", "0"))
+    have_hosts, lack_hosts = (
+        "" if len(set(hosts.values())) == 1 else f" ({', '.join(dict.fromkeys(hosts[r] for r in ranks))})"
+        for ranks in (have, lack)
+    )
     raise CoatConfigError(
-        f'ranks were started differently: a "coat" block or a CoatAdamW on {say_ranks(have)}, neither on '
-        f"{say_ranks(lack)}; accepted: the same configuration on all ranks"
+        f'ranks were started differently: a "coat" block or a CoatAdamW on {say_ranks(have)}{have_hosts}, neither on '
+        f"{say_ranks(lack)}{lack_hosts}; accepted: the same configuration on all ranks"
     )

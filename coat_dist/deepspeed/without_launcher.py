@@ -9,6 +9,8 @@ from importlib.util import find_spec
 
 import torch
 
+from .slurm import take_ranks
+
 __all__ = ["leave_out_compiled_operation", "prepare"]
 
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -19,10 +21,15 @@ _OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "AZUREML_EXPER
 def prepare() -> None:
     """Let ``deepspeed.init_distributed`` work here; before torch.distributed is initialized.
 
-    Without any launcher, DeepSpeed asks mpi4py which rank this is, and fails where that is not installed: this process
-    is then made the only rank.
+    Tasks of ``srun`` become ranks. Without any launcher, DeepSpeed asks mpi4py which rank this is, and fails where that
+    is not installed: this process is then made the only rank.
+
+    Raises:
+        CoatConfigError: SLURM's variables lack something, or contradict each other.
     """
     leave_out_compiled_operation()
+    if take_ranks():
+        return
     if any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS)) or find_spec("mpi4py") is not None:
         return
     with socket.socket() as free:

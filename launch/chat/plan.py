@@ -15,7 +15,7 @@ import numpy as np
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.checkpoint.durable import write_text
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
-from coat_dist.ranks import on_rank_0
+from coat_dist.ranks import on_first_ranks, on_rank_0
 from launch.chat.arguments import LONGEST_DEFAULT, check_steps
 from launch.chat.batches import Layout, micro_batches
 from launch.chat.export import write_beside
@@ -26,6 +26,7 @@ from launch.chat.template import ChatTemplate, ids_of_text, load_tokenizer
 from launch.model.gpt import ModelConfig
 from launch.prep import DataError
 from launch.training.checkpoint import require_loadable
+from launch.training.node_folders import sharers
 from launch.training.plan import Plan, assemble
 from launch.training.settings import MICRO, load_settings
 from launch.weights import Weights, open_weights
@@ -157,7 +158,7 @@ def _tokenizer_folder(weights: Weights) -> str:
 
 
 def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
-    """Encode the conversations, on rank 0, and plan the run over them; collective.
+    """Encode the conversations, on one rank of those that share a cache, and plan the run over them; collective.
 
     Raises:
         CoatConfigError, DataError: on every rank; names argument or line.
@@ -204,7 +205,7 @@ def _conversations(d: Draft, given: list[str], option: str) -> Conversations:
         except OSError as problem:
             raise DataError(f"--data-cache: {cache} cannot be written ({problem})") from problem
 
-    return Conversations(on_rank_0(work, patient=True))
+    return Conversations(on_first_ranks(sharers(cache, "--data-cache"), work))
 
 
 def _steps(d: Draft, end: int, total: int) -> int:

@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.indexed_dataset import DType
 from torch.utils.data import Dataset
 
-from coat_dist.ranks import on_rank_0
+from coat_dist.checkpoint.team import nodes_of_ranks, sharing
+from coat_dist.ranks import on_first_ranks
 from launch.data.blend import DataInfo, check_one_tokenizer, parse_blend, parse_split, read_info, without_suffix
 from launch.data.cache import cache_folder
 from launch.data.endless_blend import EndlessBlend
@@ -82,10 +84,13 @@ class _Part:
     files: TokenFiles | None = None
 
 
-def _parts(prefixes: Sequence[str], weights: Sequence[float] | None, cache: str) -> list[_Part]:
+def _parts(
+    prefixes: Sequence[str], weights: Sequence[float] | None, cache: str, sharers: Sequence[Sequence[int]]
+) -> list[_Part]:
     """What to draw from: data sets, and each source of a description. Without weights, by number of tokens.
 
-    The weight of a description is divided among its sources. Index files are made on rank 0 where they are not there.
+    The weight of a description is divided among its sources. Index files are made where they are not there, by the
+    first of the ranks that share a cache.
     """
     found: list[_Part] = []
     for number, prefix in enumerate(prefixes):
@@ -93,7 +98,7 @@ def _parts(prefixes: Sequence[str], weights: Sequence[float] | None, cache: str)
             here = [_Part(prefix, 1.0, _lengths(prefix))]
         else:
             mixture = read_mixture(prefix)
-            index = on_rank_0(functools.partial(build_index, mixture, cache), patient=True)
+            index = on_first_ranks(sharers, functools.partial(build_index, mixture, cache))
             files = [TokenFiles(s, mixture.eos, path) for s, path in zip(mixture.sources, index, strict=True)]
             here = [
                 _Part(f"{prefix}#{s.name}", s.weight or float(f.tokens), f.sequence_lengths, f)
@@ -154,7 +159,8 @@ def build_datasets(
             "Python (pip install --force-reinstall megatron-core), or run make in its folder megatron/core/datasets"
         ) from None
     cache = cache_folder(prefixes, cache_dir)
-    parts = _parts(prefixes, weights, cache)
+    sharers = sharing(Path(cache), nodes_of_ranks())
+    parts = _parts(prefixes, weights, cache, sharers)
     lengths = [part.lengths for part in parts]
     config = EndlessConfig(
         random_seed=seed,
@@ -170,6 +176,7 @@ def build_datasets(
         create_attention_mask=False,
         mid_level_dataset_surplus=0.1,  # nothing is built for it, see EndlessGPTDataset.__len__
         index_cache=cache,
+        sharers=sharers,
         token_files={part.name: part.files for part in parts if part.files is not None},
     )
     assert config.split_matrix is not None

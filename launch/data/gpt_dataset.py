@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+from coat_dist.ranks import before_others, rank_and_world
 from launch.data.token_files import TokenFiles
 from launch.prep import DataError
 
@@ -27,6 +28,8 @@ class EndlessConfig(GPTDatasetConfig):
     """Folder of sample indices. Not ``path_to_cache``: BlendedDataset cannot use that without torch.distributed."""
     token_files: dict[str, TokenFiles] = field(default_factory=dict)
     """What is read from token files, by the name that stands for its prefix in ``blend``."""
+    sharers: list[list[int]] = field(default_factory=list)
+    """The ranks that share each folder of sample indices; none = all ranks share one."""
 
 
 class Identity:
@@ -85,22 +88,29 @@ class EndlessGPTDataset(GPTDataset):
         shared: EndlessConfig = self.config  # type: ignore[has-type]
         cache = Path(shared.index_cache)
         pattern = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}-*"
-        first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        try:
-            if first and len(list(cache.glob(pattern))) < 4:
+        rank = rank_and_world()[0]
+        first = next((ranks[0] for ranks in shared.sharers if rank in ranks), 0)
+
+        def build() -> None:
+            if len(list(cache.glob(pattern))) < 4:
                 with tempfile.TemporaryDirectory(dir=cache) as folder:
                     self.config = copy.copy(shared)
                     self.config.path_to_cache = folder
-                    super()._build_document_sample_shuffle_indices()
+                    super(EndlessGPTDataset, self)._build_document_sample_shuffle_indices()
                     for file in Path(folder).iterdir():
                         os.replace(file, cache / file.name)
+
+        try:
+            if first:  # Megatron lets rank 0 build before all others, but no other rank before those of its node
+                before_others(f"index/{pattern}/{first}", rank == first, build)
+            elif rank == 0:
+                build()
             self.config = copy.copy(shared)
             self.config.path_to_cache = str(cache)
             return super()._build_document_sample_shuffle_indices()
         except FileNotFoundError as problem:
             raise DataError(
-                f"cache_dir: {problem.filename} is not there although rank 0 wrote it, accepted: a folder that all "
-                "nodes share"
+                f"cache_dir: {problem.filename} is not there although rank {first} wrote it, accepted: another folder"
             ) from None
         finally:
             self.config = shared

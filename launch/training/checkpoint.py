@@ -19,6 +19,8 @@ from coat_dist.checkpoint.load_checks import load_whole_checkpoints
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
 from coat_dist.checkpoint.publish import find, name_of
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
+from coat_dist.checkpoint.shared import wrong_part
+from coat_dist.checkpoint.team import Team, everyone, team_of
 from launch.training.runtime import get_random_state, reseed, set_random_state
 from launch.weights.source import CARRIED, Weights, files_in
 
@@ -67,7 +69,8 @@ def save(
         run: nested plain values that say what this run is; compared by :func:`examine`.
         progress: plain values to get back from :func:`restore`; ``progress["step"]`` names the checkpoint.
         keep_last, supersedes: see :class:`coat_dist.checkpoint.save.Extras`.
-        travelling: files that came with the initial weights, from :func:`carried`; rank 0 writes them.
+        travelling: files that came with the initial weights, from :func:`carried`; one rank writes them, or one of each
+            node with a folder of its own.
 
     Returns:
         The folder of this checkpoint.
@@ -78,10 +81,11 @@ def save(
 
     def add_files(temporary: Path) -> None:
         torch.save(get_random_state(), temporary / _random_file(dist.get_rank()))
-        for name, content in (travelling or {}).items() if dist.get_rank() == 0 else ():
+        for name, content in (travelling or {}).items() if leads else ():
             (temporary / CARRIED / name).parent.mkdir(parents=True, exist_ok=True)
             (temporary / CARRIED / name).write_bytes(content)
 
+    leads = team_of(engine).leads
     save_whole_checkpoints(engine)  # one without a "coat" block has not got it
     content = {"progress": dict(progress), "run": run}
     tag = name_of(progress["step"])
@@ -123,21 +127,32 @@ class Examined:
         return bool(self.manifest.get("universal"))
 
 
-def examine(checkpoint: Path, run: Mapping[str, Any]) -> Examined:
+def examine(checkpoint: Path, run: Mapping[str, Any], team: Team | None = None) -> Examined:
     """Whether a run can load a checkpoint, and whether its files are whole; collective, needs no model.
+
+    Args:
+        team: the ranks that have it before them; None = all.
 
     Raises:
         CheckpointError: damaged or missing files, or a checkpoint of another model or another parallel layout.
     """
-    manifest = read_manifest(checkpoint)
+    team = team or everyone()
+    manifest = team.ask_leader(lambda: _own_manifest(checkpoint, team), CheckpointError)
     changed = differences(manifest["run"], run)
     structure = _UNIVERSAL_STRUCTURE if manifest.get("universal") else _STRUCTURE
     fatal = [line for key, line in changed.items() if _among(key, structure)]
     if fatal:
         hint = "" if any(_among(key, _UNIVERSAL_STRUCTURE) for key in changed) else f"\n{_CONVERSION}"
         raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal) + hint)
-    verify(checkpoint, manifest["files"])
+    verify(checkpoint, manifest["files"], team)
     return Examined(checkpoint, manifest, run, [line for key, line in changed.items() if not _among(key, structure)])
+
+
+def _own_manifest(checkpoint: Path, team: Team) -> dict[str, Any]:
+    manifest = read_manifest(checkpoint)
+    if wrong := wrong_part(checkpoint, manifest, team):
+        raise CheckpointError(wrong)
+    return manifest
 
 
 def restore(engine: Any, examined: Examined) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from coat_dist.ranks import tell_torchrun
+from coat_dist import nodes
+from coat_dist.deepspeed import heartbeat
+from coat_dist.ranks import say_ranks, tell_torchrun
 
-__all__ = ["end", "of_another_rank"]
+__all__ = ["because_of", "end", "of_another_rank"]
 
 KEY = "coat_dist/error"
 WAIT = 1.5
@@ -44,16 +46,28 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> 
     if store is not None and (rank or consequence):
         said = _said(store, 3 * WAIT if consequence else WAIT)
     if said is None or not (consequence or said == line):
-        print(f"{f'rank {rank}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
+        print(f"{f'rank {rank}{_host(rank)}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
         _say(store, line)
     if rank == 0 and store is not None and dist.get_world_size() > 1:
         time.sleep(2 * WAIT)
+
+
+def _host(rank: int) -> str:
+    return nodes.say_host(rank) or (f" (host {nodes.host()})" if nodes.several_nodes() else "")
 
 
 def of_another_rank(problem: Exception) -> bool:
     """Whether a collective or the store failed, which has its reason in another rank."""
     words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore")
     return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
+
+
+def because_of(problem: Exception) -> str:
+    """What to say where :func:`of_another_rank`: which ranks have ended, with their hosts, if that can be found out."""
+    ended = heartbeat.gone()
+    if not ended:
+        return f"a collective failed, because another rank has ended or did not come: {problem}"
+    return f"a collective failed, because {say_ranks(ended)} ended: {problem}"
 
 
 def _own_store() -> Any:

@@ -45,7 +45,7 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
         program = "finetune" if Path(sys.argv[0]).stem == "finetune" else "pretrain"
         raise CoatConfigError(
             f"RANK: not set, accepted: start with `deepspeed launch/{program}.py ...` or "
-            f"`torchrun launch/{program}.py ...`"
+            f"`torchrun launch/{program}.py ...`, under SLURM also `srun python launch/{program}.py ...`"
         )
     gpu = torch.cuda.is_available()
     if not gpu:
@@ -56,6 +56,7 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
         if local >= torch.cuda.device_count():
             raise CoatConfigError(
                 f"LOCAL_RANK: got {local}, accepted: less than the {torch.cuda.device_count()} GPUs seen here"
+                + (" (under SLURM --gpus-per-node, not --gpus-per-task)" if "SLURM_PROCID" in os.environ else "")
             )
         torch.cuda.set_device(local)
     import deepspeed

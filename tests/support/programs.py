@@ -33,17 +33,24 @@ class Program:
         arguments: A script or ``-m`` and a module, and theirs.
         folder: Exists; holds the pipe that everything is printed to.
         ranks: Whether a launcher's ranks are forked, too, or started from nothing.
+        enter: Namespaces to run in, from ``nodes.spaces``.
         environment: Changes to this process's environment.
     """
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path, cwd: Path, ranks: bool = True, **environment: str
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        cwd: Path,
+        ranks: bool = True,
+        enter: Sequence[tuple[str, int]] | None = None,
+        **environment: str,
     ) -> None:
         pipe = folder / f"output-{len(list(folder.glob('output-*')))}"
         os.mkfifo(pipe)
         whole = {**os.environ, **environment}
         self._process: Any = _cpu_server().Process(
-            target=_first, args=(list(arguments), str(pipe), str(cwd), whole, ranks)
+            target=_first, args=(list(arguments), str(pipe), str(cwd), whole, ranks, enter)
         )
         self._text = ""
         self._reader = threading.Thread(target=self._read, args=(pipe,), daemon=True)
@@ -72,7 +79,18 @@ class Program:
         return self._text, None
 
 
-def _first(arguments: list[str], pipe: str, cwd: str, environment: dict[str, str], ranks: bool) -> None:
+def _first(
+    arguments: list[str],
+    pipe: str,
+    cwd: str,
+    environment: dict[str, str],
+    ranks: bool,
+    enter: Sequence[tuple[str, int]] | None,
+) -> None:
+    if enter:
+        from .nodes import enter_spaces
+
+        enter_spaces(enter)
     os.setsid()
     output = os.open(pipe, os.O_WRONLY)
     _replace({1: output, 2: output})

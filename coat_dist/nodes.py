@@ -1,0 +1,93 @@
+"""Which host and which node each rank is on. A node is what one launcher process, or SLURM's daemon, has started.
+
+Ranks of one node have the local disks of one machine. Hosts are names for readers: two nodes may have the same one, as
+containers and tests do.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+__all__ = ["Place", "by_node", "host", "meet", "my_place", "on_host", "say_host", "several_nodes"]
+
+_NODE = ("GROUP_RANK", "CROSS_RANK", "SLURM_NODEID")
+"""The number of this node: of torchrun, DeepSpeed and SLURM."""
+
+_met: tuple[Any, list[Place]] | None = None
+"""A weak reference to the process group whose ranks have met, and where they are."""
+
+
+class Place(NamedTuple):
+    """Of one rank."""
+
+    host: str
+    node: str | None
+    """The launcher's number of the node, if it says one."""
+    local: int
+    """The rank's number on its node."""
+
+
+def host() -> str:
+    """The name of this host; ``COAT_HOST`` in the environment replaces it."""
+    return os.environ.get("COAT_HOST") or socket.gethostname()
+
+
+def several_nodes() -> bool:
+    """Whether the launcher has told this rank of ranks on other nodes."""
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    world = os.environ.get("WORLD_SIZE", "1")
+    return bool(here) and here != world
+
+
+def my_place(local: int | None = None) -> Place:
+    """Where this rank is.
+
+    Args:
+        local: its number on its node; None = what the launcher says.
+    """
+    text = os.environ.get("LOCAL_RANK", "0")
+    node = next((os.environ[name] for name in _NODE if name in os.environ), None)
+    return Place(host(), node, (int(text) if text.isdigit() else 0) if local is None else local)
+
+
+def by_node(places: Sequence[Place]) -> list[list[int]]:
+    """Ranks of each node, in the order of its first rank.
+
+    Where launchers give no numbers, a second rank with the same local number on a host begins another node.
+    """
+    nodes: dict[Any, list[int]] = {}
+    seen: dict[tuple[str, int], int] = {}
+    for rank, place in enumerate(places):
+        again = seen[place.host, place.local] = seen.get((place.host, place.local), -1) + 1
+        nodes.setdefault((place.host, again if place.node is None else place.node), []).append(rank)
+    return list(nodes.values())
+
+
+def meet(places: list[Place]) -> None:
+    """Keep where all ranks of the default process group are, for messages."""
+    global _met
+    _met = (weakref.ref(dist.group.WORLD), places) if dist.is_initialized() else None
+
+
+def say_host(rank: int) -> str:
+    """`` (host b)``, to be put behind a rank's number; nothing where all ranks are on one node, or have not met."""
+    places = _places()
+    return f" (host {places[rank].host})" if rank < len(places) and len(by_node(places)) > 1 else ""
+
+
+def on_host(text: str, rank: int) -> str:
+    """``text`` of a rank, with its host where there are several nodes."""
+    where = say_host(rank).strip(" ()")
+    return f"{where}: {text}" if where else text
+
+
+def _places() -> list[Place]:
+    if _met is None or not dist.is_initialized() or _met[0]() is not dist.group.WORLD:
+        return []
+    return _met[1]

@@ -1,0 +1,137 @@
+"""The folders of a run on several nodes: shared by all of them, or checkpoints on each node's own disk.
+
+With ``checkpoint.use_node_local_storage`` each node holds the files of its own ranks in ``--save``, and the first rank
+of each node looks at that folder and locks it. Everything else that a run writes is rank 0's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from coat_dist import CoatConfigError
+from coat_dist.checkpoint.durable import make_folder
+from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
+from coat_dist.checkpoint.publish import finished
+from coat_dist.checkpoint.shared import KEY, check_shared, check_there
+from coat_dist.checkpoint.team import Team, everyone, nodes_of_ranks, sharing
+from coat_dist.config import look_up
+from coat_dist.nodes import on_host, say_host
+from coat_dist.ranks import attempt, on_rank_0, rank_and_world
+from launch.prep import DataError
+from launch.training.folders import Folders, open_folders
+
+__all__ = ["check_export", "node_local", "open_on_nodes", "sharers", "team_of_checkpoints"]
+
+
+def node_local(settings: Any) -> bool:
+    """Whether nodes keep checkpoints on disks of their own."""
+    return look_up(settings, KEY) is True
+
+
+def team_of_checkpoints(settings: Any) -> Team:
+    """Ranks that have the same folder of checkpoints before them; collective where nodes have their own."""
+    return _own(nodes_of_ranks()) if node_local(settings) else everyone()
+
+
+def open_on_nodes(args: argparse.Namespace, settings: Any, locks: ExitStack) -> Folders:
+    """What :func:`launch.training.folders.open_folders` finds, on every rank; collective.
+
+    Raises:
+        CoatConfigError, CheckpointError: on every rank, what it raises on one; nodes that do not share ``--save`` or
+            ``--load``, or with ``use_node_local_storage`` do; nodes that have no step in common.
+    """
+    nodes, local = nodes_of_ranks(), node_local(settings)
+    folders = _open_on_each(args, locks, nodes) if local else on_rank_0(lambda: open_folders(args, locks))
+    if len(nodes) == 1:
+        return folders
+    if args.save is not None:
+        check_shared(Path(args.save), "--save", nodes, local, CoatConfigError)
+    if folders.source is not None:
+        check_there(folders.source, "--load", CoatConfigError)
+    return folders
+
+
+def sharers(folder: Path, option: str) -> list[list[int]]:
+    """Ranks by the folder that they find under this path, a cache, which is made on nodes where it is missing.
+
+    Collective.
+
+    Raises:
+        DataError: on every rank; it cannot be made on some node.
+    """
+    nodes = nodes_of_ranks()
+    if len(nodes) > 1:
+        _, problems = attempt(lambda: make_folder(folder))
+        if problems:
+            rank, why = next(iter(problems.items()))
+            raise DataError(f"{option}: {folder} cannot be written ({on_host(why, rank)})")
+    return sharing(folder, nodes)
+
+
+def check_export(option: str, settings: Any) -> None:
+    """Refuse to make something of the last checkpoint where no node has all of it; collective.
+
+    Raises:
+        CoatConfigError: names key and option.
+    """
+    if node_local(settings) and len(nodes_of_ranks()) > 1:
+        raise CoatConfigError(
+            f"{KEY}: got true with {option}, which needs the files of all nodes, accepted: false and a --save that all "
+            "nodes share, or --no-export"
+        )
+
+
+def _own(nodes: Sequence[Sequence[int]]) -> Team:
+    rank = rank_and_world()[0]
+    return Team(next(ranks for ranks in nodes if rank in ranks), rank)
+
+
+def _open_on_each(args: argparse.Namespace, locks: ExitStack, nodes: Sequence[Sequence[int]]) -> Folders:
+    team = _own(nodes)
+
+    def open_own() -> tuple[str | None, list[str], dict[str, int]] | None:
+        if not team.leads:
+            return None
+        own = args
+        if team.rank:  # what is written beside checkpoints is rank 0's
+            own = argparse.Namespace(**{**vars(args), "output": None, "tensorboard": None})
+        found = open_folders(own, locks)
+        there = finished(found.source.parent) if found.source is not None else []
+        steps = {p.name: read_manifest(p)["progress"]["step"] for p in {*there, *([found.source] if there else [])}}
+        return None if found.source is None else str(found.source), [str(p) for p in found.superseded], steps
+
+    answers, problems = attempt(open_own)
+    if problems:
+        told = problems.values() if len(nodes) == 1 else (on_host(text, rank) for rank, text in problems.items())
+        raise CoatConfigError("\n".join(dict.fromkeys(told)))
+    source, superseded, _ = answers[team.ranks[0]]  # type: ignore[misc]
+    by_leader = {ranks[0]: answers[ranks[0]] for ranks in nodes}
+    name = _common(args, {rank: (one[0], one[2]) for rank, one in by_leader.items()})  # type: ignore[index]
+    if name is not None and Path(source).name != name:
+        source = str(Path(source).parent / name)
+    return Folders(None if source is None else Path(source), [Path(p) for p in superseded])
+
+
+def _common(args: argparse.Namespace, found: dict[int, tuple[str | None, dict[str, int]]]) -> str | None:
+    """The name of the checkpoint that all nodes continue from, of what each node's first rank found.
+
+    A kill between the ``latest`` of one node and that of another leaves two names; of those, the checkpoint of the
+    highest step that every node has.
+    """
+    names = {rank: None if source is None else Path(source).name for rank, (source, _) in found.items()}
+    if len(set(names.values())) == 1:
+        return next(iter(names.values()))
+    steps = {name: at for _, all_steps in found.values() for name, at in all_steps.items()}
+    everywhere = set.intersection(*(set(all_steps) for _, all_steps in found.values()))
+    common = everywhere & set(names.values())
+    if common:
+        return max(common, key=lambda name: steps[name])
+    said = ", ".join(f"{name or 'none'} on rank {rank}{say_host(rank)}" for rank, name in names.items())
+    raise CheckpointError(
+        f"--load: got {args.load}, whose newest checkpoints are {said}, accepted: folders that have a step in common, "
+        "each with its node's part (--load DIR/STEP names one)"
+    )

@@ -1,0 +1,190 @@
+"""Two nodes: started by each launcher, checkpoints on shared and on own disks, one node that dies, resumes on one."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import to_universal
+from launch.training.metrics import read_metrics
+from tests.launch.pretrain_runs import command, configuration, losses
+from tests.support import Nodes, Program, free_port
+
+ROOT = Path(__file__).parents[2]
+PRETRAIN = str(ROOT / "launch" / "pretrain.py")
+
+pytestmark = pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="starts two ranks on the CPU")
+
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONUNBUFFERED": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    with Nodes(tmp_path) as made:
+        yield made
+
+
+def torchrun(rendezvous="c10d"):
+    """torchrun on each node, which meet at the first one."""
+    port = free_port()
+
+    def lines(node, number, first):
+        meet = {
+            "c10d": ["--rdzv_backend", "c10d", "--rdzv_id", "job", "--rdzv_endpoint", f"{first.address}:{port}"],
+            "static": ["--node_rank", str(number), "--master_addr", first.address, "--master_port", str(port)],
+        }[rendezvous]
+        return ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *meet, PRETRAIN], {}
+
+    return lines
+
+
+def deepspeed_without_ssh():
+    port = free_port()
+
+    def lines(node, number, first):
+        hostfile = node.folder / "hostfile"
+        hostfile.write_text("".join(f"node-{n} slots=1\n" for n in "ab"))
+        address = ["--master_addr", first.address, "--master_port", str(port)]
+        own = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(number), "--log_level", "error"]
+        return ["-m", "deepspeed.launcher.runner", *own, *address, PRETRAIN], {}
+
+    return lines
+
+
+def srun():
+    """What srun would set for each task."""
+    port = free_port()
+
+    def lines(node, number, first):
+        task = {"PROCID": number, "LOCALID": 0, "NODEID": number, "NTASKS": 2, "STEP_NUM_TASKS": 2, "STEP_ID": 0}
+        task |= {"JOB_ID": port, "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node-a,node-b"}
+        own = {} if node.space else {"MASTER_ADDR": first.address}  # there are no such names
+        return [PRETRAIN], {**own, **{f"SLURM_{k}": str(v) for k, v in task.items()}}
+
+    return lines
+
+
+def start(nodes, launcher, argv, tmp_path):
+    started = []
+    for number, node in enumerate(nodes):
+        line, variables = launcher(node, number, nodes[0])
+        started.append(node.start([*line, *map(str, argv)], tmp_path, **ENVIRONMENT, **variables))
+    return started
+
+
+def finish(programs, seconds=60):
+    end = time.monotonic() + seconds
+    return [program.communicate(timeout=end - time.monotonic())[0] for program in programs]
+
+
+LAUNCHERS = {
+    "torchrun, c10d": torchrun,
+    "torchrun, static": lambda: torchrun("static"),
+    "deepspeed --no_ssh": deepspeed_without_ssh,
+    "srun": srun,
+}
+
+
+def wait_for_steps(programs, run, steps):
+    end = time.monotonic() + 200
+    while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < steps:
+        assert [p.poll() for p in programs] == [None, None], finish(programs)
+        assert time.monotonic() < end, "no steps in time"
+        time.sleep(0.05)
+
+
+def alone(argv, tmp_path):
+    """A run on one node, of one rank; what it printed."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    program = Program([PRETRAIN, *map(str, argv)], tmp_path, ROOT, MASTER_PORT=str(free_port()), **ENVIRONMENT, **ranks)
+    text = finish([program])[0]
+    assert program.returncode == 0, text
+    return text
+
+
+def test_a_node_dies_and_the_run_goes_on_with_one(nodes, work, tmp_path):
+    run, save = tmp_path / "run", tmp_path / "save"
+    shared = ["--save", save, "--save-interval", "2", "--lr-schedule", "constant", "--log-level", "info"]
+    argv = command(work, run, configuration(tmp_path, 2), *shared, steps=100_000)
+    programs = start(nodes, srun(), argv, tmp_path)
+    wait_for_steps(programs, run, 5)
+    os.kill(programs[1].pid, signal.SIGKILL)
+    dead = time.monotonic()
+    first, _ = finish(programs)
+    assert time.monotonic() - dead < 60
+    assert programs[0].returncode == 4, first
+    (line,) = [x for x in first.splitlines() if "error: " in x]
+    assert line.startswith("error: a collective failed, because rank 1 (host node-b) ended: "), first
+
+    step = 2 * ((len(read_metrics(run))) // 2)
+    assert to_universal.main(["--load", str(save), "--output", str(tmp_path / "universal")]) == 0
+    more = configuration(tmp_path, 2, train_batch_size=8, gradient_accumulation_steps=4)
+    again = ["--load", tmp_path / "universal", "--save", tmp_path / "more", "--lr-schedule", "constant"]
+    text = alone(command(work, run, more, *again, steps=step + 2), tmp_path)
+    assert f"continuing after step {step} from" in text and f"finished {step + 2} steps" in text, text
+    assert [r["step"] for r in read_metrics(run)] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_nodes_train(launcher, nodes, work, tmp_path):
+    """Once whole, and once in two parts with checkpoints on the nodes' own disks; to the bit the same."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    start_line = LAUNCHERS[launcher]
+    shared = [configuration(tmp_path, 2), "--save", tmp_path / "save"]
+    programs = start(nodes, start_line(), command(work, whole, *shared, steps=4), tmp_path)
+    texts = finish(programs)
+    assert [p.returncode for p in programs] == [0, 0], texts
+    assert "".join(texts).count("finished 4 steps") == 1, "logs are those of rank 0"
+
+    own = configuration(tmp_path, 2, checkpoint={"use_node_local_storage": True})
+    for stop in (2, 4):
+        argv = command(work, parts, own, "--save", "disk", "--load", "auto", "--stop-at-step", stop, steps=4)
+        programs = start(nodes, start_line(), argv, tmp_path)
+        texts = finish(programs)
+        assert [p.returncode for p in programs] == [0, 0], texts
+    assert losses(parts) == losses(whole)
+    for rank, node in enumerate(nodes):
+        saved = node.folder / "disk" / "step00000004"
+        manifest = json.loads((saved / "manifest.json").read_text())
+        assert manifest["part"] == {"ranks": [rank], "world_size": 2}
+        assert f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" in manifest["files"]
+        assert {"mp_rank_00_model_states.pt", f"random_rank_{rank:05d}.pt"} < manifest["files"].keys()
+        assert (node.folder / "disk" / "latest").read_text() == "step00000004"
+        assert sorted(p.name for p in saved.glob("*optim*")) == [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
+
+
+@pytest.mark.slow
+def test_folders_that_nodes_do_not_share_are_found_at_the_start(nodes, work, tmp_path):
+    shared = configuration(tmp_path, 2)
+    own = configuration(tmp_path, 2, checkpoint={"use_node_local_storage": True})
+    for config, save, said in (
+        (
+            shared,
+            "disk",
+            r"--save: got disk, which rank 0 \(host node-a\) and rank 1 \(host node-b\) do not share, accepted: ",
+        ),
+        (
+            own,
+            tmp_path / "save",
+            "checkpoint.use_node_local_storage: got true, but --save .* is one folder of ranks 0-1",
+        ),
+    ):
+        argv = command(work, tmp_path / "run", config, "--save", save, steps=2)
+        programs = start(nodes, srun(), argv, tmp_path)
+        texts = finish(programs)
+        assert [p.returncode for p in programs] == [2, 2], texts
+        assert len(re.findall(said, "".join(texts))) == 1, texts
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
