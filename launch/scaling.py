@@ -29,6 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import make_folder, sync_folder, write_text
+from coat_dist.deepspeed.slurm import take_ranks
 from launch.log_level import say, set_log_level
 from launch.planning.arguments import silence_deepspeed
 from launch.scale import arguments, measuring
@@ -88,8 +89,10 @@ def _publish(args: Any, there: Mapping[str, Any], folder: str | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
-    rank = int(os.environ.get("RANK", 0))
+    rank = 0
     try:
+        take_ranks()
+        rank = int(os.environ.get("RANK", 0))
         args = arguments.parse(argv)
         set_log_level(args.log_level)
         silence_deepspeed()

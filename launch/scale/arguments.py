@@ -43,6 +43,7 @@ _MEANT = {
     "train-iters": "--steps",
     "train-steps": "--steps",
     "world-size": "--ranks",
+    **dict.fromkeys(("pp", "pipeline-parallel", "pipeline-model-parallel-size"), "--paper, which has pipelines"),
 }
 
 
@@ -80,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         prog="scaling.py",
         description="Measure training and collectives on 1, 2, 4, ... of the ranks that are here, fit what each "
         "collective costs, and predict larger clusters. Started by `torchrun launch/scaling.py ...` or `deepspeed "
-        "launch/scaling.py ...` on one node or several, or by its path on one.",
+        "launch/scaling.py ...` (srun: `srun python ...`) on one node or several, or by its path on one.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         meant=_MEANT,
     )

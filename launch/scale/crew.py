@@ -42,6 +42,8 @@ class Rank:
     rank: int
     local: int
     host: str
+    node: str
+    """A host may be several nodes, to its launchers."""
 
 
 class Crew:
@@ -55,7 +57,7 @@ class Crew:
         self._store: Any = None
         self._jobs = 0
         if count is not None:
-            self.first, self._members = True, [Rank(i, i, socket.gethostname()) for i in range(count)]
+            self.first, self._members = True, [Rank(i, i, socket.gethostname(), "") for i in range(count)]
             self._mine = self._members
             return
         from torch.distributed.rendezvous import rendezvous
@@ -65,8 +67,8 @@ class Crew:
         self.first = rank == 0
         # As init_process_group joins a launcher's ranks.
         self._store, _, _ = next(rendezvous("env://", rank, world, timeout=_JOIN))
-        mine = Rank(rank, local, socket.gethostname())
-        self._store.set(f"scaling/{rank}", json.dumps([local, mine.host]))
+        mine = Rank(rank, local, socket.gethostname(), _node())
+        self._store.set(f"scaling/{rank}", json.dumps([local, mine.host, mine.node]))
         self._members = [Rank(i, *json.loads(self._store.get(f"scaling/{i}"))) for i in range(world)]
         self._mine = [mine]
 
@@ -177,11 +179,9 @@ _DROPPED = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PMI_", "OMPI_", "MASTER_")
 def _start(job: Mapping[str, Any], one: Rank, members: Sequence[Rank], output: Path) -> subprocess.Popen:
     """The process of one rank, in a world of the measurement's ranks alone."""
     ranks = job["ranks"]
-    here = [r for r in ranks if members[r].host == one.host]
-    first = members[ranks[0]]
-    address = "127.0.0.1" if len(here) == len(ranks) else os.environ.get("MASTER_ADDR", first.host)
-    if first.rank:  # not where the launcher's first rank is
-        address = first.host
+    here = [r for r in ranks if members[r].node == one.node]
+    # Every group begins with the launcher's first rank, whose address all have reached.
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1") if len(members) > len(here) else "127.0.0.1"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
     environment |= {
         "RANK": str(ranks.index(one.rank)),
@@ -224,6 +224,12 @@ def _reason(output: Path, process: subprocess.Popen) -> str:
     errors = [line for line in lines if "Error" in line.split(":")[0]]
     said = re.sub(r"^\[rank\d+\]: ", "", (errors or lines or ["no words"])[-1])
     return f"{said[:300]} (status {process.returncode})"
+
+
+def _node() -> str:
+    """Where this rank is: its host, and the launcher's number of the node (torchrun's, DeepSpeed's, SLURM's)."""
+    number = next((os.environ[n] for n in ("GROUP_RANK", "CROSS_RANK", "SLURM_NODEID") if n in os.environ), "0")
+    return f"{socket.gethostname()}/{number}"
 
 
 def _free_port() -> int:

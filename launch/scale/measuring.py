@@ -65,13 +65,13 @@ def identity_of(args: Any) -> dict[str, Any]:
     }
 
 
-def jobs(args: Any, identity: Mapping[str, Any], sizes: list[int], hosts: list[str]) -> Iterator[dict[str, Any]]:
+def jobs(args: Any, identity: Mapping[str, Any], sizes: list[int], nodes: list[str]) -> Iterator[dict[str, Any]]:
     """What is to be measured, the quick things first; ``group`` are the ranks."""
     most = max(sizes)
     shared = {"timeout": 60 * args.timeout_minutes}
     if args.only != "training":
         groups = [list(range(size)) for size in sizes if size > 1]
-        firsts = [hosts.index(host) for host in dict.fromkeys(hosts[:most])]
+        firsts = [nodes.index(node) for node in dict.fromkeys(nodes[:most])]
         groups += [firsts[:size] for size in (2**k for k in range(1, 20)) if size <= len(firsts)]
         for group in dict.fromkeys(map(tuple, groups)):
             yield {"what": "collectives", "sizes": list(args.message_sizes or ()), "group": list(group), **shared}
@@ -125,17 +125,17 @@ _KEY = ("what", "variant", "group", "most", "strong", "accumulations", "warmup",
 
 def measure(args: Any, crew: Crew, identity: Mapping[str, Any], sizes: list[int], records: Records) -> int:
     """Do what is not done; how many measurements failed."""
-    hosts = [one.host for one in crew.members]
+    nodes = [one.node for one in crew.members]
     failed = 0
-    for job in jobs(args, identity, sizes, hosts):
+    for job in jobs(args, identity, sizes, nodes):
         key = {name: job[name] for name in _KEY if name in job}
         group = job.pop("group")
-        name = f"{job['what']}{', ' + job['variant'] if 'variant' in job else ''} on {len(group)} of {len(hosts)} ranks"
+        name = f"{job['what']}{', ' + job['variant'] if 'variant' in job else ''} on {len(group)} of {len(nodes)} ranks"
         if records.done(key):
             say(f"{name}: measured before")
             continue
-        among = [hosts[rank] for rank in group]
-        about = {"ranks": len(group), "a_node": max(among.count(host) for host in among)}
+        among = [nodes[rank] for rank in group]
+        about = {"ranks": len(group), "a_node": max(among.count(node) for node in among)}
         try:
             found = crew.measure(job, group)
             say(f"{name}: {_said(found)}")
@@ -161,12 +161,12 @@ def machine(crew: Crew) -> dict[str, Any]:
     """What is measured on."""
     import torch
 
-    hosts = [one.host for one in crew.members]
+    nodes = [one.node for one in crew.members]
     gpu = torch.cuda.is_available()
     return {
-        "world": len(hosts),
-        "nodes": len(set(hosts)),
-        "gpus_per_node": max(hosts.count(host) for host in hosts),
+        "world": len(nodes),
+        "nodes": len(set(nodes)),
+        "gpus_per_node": max(nodes.count(node) for node in nodes),
         "device": _gpu_name() if gpu else "cpu",
         "backend": "nccl" if gpu else "gloo",
         "cores": len(os.sched_getaffinity(0)),

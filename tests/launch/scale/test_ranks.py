@@ -101,6 +101,25 @@ def test_under_a_launcher_and_again(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_two_nodes(tmp_path):
+    """``-m slow``: two launchers that meet: what lies between them is measured with a rank of each."""
+    port, processes = str(free_port()), []
+    for node in ("0", "1"):
+        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", node, "--nproc_per_node", "1",
+                    "--master_addr", "127.0.0.1", "--master_port", port]  # fmt: skip
+        program = [str(ROOT / "launch" / "scaling.py"), "--only", "collectives", "--message-sizes", "4KiB,1MiB"]
+        (tmp_path / node).mkdir()
+        argv = [*launcher, *program, "--output", str(tmp_path / "out")]
+        processes.append(Program(argv, tmp_path / node, ROOT, **ENVIRONMENT))
+    texts = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    said = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    assert said["identity"]["nodes"] == 2 and said["gpus_per_node"] == 1
+    assert {(row["kind"], row["where"]) for row in said["collectives"]} == {(kind, "between") for kind in bench.KINDS}
+    assert "# Scaling" in texts[0] and "# Scaling" not in texts[1]
+
+
+@pytest.mark.slow
 def test_a_held_out_size_of_training(tmp_path):
     """``-m slow``: 1, 2 and 4 ranks without a launcher, more of them than cores on most machines."""
     argv = [str(ROOT / "launch" / "scaling.py"), *command(tmp_path / "out", "--gpus", "4", "--steps", "10")]
