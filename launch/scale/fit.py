@@ -162,7 +162,7 @@ def fit(samples: Iterable[Sample]) -> Fit:
     least = min(one.scatter for one in found)
     usual = usual_shape(kind)
     # Where measurements cannot tell (two ranks only), the shape that is usual comes first.
-    found.sort(key=lambda one: (one.scatter > 1.1 * least, one.shape != usual, one.scatter))
+    found.sort(key=lambda one: (one.scatter > 1.1 * least, one.shape != usual, SHAPES.index(one.shape)))
     near = [one for one in found if one.scatter <= 1.5 * least]
     return Fit(kind, tuple(near), tuple(sorted({one.ranks for one in taken})), len(taken))
 
