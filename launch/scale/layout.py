@@ -69,8 +69,16 @@ class Layout:
         return (self.pp - 1) / (self.virtual * self.run.accumulation + self.pp - 1)
 
     def memory(self, gpu: GPU) -> int:
-        """Bytes of the first stage, which holds the most micro-batches at a time: P of them with 1F1B."""
-        needed = need(self.stage, gpu).total
+        """Bytes of the first stage, which holds the most micro-batches at a time: P of them with 1F1B.
+
+        Of ZeRO-3 without what building the engine takes: a model of this size is built in shards.
+        """
+        known = need(self.stage, gpu)
+        needed = known.total
+        if self.run.stage == 3:
+            peaks = known.peak.other_peaks.items()
+            training = max(size for phase, size in peaks if phase != "building the engine")
+            needed = int(training * (1 + MARGIN)) + known.not_torchs
         if self.pp == 1:
             return needed
         held = float(self.pp)
