@@ -50,9 +50,9 @@ def solve(columns: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarr
         The factors; their covariance for errors of variance 1, 0 where a factor is left out; the sum of squares.
     """
     count = columns.shape[1]
-    best: tuple[float, np.ndarray, tuple[int, ...]] | None = None
+    best: tuple[float, np.ndarray, list[int]] | None = None
     for size in range(count + 1):
-        for chosen in combinations(range(count), size):
+        for chosen in map(list, combinations(range(count), size)):
             part = columns[:, chosen]
             found = np.linalg.lstsq(part, target, rcond=None)[0]
             if (found < 0).any():
@@ -62,7 +62,7 @@ def solve(columns: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarr
                 best = squares, found, chosen
     assert best is not None  # no columns at all are a solution
     factors, covariance = np.zeros(count), np.zeros((count, count))
-    chosen = list(best[2])
+    chosen = best[2]
     factors[chosen] = best[1]
     part = columns[:, chosen]
     covariance[np.ix_(chosen, chosen)] = np.linalg.pinv(part.T @ part)
