@@ -16,7 +16,7 @@ def _gb(number: float) -> str:
 
 def markdown(answer: Mapping[str, Any]) -> str:
     lines = [f"# On paper: {answer['gpu']}", "", "TP x PP x DP of the fastest layout that fits, and what it does:", ""]
-    head = (
+    head: tuple[str, ...] = (
         "model",
         "GPUs",
         "variant",
