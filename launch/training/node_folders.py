@@ -45,9 +45,14 @@ def open_on_nodes(args: argparse.Namespace, settings: Any, locks: ExitStack) -> 
             ``--load``, or with ``use_node_local_storage`` do; nodes that have no step in common.
     """
     nodes, local = nodes_of_ranks(), node_local(settings)
-    folders = _open_on_each(args, locks, nodes) if local else on_rank_0(lambda: open_folders(args, locks))
     if len(nodes) == 1:
-        return folders
+        return on_rank_0(lambda: open_folders(args, locks))
+    if local:
+        if args.save is not None:  # before two nodes would lock one folder
+            _make(Path(args.save), "--save")
+            check_shared(Path(args.save), "--save", nodes, local, CoatConfigError)
+        return _open_on_each(args, locks, nodes)
+    folders = on_rank_0(lambda: open_folders(args, locks))
     if args.save is not None:
         check_shared(Path(args.save), "--save", nodes, local, CoatConfigError)
     if folders.source is not None:
@@ -65,11 +70,15 @@ def sharers(folder: Path, option: str) -> list[list[int]]:
     """
     nodes = nodes_of_ranks()
     if len(nodes) > 1:
-        _, problems = attempt(lambda: make_folder(folder))
-        if problems:
-            rank, why = next(iter(problems.items()))
-            raise DataError(f"{option}: {folder} cannot be written ({on_host(why, rank)})")
+        _make(folder, option)
     return sharing(folder, nodes)
+
+
+def _make(folder: Path, option: str) -> None:
+    _, problems = attempt(lambda: make_folder(folder))
+    if problems:
+        rank, why = next(iter(problems.items()))
+        raise DataError(f"{option}: {folder} cannot be written ({on_host(why, rank)})")
 
 
 def check_export(option: str, settings: Any) -> None:
@@ -106,8 +115,7 @@ def _open_on_each(args: argparse.Namespace, locks: ExitStack, nodes: Sequence[Se
 
     answers, problems = attempt(open_own)
     if problems:
-        told = problems.values() if len(nodes) == 1 else (on_host(text, rank) for rank, text in problems.items())
-        raise CoatConfigError("\n".join(dict.fromkeys(told)))
+        raise CoatConfigError("\n".join(dict.fromkeys(on_host(text, rank) for rank, text in problems.items())))
     source, superseded, _ = answers[team.ranks[0]]  # type: ignore[misc]
     by_leader = {ranks[0]: answers[ranks[0]] for ranks in nodes}
     name = _common(args, {rank: (one[0], one[2]) for rank, one in by_leader.items()})  # type: ignore[index]
