@@ -95,6 +95,8 @@ def test_caches_are_built_once_on_each_node_or_once_where_they_are_shared(work, 
     assert first.count("own") == second.count("own") == first.count("common") >= 4
     assert samples[0] == samples[1] == others[0] == others[1]
     assert teams == [[0], [1]] and there and too
+    files = {p.name: p.read_bytes() for p in (tmp_path / "node-0" / "own").iterdir()}
+    assert files == {p.name: p.read_bytes() for p in (tmp_path / "node-1" / "own").iterdir()}
 
 
 def missing(rank, world, folder):
