@@ -43,7 +43,7 @@ from launch.log_level import set_log_level, shows
 from launch.model.gpt import flops_per_token
 from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
-from launch.training import arguments, auto, build, checkpoint, exhausted, failing, runtime
+from launch.training import arguments, auto, build, checkpoint, exhausted, failing, joining, runtime
 from launch.training.folders import Folders
 from launch.training.loop import BadSteps, Batch, Loop, Progress
 from launch.training.memory import MemoryReport
@@ -255,6 +255,13 @@ def run(
         device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
         ending = work(p, device, stop)
+    except SystemExit as ended:  # of the command line, which has said why
+        if ended.code:
+            joining.say_why("its command line cannot be used")
+        raise
+    except joining.NotComing as problem:
+        failing.end(str(problem), rank, elsewhere=True)
+        return 4
     except (*USER_ERRORS, BadSteps) as problem:
         failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2

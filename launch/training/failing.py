@@ -19,6 +19,7 @@ import torch.distributed as dist
 from coat_dist import nodes
 from coat_dist.deepspeed import heartbeat
 from coat_dist.ranks import say_ranks, tell_torchrun
+from launch.training import joining
 
 __all__ = ["because_of", "end", "of_another_rank"]
 
@@ -27,15 +28,22 @@ WAIT = 1.5
 """Seconds in which the rank that fails first has said what it has to say."""
 
 
-def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> None:
+def end(line: str, rank: int, consequence: bool = False, once: bool = False, elsewhere: bool = False) -> None:
     """Print ``line`` unless another rank has said it, or a launcher ends this rank because another has failed.
 
     Args:
         consequence: the error is that another rank has ended: what that one has said is enough.
+        elsewhere: a rank on another node has failed before the ranks had met: the first rank of each node says it.
         once: ranks say the same in other words (what their GPU holds): the first one that comes says it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from a launcher whose other rank has failed: nothing to be saved
     tell_torchrun(f"error: {line}")
+    if elsewhere:
+        if nodes.my_place().local == 0:
+            print(f"{f'rank {rank}{_host(rank)}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
+        time.sleep(WAIT)  # rank 0 may hold the store in which others look for the reason
+        return
+    joining.say_why(line)
     store = _own_store() if dist.is_initialized() else None
     if store is None:
         time.sleep(2 * WAIT if rank else 0)  # rank 0 has most likely said the same, and the launcher ends this rank

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from coat_dist.checkpoint.manifest import FORMAT
 from coat_dist.ranks import check_same_on_all_ranks
+from launch import to_universal
 from launch.training.node_folders import open_on_nodes, sharers, team_of_checkpoints
 from tests.coat_dist.checkpoint.test_team import error_of, on_a_node
 from tests.support import run_ranks
@@ -67,6 +68,17 @@ def test_checkpoints_on_own_disks(tmp_path):
         )
         assert "--save: got disk, which holds checkpoints of an earlier run" in shared
         assert (own, whole) == ([rank], [0, 1])
+
+
+def test_a_part_is_not_converted(tmp_path, capsys):
+    checkpoint(tmp_path, 2)
+    path = tmp_path / "step00000002" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "part": {"ranks": [2, 3], "world_size": 4}}))
+    assert to_universal.main(["--load", str(tmp_path), "--output", str(tmp_path / "universal")]) == 2
+    assert (
+        "holds the files of ranks 2-3 of 4, saved with checkpoint.use_node_local_storage, acc"
+        in capsys.readouterr().err
+    )
 
 
 def prepared(rank, world, folder, data):

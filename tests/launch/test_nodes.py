@@ -192,6 +192,25 @@ def test_folders_that_nodes_do_not_share_are_found_at_the_start(nodes, work, tmp
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "torchrun, static"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_node_that_fails_at_its_start_lets_no_other_wait(failing, launcher, nodes, work, tmp_path):
+    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), steps=2)
+    begin = time.monotonic()
+    programs, line = [], LAUNCHERS[launcher]()
+    for number, node in enumerate(nodes):
+        own = [*argv, "--data", "nowhere"] if number == failing else argv
+        start_of, variables = line(node, number, nodes[0])
+        programs.append(node.start([*start_of, *map(str, own)], tmp_path, **ENVIRONMENT, **variables))
+    texts = finish(programs)
+    assert time.monotonic() - begin < 150
+    assert all(program.returncode for program in programs)
+    assert "data: " in texts[failing] or "--data: " in texts[failing], texts
+    who = f"rank {failing} (host node-{'ab'[failing]}) ended at its start: "
+    assert who in texts[1 - failing] and "nowhere" in texts[1 - failing], texts
+
+
 SHELL = 'sh -c "$line"'
 
 
