@@ -78,8 +78,8 @@ def wrong_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> str | N
         return None
     return (
         f"{folder}: holds the files of {say_part(part)}, saved with {KEY}, accepted here: those of "
-        f"{say_part({'ranks': team.ranks, 'world_size': rank_and_world()[1]})} (start as many ranks, nodes in the order "
-        "of the run that saved it)"
+        f"{say_part({'ranks': team.ranks, 'world_size': rank_and_world()[1]})} (start as many ranks, nodes in the "
+        "order of the run that saved it)"
     )
 
 

@@ -1,7 +1,7 @@
 """Ranks of several nodes that wait for one another at the start, and learn why one of them will not come.
 
-On one node a launcher ends all ranks when one fails. On several, ranks of the others would wait for it until the timeout
-of collectives. So each says in the store where they meet that it has come, and one that fails before says why.
+On one node a launcher ends all ranks when one fails. On several, ranks of the others would wait for it until the
+timeout of collectives. So each says in the store where they meet that it has come, and one that fails before says why.
 """
 
 from __future__ import annotations
