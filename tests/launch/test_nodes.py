@@ -271,7 +271,7 @@ def test_the_script_for_slurm(nodes, work, tmp_path):
         f"""#!/bin/sh
 while case $1 in -*) true ;; *) false ;; esac; do shift; done
 export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_ID=0 SLURM_JOB_ID=4711 SLURM_STEP_NODELIST='node-a,node-b'
-line="$*" running= worst=0
+line="cd $(pwd) && $*" running= worst=0
 {tasks}
 for one in $running; do wait "$one" || worst=$?; done
 exit $worst
