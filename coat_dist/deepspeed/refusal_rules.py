@@ -150,6 +150,11 @@ _CHECKPOINTS = (
         lambda f: f["checkpoint.use_node_local_storage"] and f.tp > 1,
     ),
     Rule(
+        "checkpoint.use_node_local_storage",
+        "true or false",
+        lambda f: f["checkpoint.use_node_local_storage"] not in (None, True, False),
+    ),
+    Rule(
         "datastates_ckpt",
         "absent: checkpoints are written by torch.save, with checksums, and are on disk when save_checkpoint returns",
         lambda f: f["datastates_ckpt"] not in (None, False),

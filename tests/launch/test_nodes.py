@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 @pytest.fixture
 def nodes(tmp_path):
-    with Nodes(tmp_path) as made:
+    with Nodes(tmp_path, namespaces=os.environ.get("NODES") != "loopback") as made:
         yield made
 
 

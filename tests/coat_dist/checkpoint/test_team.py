@@ -1,5 +1,6 @@
 """Ranks of a node, folders that nodes share or do not, checkpoints that are a node's part."""
 
+import json
 import os
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from coat_dist import nodes
 from coat_dist.checkpoint import team
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.shared import check_shared, check_there
+from coat_dist.deepspeed.refusals import check_deepspeed
 from coat_dist.nodes import Place, by_node
 from coat_dist.ranks import before_others, check_same_on_all_ranks, on_first_ranks, say_ranks
 from tests.coat_dist.checkpoint.test_loading import build, refused
+from tests.coat_dist.configurations import config
 from tests.coat_dist.deepspeed.zero_runs import CASES, run
 from tests.support import run_ranks
 
@@ -117,6 +120,14 @@ def a_host_of_ones_own(rank, world):
 
 def test_on_one_node_hosts_are_not_said():
     assert run_ranks(2, a_host_of_ones_own) == [("", "rank 1")] * 2
+
+
+@pytest.mark.parametrize("value, tp, said", [(True, 2, "false with tensor parallelism 2"), ("yes", 1, "true or false")])
+def test_node_local_storage_is_refused_by_key(value, tp, said):
+    with pytest.raises(
+        ValueError, match=f"checkpoint.use_node_local_storage: got {json.dumps(value)}, accepted: {said}"
+    ):
+        check_deepspeed(config(checkpoint__use_node_local_storage=value), tp=tp, mpu=True)
 
 
 def parts(rank, world, folder, case):
