@@ -35,6 +35,7 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
+from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.monitors import make_folders
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
 from launch.data import dataset as data
@@ -42,7 +43,7 @@ from launch.log_level import set_log_level, shows
 from launch.model.gpt import flops_per_token
 from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
-from launch.training import arguments, auto, build, checkpoint, exhausted, failing, runtime
+from launch.training import arguments, auto, build, checkpoint, exhausted, failing, layout, runtime
 from launch.training.folders import Folders, open_folders
 from launch.training.loop import BadSteps, Batch, Loop, Progress
 from launch.training.memory import MemoryReport
@@ -78,6 +79,7 @@ def train(
     from megatron_patches import initialize_model_parallel
 
     check_ranks_agree(p)
+    heartbeat.start()  # a rank may also hang before there is an engine
     runtime.seed_python_and_numpy(p.args.seed)
     # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
@@ -88,7 +90,7 @@ def train(
         p = auto.settle(p, device, source, say)
         explain = exhausted.Explain(p)
         locks.push(explain.leave)
-        examined = None if source is None else checkpoint.examine(source, p.identity())
+        examined = None if source is None else checkpoint.examine(layout.fitting(source, p), p.identity())
         sets = source_of_data.datasets(p)
         say(p.describe())
         engine = build.build_engine(
@@ -159,6 +161,8 @@ def make_loop(
     def save() -> Path:
         saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
         superseded.clear()  # from now on their names may be this run's
+        if active:
+            layout.forget(a.save)
         return saved
 
     return Loop(

@@ -54,10 +54,11 @@ LIBRARIES = tuple(
 _running: Heartbeat | None = None
 
 
-def start(engine: Any) -> None:
+def start(engine: Any = None) -> None:
     """Begin to send and to listen, if there are other ranks; of a second engine only the steps are told, too.
 
-    A collective. ``COAT_HEARTBEAT=0`` in the environment of all ranks leaves it out.
+    Without an engine there are no steps to tell yet: for what a program does before it builds one. A collective.
+    ``COAT_HEARTBEAT=0`` in the environment of all ranks leaves it out.
     """
     global _running
     rank, world = rank_and_world()
@@ -65,12 +66,12 @@ def start(engine: Any) -> None:
         return
     group = dist.group.WORLD
     if _running is not None and _running.group() is group and not _running.ended:
-        _running.engines.add(engine)
+        _running.add(engine)
         return
     if _running is not None:
         _running.stop()
     _running = Heartbeat(rank, world, group_timeout(), group)
-    _running.engines.add(engine)
+    _running.add(engine)
     atexit.register(_running.stop)
     _running.start()
 
@@ -108,6 +109,11 @@ class Heartbeat(threading.Thread):
         self._heard: dict[int, dict[str, Any]] = {}
         self._silent: dict[int, float] = {}
         self._step, self._standing, self._noted = -1, 0.0, False
+
+    def add(self, engine: Any) -> None:
+        """Tell the steps of this engine, too; None is no engine."""
+        if engine is not None:
+            self.engines.add(engine)
 
     def run(self) -> None:
         """Send, listen, judge, until :meth:`stop` or the end of the process group."""

@@ -22,7 +22,7 @@ from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
 from launch.training.runtime import get_random_state, reseed, set_random_state
 from launch.weights.source import CARRIED, Weights, files_in
 
-__all__ = ["Examined", "carried", "examine", "require_loadable", "restore", "save"]
+__all__ = ["Examined", "carried", "examine", "of_another_layout", "require_loadable", "restore", "save"]
 
 # A checkpoint cannot be loaded where one of these differs. Other differences are printed and taken as wanted.
 _STRUCTURE = (
@@ -38,7 +38,19 @@ _STRUCTURE = (
     "format",
 )
 _UNIVERSAL_STRUCTURE = ("model.", "format")
-_CONVERSION = "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers"
+_CONVERSION = (
+    "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers; --load auto does so by "
+    "itself for parallel sizes and ZeRO stages"
+)
+_LAYOUT = (
+    "parallel.",
+    "deepspeed.zero_optimization.stage",
+    "deepspeed.zero_optimization.round_robin_gradients",
+    "deepspeed.zero_optimization.parameter_alignment",
+    "deepspeed.zero_optimization.sub_group_size",
+    "deepspeed.data_types",
+)
+"""How ranks share what there is: ``launch/training/layout.py`` converts these without being asked."""
 _FREE = (
     "model.hidden_dropout",
     "model.attention_dropout",
@@ -138,6 +150,13 @@ def examine(checkpoint: Path, run: Mapping[str, Any]) -> Examined:
         raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal) + hint)
     verify(checkpoint, manifest["files"])
     return Examined(checkpoint, manifest, run, [line for key, line in changed.items() if not _among(key, structure)])
+
+
+def of_another_layout(manifest: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+    """A line for each setting that keeps a checkpoint from being loaded as it is, where a conversion mends all."""
+    changed = {} if manifest.get("universal") else differences(manifest["run"], run)
+    fatal = {key: line for key, line in changed.items() if _among(key, _STRUCTURE)}
+    return list(fatal.values()) if all(key.startswith(_LAYOUT) for key in fatal) else []
 
 
 def restore(engine: Any, examined: Examined) -> dict[str, Any]:

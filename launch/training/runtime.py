@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from coat_dist.deepspeed.without_launcher import leave_out_compiled_operation
+from coat_dist.deepspeed.without_launcher import leave_out_compiled_operation, store_of_restart
 from launch.log_level import quiet_libraries
 
 __all__ = [
@@ -67,7 +67,7 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
         timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
         # Without `device_id`, with which NCCL would make a communicator for each of Megatron's groups, used or not:
         # 5.7 GiB of an H200 (docs/memory.md). A first collective says which GPU is this rank's.
-        dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, **store_of_restart())
         if gpu:
             dist.all_reduce(torch.zeros(1, device=device))
     deepspeed.init_distributed(verbose=False)
