@@ -50,6 +50,7 @@ from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog
 from launch.training.plan import Plan, plan
 from launch.training.profile import StepProfiler, parse_steps
+from launch.training.rank_times import RankTimes
 from launch.training.wandb_log import WandbLog
 
 __all__ = ["USER_ERRORS", "main", "run", "say", "train"]
@@ -181,6 +182,7 @@ def make_loop(
             continues=continues,
             wandb=start_wandb(p, continues),
         ),
+        times=RankTimes(device, whole_forward=a.tensor_parallel == 1 and p.settings["zero_optimization"]["stage"] < 3),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         progress=progress,
         total_steps=a.train_steps,
