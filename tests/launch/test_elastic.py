@@ -48,7 +48,7 @@ def test_a_node_goes_and_another_comes(work, tmp_path):
     run, save, port = tmp_path / "run", tmp_path / "save", free_port()
     more = ["--save", save, "--save-interval", "4", "--load", "auto", "--stop-at-step"]
     argv = command(work, run, configuration(tmp_path, 2), *more, "600", steps=600)
-    quick = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2,close_timeout=2"
+    quick = "last_call_timeout=8,keep_alive_interval=2,keep_alive_max_attempt=3"
     options = ["--nnodes", "1:2", "--nproc_per_node", 1, "--max-restarts", 3, "--monitor-interval", 0.2]
     options += ["--rdzv-backend", "c10d", "--rdzv-id", port, "--rdzv-conf", quick, "--rdzv-endpoint"]
     first = torchrun(tmp_path, [*options, f"127.0.0.1:{port}"], argv)  # has the store
