@@ -1,7 +1,5 @@
-"""torchrun starts ranks again after one has died, as many or fewer or more: the run goes on by ``--load auto``."""
+"""torchrun starts ranks again after one has died, as many or fewer: the run goes on by ``--load auto``."""
 
-import os
-import signal
 import time
 
 import psutil
@@ -43,11 +41,11 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(work, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_node_goes_and_another_comes(work, tmp_path):
-    """Two launchers of one rank each, then one of them, then two again: 2, 1 and 2 ranks in one run."""
+def test_a_node_that_goes_leaves_the_run_to_the_other(work, tmp_path):
+    """Two launchers of one rank each, then one of them: first two ranks, then one, in one run."""
     run, save, port = tmp_path / "run", tmp_path / "save", free_port()
-    more = ["--save", save, "--save-interval", "4", "--load", "auto", "--stop-at-step"]
-    argv = command(work, run, configuration(tmp_path, 2), *more, "600", steps=600)
+    more = ["--save", save, "--save-interval", "4", "--load", "auto"]
+    argv = command(work, run, configuration(tmp_path, 2), *more, steps=80)
     quick = "last_call_timeout=8,keep_alive_interval=2,keep_alive_max_attempt=3"
     options = ["--nnodes", "1:2", "--nproc_per_node", 1, "--max-restarts", 3, "--monitor-interval", 0.2]
     options += ["--rdzv-backend", "c10d", "--rdzv-id", port, "--rdzv-conf", quick, "--rdzv-endpoint"]
@@ -57,21 +55,11 @@ def test_a_node_goes_and_another_comes(work, tmp_path):
     wait_for_steps(first, run, 6)
     for process in (*ranks_of(second).values(), psutil.Process(second.pid)):
         process.kill()  # as when its host goes
-    before = len(read_metrics(run))
-    wait_for_steps(first, run, before + 20)
-    third = torchrun(tmp_path, [*options, f"127.0.0.1:{port}"], argv)
-    end = time.monotonic() + 120
-    while "now 2, with" not in first._text + third._text:
-        assert first.poll() is None and time.monotonic() < end, first._text + third._text
-        time.sleep(0.2)
-    before = len(read_metrics(run))
-    wait_for_steps(first, run, before + 5)
-    for launcher in (first, third):
-        os.kill(launcher.pid, signal.SIGTERM)
-    text = output_of(first) + output_of(third)
+    text = output_of(first)
     output_of(second)
+    assert first.returncode == 0 and "finished 80 steps" in text, text
+    assert text.count("converting ") == 1 and "parallel.data: checkpoint has 2, this run has 1" in text, text
     assert "now 1, with micro-batches of 2 and 4 of them a step" in text, text
-    assert "now 2, with micro-batches of 2 and 2 of them a step" in text, text
     records = read_metrics(run)
-    assert [r["step"] for r in records] == list(range(1, len(records) + 1))
+    assert [r["step"] for r in records] == list(range(1, 81))
     assert [r["consumed_samples"] for r in records] == [8 * r["step"] for r in records]
