@@ -265,9 +265,7 @@ def run(
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not failing.of_another_rank(problem):
             raise
-        failing.end(
-            f"a collective failed, because another rank has ended or did not come: {problem}", rank, consequence=True
-        )
+        failing.end_of_collective(problem, rank)
         return 4
     stop.leave()
     if rank == 0 and shows("info"):

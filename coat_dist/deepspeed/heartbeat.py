@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from ..ranks import gather, rank_and_world, tell_torchrun
 
-__all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "start"]
+__all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "running", "start"]
 
 SHARE = 0.8
 """Of the timeout of collectives: after so long a silence a rank counts as hung."""
@@ -50,8 +50,14 @@ LIBRARIES = tuple(
     for folder in (Path(threading.__file__).parent, Path(dist.__file__).parents[2], Path(__file__).parents[1])
 )
 """Where frames are not the program's: Python's own library, what is installed beside torch, and coat_dist."""
+_COLLECTIVES = f"{Path(dist.__file__).parent}{os.sep}"
 
 _running: Heartbeat | None = None
+
+
+def running() -> Heartbeat | None:
+    """This process's thread, if it sends."""
+    return None if _running is None or _running.ended else _running
 
 
 def start(engine: Any = None) -> None:
@@ -108,6 +114,9 @@ class Heartbeat(threading.Thread):
         self._listeners = [(rank - d) % world for d in distances]
         self._heard: dict[int, dict[str, Any]] = {}
         self._silent: dict[int, float] = {}
+        self._left: set[int] = set()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._asks = False
         self._step, self._standing, self._noted = -1, 0.0, False
 
     def add(self, engine: Any) -> None:
@@ -138,9 +147,22 @@ class Heartbeat(threading.Thread):
             self._tell([self.rank], {"wake": True})
             self.join(1.0)
 
+    def ask(self, seconds: float) -> dict[int, dict[str, Any] | None]:
+        """Ask all others at once where they are, and wait so long; None of one that neither answers nor has left."""
+        self._answers, self._asks = {}, True
+        end = time.monotonic() + seconds
+        while (open_ := self._addresses.keys() - self._answers.keys() - self._left) and time.monotonic() < end:
+            self._tell(open_, {"ask": True})  # again: a datagram may get lost
+            time.sleep(min(0.25, seconds))
+        return {rank: self._answers.get(rank) for rank in sorted(self._addresses.keys() - self._left)}
+
+    def host(self, rank: int) -> str:
+        """Where a rank runs."""
+        return self._hosts[rank]
+
     def _state(self) -> dict[str, Any]:
         step = max((engine.global_steps for engine in list(self.engines)), default=0)
-        return {"step": step, "place": _place()}
+        return {"step": step, "place": _place(), "waits": self._asks or _waits()}
 
     def _send(self, message: dict[str, Any]) -> None:
         self._tell(self._listeners, message)
@@ -168,6 +190,11 @@ class Heartbeat(threading.Thread):
                 self._finish(message["hung"], sender, relay=False)
             elif message.get("left"):
                 self._heard.pop(sender, None)
+                self._left.add(sender)
+            elif message.get("ask"):
+                self._tell([sender], {"answer": True, **self._state()})
+            elif message.get("answer"):
+                self._answers[sender] = message
             elif sender != self.rank:
                 self._heard[sender], self._silent[sender] = message, 0.0
 
@@ -243,6 +270,16 @@ def _place() -> str:
     if frame is None:
         return "its end"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _waits() -> bool:
+    """Whether the main thread is in a collective."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        if frame.f_code.co_filename.startswith(_COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _write(line: str) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from coat_dist.deepspeed.missing import of_another_rank, who
 from coat_dist.ranks import tell_torchrun
 
-__all__ = ["end", "of_another_rank"]
+__all__ = ["end", "end_of_collective", "of_another_rank"]
 
 KEY = "coat_dist/error"
 WAIT = 1.5
@@ -42,7 +43,7 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> 
         time.sleep(WAIT if rank else 2 * WAIT)
         return
     if store is not None and (rank or consequence):
-        said = _said(store, 3 * WAIT if consequence else WAIT)
+        said = _said(store, WAIT)
     if said is None or not (consequence or said == line):
         print(f"{f'rank {rank}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
         _say(store, line)
@@ -50,10 +51,17 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> 
         time.sleep(2 * WAIT)
 
 
-def of_another_rank(problem: Exception) -> bool:
-    """Whether a collective or the store failed, which has its reason in another rank."""
-    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore")
-    return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
+def end_of_collective(problem: Exception, rank: int) -> None:
+    """:func:`end` of a rank whose collective failed because of another, which is named where it can be."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a launcher that has seen the same: the line comes first
+    found = who()
+    why = found[0] if found is not None else "another rank has ended or did not come"
+    line = f"a collective failed, because {why}: {problem}"
+    if found is not None and not found[1]:  # another rank that is there says it
+        tell_torchrun(f"error: {line}")
+        time.sleep(WAIT)
+        return
+    end(line, rank, consequence=True)
 
 
 def _own_store() -> Any:
