@@ -18,6 +18,7 @@ from typing import Any
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, verify
 from coat_dist.checkpoint.publish import name_of
+from coat_dist.config import look_up
 from coat_dist.ranks import alone, on_rank_0
 from launch.log_level import say
 from launch.model.sizes import parameter_count
@@ -92,8 +93,8 @@ def fitting(source: Path, p: Any) -> Path:
     Raises:
         CheckpointError: on every rank; it cannot be converted, or there is no space for it.
     """
-    if p.args.load != "auto":
-        return source
+    if p.args.load != "auto" or look_up(p.settings, "checkpoint.use_node_local_storage"):
+        return source  # of nodes' own disks no process sees all: the layout is refused
     manifest, there = on_rank_0(lambda: _look(source, p))
     if there is not None:
         try:

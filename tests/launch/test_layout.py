@@ -60,7 +60,7 @@ def conversions_are_whole_or_nothing(save, run):
     source, there = save / "step00000004", save / layout.FOLDER / "step00000004"
     args = argparse.Namespace(load="auto", save=str(save))
     model = ModelConfig(**MODEL).with_vocab(250)
-    p = types.SimpleNamespace(args=args, model=model, identity=lambda: run)
+    p = types.SimpleNamespace(args=args, model=model, settings={}, identity=lambda: run)
 
     class Kill(BaseException):
         pass
@@ -95,8 +95,11 @@ def conversions_are_whole_or_nothing(save, run):
         assert layout.fitting(source, p) == there and len(calls) == 2, "a damaged one is made again"
         assert layout.fitting(save / "step00000002", p).name == "step00000002" and len(calls) == 3
         assert not there.exists(), "one of another step is removed"
-    same = types.SimpleNamespace(args=args, model=model, identity=lambda: read_manifest(source)["run"])
+    same = types.SimpleNamespace(args=args, model=model, settings={}, identity=lambda: read_manifest(source)["run"])
     assert layout.fitting(source, same) == source and not there.parent.exists()
+    p.settings = {"checkpoint": {"use_node_local_storage": True}}
+    assert layout.fitting(source, p) == source, "no process sees the parts of all nodes"
+    p.settings = {}
     # Only what a conversion mends is converted: the optimizer is the user's to decide about.
     other = {**run, "deepspeed": {**run["deepspeed"], "optimizer": {"type": "AdamW"}}}
     p.identity = lambda: other
