@@ -33,7 +33,8 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> 
         consequence: the error is that another rank has ended: what that one has said is enough.
         once: ranks say the same in other words (what their GPU holds): the first one that comes says it.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from a launcher whose other rank has failed: nothing to be saved
+    # SIGTERM is from a launcher whose other rank has failed: nothing to be saved. A line about that rank comes first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if consequence else signal.SIG_DFL)
     tell_torchrun(f"error: {line}")
     store = _own_store() if dist.is_initialized() else None
     if store is None:
@@ -43,17 +44,18 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> 
         time.sleep(WAIT if rank else 2 * WAIT)
         return
     if store is not None and (rank or consequence):
-        said = _said(store, WAIT)
+        said = _said(store, 3 * WAIT if consequence else WAIT)
     if said is None or not (consequence or said == line):
         print(f"{f'rank {rank}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
         _say(store, line)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if rank == 0 and store is not None and dist.get_world_size() > 1:
         time.sleep(2 * WAIT)
 
 
 def end_of_collective(problem: Exception, rank: int) -> None:
     """:func:`end` of a rank whose collective failed because of another, which is named where it can be."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a launcher that has seen the same: the line comes first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in end()
     found = who()
     why = found[0] if found is not None else "another rank has ended or did not come"
     line = f"a collective failed, because {why}: {problem}"

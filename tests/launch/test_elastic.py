@@ -1,5 +1,6 @@
 """torchrun starts ranks again after one has died, as many or fewer: the run goes on by ``--load auto``."""
 
+import re
 import time
 
 import psutil
@@ -35,6 +36,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(work, tmp_path):
     text = output_of(launcher)
     assert launcher.returncode == 0 and "finished 40 steps" in text, text
     assert "continuing after step " in text and "converting" not in text, text
+    assert re.search(r"error: a collective failed, because rank 1 \(\S+\) has ended or does not answer: ", text), text
     records = read_metrics(run)
     assert [r["step"] for r in records] == list(range(1, 41))
     assert [r["consumed_samples"] for r in records] == [8 * step for step in range(1, 41)]
