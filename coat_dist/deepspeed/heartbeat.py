@@ -34,6 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..ranks import gather, rank_and_world, tell_torchrun
+from .timeouts import group_timeout
 
 __all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "running", "start"]
 
@@ -80,16 +81,6 @@ def start(engine: Any = None) -> None:
     _running.add(engine)
     atexit.register(_running.stop)
     _running.start()
-
-
-def group_timeout() -> float:
-    """Seconds after which collectives of the default group give up."""
-    group = dist.distributed_c10d._get_default_group()
-    for device in group._device_types:
-        options: Any = getattr(group._get_backend(device), "options", None)
-        if hasattr(options, "_timeout"):
-            return options._timeout.total_seconds()
-    return dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
 class Heartbeat(threading.Thread):

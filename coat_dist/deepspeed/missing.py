@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..ranks import tell_torchrun
 from . import heartbeat
+from .timeouts import follow_default_group
 
 __all__ = ["of_another_rank", "start", "who"]
 
@@ -56,9 +57,10 @@ _hook: Callable[..., Any] | None = None
 
 
 def start(engine: Any) -> None:
-    """Let ranks hear of one another (:func:`heartbeat.start`), and a program that ends with such an error say below its
-    traceback which rank it was. A collective."""
+    """Let ranks hear of one another (:func:`heartbeat.start`), collectives of all groups wait as long as those of the
+    default one, and a program that ends with such an error say below its traceback which rank it was. A collective."""
     global _hook
+    follow_default_group()
     heartbeat.start(engine)
     if sys.excepthook is not _named:
         _hook, sys.excepthook = sys.excepthook, _named

@@ -11,13 +11,17 @@ import torch
 import torch.distributed as dist
 
 from coat_dist.deepspeed import heartbeat, missing
+from coat_dist.deepspeed.timeouts import group_timeout
 from tests.support import run_ranks, start_ranks
 
 
 def without_one(rank, world):
     """What ranks 0 and 1 learn of rank 2, and how long after."""
-    heartbeat.start()
-    beats, group = heartbeat.running(), dist.new_group(timeout=timedelta(seconds=4))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))  # as init_process_group(timeout=) does
+    group, chosen = dist.new_group(), dist.new_group(timeout=timedelta(seconds=99))
+    missing.start(None)
+    assert [group_timeout(g) for g in (None, group, chosen)] == [4.0, 4.0, 99.0]
+    beats = heartbeat.running()
     dist.barrier()
     if rank == 2:
         hangs_here(8.0)
