@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not failing.of_another_rank(problem):
             raise
-        failing.end(failing.because_of(problem), rank, consequence=True)
+        failing.end_of_collective(problem, rank)
         return 4
     runtime.finish()
     return 0

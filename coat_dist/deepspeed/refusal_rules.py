@@ -161,6 +161,15 @@ _CHECKPOINTS = (
     ),
 )
 
+_ELASTIC = (
+    Rule(
+        "elasticity",
+        "absent, DeepSpeed has removed it: train_batch_size, torchrun --max-restarts and a run that continues from its "
+        "checkpoints, as launch/pretrain.py --load auto does on any number of ranks",
+        lambda f: f["elasticity"] is not None,
+    ),
+)
+
 _COAT_ADAMW = (
     Rule(
         "zero_optimization.elastic_checkpoint",
@@ -252,4 +261,4 @@ _FLOW = (
     ),
 )
 
-RULES = (*_ANY, *_CHECKPOINTS, *_COAT_ADAMW, *_MASTER_WEIGHTS, *_FLOW)
+RULES = (*_ANY, *_CHECKPOINTS, *_ELASTIC, *_COAT_ADAMW, *_MASTER_WEIGHTS, *_FLOW)
