@@ -210,8 +210,8 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
             Of a list of lists, such as all parameters, the first entry that differs.
     """
     text = json.dumps(values, sort_keys=True, default=str)
-    digests, places = zip(*gather((_digest(text), tuple(nodes.my_place()))), strict=True)
-    nodes.meet([nodes.Place(*place) for place in places])
+    digests, places = zip(*gather((_digest(text), nodes.my_place())), strict=True)
+    nodes.meet(list(places))
     if len(set(digests)) == 1:
         return
     mine = dict(_leaves("", json.loads(text)))
