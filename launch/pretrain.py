@@ -262,8 +262,9 @@ def run(
         stop = runtime.StopSignal()
         ending = work(p, device, stop)
     except SystemExit as ended:  # of the command line, which has said why
-        if ended.code:
+        if ended.code and joining.needed():
             joining.say_why("its command line cannot be used")
+            joining.stay()
         raise
     except joining.NotComing as problem:
         failing.end(str(problem), rank, elsewhere=True)

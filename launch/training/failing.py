@@ -44,7 +44,11 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False, els
             print(f"{f'rank {rank}{_host(rank)}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
         time.sleep(WAIT)  # rank 0 may hold the store in which others look for the reason
         return
-    joining.say_why(line)
+    if joining.needed():  # no launcher ends the ranks of other nodes
+        if joining.say_why(line):
+            print(f"{f'rank {rank}{_host(rank)}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
+        joining.stay()
+        return
     store = _own_store() if dist.is_initialized() else None
     if store is None:
         time.sleep(2 * WAIT if rank else 0)  # rank 0 has most likely said the same, and the launcher ends this rank

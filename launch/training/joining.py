@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -17,12 +18,12 @@ import torch.distributed as dist
 from coat_dist import nodes
 from coat_dist.ranks import say_ranks
 
-__all__ = ["NotComing", "meet", "say_why"]
+__all__ = ["NotComing", "meet", "needed", "say_why", "stay"]
 
-PATIENCE = 60.0
+PATIENCE = 20.0
 """Seconds in which a rank that fails reaches the store, which rank 0 of another node may be about to open."""
-STAY = 20.0
-"""Seconds for which the rank that holds the store stays, so that others can read why it fails."""
+STAY = 60.0
+"""Seconds for which a rank stays at most that fails where the store is, so that others can read why it fails."""
 
 
 class NotComing(RuntimeError):
@@ -35,7 +36,7 @@ def meet(timeout: timedelta | None) -> None:
     Raises:
         NotComing: one has failed before; or some have not come within ``timeout``, which are named.
     """
-    if not _needed():
+    if not needed():
         return
     rank, world = _rank_and_world()
     limit = timeout or dist.distributed_c10d.default_pg_timeout
@@ -57,25 +58,39 @@ def meet(timeout: timedelta | None) -> None:
         pause = min(2 * pause, 0.5)
 
 
-def say_why(line: str) -> None:
-    """Tell ranks on other nodes that wait in :func:`meet` why this one will not come. Does nothing on one node."""
-    if not _needed() or dist.is_initialized():
-        return
-    rank, world = _rank_and_world()
-    with suppress(RuntimeError, ValueError):
+def say_why(line: str) -> bool:
+    """Tell ranks that wait in :func:`meet` why this one will not come. :func:`needed` holds.
+
+    Returns:
+        Whether this rank is to print the line: no other has come here with the same one.
+    """
+    rank, _ = _rank_and_world()
+    try:
         store = _store(timedelta(seconds=PATIENCE))
+        first = store.add(f"said/{zlib.crc32(line.encode())}", 1) == 1
         store.set("failed", f"rank {rank} (host {nodes.host()}) ended at its start: {line}")
-        if rank == 0 and not _agents():  # the store ends with this process
-            end = time.monotonic() + STAY
-            store.set("at/0", nodes.host())
-            while time.monotonic() < end and not all(store.check([f"at/{one}"]) for one in range(world)):
-                time.sleep(0.2)
-            time.sleep(1.0)
         store.set(f"at/{rank}", nodes.host())
+        return first
+    except (RuntimeError, ValueError):  # there is no store
+        return True
 
 
-def _needed() -> bool:
-    return nodes.several_nodes() and all(n in os.environ for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+def stay() -> None:
+    """Where the store ends with this node's processes: wait until the other ranks can have read in it."""
+    _, world = _rank_and_world()
+    if os.environ.get("GROUP_RANK", os.environ["RANK"]) != "0":
+        return
+    with suppress(RuntimeError, ValueError):
+        store, end = _store(timedelta(seconds=PATIENCE)), time.monotonic() + STAY
+        while time.monotonic() < end and not all(store.check([f"at/{one}"]) for one in range(world)):
+            time.sleep(0.2)
+        time.sleep(1.5)
+
+
+def needed() -> bool:
+    """Whether ranks of several nodes have yet to meet."""
+    known = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return known and nodes.several_nodes() and not dist.is_initialized()
 
 
 def _rank_and_world() -> tuple[int, int]:

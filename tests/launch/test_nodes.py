@@ -86,7 +86,7 @@ def start(nodes, launcher, argv, tmp_path):
     return started
 
 
-def finish(programs, seconds=60):
+def finish(programs, seconds=200):
     end = time.monotonic() + seconds
     return [program.communicate(timeout=end - time.monotonic())[0] for program in programs]
 
