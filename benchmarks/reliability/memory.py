@@ -43,7 +43,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--every", type=int, default=100, help="steps between two looks")
     p.add_argument("--save-every", type=int, default=500, help="steps between two checkpoints, and two evaluations")
     p.add_argument("--name", default=None, help="of the result: memory-NAME.json")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.every < 1 or args.steps < 8 * args.every:
+        p.error(f"--every: got {args.every} of {args.steps} steps, accepted: 1 to an eighth of --steps")
+    return args
 
 
 def held() -> dict[str, int]:

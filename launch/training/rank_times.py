@@ -75,13 +75,13 @@ class RankTimes:
 
     def judge(self, seconds: Sequence[float], step: int, step_time: float) -> dict[str, Any]:
         """What the record of a step says, on rank 0: ``slowest_rank`` and ``slowest_rank_time_ratio``, where there are
-        several ranks.
+        several ranks and anything was measured.
 
         Args:
             seconds: what each rank's :meth:`seconds` gave.
             step_time: seconds of the whole step, in which the others have waited for the slowest.
         """
-        if len(seconds) < 2 or rank_and_world()[0]:
+        if len(seconds) < 2 or rank_and_world()[0] or not any(seconds):
             return {}
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         others = statistics.median(s for rank, s in enumerate(seconds) if rank != slowest)
