@@ -72,7 +72,8 @@ def by_node(places: Sequence[Place]) -> list[list[int]]:
 def meet(places: list[Place]) -> None:
     """Keep where all ranks of the default process group are, for messages."""
     global _met
-    _met = (weakref.ref(dist.group.WORLD), places) if dist.is_initialized() else None
+    group = dist.group.WORLD
+    _met = None if group is None else (weakref.ref(group), places)
 
 
 def say_host(rank: int) -> str:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from . import nodes
 from .config import CoatConfigError
 
 __all__ = [
+    "alone",
     "attempt",
     "before_others",
     "check_same_on_all_ranks",
@@ -31,9 +33,24 @@ __all__ = [
 T = TypeVar("T")
 
 
+_alone = False
+
+
 def rank_and_world() -> tuple[int, int]:
     """This rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not _alone else (0, 1)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within, this process is the only rank for all of this module: for work that one rank does for the others, whose
+    parts are collectives elsewhere."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def gather(mine: T) -> list[T]:
@@ -193,8 +210,8 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
             Of a list of lists, such as all parameters, the first entry that differs.
     """
     text = json.dumps(values, sort_keys=True, default=str)
-    digests, places = zip(*gather((_digest(text), tuple(nodes.my_place()))), strict=True)
-    nodes.meet([nodes.Place(*place) for place in places])
+    digests, places = zip(*gather((_digest(text), nodes.my_place())), strict=True)
+    nodes.meet(list(places))
     if len(set(digests)) == 1:
         return
     mine = dict(_leaves("", json.loads(text)))

@@ -52,7 +52,7 @@ from launch.evaluation.rows import Row, distinct
 from launch.log_level import set_log_level, shows
 from launch.model.gpt import load_model_config
 from launch.prep import DataError
-from launch.training import failing, runtime
+from launch.training import failing, joining, runtime
 from launch.weights import open_weights
 from launch.weights.checkpoint import CheckpointWeights
 
@@ -233,10 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("evaluate: interrupted; nothing was written", file=sys.stderr)
         return 130
+    except joining.NotComing as problem:
+        failing.end(str(problem), rank, elsewhere=True)
+        return 4
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not failing.of_another_rank(problem):
             raise
-        failing.end(failing.because_of(problem), rank, consequence=True)
+        failing.end_of_collective(problem, rank)
         return 4
     runtime.finish()
     return 0

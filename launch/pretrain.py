@@ -35,6 +35,7 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
+from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.monitors import make_folders
 from coat_dist.deepspeed.slurm import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
@@ -43,7 +44,7 @@ from launch.log_level import set_log_level, shows
 from launch.model.gpt import flops_per_token
 from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
-from launch.training import arguments, auto, build, checkpoint, exhausted, failing, runtime
+from launch.training import arguments, auto, build, checkpoint, exhausted, failing, joining, layout, runtime
 from launch.training.folders import Folders
 from launch.training.loop import BadSteps, Batch, Loop, Progress
 from launch.training.memory import MemoryReport
@@ -51,6 +52,7 @@ from launch.training.metrics import MetricsLog
 from launch.training.node_folders import open_on_nodes, team_of_checkpoints
 from launch.training.plan import Plan, plan
 from launch.training.profile import StepProfiler, parse_steps
+from launch.training.rank_times import RankTimes
 from launch.training.wandb_log import WandbLog
 
 __all__ = ["USER_ERRORS", "main", "run", "say", "train"]
@@ -80,6 +82,7 @@ def train(
     from megatron_patches import initialize_model_parallel
 
     check_ranks_agree(p)
+    heartbeat.start()  # a rank may also hang before there is an engine
     runtime.seed_python_and_numpy(p.args.seed)
     # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
@@ -91,7 +94,7 @@ def train(
         explain = exhausted.Explain(p)
         locks.push(explain.leave)
         team = team_of_checkpoints(p.settings)
-        examined = None if source is None else checkpoint.examine(source, p.identity(), team)
+        examined = None if source is None else checkpoint.examine(layout.fitting(source, p), p.identity(), team)
         sets = source_of_data.datasets(p)
         say(p.describe())
         engine = build.build_engine(
@@ -162,6 +165,8 @@ def make_loop(
     def save() -> Path:
         saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
         superseded.clear()  # from now on their names may be this run's
+        if active:
+            layout.forget(a.save)
         return saved
 
     return Loop(
@@ -180,6 +185,7 @@ def make_loop(
             continues=continues,
             wandb=start_wandb(p, continues),
         ),
+        times=RankTimes(device, whole_forward=a.tensor_parallel == 1 and p.settings["zero_optimization"]["stage"] < 3),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         progress=progress,
         total_steps=a.train_steps,
@@ -255,6 +261,14 @@ def run(
         device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
         ending = work(p, device, stop)
+    except SystemExit as ended:  # of the command line, which has said why
+        if ended.code and joining.needed():
+            joining.say_why("its command line cannot be used")
+            joining.stay()
+        raise
+    except joining.NotComing as problem:
+        failing.end(str(problem), rank, elsewhere=True)
+        return 4
     except (*USER_ERRORS, BadSteps) as problem:
         failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2
@@ -264,7 +278,7 @@ def run(
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not failing.of_another_rank(problem):
             raise
-        failing.end(failing.because_of(problem), rank, consequence=True)
+        failing.end_of_collective(problem, rank)
         return 4
     stop.leave()
     if rank == 0 and shows("info"):

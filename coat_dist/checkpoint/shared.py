@@ -9,7 +9,7 @@ from typing import Any
 from ..ranks import attempt, rank_and_world, say_ranks
 from .team import Team, sharing
 
-__all__ = ["KEY", "check_shared", "check_there", "part_of", "wrong_part"]
+__all__ = ["KEY", "check_shared", "check_there", "part_of", "say_part", "wrong_part"]
 
 KEY = "checkpoint.use_node_local_storage"
 _SET = '"checkpoint": {"use_node_local_storage": true} in the DeepSpeed configuration'
@@ -77,13 +77,14 @@ def wrong_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> str | N
     if not isinstance(part, Mapping) or list(part.get("ranks", ())) == list(team.ranks):
         return None
     return (
-        f"{folder}: holds the files of {_say(part)}, saved with {KEY}, accepted here: those of "
-        f"{_say({'ranks': team.ranks, 'world_size': rank_and_world()[1]})} (start as many ranks, nodes in the order of "
-        "the run that saved it)"
+        f"{folder}: holds the files of {say_part(part)}, saved with {KEY}, accepted here: those of "
+        f"{say_part({'ranks': team.ranks, 'world_size': rank_and_world()[1]})} (start as many ranks, nodes in the "
+        "order of the run that saved it)"
     )
 
 
-def _say(part: Mapping[str, Any]) -> str:
+def say_part(part: Mapping[str, Any]) -> str:
+    """``ranks 0-7 of 16``, of what a manifest says under ``part``."""
     ranks, world = list(part["ranks"]), part["world_size"]
     numbers = f"{ranks[0]}-{ranks[-1]}" if ranks == list(range(ranks[0], ranks[-1] + 1)) else ", ".join(map(str, ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers if len(ranks) > 1 else ranks[0]} of {world}"

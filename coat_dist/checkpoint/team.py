@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ..nodes import Place, by_node, my_place, on_host
+from ..nodes import by_node, my_place, on_host
 from ..ranks import attempt, gather, rank_and_world
 
 __all__ = ["Team", "everyone", "nodes_of_ranks", "sharing", "team_of", "team_of_node"]
@@ -85,7 +85,7 @@ def nodes_of_ranks(local: int | None = None) -> list[list[int]]:
     Args:
         local: this rank's number on its node; None = what the launcher says.
     """
-    return by_node([Place(*place) for place in gather(tuple(my_place(local)))])
+    return by_node(gather(my_place(local)))
 
 
 def team_of_node(local: int | None = None) -> Team:

@@ -20,7 +20,7 @@ from ..checkpoint.universal_load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig
 from ..optim import CoatAdamW
-from . import cached_weights, coat_accessors, deepspeed_accessors, heartbeat, master_weights, round_robin, step
+from . import cached_weights, coat_accessors, deepspeed_accessors, master_weights, missing, round_robin, step
 
 __all__ = ["ATTACHMENTS", "Attachment", "Built", "attach"]
 
@@ -181,7 +181,7 @@ ATTACHMENTS = (
     Attachment(
         "ranks hear of one another",
         lambda b: b.ours or b.coat is not None,
-        lambda b: heartbeat.start(b.engine),
+        lambda b: missing.start(b.engine),
         (),
         "anywhere: replaces nothing",
     ),

@@ -35,8 +35,9 @@ import torch.distributed as dist
 
 from .. import nodes
 from ..ranks import gather, rank_and_world, tell_torchrun
+from .timeouts import group_timeout
 
-__all__ = ["SHARE", "STATUS", "Heartbeat", "gone", "group_timeout", "start"]
+__all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "running", "start"]
 
 SHARE = 0.8
 """Of the timeout of collectives: after so long a silence a rank counts as hung."""
@@ -51,14 +52,21 @@ LIBRARIES = tuple(
     for folder in (Path(threading.__file__).parent, Path(dist.__file__).parents[2], Path(__file__).parents[1])
 )
 """Where frames are not the program's: Python's own library, what is installed beside torch, and coat_dist."""
+_COLLECTIVES = f"{Path(dist.__file__).parent}{os.sep}"
 
 _running: Heartbeat | None = None
 
 
-def start(engine: Any) -> None:
+def running() -> Heartbeat | None:
+    """This process's thread, if it sends."""
+    return None if _running is None or _running.ended else _running
+
+
+def start(engine: Any = None) -> None:
     """Begin to send and to listen, if there are other ranks; of a second engine only the steps are told, too.
 
-    A collective. ``COAT_HEARTBEAT=0`` in the environment of all ranks leaves it out.
+    Without an engine there are no steps to tell yet: for what a program does before it builds one. A collective.
+    ``COAT_HEARTBEAT=0`` in the environment of all ranks leaves it out.
     """
     global _running
     rank, world = rank_and_world()
@@ -66,32 +74,14 @@ def start(engine: Any) -> None:
         return
     group = dist.group.WORLD
     if _running is not None and _running.group() is group and not _running.ended:
-        _running.engines.add(engine)
+        _running.add(engine)
         return
     if _running is not None:
         _running.stop()
     _running = Heartbeat(rank, world, group_timeout(), group)
-    _running.engines.add(engine)
+    _running.add(engine)
     atexit.register(_running.stop)
     _running.start()
-
-
-def group_timeout() -> float:
-    """Seconds after which collectives of the default group give up."""
-    group = dist.distributed_c10d._get_default_group()
-    for device in group._device_types:
-        options: Any = getattr(group._get_backend(device), "options", None)
-        if hasattr(options, "_timeout"):
-            return options._timeout.total_seconds()
-    return dist.distributed_c10d.default_pg_timeout.total_seconds()
-
-
-def gone(seconds: float = 2.0) -> list[int]:
-    """Ranks whose processes have ended, as far as datagrams tell: they sent some, and do not answer any more.
-
-    For a rank whose collective has failed. Nothing is collective here, and the answer takes up to ``seconds``.
-    """
-    return [] if _running is None or not _running.is_alive() else _running.gone(seconds)
 
 
 class Heartbeat(threading.Thread):
@@ -116,8 +106,15 @@ class Heartbeat(threading.Thread):
         self._listeners = [(rank - d) % world for d in distances]
         self._heard: dict[int, dict[str, Any]] = {}
         self._silent: dict[int, float] = {}
+        self._left: set[int] = set()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._asks = False
         self._step, self._standing, self._noted = -1, 0.0, False
-        self._here: set[int] = set()
+
+    def add(self, engine: Any) -> None:
+        """Tell the steps of this engine, too; None is no engine."""
+        if engine is not None:
+            self.engines.add(engine)
 
     def run(self) -> None:
         """Send, listen, judge, until :meth:`stop` or the end of the process group."""
@@ -142,18 +139,22 @@ class Heartbeat(threading.Thread):
             self._tell([self.rank], {"wake": True})
             self.join(1.0)
 
-    def gone(self, seconds: float) -> list[int]:
-        """See :func:`gone`; not to be called by this thread."""
-        self._here = set()
+    def ask(self, seconds: float) -> dict[int, dict[str, Any] | None]:
+        """Ask all others at once where they are, and wait so long; None of one that neither answers nor has left."""
+        self._answers, self._asks = {}, True
         end = time.monotonic() + seconds
-        while (missing := sorted(set(list(self._heard)) - self._here)) and time.monotonic() < end and not self.ended:
-            self._tell(missing, {"ask": True})
-            time.sleep(0.2)
-        return missing
+        while (open_ := self._addresses.keys() - self._answers.keys() - self._left) and time.monotonic() < end:
+            self._tell(open_, {"ask": True})  # again: a datagram may get lost
+            time.sleep(min(0.25, seconds))
+        return {rank: self._answers.get(rank) for rank in sorted(self._addresses.keys() - self._left)}
+
+    def host(self, rank: int) -> str:
+        """Where a rank runs."""
+        return self._hosts[rank]
 
     def _state(self) -> dict[str, Any]:
         step = max((engine.global_steps for engine in list(self.engines)), default=0)
-        return {"step": step, "place": _place()}
+        return {"step": step, "place": _place(), "waits": self._asks or _waits()}
 
     def _send(self, message: dict[str, Any]) -> None:
         self._tell(self._listeners, message)
@@ -177,15 +178,15 @@ class Heartbeat(threading.Thread):
             if not isinstance(message, dict) or message.get("token") != self._token:
                 continue
             sender = message["rank"]
-            self._here.add(sender)
-            if "ask" in message:
-                self._tell([sender], {"here": True})
-            if message.keys() & {"ask", "here"}:
-                continue
             if "hung" in message and sender != self.rank:
                 self._finish(message["hung"], sender, relay=False)
             elif message.get("left"):
                 self._heard.pop(sender, None)
+                self._left.add(sender)
+            elif message.get("ask"):
+                self._tell([sender], {"answer": True, **self._state()})
+            elif message.get("answer"):
+                self._answers[sender] = message
             elif sender != self.rank:
                 self._heard[sender], self._silent[sender] = message, 0.0
 
@@ -261,6 +262,16 @@ def _place() -> str:
     if frame is None:
         return "its end"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _waits() -> bool:
+    """Whether the main thread is in a collective."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        if frame.f_code.co_filename.startswith(_COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _write(line: str) -> None:

@@ -150,9 +150,23 @@ _CHECKPOINTS = (
         lambda f: f["checkpoint.use_node_local_storage"] and f.tp > 1,
     ),
     Rule(
+        "checkpoint.use_node_local_storage",
+        "true or false",
+        lambda f: f["checkpoint.use_node_local_storage"] not in (None, True, False),
+    ),
+    Rule(
         "datastates_ckpt",
         "absent: checkpoints are written by torch.save, with checksums, and are on disk when save_checkpoint returns",
         lambda f: f["datastates_ckpt"] not in (None, False),
+    ),
+)
+
+_ELASTIC = (
+    Rule(
+        "elasticity",
+        "absent, DeepSpeed has removed it: train_batch_size, torchrun --max-restarts and a run that continues from its "
+        "checkpoints, as launch/pretrain.py --load auto does on any number of ranks",
+        lambda f: f["elasticity"] is not None,
     ),
 )
 
@@ -247,4 +261,4 @@ _FLOW = (
     ),
 )
 
-RULES = (*_ANY, *_CHECKPOINTS, *_COAT_ADAMW, *_MASTER_WEIGHTS, *_FLOW)
+RULES = (*_ANY, *_CHECKPOINTS, *_ELASTIC, *_COAT_ADAMW, *_MASTER_WEIGHTS, *_FLOW)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from .. import nodes
 from ..config import CoatConfigError
 from ..ranks import rank_and_world, say_ranks
-from .heartbeat import group_timeout
+from .timeouts import group_timeout
 from .without_launcher import prepare
 
 __all__ = ["answer"]

@@ -1,4 +1,5 @@
-"""What DeepSpeed needs where a program was started as ``python program.py``, and on a machine without a GPU."""
+"""What DeepSpeed needs where a program was started as ``python program.py``, on a machine without a GPU, or again by
+torchrun after a rank had died."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import os
 import socket
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .slurm import take_ranks
 
-__all__ = ["leave_out_compiled_operation", "prepare"]
+__all__ = ["leave_out_compiled_operation", "prepare", "store_of_restart"]
 
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
@@ -28,6 +31,12 @@ def prepare() -> None:
         CoatConfigError: SLURM's variables lack something, or contradict each other.
     """
     leave_out_compiled_operation()
+    if store := store_of_restart():
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.comm.constants import default_pg_timeout
+
+        dist.init_process_group(get_accelerator().communication_backend_name(), timeout=default_pg_timeout, **store)
+        return
     if take_ranks():
         return
     if any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS)) or find_spec("mpi4py") is not None:
@@ -41,6 +50,22 @@ def prepare() -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def store_of_restart() -> dict[str, Any]:
+    """Arguments of ``torch.distributed.init_process_group`` for a rank that torchrun has started again; else none.
+
+    Without ``--standalone`` and ``--rdzv-backend``, torchrun's ranks meet in one store for all restarts, and a restart
+    finds there what the ranks before have left: addresses where nobody listens any more (torch 2.13). On one node all
+    ranks know the number of the restart, and so have names of their own in it.
+    """
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    if not shared or number == "0":
+        return {}
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, False)
+    return {"store": dist.PrefixStore(f"restart_{number}", store), "rank": rank, "world_size": world}
 
 
 def leave_out_compiled_operation() -> None:

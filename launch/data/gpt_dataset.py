@@ -96,7 +96,11 @@ class EndlessGPTDataset(GPTDataset):
                 with tempfile.TemporaryDirectory(dir=cache) as folder:
                     self.config = copy.copy(shared)
                     self.config.path_to_cache = folder
-                    super(EndlessGPTDataset, self)._build_document_sample_shuffle_indices()
+                    if rank:  # Megatron writes on rank 0 only, and makes in memory what has no files to be written to
+                        self.config.path_to_cache, self.config.mock = None, True
+                    made = super(EndlessGPTDataset, self)._build_document_sample_shuffle_indices()
+                    if rank:
+                        self._save(Path(folder), made)
                     for file in Path(folder).iterdir():
                         os.replace(file, cache / file.name)
 
@@ -114,3 +118,10 @@ class EndlessGPTDataset(GPTDataset):
             ) from None
         finally:
             self.config = shared
+
+    def _save(self, folder: Path, indices: Any) -> None:
+        """Write the files that Megatron reads."""
+        base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        for name, index in zip(("document", "sample", "shuffle"), indices, strict=True):
+            np.save(folder / f"{base}-{name}_index.npy", index)
+        (folder / f"{base}-description.txt").write_text(self.unique_description, encoding="utf-8")

@@ -24,7 +24,7 @@ from coat_dist.checkpoint.team import Team, everyone, team_of
 from launch.training.runtime import get_random_state, reseed, set_random_state
 from launch.weights.source import CARRIED, Weights, files_in
 
-__all__ = ["Examined", "carried", "examine", "require_loadable", "restore", "save"]
+__all__ = ["Examined", "carried", "examine", "of_another_layout", "require_loadable", "restore", "save"]
 
 # A checkpoint cannot be loaded where one of these differs. Other differences are printed and taken as wanted.
 _STRUCTURE = (
@@ -40,7 +40,19 @@ _STRUCTURE = (
     "format",
 )
 _UNIVERSAL_STRUCTURE = ("model.", "format")
-_CONVERSION = "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers"
+_CONVERSION = (
+    "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers; --load auto does so by "
+    "itself for parallel sizes and ZeRO stages"
+)
+_LAYOUT = (
+    "parallel.",
+    "deepspeed.zero_optimization.stage",
+    "deepspeed.zero_optimization.round_robin_gradients",
+    "deepspeed.zero_optimization.parameter_alignment",
+    "deepspeed.zero_optimization.sub_group_size",
+    "deepspeed.data_types",
+)
+"""How ranks share what there is: ``launch/training/layout.py`` converts these without being asked."""
 _FREE = (
     "model.hidden_dropout",
     "model.attention_dropout",
@@ -153,6 +165,13 @@ def _own_manifest(checkpoint: Path, team: Team) -> dict[str, Any]:
     if wrong := wrong_part(checkpoint, manifest, team):
         raise CheckpointError(wrong)
     return manifest
+
+
+def of_another_layout(manifest: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+    """A line for each setting that keeps a checkpoint from being loaded as it is, where a conversion mends all."""
+    changed = {} if manifest.get("universal") else differences(manifest["run"], run)
+    fatal = {key: line for key, line in changed.items() if _among(key, _STRUCTURE)}
+    return list(fatal.values()) if all(key.startswith(_LAYOUT) for key in fatal) else []
 
 
 def restore(engine: Any, examined: Examined) -> dict[str, Any]:

@@ -17,25 +17,38 @@ from typing import Any
 import torch.distributed as dist
 
 from coat_dist import nodes
-from coat_dist.deepspeed import heartbeat
-from coat_dist.ranks import say_ranks, tell_torchrun
+from coat_dist.deepspeed.missing import of_another_rank, who
+from coat_dist.ranks import tell_torchrun
+from launch.training import joining
 
-__all__ = ["because_of", "end", "of_another_rank"]
+__all__ = ["end", "end_of_collective", "of_another_rank"]
 
 KEY = "coat_dist/error"
 WAIT = 1.5
 """Seconds in which the rank that fails first has said what it has to say."""
 
 
-def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> None:
+def end(line: str, rank: int, consequence: bool = False, once: bool = False, elsewhere: bool = False) -> None:
     """Print ``line`` unless another rank has said it, or a launcher ends this rank because another has failed.
 
     Args:
         consequence: the error is that another rank has ended: what that one has said is enough.
+        elsewhere: a rank on another node has failed before the ranks had met: the first rank of each node says it.
         once: ranks say the same in other words (what their GPU holds): the first one that comes says it.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from a launcher whose other rank has failed: nothing to be saved
+    # SIGTERM is from a launcher whose other rank has failed: nothing to be saved. A line about that rank comes first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if consequence else signal.SIG_DFL)
     tell_torchrun(f"error: {line}")
+    if elsewhere:
+        if nodes.my_place().local == 0:
+            print(f"{f'rank {rank}{_host(rank)}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
+        time.sleep(WAIT)  # rank 0 may hold the store in which others look for the reason
+        return
+    if joining.needed():  # no launcher ends the ranks of other nodes
+        if joining.say_why(line):
+            print(f"{f'rank {rank}{_host(rank)}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
+        joining.stay()
+        return
     store = _own_store() if dist.is_initialized() else None
     if store is None:
         time.sleep(2 * WAIT if rank else 0)  # rank 0 has most likely said the same, and the launcher ends this rank
@@ -48,6 +61,7 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False) -> 
     if said is None or not (consequence or said == line):
         print(f"{f'rank {rank}{_host(rank)}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
         _say(store, line)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if rank == 0 and store is not None and dist.get_world_size() > 1:
         time.sleep(2 * WAIT)
 
@@ -56,18 +70,17 @@ def _host(rank: int) -> str:
     return nodes.say_host(rank) or (f" (host {nodes.host()})" if nodes.several_nodes() else "")
 
 
-def of_another_rank(problem: Exception) -> bool:
-    """Whether a collective or the store failed, which has its reason in another rank."""
-    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore")
-    return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
-
-
-def because_of(problem: Exception) -> str:
-    """What to say where :func:`of_another_rank`: which ranks have ended, with their hosts, if that can be found out."""
-    ended = heartbeat.gone()
-    if not ended:
-        return f"a collective failed, because another rank has ended or did not come: {problem}"
-    return f"a collective failed, because {say_ranks(ended)} ended: {problem}"
+def end_of_collective(problem: Exception, rank: int) -> None:
+    """:func:`end` of a rank whose collective failed because of another, which is named where it can be."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in end()
+    found = who()
+    why = found[0] if found is not None else "another rank has ended or did not come"
+    line = f"a collective failed, because {why}: {problem}"
+    if found is not None and not found[1]:  # another rank that is there says it
+        tell_torchrun(f"error: {line}")
+        time.sleep(WAIT)
+        return
+    end(line, rank, consequence=True)
 
 
 def _own_store() -> Any:

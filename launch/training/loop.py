@@ -15,7 +15,8 @@ import torch.distributed as dist
 from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog, peak_memory_bytes
 from launch.training.profile import StepProfiler
-from launch.training.runtime import StopSignal, mean_over_ranks
+from launch.training.rank_times import RankTimes
+from launch.training.runtime import StopSignal, mean_and_each, mean_over_ranks
 from launch.training.schedule import Schedule
 
 __all__ = ["BadSteps", "Loop", "Progress"]
@@ -78,6 +79,7 @@ class Loop:
     stop: StopSignal | None = None
     memory: MemoryReport | None = None
     """Measures the first step that changes the weights; its table is printed once."""
+    times: RankTimes
     last_checkpoint: Any = None
     profiler: StepProfiler | None = None
     doing: str = "before the first step"
@@ -138,8 +140,12 @@ class Loop:
         began = time.perf_counter()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(self.accumulation):
+            self.times.begin()
+            batch = next(self.train)
+            self.times.batch_is_there()
             with self.memory.forward() if self.memory is not None and index == 0 else contextlib.nullcontext():
-                loss = self.loss(self.engine, next(self.train))
+                loss = self.loss(self.engine, batch)
+            self.times.forward_done()
             value = loss.detach()
             total += value
             # A factor of exactly 1, or NaN where the loss is not finite: the gradient norm, which all ranks share and
@@ -151,7 +157,9 @@ class Loop:
         applied = bool(self.engine.was_step_applied())
         norm = float(self.engine.get_global_grad_norm())
         requested = 1.0 if self.stop is not None and self.stop.requested() else 0.0
-        mean_loss, stopping = mean_over_ranks([total / self.accumulation, requested], self.device)
+        (mean_loss, stopping), seconds = mean_and_each(
+            [total / self.accumulation, requested], self.times.seconds(), self.device
+        )
         took = time.perf_counter() - began
 
         progress.step += 1
@@ -170,6 +178,7 @@ class Loop:
             "step_time": took,
             "peak_memory_bytes": peak_memory_bytes(),
             "consumed_samples": progress.consumed_samples,
+            **self.times.judge(seconds, progress.step, took),
             "stopping": stopping > 0,
         }
         if self.memory is not None and applied:

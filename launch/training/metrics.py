@@ -20,6 +20,7 @@ import torch.distributed as dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import write_text
 from launch.log_level import shows
+from launch.training.rank_times import THRESHOLD
 from launch.training.summary import Summary
 from launch.training.wandb_log import WandbLog
 
@@ -96,6 +97,8 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
         f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
         f"ETA {duration(eta_seconds)}",
     ]
+    if record.get("slowest_rank_time_ratio", 1.0) >= THRESHOLD:
+        parts.append(f"slowest rank {record['slowest_rank']}: {record['slowest_rank_time_ratio']:.2f} x")
     parts += [f"{name} loss {number(f'{name}_loss', '.4f')}" for name in ("valid", "test") if f"{name}_loss" in record]
     if record.get("skipped"):
         parts.append(f"SKIPPED: {record['skipped']}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,14 @@ def open_on_nodes(args: argparse.Namespace, settings: Any, locks: ExitStack) -> 
             ``--load``, or with ``use_node_local_storage`` do; nodes that have no step in common.
     """
     nodes, local = nodes_of_ranks(), node_local(settings)
-    folders = _open_on_each(args, locks, nodes) if local else on_rank_0(lambda: open_folders(args, locks))
     if len(nodes) == 1:
-        return folders
+        return on_rank_0(lambda: open_folders(args, locks))
+    if local:
+        if args.save is not None:  # before two nodes would lock one folder
+            _make(Path(args.save), "--save")
+            check_shared(Path(args.save), "--save", nodes, local, CoatConfigError)
+        return _open_on_each(args, locks, nodes)
+    folders = on_rank_0(lambda: open_folders(args, locks))
     if args.save is not None:
         check_shared(Path(args.save), "--save", nodes, local, CoatConfigError)
     if folders.source is not None:
@@ -65,11 +71,15 @@ def sharers(folder: Path, option: str) -> list[list[int]]:
     """
     nodes = nodes_of_ranks()
     if len(nodes) > 1:
-        _, problems = attempt(lambda: make_folder(folder))
-        if problems:
-            rank, why = next(iter(problems.items()))
-            raise DataError(f"{option}: {folder} cannot be written ({on_host(why, rank)})")
+        _make(folder, option)
     return sharing(folder, nodes)
+
+
+def _make(folder: Path, option: str) -> None:
+    _, problems = attempt(lambda: make_folder(folder))
+    if problems:
+        rank, why = next(iter(problems.items()))
+        raise DataError(f"{option}: {folder} cannot be written ({on_host(why, rank)})")
 
 
 def check_export(option: str, settings: Any) -> None:
@@ -93,36 +103,32 @@ def _own(nodes: Sequence[Sequence[int]]) -> Team:
 def _open_on_each(args: argparse.Namespace, locks: ExitStack, nodes: Sequence[Sequence[int]]) -> Folders:
     team = _own(nodes)
 
-    def open_own() -> tuple[str | None, list[str], dict[str, int]] | None:
+    def open_own() -> tuple[Folders, dict[str, int]]:
         if not team.leads:
-            return None
+            return Folders(None), {}
         own = args
         if team.rank:  # what is written beside checkpoints is rank 0's
             own = argparse.Namespace(**{**vars(args), "output": None, "tensorboard": None})
         found = open_folders(own, locks)
-        there = finished(found.source.parent) if found.source is not None else []
-        steps = {p.name: read_manifest(p)["progress"]["step"] for p in {*there, *([found.source] if there else [])}}
-        return None if found.source is None else str(found.source), [str(p) for p in found.superseded], steps
+        there = [] if found.source is None else [*finished(found.source.parent), found.source]
+        return found, {p.name: read_manifest(p)["progress"]["step"] for p in there}
 
     answers, problems = attempt(open_own)
     if problems:
-        told = problems.values() if len(nodes) == 1 else (on_host(text, rank) for rank, text in problems.items())
-        raise CoatConfigError("\n".join(dict.fromkeys(told)))
-    source, superseded, _ = answers[team.ranks[0]]  # type: ignore[misc]
-    by_leader = {ranks[0]: answers[ranks[0]] for ranks in nodes}
-    name = _common(args, {rank: (one[0], one[2]) for rank, one in by_leader.items()})  # type: ignore[index]
-    if name is not None and Path(source).name != name:
-        source = str(Path(source).parent / name)
-    return Folders(None if source is None else Path(source), [Path(p) for p in superseded])
+        raise CoatConfigError("\n".join(dict.fromkeys(on_host(text, rank) for rank, text in problems.items())))
+    found = {ranks[0]: one for ranks in nodes if (one := answers[ranks[0]]) is not None}
+    name = _common(args, {rank: (folders.source, steps) for rank, (folders, steps) in found.items()})
+    mine = found[team.ranks[0]][0]
+    return mine if mine.source is None or name is None else replace(mine, source=mine.source.parent / name)
 
 
-def _common(args: argparse.Namespace, found: dict[int, tuple[str | None, dict[str, int]]]) -> str | None:
+def _common(args: argparse.Namespace, found: dict[int, tuple[Path | None, dict[str, int]]]) -> str | None:
     """The name of the checkpoint that all nodes continue from, of what each node's first rank found.
 
     A kill between the ``latest`` of one node and that of another leaves two names; of those, the checkpoint of the
     highest step that every node has.
     """
-    names = {rank: None if source is None else Path(source).name for rank, (source, _) in found.items()}
+    names = {rank: None if source is None else source.name for rank, (source, _) in found.items()}
     if len(set(names.values())) == 1:
         return next(iter(names.values()))
     steps = {name: at for _, all_steps in found.values() for name, at in all_steps.items()}

@@ -16,6 +16,7 @@ from launch.model.gpt import ModelConfig, parameter_count
 from launch.planning.recompute import recompute_options
 from launch.training import checkpoint
 from launch.training.initial import initial_weights, tokenizer_warning
+from launch.training.layout import keep_batch
 from launch.training.schedule import Schedule
 from launch.training.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
 
@@ -46,6 +47,8 @@ class Plan:
 
     warning: str | None = None
     """A line for the log."""
+    kept: str | None = None
+    """Another one, where batch sizes are those of a checkpoint of another number of ranks."""
     auto: bool = False
     """The micro-batch is to be found, or was."""
     recompute: dict[str, Any] = field(default_factory=dict)
@@ -62,8 +65,8 @@ class Plan:
         return None
 
     def describe(self) -> str:
-        """One line for the log, and a second one where there is a warning."""
-        return ("" if self.warning is None else f"{self.warning}\n") + (
+        """One line for the log, and others before it where there is a warning or another batch than was set."""
+        return "".join(f"{line}\n" for line in (self.warning, self.kept) if line is not None) + (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
             f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
             f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
@@ -171,6 +174,7 @@ def assemble(
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
     auto = auto_batch(args, settings, world // tp)
+    kept = keep_batch(args, settings, world // tp, auto)
     return kind(
         args=args,
         settings=settings,
@@ -180,6 +184,7 @@ def assemble(
         dp=world // tp,
         batch=batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, world // tp),
         auto=auto,
+        kept=kept,
         recompute=recompute_options(args, model, coat),
         **more,
     )

@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from coat_dist.deepspeed.without_launcher import leave_out_compiled_operation
+from coat_dist.deepspeed.without_launcher import leave_out_compiled_operation, store_of_restart
 from launch.log_level import quiet_libraries
+from launch.training import joining
 
 __all__ = [
     "StopSignal",
     "finish",
     "get_random_state",
+    "mean_and_each",
     "mean_over_ranks",
     "quiet",
     "seed_python_and_numpy",
@@ -66,9 +68,10 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if not dist.is_initialized():
         timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+        joining.meet(timeout)
         # Without `device_id`, with which NCCL would make a communicator for each of Megatron's groups, used or not:
         # 5.7 GiB of an H200 (docs/memory.md). A first collective says which GPU is this rank's.
-        dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, **store_of_restart())
         if gpu:
             dist.all_reduce(torch.zeros(1, device=device))
     deepspeed.init_distributed(verbose=False)
@@ -160,9 +163,20 @@ def _ancestors() -> list[int]:
 
 def mean_over_ranks(values: list[torch.Tensor | float], device: torch.device) -> list[float]:
     """Mean over all ranks of each number, summed in fp64. One collective and one host synchronization."""
+    return mean_and_each(values, 0.0, device)[0]
+
+
+def mean_and_each(
+    values: list[torch.Tensor | float], mine: float, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """:func:`mean_over_ranks` of ``values``, and every rank's ``mine``, in the same collective."""
+    slots = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    slots[dist.get_rank()] = mine
     stacked = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
-    dist.all_reduce(stacked)
-    return (stacked / dist.get_world_size()).tolist()
+    both = torch.cat([stacked, slots.to(device, non_blocking=True)])
+    dist.all_reduce(both)
+    numbers = both.tolist()
+    return [n / len(slots) for n in numbers[: len(values)]], numbers[len(values) :]
 
 
 def get_random_state() -> dict[str, Any]:

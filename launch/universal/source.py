@@ -10,6 +10,7 @@ from typing import Any
 
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
 from coat_dist.checkpoint.publish import LATEST, find, name_of
+from coat_dist.checkpoint.shared import KEY, say_part
 
 __all__ = ["Source", "find_source", "read_source"]
 
@@ -78,6 +79,11 @@ def read_source(path: Path) -> Source:
     manifest = _read_manifest(path) if (path / MANIFEST).is_file() else None
     if (manifest or {}).get("universal") or (path / "zero" / "optimizer_state.pt").is_file():
         raise CheckpointError(f"{path}: is universal already, accepted: a checkpoint that engine.save_checkpoint wrote")
+    if part := (manifest or {}).get("part"):
+        raise CheckpointError(
+            f"{path}: holds the files of {say_part(part)}, saved with {KEY}, accepted: a checkpoint in a folder that "
+            "all nodes shared"
+        )
     return Source(path, manifest)
 
 

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -32,7 +34,7 @@ ENVIRONMENT = {
 
 @pytest.fixture
 def nodes(tmp_path):
-    with Nodes(tmp_path) as made:
+    with Nodes(tmp_path, namespaces=os.environ.get("NODES") != "loopback") as made:
         yield made
 
 
@@ -84,7 +86,7 @@ def start(nodes, launcher, argv, tmp_path):
     return started
 
 
-def finish(programs, seconds=60):
+def finish(programs, seconds=200):
     end = time.monotonic() + seconds
     return [program.communicate(timeout=end - time.monotonic())[0] for program in programs]
 
@@ -126,7 +128,7 @@ def test_a_node_dies_and_the_run_goes_on_with_one(nodes, work, tmp_path):
     assert time.monotonic() - dead < 60
     assert programs[0].returncode == 4, first
     (line,) = [x for x in first.splitlines() if "error: " in x]
-    assert line.startswith("error: a collective failed, because rank 1 (host node-b) ended: "), first
+    assert line.startswith("error: a collective failed, because rank 1 (node-b) has ended or does not answer: "), first
 
     step = 2 * ((len(read_metrics(run))) // 2)
     assert to_universal.main(["--load", str(save), "--output", str(tmp_path / "universal")]) == 0
@@ -188,3 +190,106 @@ def test_folders_that_nodes_do_not_share_are_found_at_the_start(nodes, work, tmp
         assert [p.returncode for p in programs] == [2, 2], texts
         assert len(re.findall(said, "".join(texts))) == 1, texts
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "torchrun, static"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_node_that_fails_at_its_start_lets_no_other_wait(failing, launcher, nodes, work, tmp_path):
+    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), steps=2)
+    begin = time.monotonic()
+    programs, line = [], LAUNCHERS[launcher]()
+    for number, node in enumerate(nodes):
+        own = [*argv, "--data", "nowhere"] if number == failing else argv
+        start_of, variables = line(node, number, nodes[0])
+        programs.append(node.start([*start_of, *map(str, own)], tmp_path, **ENVIRONMENT, **variables))
+    texts = finish(programs)
+    assert time.monotonic() - begin < 150
+    assert all(program.returncode for program in programs)
+    assert "data: " in texts[failing] or "--data: " in texts[failing], texts
+    who = f"rank {failing} (host node-{'ab'[failing]}) ended at its start: "
+    assert who in texts[1 - failing] and "nowhere" in texts[1 - failing], texts
+
+
+SHELL = 'sh -c "$line"'
+
+
+def executable(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.mark.slow
+def test_a_hostfile(nodes, work, tmp_path):
+    """``deepspeed --hostfile``, with a pdsh and an ssh that know two hosts."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    cases = "\n".join(f"    {node.host}) {node.within(SHELL)} & ;;" for node in nodes)
+    executable(
+        tools / "pdsh",
+        f"""#!/bin/sh
+while :; do case $1 in -S) shift ;; -f) shift 2 ;; -w) hosts=$2; shift 2 ;; *) break ;; esac; done
+number=0 running= worst=0
+for host in $(echo "$hosts" | tr , " "); do
+    line=$(echo "$*" | sed "s/%n/$number/")
+    case $host in
+{cases}
+    esac
+    running="$running $!" number=$((number + 1))
+done
+for one in $running; do wait "$one" || worst=$?; done
+exit $worst
+""",
+    )
+    executable(tools / "ssh", f"#!/bin/sh\necho {nodes[0].address}\n")
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{node.host} slots=1\n" for node in nodes))
+    run = tmp_path / "run"
+    argv = command(work, run, configuration(tmp_path, 2), "--save", tmp_path / "save", steps=2)
+    line = ["-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--master_port", str(free_port())]
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    variables = {k: v for k, v in nodes[0].environment.items() if k != "COAT_HOST"}
+    program = Program(
+        [*line, PRETRAIN, *map(str, argv)], tmp_path, ROOT, ranks=False, PATH=path, **ENVIRONMENT, **variables
+    )
+    text = finish([program], 400)[0]
+    assert program.returncode == 0 and text.count("finished 2 steps") == 1, text
+    assert (tmp_path / "save" / "latest").read_text() == "step00000002"
+
+
+@pytest.mark.slow
+def test_the_script_for_slurm(nodes, work, tmp_path):
+    """``examples/slurm.sh`` with an srun that starts one task on each of two nodes."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    tasks = "\n".join(
+        f'SLURM_PROCID={n} SLURM_LOCALID=0 SLURM_NODEID={n} {node.within(SHELL)} & running="$running $!"'
+        for n, node in enumerate(nodes)
+    )
+    executable(
+        tools / "srun",
+        f"""#!/bin/sh
+while case $1 in -*) true ;; *) false ;; esac; do shift; done
+export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_ID=0 SLURM_JOB_ID=4711 SLURM_STEP_NODELIST='node-a,node-b'
+line="cd $(pwd) && $*" running= worst=0
+{tasks}
+for one in $running; do wait "$one" || worst=$?; done
+exit $worst
+""",
+    )
+    given = {"PYTHON": sys.executable, "CONFIG": configuration(tmp_path, 2), "MODEL": str(work / "model.json")}
+    given |= {"DATA": str(work / "data"), "STEPS": "3", "RUN": str(tmp_path / "run"), **ENVIRONMENT}
+    given |= {k: v for k, v in nodes[0].environment.items() if k != "COAT_HOST"}
+    if nodes[0].space is None:
+        given["MASTER_ADDR"] = nodes[0].address
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "examples/slurm.sh", "--split", "80,10,10", "--warmup-steps", "1"],
+        cwd=ROOT,
+        env={**os.environ, **given, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0 and "finished 3 steps" in done.stdout, done.stdout + done.stderr
+    assert len(read_metrics(tmp_path / "run")) == 3

@@ -183,6 +183,36 @@ def test_tensor_parallel_sizes_agree(work, tmp_path):
         assert other == pytest.approx(norms[0], rel=1e-6)
 
 
+SIZES = {
+    "one": (1, []),
+    "two": (2, ["--tensor-parallel", "2"]),
+    "two sp": (2, ["--tensor-parallel", "2", "--sequence-parallel"]),
+    "four": (4, ["--tensor-parallel", "4"]),
+    "four sp": (4, ["--tensor-parallel", "4", "--sequence-parallel"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "steps", "layers"),
+    [(("one", "four sp"), 3, 1), pytest.param(tuple(SIZES), 20, 2, marks=pytest.mark.slow)],
+    ids=["short", "whole"],
+)
+def test_tensor_parallel_sizes_up_to_four_agree(work, tmp_path, names, steps, layers):
+    """Losses to the bit. Of every weight, a rank's rows are whole groups of FP8 moments at each of the sizes."""
+    coat = {"optimizer": {"stochastic_rounding": False}, "activation": {"tp_invariant": True}}
+    config = configuration(tmp_path, 2, coat=coat, train_micro_batch_size_per_gpu=1, gradient_clipping=0.0)
+    wide = ["--model-override", "hidden_size=512", "ffn_hidden_size=512", "num_attention_heads=4"]
+    wide += [f"num_layers={layers}", "hidden_dropout=0.0"]
+    seen = {}
+    for name in names:
+        world, more = SIZES[name]
+        argv = command(work, tmp_path / name, config, *more, *wide, steps=steps)
+        assert f"finished {steps}" in run_ranks(world, rank_main, argv)[0]
+        seen[name] = [r["loss"] for r in read_metrics(tmp_path / name)]
+    assert all(losses == seen["one"] for losses in seen.values()), seen
+    assert len(set(seen["one"])) == steps
+
+
 def test_hyperparameters_are_the_configurations_after_a_restart(work, tmp_path):
     config, save, run = configuration(tmp_path, 3), tmp_path / "save", tmp_path / "run"
     assert "finished 2" in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]

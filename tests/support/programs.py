@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from .ranks import _cpu_server
 
@@ -126,7 +127,8 @@ def forked_programs(ranks: bool = True) -> Iterator[None]:
             self._child_created = True
             self._close_pipe_fds(*pipes)
 
-    with mock.patch.object(subprocess, "Popen", Forked):
+    # torchrun's module has taken the class under a name of its own.
+    with mock.patch.object(subprocess, "Popen", Forked), mock.patch.object(subprocess_handler, "Popen", Forked):
         yield
 
 

@@ -72,6 +72,7 @@ def test_a_block_of_nearly_the_right_name_is_not_passed_over():
     ("changes", "words"),
     [
         ({"zero_optimization__elastic_checkpoint": True}, "zero_optimization.elastic_checkpoint: got true"),
+        ({"elasticity": {"enabled": True}}, "elasticity: got "),
         ({"zero_optimization__offload_optimizer": {"device": "cpu"}}, 'offload_optimizer.device: got "cpu"'),
         ({"zero_optimization__stage": 0}, "zero_optimization.stage: got 0"),
         ({"zero_optimization": True}, "zero_optimization: got true"),

@@ -1,0 +1,161 @@
+"""Ranks of a node, folders that nodes share or do not, checkpoints that are a node's part."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from coat_dist import nodes
+from coat_dist.checkpoint import team
+from coat_dist.checkpoint.manifest import CheckpointError
+from coat_dist.checkpoint.shared import check_shared, check_there
+from coat_dist.deepspeed.refusals import check_deepspeed
+from coat_dist.nodes import Place, by_node
+from coat_dist.ranks import before_others, check_same_on_all_ranks, on_first_ranks, say_ranks
+from tests.coat_dist.checkpoint.test_loading import build, refused
+from tests.coat_dist.configurations import config
+from tests.coat_dist.deepspeed.zero_runs import CASES, run
+from tests.support import run_ranks
+
+
+@pytest.mark.parametrize(
+    "places, found",
+    [
+        ([("a", None, 0), ("a", None, 1), ("b", None, 0)], [[0, 1], [2]]),
+        # srun --distribution=cyclic: ranks of a node do not follow one another.
+        ([("a", "0", 0), ("b", "1", 0), ("a", "0", 1), ("b", "1", 1)], [[0, 2], [1, 3]]),
+        # Two launchers on one host, or containers of one name.
+        ([("a", None, 0), ("a", None, 1), ("a", None, 0), ("a", None, 1)], [[0, 1], [2, 3]]),
+        ([("a", "0", 0), ("a", "1", 0), ("a", "1", 1)], [[0], [1, 2]]),
+    ],
+)
+def test_ranks_of_each_node(places, found):
+    assert by_node([Place(*place) for place in places]) == found
+
+
+def on_a_node(rank, folder):
+    """As if each rank were alone on its node, whose own disk is where it works."""
+    os.environ.update(LOCAL_RANK="0", COAT_HOST=f"node-{'ab'[rank]}", GROUP_RANK=str(rank))
+    own = Path(folder, f"node-{rank}")
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    team.PATIENCE = 0.2
+
+
+def error_of(function, *args):
+    with pytest.raises(ValueError) as raised:
+        function(*args)
+    return str(raised.value)
+
+
+def folders(rank, world, folder):
+    on_a_node(rank, folder)
+    check_same_on_all_ranks({})
+    both = team.nodes_of_ranks()
+    Path("own").mkdir()
+    found = {
+        "shared": team.sharing(Path(folder), both),
+        "own": team.sharing(Path("own"), both),
+        "missing": team.sharing(Path("nowhere"), both),
+    }
+    check_shared(Path(folder), "--save", both, False, CheckpointError)
+    check_shared(Path("own"), "--save", both, True, CheckpointError)
+    Path(f"own/{rank}").mkdir()
+    errors = [
+        error_of(check_shared, Path("own"), "--save", both, False, CheckpointError),
+        error_of(check_shared, Path(folder), "--save", both, True, CheckpointError),
+        error_of(check_there, Path("own/0"), "--load", CheckpointError),
+    ]
+    calls = []
+    answers = [
+        on_first_ranks(ranks, lambda: calls.append(1) or f"made by {rank}") for ranks in (found["shared"], found["own"])
+    ]
+
+    def fail():
+        if rank:
+            raise CheckpointError("no room")
+
+    errors.append(error_of(on_first_ranks, found["own"], fail))
+    return found, errors, answers, len(calls), sorted(os.listdir("own")), say_ranks([0, 1]), say_ranks([1])
+
+
+def test_folders_of_two_nodes(tmp_path):
+    for rank, (found, errors, answers, calls, left, both, second) in enumerate(run_ranks(2, folders, str(tmp_path))):
+        assert found == {"shared": [[0, 1]], "own": [[0], [1]], "missing": [[0], [1]]}
+        assert errors == [
+            "--save: got own, which rank 0 (host node-a) and rank 1 (host node-b) do not share, accepted: a folder "
+            'that all nodes share, or "checkpoint": {"use_node_local_storage": true} in the DeepSpeed configuration '
+            "for folders on the nodes' own disks",
+            f"checkpoint.use_node_local_storage: got true, but --save {tmp_path} is one folder of ranks 0-1 (hosts "
+            "node-a, node-b), accepted: false, or a folder on each node's own disk",
+            "--load: got own/0, which is not there on rank 1 (host node-b), accepted: a folder that all nodes share; "
+            'of checkpoints on the nodes\' own disks, "checkpoint": {"use_node_local_storage": true} in the DeepSpeed '
+            "configuration",
+            "host node-b: no room",
+        ]
+        assert answers == ["made by 0", f"made by {rank}"] and calls == (1 if rank else 2)
+        assert left == [str(rank)] and (both, second) == ("ranks 0-1 (hosts node-a, node-b)", "rank 1 (host node-b)")
+
+
+def waits(rank, world):
+    done = []
+    before_others("x", rank == 1, lambda: done.append(1))
+    try:
+        before_others("y", rank == 1, lambda: 1 / 0)
+    except (RuntimeError, ZeroDivisionError) as problem:
+        return done, str(problem)
+
+
+def test_one_rank_works_before_others():
+    (first, told), (second, raised) = run_ranks(2, waits)
+    assert (first, second) == ([], [1])
+    assert told == "ZeroDivisionError on rank 1: division by zero" and raised == "division by zero"
+
+
+def a_host_of_ones_own(rank, world):
+    check_same_on_all_ranks({})
+    return nodes.say_host(1), say_ranks([1])
+
+
+def test_on_one_node_hosts_are_not_said():
+    assert run_ranks(2, a_host_of_ones_own) == [("", "rank 1")] * 2
+
+
+@pytest.mark.parametrize("value, tp, said", [(True, 2, "false with tensor parallelism 2"), ("yes", 1, "true or false")])
+def test_node_local_storage_is_refused_by_key(value, tp, said):
+    with pytest.raises(
+        ValueError, match=f"checkpoint.use_node_local_storage: got {json.dumps(value)}, accepted: {said}"
+    ):
+        check_deepspeed(config(checkpoint__use_node_local_storage=value), tp=tp, mpu=True)
+
+
+def parts(rank, world, folder, case):
+    on_a_node(rank, folder)
+    own = {"checkpoint": {"use_node_local_storage": True}}
+    engine = build(CASES[case], **own)
+    run(engine, rank, 0, 1)
+    shared = error_of(engine.save_checkpoint, folder)
+    engine.save_checkpoint("disk", tag="x")
+    path, _ = engine.load_checkpoint("disk", tag="x")
+    Path("disk", "x").rename(Path("disk", "y"))
+    one = refused(engine, load_dir="disk", tag="x")
+    if rank == 0:  # as if nodes had changed places
+        Path(folder, "node-1", "disk", "y").rename(Path(folder, "node-0", "disk", "x"))
+        Path("disk", "y").rename(Path(folder, "node-1", "disk", "x"))
+    team.nodes_of_ranks()  # a barrier
+    swapped = refused(engine, load_dir="disk", tag="x")
+    plain = build(CASES[case])
+    lost = error_of(plain.save_checkpoint, "disk")
+    return path is not None, shared, one, swapped, lost
+
+
+@pytest.mark.parametrize("case", ["zero-2", pytest.param("zero-3", marks=pytest.mark.slow)])
+def test_each_node_has_its_part(case, tmp_path):
+    for loaded, shared, missing, swapped, lost in run_ranks(2, parts, str(tmp_path), case):
+        assert loaded
+        assert f"use_node_local_storage: got true, but save_dir {tmp_path} is one folder of ranks 0-1" in shared
+        assert "host node-a: tag: got 'x', which is not in disk" in missing
+        assert "host node-a: disk/x: holds the files of rank 1 of 2, saved with checkpoint.use_node_local" in swapped
+        assert "accepted here: those of rank 0 of 2" in swapped and "host node-b: disk/x: holds the " in swapped
+        assert "1' on rank(s) 1 (host node-b), accepted: the same on all ranks" in lost.replace("/disk", ""), lost
