@@ -1,0 +1,138 @@
+"""A run over pipeline stages: its sizes checked, its process groups, and its steps by Megatron's schedules."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coat_dist import CoatConfigError
+from coat_dist.deepspeed.pipeline import check_settings
+from launch.model.config import ModelConfig
+from launch.training.memory import MemoryReport
+from launch.training.settings import STEPS, BatchSizes
+
+__all__ = ["PipelineSteps", "check_micro_batches", "check_stages", "groups", "nan_if_not_finite", "steps"]
+
+
+def check_stages(args: argparse.Namespace, world: int, settings: Mapping[str, Any], model: ModelConfig) -> int:
+    """The number of pipeline stages, checked against ranks, layers and the DeepSpeed configuration.
+
+    Raises:
+        CoatConfigError: names what cannot be used.
+    """
+    stages, virtual, tp = args.pipeline_parallel, args.virtual_stages, args.tensor_parallel
+    if stages == 1:
+        return 1
+    if world % (tp * stages):
+        raise CoatConfigError(
+            f"--pipeline-parallel: got {stages}, accepted: a divisor of the number of ranks over --tensor-parallel "
+            f"({world // tp})"
+        )
+    if model.num_layers % stages:
+        raise CoatConfigError(
+            f"--pipeline-parallel: got {stages}, accepted: a divisor of the model's layers ({model.num_layers})"
+        )
+    if model.num_layers % (stages * virtual):
+        raise CoatConfigError(
+            f"--virtual-stages: got {virtual}, accepted: a divisor of the layers of a stage "
+            f"({model.num_layers // stages})"
+        )
+    check_settings(settings, stages)
+    return stages
+
+
+def check_micro_batches(args: argparse.Namespace, batch: BatchSizes) -> None:
+    """Refuse numbers of micro-batches that the interleaved schedule cannot run.
+
+    Raises:
+        CoatConfigError: names the key or option.
+    """
+    stages = args.pipeline_parallel
+    if args.virtual_stages == 1:
+        return
+    evaluated = {"--eval-steps": args.eval_steps} if args.eval_interval else {}
+    for name, count in {STEPS: batch.accumulation, **evaluated}.items():
+        if count % stages:
+            raise CoatConfigError(
+                f"{name}: got {count}, accepted: a multiple of --pipeline-parallel ({stages}) with --virtual-stages"
+            )
+
+
+def groups(args: argparse.Namespace) -> dict[str, int]:
+    """Arguments of ``initialize_model_parallel`` for the stages; none for one."""
+    if args.pipeline_parallel == 1:
+        return {}
+    virtual = {"virtual_pipeline_model_parallel_size": args.virtual_stages} if args.virtual_stages > 1 else {}
+    return {"pipeline_model_parallel_size": args.pipeline_parallel, **virtual}
+
+
+def nan_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
+    """The loss times exactly 1, or NaN where it is not finite.
+
+    The gradient norm, which all ranks share and DeepSpeed checks before it changes anything, then tells everybody
+    without a further synchronization.
+    """
+    return loss * (1 + 0 * loss.detach())
+
+
+def steps(p: Any, engine: Any, device: torch.device) -> PipelineSteps | None:
+    """What runs the micro-batches of a plan with several stages; None with one."""
+    if p.args.pipeline_parallel == 1:
+        return None
+    from launch.training.build import forward_step
+
+    return PipelineSteps(engine, forward_step(p.args.tensor_parallel, device), p.eod is not None)
+
+
+@dataclass
+class PipelineSteps:
+    """Steps and evaluations of an engine that holds one stage. What it returns is the same on all stages."""
+
+    engine: Any
+    forward_step: Callable[..., Any]
+    documents: bool
+    """Whether every stage needs the batches: where documents begin."""
+
+    def step(self, batches: Iterator[Any], memory: MemoryReport | None = None) -> torch.Tensor:
+        """One optimizer step. The mean loss of its micro-batches, fp64.
+
+        Args:
+            memory: measures the first forward pass of this stage, and the gradients.
+        """
+        from megatron_patches import train_batch
+
+        watched = [memory]
+
+        def forward(batches: Any, model: Any) -> Any:
+            first = watched.pop() if watched else None
+            with contextlib.nullcontext() if first is None else first.forward():
+                output, loss_of = self.forward_step(batches, model)
+                if not model.post_process:
+                    return output, loss_of
+                loss = nan_if_not_finite(loss_of(output))
+            return loss, lambda loss: loss
+
+        done = None if memory is None else memory.backward_done
+        return train_batch(self.engine, self._read(batches), forward, before_step=done)
+
+    def evaluate(self, batches: Iterator[Any], count: int) -> torch.Tensor:
+        """The mean loss of ``count`` micro-batches, fp64."""
+        from megatron_patches import eval_batch
+
+        return eval_batch(self.engine, self._read(batches), self.forward_step, num_microbatches=count)
+
+    def _read(self, batches: Iterator[Any]) -> Any:
+        """``batches`` for each part of the model that needs them: the first one and the last one."""
+        from megatron_patches.pipeline import chunks_of
+
+        chunks = chunks_of(self.engine.module)
+        needed = [self.documents or chunk.pre_process or chunk.post_process for chunk in chunks]
+        copies = iter(itertools.tee(batches, sum(needed)))
+        read = [next(copies) if one else None for one in needed]
+        return read if len(chunks) > 1 else read[0]
