@@ -16,9 +16,9 @@ __all__ = [
     "Parser",
     "add_parallel_options",
     "add_pipeline_options",
-    "one_stage_only",
     "local_path",
     "number",
+    "one_stage_only",
     "whole_number",
 ]
 

@@ -144,8 +144,8 @@ def has_groups_of_norms(zero: Any) -> bool:
 def norm_over_stages(engine: Any) -> None:
     """Let ZeRO-1's gradient norm be that of the whole model.
 
-    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold no vectors. Sums over
-    stages are made in fp64, as ZeRO sums within a rank, so that the norm is that of one stage.
+    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold no vectors. Sums
+    over stages are made in fp64, as ZeRO sums within a rank, so that the norm is that of one stage.
     """
     engine.optimizer.scaled_global_norm = types.MethodType(_norm_over_stages(engine), engine.optimizer)
 

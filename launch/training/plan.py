@@ -66,8 +66,8 @@ class Plan:
         """One line for the log, and a second one where there is a warning."""
         return ("" if self.warning is None else f"{self.warning}\n") + (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
-            f"tensor-parallel ranks{self._stages()}; {self.batch.total} samples of {self.model.seq_length} tokens a step "
-            f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
+            f"tensor-parallel ranks{self._stages()}; {self.batch.total} samples of {self.model.seq_length} "
+            f"tokens a step ({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
 
     def _stages(self) -> str:

@@ -1,10 +1,12 @@
 """Pretraining over pipeline stages on gloo ranks: the numbers of one stage, checkpoints, refusals."""
 
+import json
+
 import pytest
 import torch
 
 from launch.training.metrics import read_metrics
-from tests.launch.pretrain_runs import command, configuration, losses
+from tests.launch.pretrain_runs import command, configuration, losses, rank_main
 from tests.support import run_ranks
 
 NO_NOISE = {"optimizer": {"stochastic_rounding": False}, "activation": {}}
@@ -54,3 +56,25 @@ def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
         assert torch.equal(value, two[1][name]), name
     if model:
         assert torch.equal(two[1]["output_layer.weight"], one[1]["embedding.word_embeddings.weight"])
+
+
+def test_resuming_is_exact_and_other_layouts_are_refused(work, tmp_path):
+    """4 steps = 2 + resume + 2 with two interleaved stages; the files say what they hold."""
+    config, save = configuration(tmp_path, 1), tmp_path / "save"
+    stages = ["--model-override", "tie_embeddings=true", "num_layers=4", "--pipeline-parallel", "2"]
+    parts = [*stages, "--virtual-stages", "2"]
+    run_ranks(2, rank_main, command(work, tmp_path / "straight", config, *parts, steps=4))
+    both = [*parts, "--save", save, "--load", "auto"]
+    run_ranks(2, rank_main, command(work, tmp_path / "parts", config, *both, "--stop-at-step", "2", steps=4))
+    folder = save / "step00000002"
+    listed = json.loads((folder / "manifest.json").read_text())
+    assert {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"} <= listed["files"].keys()
+    told = [torch.load(folder / f"mp_rank_0{i}_model_states.pt", weights_only=False) for i in (0, 1)]
+    stage = [one["universal_checkpoint_info"]["pipeline"] for one in told]
+    assert [(s["stage"], s["stages"], s["virtual_stages"]) for s in stage] == [(0, 2, 2), (1, 2, 2)]
+    assert stage[1]["names"]["1.decoder.layers.0.mlp.linear_fc1.weight"] == "decoder.layers.3.mlp.linear_fc1.weight"
+    assert set(stage[0]["names"]) == {name for group in told[0]["param_shapes"] for name in group}
+    ends = run_ranks(2, rank_main, command(work, tmp_path / "other", config, *stages, "--load", save, steps=4))
+    assert all("parallel.virtual_stages" in end and "launch/to_universal.py" in end for end in ends)
+    assert "finished 4" in run_ranks(2, rank_main, command(work, tmp_path / "parts", config, *both, steps=4))[0]
+    assert losses(tmp_path / "straight") == losses(tmp_path / "parts")
