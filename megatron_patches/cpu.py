@@ -1,8 +1,8 @@
 """Megatron's own training loop, and its attention where that is not patched, on a machine without a GPU.
 
 Optimizers, schedules, tied embeddings and causal masks ask for CUDA by name: ``device="cuda"``, ``.cuda()``, and types
-of parameters that have to be ``"torch.cuda.BFloat16Tensor"``. Inside these functions, and nowhere else, such questions are answered
-for the CPU. Every supported version of megatron-core needs this.
+of parameters that have to be ``"torch.cuda.BFloat16Tensor"``. Inside these functions, and nowhere else, such questions
+are answered for the CPU. Every supported version of megatron-core needs this.
 """
 
 from __future__ import annotations

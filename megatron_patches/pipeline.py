@@ -24,7 +24,7 @@ from coat_dist.ops.dispatch import use_kernels
 
 from .blocks import pipelined
 
-__all__ = ["chunks_of", "eval_batch", "mark_stage", "train_batch", "whole_names"]
+__all__ = ["Losses", "chunks_of", "eval_batch", "mark_stage", "run_schedule", "train_batch", "whole_names"]
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
 
@@ -64,7 +64,7 @@ def train_batch(
     if not torch.is_grad_enabled():
         raise RuntimeError("train_batch: gradients are disabled, accepted: enabled ones, or eval_batch")
     count, chunks = engine.gradient_accumulation_steps(), chunks_of(engine.module)
-    run = _Run(forward_step_func, count)
+    run = Losses(forward_step_func, count)
     if not _several_stages():
         iterator = data_iterator[0] if isinstance(data_iterator, Sequence) else data_iterator
         for index in range(count):
@@ -76,7 +76,7 @@ def train_batch(
         return run.mean(engine)
     tied = _TiedGradient(chunks)
     try:
-        _schedule(engine, chunks, data_iterator, run, seq_length, micro_batch_size, forward_only=False)
+        run_schedule(engine, chunks, data_iterator, run, seq_length, micro_batch_size, forward_only=False)
     finally:
         tied.stop_collecting()
     tied.sum()
@@ -106,18 +106,18 @@ def eval_batch(
     Raises:
         CoatConfigError: the schedule cannot run so many micro-batches.
     """
-    run = _Run(forward_step_func, num_microbatches or engine.gradient_accumulation_steps())
+    run = Losses(forward_step_func, num_microbatches or engine.gradient_accumulation_steps())
     if not _several_stages():
         iterator = data_iterator[0] if isinstance(data_iterator, Sequence) else data_iterator
         for _ in range(run.count):
             output, loss_func = run.step(iterator, engine)
             loss_func(output)
         return run.mean(engine)
-    _schedule(engine, chunks_of(engine.module), data_iterator, run, seq_length, micro_batch_size, forward_only=True)
+    run_schedule(engine, chunks_of(engine.module), data_iterator, run, seq_length, micro_batch_size, forward_only=True)
     return run.mean(engine)
 
 
-class _Run:
+class Losses:
     """A forward step whose losses are summed."""
 
     def __init__(self, forward_step: ForwardStep, count: int) -> None:
@@ -147,15 +147,16 @@ def _several_stages() -> bool:
     return parallel_state.get_pipeline_model_parallel_world_size() > 1
 
 
-def _schedule(
+def run_schedule(
     engine: Any,
     chunks: list[nn.Module],
     data_iterator: Any,
-    run: _Run,
+    run: Losses,
     seq_length: int | None,
     micro_batch_size: int | None,
     forward_only: bool,
 ) -> None:
+    """Megatron's schedule alone: gradients are left in the parameters, each stage's own part of them."""
     config = get_model_config(chunks[0])
     _check(config, len(chunks), run.count)
     if len(chunks) > 1 and not isinstance(data_iterator, Sequence):
