@@ -184,6 +184,11 @@ def _check(config: Any, chunks: int, count: int) -> None:
             f"gradient_accumulation_steps: got {count} micro-batches, accepted: a multiple of the {stages} pipeline "
             "stages with virtual (interleaved) stages"
         )
+    if config.overlap_p2p_comm and config.deallocate_pipeline_outputs:
+        raise CoatConfigError(
+            "config.deallocate_pipeline_outputs: got True with overlap_p2p_comm, accepted: False (Megatron's schedule "
+            "would drop outputs while they are being sent, and stages would receive other numbers)"
+        )
     for name in ("finalize_model_grads_func", "grad_sync_func", "param_sync_func", "grad_scale_func"):
         if getattr(config, name, None) is not None:
             raise CoatConfigError(

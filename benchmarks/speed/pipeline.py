@@ -71,7 +71,7 @@ def of_every_rank(value: float) -> list[float]:
 
 
 def alone(chunks: Sequence[Any], batch: dict[str, torch.Tensor], hidden: int, count: int, repeats: int) -> float:
-    """Milliseconds of a micro-batch through all parts of this rank's stage, forward and backward, by this rank's clock."""
+    """Milliseconds of a micro-batch through all parts of this rank's stage, forward and backward."""
     step = forward_step(1, device())
     samples, tokens = batch["tokens"].shape
     received = torch.randn(tokens, samples, hidden, device=device(), dtype=torch.bfloat16)
@@ -104,8 +104,6 @@ def alone(chunks: Sequence[Any], batch: dict[str, torch.Tensor], hidden: int, co
 
 def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dict[str, Any]]:
     """Rows of one kind of layers and one number of parts, for every number of micro-batches."""
-    from megatron.core import parallel_state
-
     from megatron_patches import initialize, initialize_model_parallel, train_batch
     from megatron_patches.pipeline import Losses, chunks_of, run_schedule
 
@@ -164,20 +162,25 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
         )
         show(rows[-1])
     engine.destroy()
+    return rows
+
+
+def forget() -> None:
+    """Free what the last measurement held, and Megatron's groups."""
+    from megatron.core import parallel_state
+
     parallel_state.destroy_model_parallel()
-    del engine, model, chunks
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return rows
 
 
 def show(row: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         work = " ".join(f"{one:6.1f}" for one in row["work_ms"])
         print(
-            f"{row['layers']:<5} V {row['virtual_stages']}  m {row['micro_batches']:>2}  work {work} ms a micro-batch  ideal "
-            f"{row['ideal_ms']:7.1f}  schedule {row['schedule_ms']:7.1f} ms  with step {row['step_ms']:7.1f}  ratio "
+            f"{row['layers']:<5} V {row['virtual_stages']}  m {row['micro_batches']:>2}  work {work} ms a micro-batch  "
+            f"ideal {row['ideal_ms']:7.1f}  schedule {row['schedule_ms']:7.1f} ms  with step {row['step_ms']:7.1f}  ratio "
             f"{row['ratio']:.3f}  by the slowest {row['ratio_by_the_slowest']:.3f}",
             flush=True,
         )
@@ -202,12 +205,11 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     start(int(os.environ["LOCAL_RANK"]))
-    rows = [
-        row
-        for kind in arguments.kinds
-        for virtual in arguments.virtual_stages
-        for row in measure(arguments, kind == "coat", virtual)
-    ]
+    rows: list[dict[str, Any]] = []
+    for kind in arguments.kinds:
+        for virtual in arguments.virtual_stages:
+            rows += measure(arguments, kind == "coat", virtual)
+            forget()
     if dist.get_rank() == 0:
         result = {"ranks": dist.get_world_size(), "settings": options(arguments), "runs": rows}
         print("wrote", write_result(f"speed/pipeline-{dist.get_world_size()}-stages", result, arguments.output))

@@ -23,8 +23,9 @@ def pipeline() -> dict[str, Any]:
     return {
         "pipeline_model_parallel_size": stages,
         "virtual_pipeline_model_parallel_size": virtual,
-        # The output of a stage is not needed any more when it is sent: only its place in the graph.
-        "deallocate_pipeline_outputs": True,
+        # What a stage has sent is not needed any more, only its place in the graph. With overlapped messages Megatron
+        # drops it while it is being sent.
+        "deallocate_pipeline_outputs": not overlapped,
         "overlap_p2p_comm": overlapped,
         "batch_p2p_comm": not overlapped,
         "batch_p2p_sync": False,  # waits for the GPU after each message, for an old fault of torch
