@@ -180,8 +180,8 @@ def show(row: dict[str, Any]) -> None:
         work = " ".join(f"{one:6.1f}" for one in row["work_ms"])
         print(
             f"{row['layers']:<5} V {row['virtual_stages']}  m {row['micro_batches']:>2}  work {work} ms a micro-batch  "
-            f"ideal {row['ideal_ms']:7.1f}  schedule {row['schedule_ms']:7.1f} ms  with step {row['step_ms']:7.1f}  ratio "
-            f"{row['ratio']:.3f}  by the slowest {row['ratio_by_the_slowest']:.3f}",
+            f"ideal {row['ideal_ms']:7.1f}  schedule {row['schedule_ms']:7.1f} ms  with step {row['step_ms']:7.1f}  "
+            f"ratio {row['ratio']:.3f}  by the slowest {row['ratio_by_the_slowest']:.3f}",
             flush=True,
         )
 
