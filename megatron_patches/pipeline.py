@@ -184,6 +184,11 @@ def _check(config: Any, chunks: int, count: int) -> None:
             f"gradient_accumulation_steps: got {count} micro-batches, accepted: a multiple of the {stages} pipeline "
             "stages with virtual (interleaved) stages"
         )
+    if chunks > 1 and stages == 2 and not config.overlap_p2p_comm:
+        raise CoatConfigError(
+            "config.overlap_p2p_comm: got False with two interleaved stages, accepted: True, with batch_p2p_comm=False "
+            "(in one batch, what goes to the next stage and to the one before could not be told apart)"
+        )
     if config.overlap_p2p_comm and config.deallocate_pipeline_outputs:
         raise CoatConfigError(
             "config.deallocate_pipeline_outputs: got True with overlap_p2p_comm, accepted: False (Megatron's schedule "
