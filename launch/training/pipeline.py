@@ -87,7 +87,10 @@ def steps(p: Any, engine: Any, device: torch.device) -> PipelineSteps | None:
         return None
     from launch.training.build import forward_step
 
-    return PipelineSteps(engine, forward_step(p.args.tensor_parallel, device), p.eod is not None)
+    shape = {"seq_length": p.model.seq_length, "micro_batch_size": p.batch.micro}
+    if p.eod is not None:  # a micro-batch is one sequence then
+        shape = {"seq_length": p.model.seq_length * p.batch.micro, "micro_batch_size": 1}
+    return PipelineSteps(engine, forward_step(p.args.tensor_parallel, device), shape, p.eod is not None)
 
 
 @dataclass
@@ -96,6 +99,8 @@ class PipelineSteps:
 
     engine: Any
     forward_step: Callable[..., Any]
+    shape: dict[str, int]
+    """Of what stages send one another."""
     documents: bool
     """Whether every stage needs the batches: where documents begin."""
 
@@ -119,13 +124,13 @@ class PipelineSteps:
             return loss, lambda loss: loss
 
         done = None if memory is None else memory.backward_done
-        return train_batch(self.engine, self._read(batches), forward, before_step=done)
+        return train_batch(self.engine, self._read(batches), forward, before_step=done, **self.shape)
 
     def evaluate(self, batches: Iterator[Any], count: int) -> torch.Tensor:
         """The mean loss of ``count`` micro-batches, fp64."""
         from megatron_patches import eval_batch
 
-        return eval_batch(self.engine, self._read(batches), self.forward_step, num_microbatches=count)
+        return eval_batch(self.engine, self._read(batches), self.forward_step, num_microbatches=count, **self.shape)
 
     def _read(self, batches: Iterator[Any]) -> Any:
         """``batches`` for each part of the model that needs them: the first one and the last one."""

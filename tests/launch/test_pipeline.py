@@ -131,3 +131,25 @@ def test_a_bad_number_on_one_stage_skips_the_step_on_all(work, tmp_path):
     assert [r.get("skipped") for r in records] == [None, "non-finite loss", "non-finite gradient norm", None, None]
     table = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert table["activations"]["bytes"] > 0 and table["gradients"]["elements"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [("tie_embeddings=true",), ("num_layers=4", "--separate-documents")])
+def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
+    """PP 2 x TP 2 with SP x DP 2 on eight ranks is TP 2 with SP x DP 2 on four, and a resume is exact.
+
+    Norms are sums over shards of other parameters, so their last bits differ, and gradients are not clipped here.
+    """
+    adamw = {"type": "AdamW", "params": {"lr": 5e-3, "weight_decay": 0.1}}
+    config = configuration(tmp_path, 1, {"activation": {}}, optimizer=adamw, gradient_clipping=0)
+    both = [*kinds, "--tensor-parallel", "2", "--sequence-parallel"]
+    stages = [*both, "--pipeline-parallel", "2", "--save", tmp_path / "save", "--load", "auto"]
+    four = trained(work, tmp_path / "four", config, 4, *both)
+    trained(work, tmp_path / "eight", config, 8, *stages, "--stop-at-step", "2")
+    names = {p.name for p in (tmp_path / "save" / "step00000002").iterdir()}
+    assert {f"mp_rank_0{i}_model_states.pt" for i in range(4)} <= names
+    eight = trained(work, tmp_path / "eight", config, 8, *stages)
+    assert [r[:2] for r in four[0]] == [r[:2] for r in eight[0]] and len(four[0]) == 4
+    assert [r[2] for r in four[0]] == pytest.approx([r[2] for r in eight[0]], rel=1e-6)
+    for name, value in four[1].items():  # of the last data- and tensor-parallel rank of each stage
+        assert torch.equal(value, eight[1][name]), name

@@ -1,4 +1,4 @@
-"""Megatron programs whose pipeline stages DeepSpeed's ZeRO-1 steps: ``train_batch``, ``eval_batch``, what is refused."""
+"""Megatron programs whose pipeline stages ZeRO-1 steps: ``train_batch``, ``eval_batch``, and what is refused."""
 
 from __future__ import annotations
 
