@@ -1,75 +1,18 @@
-"""A run over pipeline stages: its sizes checked, its process groups, and its steps by Megatron's schedules."""
+"""Steps and evaluations of a run over pipeline stages, by Megatron's schedules."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from coat_dist import CoatConfigError
-from coat_dist.deepspeed.pipeline import check_settings
-from launch.model.config import ModelConfig
 from launch.training.memory import MemoryReport
-from launch.training.settings import STEPS, BatchSizes
 
-__all__ = ["PipelineSteps", "check_micro_batches", "check_stages", "groups", "nan_if_not_finite", "steps"]
-
-
-def check_stages(args: argparse.Namespace, world: int, settings: Mapping[str, Any], model: ModelConfig) -> int:
-    """The number of pipeline stages, checked against ranks, layers and the DeepSpeed configuration.
-
-    Raises:
-        CoatConfigError: names what cannot be used.
-    """
-    stages, virtual, tp = args.pipeline_parallel, args.virtual_stages, args.tensor_parallel
-    if stages == 1:
-        return 1
-    if world % (tp * stages):
-        raise CoatConfigError(
-            f"--pipeline-parallel: got {stages}, accepted: a divisor of the number of ranks over --tensor-parallel "
-            f"({world // tp})"
-        )
-    if model.num_layers % stages:
-        raise CoatConfigError(
-            f"--pipeline-parallel: got {stages}, accepted: a divisor of the model's layers ({model.num_layers})"
-        )
-    if model.num_layers % (stages * virtual):
-        raise CoatConfigError(
-            f"--virtual-stages: got {virtual}, accepted: a divisor of the layers of a stage "
-            f"({model.num_layers // stages})"
-        )
-    check_settings(settings, stages)
-    return stages
-
-
-def check_micro_batches(args: argparse.Namespace, batch: BatchSizes) -> None:
-    """Refuse numbers of micro-batches that the interleaved schedule cannot run.
-
-    Raises:
-        CoatConfigError: names the key or option.
-    """
-    stages = args.pipeline_parallel
-    if args.virtual_stages == 1:
-        return
-    evaluated = {"--eval-steps": args.eval_steps} if args.eval_interval else {}
-    for name, count in {STEPS: batch.accumulation, **evaluated}.items():
-        if count % stages:
-            raise CoatConfigError(
-                f"{name}: got {count}, accepted: a multiple of --pipeline-parallel ({stages}) with --virtual-stages"
-            )
-
-
-def groups(args: argparse.Namespace) -> dict[str, int]:
-    """Arguments of ``initialize_model_parallel`` for the stages; none for one."""
-    if args.pipeline_parallel == 1:
-        return {}
-    virtual = {"virtual_pipeline_model_parallel_size": args.virtual_stages} if args.virtual_stages > 1 else {}
-    return {"pipeline_model_parallel_size": args.pipeline_parallel, **virtual}
+__all__ = ["PipelineSteps", "nan_if_not_finite", "steps"]
 
 
 def nan_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
@@ -81,16 +24,18 @@ def nan_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
     return loss * (1 + 0 * loss.detach())
 
 
-def steps(p: Any, engine: Any, device: torch.device) -> PipelineSteps | None:
-    """What runs the micro-batches of a plan with several stages; None with one."""
+def steps(p: Any, engine: Any, forward_step: Callable[..., Any]) -> PipelineSteps | None:
+    """What runs the micro-batches of a plan with several stages; None with one.
+
+    Args:
+        forward_step: of :func:`launch.training.build.forward_step`.
+    """
     if p.args.pipeline_parallel == 1:
         return None
-    from launch.training.build import forward_step
-
     shape = {"seq_length": p.model.seq_length, "micro_batch_size": p.batch.micro}
     if p.eod is not None:  # a micro-batch is one sequence then
         shape = {"seq_length": p.model.seq_length * p.batch.micro, "micro_batch_size": 1}
-    return PipelineSteps(engine, forward_step(p.args.tensor_parallel, device), shape, p.eod is not None)
+    return PipelineSteps(engine, forward_step, shape, p.eod is not None)
 
 
 @dataclass

@@ -16,9 +16,9 @@ from launch.model.gpt import ModelConfig, parameter_count
 from launch.planning.recompute import recompute_options
 from launch.training import checkpoint
 from launch.training.initial import initial_weights, tokenizer_warning
-from launch.training.pipeline import check_micro_batches, check_stages
 from launch.training.schedule import Schedule
 from launch.training.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
+from launch.training.stages import check_micro_batches, check_stages
 
 __all__ = ["Plan", "as_typed", "assemble", "plan"]
 
