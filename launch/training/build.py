@@ -33,7 +33,7 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
         for chunk in megatron_patches.pipeline.chunks_of(model):
             fill(chunk, weights)
         note(f"weights: {weights.kind} {weights.path}")
-    if p.model.num_moe_experts is not None:
+    if p.model.num_moe_experts is not None and p.args.pipeline_parallel == 1:  # else Megatron's schedule does
         scale_aux_loss(p.batch.accumulation)
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
     if p.coat is not None:

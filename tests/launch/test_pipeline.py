@@ -5,11 +5,16 @@ import json
 import pytest
 import torch
 
+from coat_dist import CoatConfigError
 from launch.training.metrics import read_metrics
 from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses, rank_main
 from tests.support import run_ranks
 
 NO_NOISE = {"optimizer": {"stochastic_rounding": False}, "activation": {}}
+EXPERTS = (
+    *("num_moe_experts=4", "moe_router_topk=2", "moe_ffn_hidden_size=128", "moe_aux_loss_coeff=0.1"),
+    "moe_token_dispatcher_type=allgather",
+)
 DROP_NOTHING = ["--model-override", "hidden_dropout=0", "num_layers=4"]
 
 
@@ -39,7 +44,13 @@ def trained(work, run, config, world, *more, steps=4):
     [
         ((), ["--pipeline-parallel", "2"], {}),
         (("tie_embeddings=true",), ["--pipeline-parallel", "2", "--virtual-stages", "2"], {}),
-        (("tie_embeddings=true",), ["--pipeline-parallel", "2"], {**FP32_GRADIENTS, "gradient_clipping": 0}),
+        pytest.param(
+            ("tie_embeddings=true",),
+            ["--pipeline-parallel", "2"],
+            {**FP32_GRADIENTS, "gradient_clipping": 0},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(EXPERTS, ["--pipeline-parallel", "2"], {}, marks=pytest.mark.slow),
     ],
 )
 def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
@@ -59,11 +70,11 @@ def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
         assert one[0] == two[0]
     valid = [[r.get("valid_loss") for r in read_metrics(tmp_path / name)] for name in ("one", "two")]
     assert valid[0] == valid[1] and valid[0][1] is not None
-    tied = {"output_layer.weight"} if model else set()
+    tied = {"output_layer.weight"} if "tie_embeddings=true" in model else set()
     assert two[1].keys() - one[1].keys() == tied
     for name, value in one[1].items():
         assert torch.equal(value, two[1][name]), name
-    if model:
+    if tied:
         assert torch.equal(two[1]["output_layer.weight"], one[1]["embedding.word_embeddings.weight"])
 
 
@@ -153,3 +164,63 @@ def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
     assert [r[2] for r in four[0]] == pytest.approx([r[2] for r in eight[0]], rel=1e-6)
     for name, value in four[1].items():  # of the last data- and tensor-parallel rank of each stage
         assert torch.equal(value, eight[1][name]), name
+
+
+def test_weights_to_start_with_fill_every_stage(work, tmp_path):
+    """The checkpoint of one stage starts two stages: the first loss is what one stage has from there."""
+    config, save = configuration(tmp_path, 1), tmp_path / "save"
+    run_ranks(1, rank_main, command(work, tmp_path / "first", config, *DROP_NOTHING, "--save", save, steps=1))
+    begun = []
+    for world, more in (1, []), (2, ["--pipeline-parallel", "2", "--virtual-stages", "2"]):
+        run = tmp_path / f"from{world}"
+        run_ranks(world, rank_main, command(work, run, config, *DROP_NOTHING, "--init-from", save, *more, steps=1))
+        begun.append(losses(run))
+    assert begun[0] == begun[1]
+
+
+@pytest.mark.parametrize(
+    ("world", "more", "changes", "said"),
+    [
+        (2, ["--pipeline-parallel", "0"], {}, "--pipeline-parallel: got 0, accepted: an integer >= 1"),
+        (3, ["--pipeline-parallel", "2"], {}, r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)"),
+        (3, ["--pipeline-parallel", "3"], {}, r"accepted: a divisor of the model's layers \(2\)"),
+        (2, ["--virtual-stages", "2"], {}, "--virtual-stages: got 2, accepted: 1 without --pipeline-parallel"),
+        (2, ["--pipeline-parallel", "2", "--virtual-stages", "2"], {}, r"a divisor of the layers of a stage \(1\)"),
+        (
+            2,
+            ["--pipeline-parallel", "2", "--virtual-stages", "2", "--model-override", "num_layers=4"],
+            {"gradient_accumulation_steps": 3},
+            r"gradient_accumulation_steps: got 3, accepted: a multiple of --pipeline-parallel \(2\)",
+        ),
+        (
+            2,
+            ["--pipeline-parallel", "2"],
+            {"zero_optimization": {"stage": 2, "overlap_comm": True}},
+            "(?s)zero_optimization.stage: got 2, accepted: 1 with.*zero_optimization.overlap_comm: got true",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(work, tmp_path, world, more, changes, said):
+    from launch import pretrain
+    from launch.training import arguments
+
+    config = configuration(tmp_path, 1, **changes)
+    with pytest.raises(CoatConfigError, match=said):
+        pretrain.plan(arguments.parse(command(work, tmp_path / "run", config, *more)), world)
+
+
+def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
+    from launch import finetune, planner, pretrain
+
+    two = ["--pipeline-parallel", "2", "--virtual-stages", "2"]
+    said = "--pipeline-parallel: got 2, accepted: 1"
+    config = configuration(tmp_path, 1)
+    dry = [*command(work, tmp_path / "run", config, *two[:2]), "--dry-run", "--gpus", "2"]
+    tune = ["--deepspeed_config", config, "--model", str(tmp_path), "--data", "x.jsonl", "--output", str(tmp_path)]
+    for main, line in (
+        (pretrain.main, dry),
+        (planner.main, ["--model", "tiny", "--gpus", "2", *two]),
+        (finetune.main, [*tune, *two]),
+    ):
+        assert main(line) == 2
+        assert said in capsys.readouterr().err
