@@ -42,7 +42,7 @@ def trained(work, run, config, world, *more, steps=4):
 @pytest.mark.parametrize(
     ("model", "stages", "settings"),
     [
-        ((), ["--pipeline-parallel", "2"], {}),
+        pytest.param((), ["--pipeline-parallel", "2"], {}, marks=pytest.mark.slow),
         (("tie_embeddings=true",), ["--pipeline-parallel", "2", "--virtual-stages", "2"], {}),
         pytest.param(
             ("tie_embeddings=true",),
@@ -166,6 +166,7 @@ def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
         assert torch.equal(value, eight[1][name]), name
 
 
+@pytest.mark.slow
 def test_weights_to_start_with_fill_every_stage(work, tmp_path):
     """The checkpoint of one stage starts two stages: the first loss is what one stage has from there."""
     config, save = configuration(tmp_path, 1), tmp_path / "save"

@@ -119,7 +119,7 @@ def programs(rank, world, virtual):
     return found, said
 
 
-@pytest.mark.parametrize("virtual", [None, 2])
+@pytest.mark.parametrize("virtual", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_megatron_program_over_two_stages(virtual):
     ranks = run_ranks(2, programs, virtual)
     (one, two), said = ranks[0]
