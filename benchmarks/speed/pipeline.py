@@ -116,11 +116,7 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
     model_config = load_model_config(ROOT / arguments.model, overrides).with_vocab(arguments.vocabulary)
     model, rows = build_model(model_config), []
     config = settings(coat, arguments.micro_batch, min(arguments.micro_batches))
-    engine, *_ = initialize(
-        model=list(model) if virtual > 1 else model,
-        optimizer=None if coat else torch_adamw(model, config),
-        config=config,
-    )
+    engine, *_ = initialize(model=model, optimizer=None if coat else torch_adamw(model, config), config=config)
     chunks = chunks_of(engine.module)
     shape = (arguments.micro_batch, arguments.seq_length)
     batch = {

@@ -76,17 +76,12 @@ def _problems(engine: Any, request: Request) -> list[str]:
 
 def _model_parallel(saved: Mapping[str, Any], engine: Any) -> dict[str, tuple[Any, Any]]:
     """Tensor-parallel size and, where either has several, pipeline stages: theirs and ours."""
-    ours = stages_of(engine)
+    told = getattr(getattr(engine, "module", None), "universal_checkpoint_info", None) or {}
+    ours = int((told.get("pipeline") or {}).get("stages", 1))
     theirs = int(((saved.get("universal_checkpoint_info") or {}).get("pipeline") or {}).get("stages", 1))
     size = saved.get("mp_world_size")
     found = {"tensor-parallel size": (None if size is None else size // theirs, engine.mp_world_size // ours)}
     return found if ours == theirs == 1 else {**found, "pipeline stages": (theirs, ours)}
-
-
-def stages_of(engine: Any) -> int:
-    """Pipeline stages of the model that an engine holds one of."""
-    told = getattr(engine.module, "universal_checkpoint_info", None) or {}
-    return int((told.get("pipeline") or {}).get("stages", 1))
 
 
 def _layout(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:

@@ -82,7 +82,7 @@ class PipelineSteps:
         from megatron_patches.pipeline import chunks_of
 
         chunks = chunks_of(self.engine.module)
-        needed = [self.documents or chunk.pre_process or chunk.post_process for chunk in chunks]
+        needed = [bool(self.documents or chunk.pre_process or chunk.post_process) for chunk in chunks]
         copies = iter(itertools.tee(batches, sum(needed)))
         read = [next(copies) if one else None for one in needed]
         return read if len(chunks) > 1 else read[0]
