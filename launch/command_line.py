@@ -12,7 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "add_parallel_options", "local_path", "number", "whole_number"]
+__all__ = [
+    "Parser",
+    "add_parallel_options",
+    "add_pipeline_options",
+    "local_path",
+    "number",
+    "one_stage_only",
+    "whole_number",
+]
 
 _ARGUMENT = re.compile(r"argument ([^:]+): (.*)", re.DOTALL)
 _CHOICE = re.compile(r"invalid choice: (.*) \(choose from (.*)\)", re.DOTALL)
@@ -145,3 +153,26 @@ def add_parallel_options(group: Any) -> None:
         "--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer"
     )
     group.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
+
+
+def add_pipeline_options(group: Any) -> None:
+    """How stages share the layers of a model, of programs that train or plan."""
+    group.add_argument(
+        "--pipeline-parallel", type=whole_number, default=1, metavar="P", help="stages that the layers are divided over"
+    )
+    group.add_argument(
+        "--virtual-stages",
+        type=whole_number,
+        default=1,
+        metavar="V",
+        help="parts of the model in each stage (interleaved schedule): a smaller bubble, more communication",
+    )
+
+
+def one_stage_only(args: argparse.Namespace, why: str) -> list[str]:
+    """A line for each option of pipelines that a program does not honour."""
+    return [
+        f"--{name.replace('_', '-')}: got {getattr(args, name)}, accepted: 1 ({why})"
+        for name in ("pipeline_parallel", "virtual_stages")
+        if getattr(args, name) != 1
+    ]

@@ -44,7 +44,19 @@ from launch.log_level import set_log_level, shows
 from launch.model.gpt import flops_per_token
 from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
-from launch.training import arguments, auto, build, checkpoint, exhausted, failing, joining, layout, runtime
+from launch.training import (
+    arguments,
+    auto,
+    build,
+    checkpoint,
+    exhausted,
+    failing,
+    joining,
+    layout,
+    pipeline,
+    runtime,
+    stages,
+)
 from launch.training.folders import Folders
 from launch.training.loop import BadSteps, Batch, Loop, Progress
 from launch.training.memory import MemoryReport
@@ -85,7 +97,9 @@ def train(
     heartbeat.start()  # a rank may also hang before there is an engine
     runtime.seed_python_and_numpy(p.args.seed)
     # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
-    initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
+    initialize_model_parallel(
+        p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False, **stages.groups(p.args)
+    )
     with ExitStack() as locks:
         folders = open_on_nodes(p.args, p.settings, locks)
         on_rank_0(lambda: make_folders(p.settings))
@@ -172,6 +186,7 @@ def make_loop(
     return Loop(
         engine=engine,
         loss=build.language_model_loss(a.tensor_parallel, device),
+        pipeline=pipeline.steps(p, engine, build.forward_step(a.tensor_parallel, device)),
         train=batches(p, sets[0], dp_rank, progress.consumed_samples),
         valid=evaluation(sets[1]),
         test=evaluation(sets[2]),

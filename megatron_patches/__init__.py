@@ -8,6 +8,7 @@ with quiet_imports():
     from .groups import MPUAdapter, initialize_model_parallel, rng_state, set_rng_state, tensor_parallel
     from .optimizer import get_megatron_optimizer
     from .patch import PatchReport, patch_model, patched, unpatch_model
+    from .pipeline import eval_batch, train_batch
     from .replicated_grads import check_replicas, install_replicated_grad_hooks
     from .spec import gpt_layer_spec
     from .universal import universal_checkpoint_info
@@ -17,6 +18,7 @@ __all__ = [
     "PatchReport",
     "check_replicas",
     "check_version",
+    "eval_batch",
     "get_megatron_optimizer",
     "gpt_layer_spec",
     "initialize",
@@ -28,6 +30,7 @@ __all__ = [
     "rng_state",
     "set_rng_state",
     "tensor_parallel",
+    "train_batch",
     "universal_checkpoint_info",
     "unpatch_model",
 ]

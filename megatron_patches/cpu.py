@@ -1,8 +1,8 @@
 """Megatron's own training loop, and its attention where that is not patched, on a machine without a GPU.
 
-Optimizers, schedules and causal masks ask for CUDA by name: ``device="cuda"``, ``.cuda()``, and types of parameters
-that have to be ``"torch.cuda.BFloat16Tensor"``. Inside these functions, and nowhere else, such questions are answered
-for the CPU. Every supported version of megatron-core needs this.
+Optimizers, schedules, tied embeddings and causal masks ask for CUDA by name: ``device="cuda"``, ``.cuda()``, and types
+of parameters that have to be ``"torch.cuda.BFloat16Tensor"``. Inside these functions, and nowhere else, such questions
+are answered for the CPU. Every supported version of megatron-core needs this.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ __all__ = ["answer_for_cuda"]
 # By module, what asks for CUDA. Functions stand where their callers look them up.
 _ASKING = {
     "megatron.core.fusions.fused_softmax": ("FusedScaleMaskSoftmax.forward_torch_softmax",),
+    "megatron.core.models.common.language_module.language_module": (
+        "LanguageModule.setup_embeddings_and_output_layer",
+    ),
     "megatron.core.optimizer.optimizer": (
         "MixedPrecisionOptimizer.__init__",
         "Float16OptimizerWithFloat16Params.__init__",

@@ -18,6 +18,7 @@ from coat_dist.deepspeed.replicated_grads import SUMMED
 
 from .groups import MPUAdapter
 from .patch import patch_model, unpatch_model
+from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
 from .report import PatchReport
 from .universal import universal_checkpoint_info
@@ -58,14 +59,16 @@ def initialize(
 
     Args:
         model: a Megatron-core model, one in Megatron's ``Float16Module``, or a module that holds one; or the list with
-            one model that Megatron's programs keep. Several model chunks are refused, and so are both
-            ``DistributedDataParallel``, Megatron's and torch's, whose work DeepSpeed does.
+            one model that Megatron's programs keep. With interleaved pipeline stages, the list of this rank's model
+            chunks, of which the engine's ``module`` is then a ``ModuleList``. Both ``DistributedDataParallel``,
+            Megatron's and torch's, are refused, whose work DeepSpeed does.
 
     Raises:
         CoatConfigError: the model or its settings cannot be used; and whatever :func:`coat_dist.initialize` refuses.
         RuntimeError: Megatron's groups do not exist yet.
     """
-    model = _one_model(model)
+    model = _one_module(model)
+    mark_stage(model)
     if isinstance(mpu, ModuleType):
         raise CoatConfigError(
             f"mpu: got the module {mpu.__name__}, which lacks functions that DeepSpeed calls; accepted: none, "
@@ -104,20 +107,28 @@ def initialize(
     return engine, *others
 
 
-def _one_model(model: Any) -> nn.Module:
-    if isinstance(model, Sequence) and len(model) == 1:
-        model = model[0]
+def _one_module(model: Any) -> nn.Module:
+    if not parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("model: Megatron's groups do not exist yet; call initialize_model_parallel first")
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    if isinstance(model, Sequence) and not isinstance(model, nn.Module):
+        if len(model) != chunks or not all(isinstance(one, nn.Module) for one in model):
+            accepted = "one module" if chunks == 1 else f"{chunks} modules, one for each virtual pipeline stage"
+            raise CoatConfigError(f"model: got a list of {len(model)} model chunks, accepted: {accepted}")
+        model = model[0] if chunks == 1 else nn.ModuleList(model)
     if not isinstance(model, nn.Module):
-        given = f"a list of {len(model)} model chunks" if isinstance(model, Sequence) else type(model).__name__
-        raise CoatConfigError(f"model: got {given}, accepted: one module, as under DeepSpeed there is one stage")
+        raise CoatConfigError(f"model: got {type(model).__name__}, accepted: one module, or a list of model chunks")
+    if chunks > 1 and len(chunks_of(model)) != chunks:
+        raise CoatConfigError(
+            f"model: got {type(model).__name__}, accepted: the list of {chunks} model chunks of this rank, with "
+            f"virtual_pipeline_model_parallel_size {chunks}"
+        )
     for module in model.modules():
         if isinstance(module, DistributedDataParallel | nn.parallel.DistributedDataParallel):
             raise CoatConfigError(
                 f"model: got {type(module).__module__}.{type(module).__name__}, which reduces gradients as DeepSpeed "
                 "does too; accepted: the model inside it"
             )
-    if not parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("model: Megatron's groups do not exist yet; call initialize_model_parallel first")
     return model
 
 

@@ -24,13 +24,14 @@ def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -
         tp: tensor-parallel size.
         seed: of parameter initialization (the same on all ranks) and of dropout (tensor-parallel regions differ by
             rank).
-        kwargs: further arguments of ``parallel_state.initialize_model_parallel``. By default Megatron also makes a gloo
-            twin of every data-parallel group, which ``get_megatron_optimizer`` wants; under DeepSpeed nobody uses them,
-            and ``create_gloo_process_groups=False`` leaves them out.
+        kwargs: further arguments of ``parallel_state.initialize_model_parallel``, such as
+            ``pipeline_model_parallel_size`` and ``virtual_pipeline_model_parallel_size``. By default Megatron also
+            makes a gloo twin of every data-parallel group, which ``get_megatron_optimizer`` wants; under DeepSpeed
+            nobody uses them, and ``create_gloo_process_groups=False`` leaves them out.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized, or the groups exist already.
-        ValueError: ``tp`` does not divide the world size.
+        ValueError: ``tp``, or ``tp`` times the pipeline stages, does not divide the world size.
     """
     check_version()
     if not dist.is_initialized():
@@ -43,6 +44,12 @@ def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -
     world = dist.get_world_size()
     if tp < 1 or world % tp:
         raise ValueError(f"tp: got {tp}, accepted: a divisor of the number of ranks, {world}")
+    stages = kwargs.get("pipeline_model_parallel_size", 1)
+    if stages < 1 or world // tp % stages:
+        raise ValueError(
+            f"pipeline_model_parallel_size: got {stages}, accepted: a divisor of the number of ranks over tp, "
+            f"{world // tp}"
+        )
     prepare_cpu()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **kwargs)
     torch.manual_seed(seed)
@@ -66,9 +73,12 @@ class MPUAdapter:
     ``megatron.core.parallel_state`` itself lacks some of them. DeepSpeed's own sequence parallelism is recognized by
     the mere presence of ``initialize_sequence_parallel`` or ``get_sequence_parallel_*``: they must never be added here.
 
+    "Model parallel" is tensor times pipeline parallel, so that DeepSpeed's gradient norm is summed over all stages, a
+    step that one of them skips is skipped by all, and each has checkpoint files of its own: ``mp_rank_XX``, where XX is
+    stage * TP + tensor-parallel rank.
+
     Raises:
         RuntimeError: Megatron's groups do not exist yet.
-        ValueError: Megatron pipeline parallelism, which needs Megatron's own schedule.
     """
 
     coat_mpu = True  # by this `deepspeed.initialize` knows it, after `import coat_dist`
@@ -76,23 +86,29 @@ class MPUAdapter:
     def __init__(self) -> None:
         if not parallel_state.model_parallel_is_initialized():
             raise RuntimeError("mpu: Megatron's groups do not exist yet; call initialize_model_parallel first")
-        pipeline = parallel_state.get_pipeline_model_parallel_world_size()
-        if pipeline != 1:
-            raise ValueError(f"pipeline_model_parallel_size: got {pipeline}, accepted: 1 under DeepSpeed")
 
-    # With one pipeline stage, "model parallel" is tensor parallel.
     def get_model_parallel_rank(self) -> int:
-        return parallel_state.get_tensor_model_parallel_rank()
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return stage * tp + parallel_state.get_tensor_model_parallel_rank()
 
     def get_model_parallel_world_size(self) -> int:
-        return parallel_state.get_tensor_model_parallel_world_size()
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        return stages * parallel_state.get_tensor_model_parallel_world_size()
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_tensor_model_parallel_group()
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            return parallel_state.get_tensor_model_parallel_group()
+        return parallel_state.get_model_parallel_group()
 
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
+    def get_tensor_model_parallel_rank(self) -> int:
+        return parallel_state.get_tensor_model_parallel_rank()
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return parallel_state.get_tensor_model_parallel_world_size()
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_tensor_model_parallel_group()
 
     def get_tensor_model_parallel_src_rank(self) -> int:
         return parallel_state.get_tensor_model_parallel_src_rank()
@@ -102,6 +118,9 @@ class MPUAdapter:
 
     def get_pipeline_model_parallel_world_size(self) -> int:
         return parallel_state.get_pipeline_model_parallel_world_size()
+
+    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_pipeline_model_parallel_group()
 
     def get_context_parallel_world_size(self) -> int:
         return parallel_state.get_context_parallel_world_size()

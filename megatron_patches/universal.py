@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megatron.core import parallel_state
 from torch import nn
+
+from .blocks import pipelined
+from .pipeline import whole_names
 
 __all__ = ["universal_checkpoint_info"]
 
@@ -27,7 +31,9 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
         model: Megatron-core modules, unsharded by ZeRO or ZeRO-3's.
 
     Returns:
-        Lists of regular expressions, each of which matches one parameter's name.
+        Lists of regular expressions, each of which matches one parameter's name. Of a pipeline stage also ``pipeline``:
+        ``stages``, ``stage`` (from 0), ``virtual_stages``, and ``names``, a dict of the names in the whole model by
+        those of this stage.
     """
     info: dict[str, Any] = {
         "universal_checkpoint_version": _VERSION,
@@ -47,4 +53,11 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
         else:
             continue
         info[kind].append(f"^{re.escape(name)}$")
+    if pipelined(model):
+        info["pipeline"] = {
+            "stages": parallel_state.get_pipeline_model_parallel_world_size(),
+            "stage": parallel_state.get_pipeline_model_parallel_rank(),
+            "virtual_stages": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            "names": whole_names(model),
+        }
     return info

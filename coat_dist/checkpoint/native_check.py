@@ -18,6 +18,7 @@ from typing import Any
 
 from ..optim.state import EARLIER, LAYOUT_KEYS
 from .load_checks import Request, check_before_load
+from .other_engines import pipeline_stages
 from .zero_files import MODEL, MODEL3, read
 from .zero_partitions import base_optimizer
 
@@ -57,7 +58,7 @@ def _problems(engine: Any, request: Request) -> list[str]:
         "zero_optimization.stage": (kinds[found], kinds[own]),
         # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times sequence-parallel ranks.
         "data-parallel size": (saved.get("dp_world_size"), getattr(engine, "seq_dp_world_size", engine.dp_world_size)),
-        "tensor-parallel size": (saved.get("mp_world_size"), engine.mp_world_size),
+        **_model_parallel(saved, engine),
     }
     problems = [
         f"{folder}: {name}: checkpoint has {theirs}, this run has {ours}"
@@ -72,6 +73,15 @@ def _problems(engine: Any, request: Request) -> list[str]:
     saved = read(path)["optimizer_state_dict"]
     # Another optimizer has other groups, too: that is not what is to be said first.
     return _storage(engine.optimizer, path, saved) or _layout(engine.optimizer, path, saved)
+
+
+def _model_parallel(saved: Mapping[str, Any], engine: Any) -> dict[str, tuple[Any, Any]]:
+    """Tensor-parallel size and, where either has several, pipeline stages: theirs and ours."""
+    ours = pipeline_stages(engine)
+    theirs = int(((saved.get("universal_checkpoint_info") or {}).get("pipeline") or {}).get("stages", 1))
+    size = saved.get("mp_world_size")
+    found = {"tensor-parallel size": (None if size is None else size // theirs, engine.mp_world_size // ours)}
+    return found if ours == theirs == 1 else {**found, "pipeline stages": (theirs, ours)}
 
 
 def _layout(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:

@@ -50,6 +50,10 @@ class ZeroCheckpoint:
             raise ValueError(
                 f"{source}: holds expert-parallel layers, accepted: checkpoints without expert parallelism"
             )
+        if (first.get("universal_checkpoint_info") or {}).get("pipeline"):
+            raise ValueError(
+                f"{source}: is of a pipeline-parallel model, accepted: checkpoints without pipeline parallelism"
+            )
         wanted, given = (first["mp_world_size"], first["dp_world_size"]), (len(self.shards), len(self.shards[0]))
         if given != wanted:
             raise ValueError(

@@ -20,7 +20,16 @@ from ..checkpoint.universal_load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig
 from ..optim import CoatAdamW
-from . import cached_weights, coat_accessors, deepspeed_accessors, master_weights, missing, round_robin, step
+from . import (
+    cached_weights,
+    coat_accessors,
+    deepspeed_accessors,
+    master_weights,
+    missing,
+    pipeline,
+    round_robin,
+    step,
+)
 
 __all__ = ["ATTACHMENTS", "Attachment", "Built", "attach"]
 
@@ -177,6 +186,20 @@ ATTACHMENTS = (
         lambda b: step.write_16_bit_weights_in_the_step(b.zero),
         ("zero._optimizer_step", "zero.step"),
         "before the last, which wraps `step`: it would be lost here",
+    ),
+    Attachment(
+        "a pipeline stage, driven by a schedule",
+        lambda b: is_zero(b.zero) and pipeline.is_stage(b.engine),
+        lambda b: pipeline.attach_stage(b.engine),
+        ("engine.forward", "engine.backward"),
+        "anywhere: nothing else is put around these",
+    ),
+    Attachment(
+        "gradient norm over pipeline stages",
+        lambda b: is_zero(b.zero) and pipeline.is_stage(b.engine) and pipeline.has_groups_of_norms(b.zero),
+        lambda b: pipeline.norm_over_stages(b.engine),
+        ("zero.scaled_global_norm",),
+        "anywhere: nothing else is put around it",
     ),
     Attachment(
         "ranks hear of one another",

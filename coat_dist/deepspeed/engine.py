@@ -25,6 +25,7 @@ from .compare_ranks import compare_ranks
 from .monitors import make_folders
 from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw, list_parameters
+from .pipeline import check_one_model_a_stage, check_settings, stages
 from .refusals import check_deepspeed
 from .replicated_grads import check_replicated_grads
 from .roll_call import answer
@@ -177,6 +178,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         check_deepspeed, dict(settings), coat=coat, tp=tp, cp=cp, pipeline=pipeline, mpu=mpu is not None
     )
     check(optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+    check_settings(settings, stages(mpu))
     if not pipeline:
         check_replicated_grads(model, mpu, tp)
     compressed = look_up(settings, "optimizer.type") == "CoatAdamW"
@@ -199,12 +201,14 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     if (parameters := given.get("model_parameters")) is not None:
         given["model_parameters"] = list_parameters(parameters)
     if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
-        compare_ranks(settings, coat, None if pipeline else model, given)
+        compare_ranks(settings, coat, None if pipeline or stages(mpu) > 1 else model, given)
         on_rank_0(lambda: make_folders(settings))
         given_type = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
         _warn_of_no_effect(coat, given_type or named)
     else:
         answer(False, given)
+    if stages(mpu) > 1:
+        check_one_model_a_stage(model, mpu)
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:

@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["param_groups", "split_groups"]
 
-_ORDER = ("decay/fp8", "decay/fp32", "no_decay/fp32")
+_ORDER = ("decay/fp8/tied", "decay/fp8", "decay/fp32", "no_decay/fp32")
 
 
 def param_groups(
@@ -27,6 +27,9 @@ def param_groups(
     and a sharded one would be scaled by different neighbours on each tensor-parallel rank: the copies would drift
     apart. That is why replicated parameters have groups of their own. The rules look at nothing that depends on the
     tensor-parallel size, so the groups are the same at every size.
+
+    For the same reason a weight that two pipeline stages hold (Megatron's ``shared_embedding``) is a group of its own,
+    and the first one: its copies then have the same 128-element groups, shards and noise.
 
     Args:
         model_or_named_params: a module, or (name, parameter) pairs. ZeRO-3 parameters are judged by ``ds_shape``, the
@@ -59,7 +62,9 @@ def param_groups(
     for name, p in named:
         if p.requires_grad:
             decay = "no_decay" if _is_vector(p) else "decay"
-            members[f"{decay}/{_moments(p, tensor_parallel)}"].append((name, p))
+            key = f"{decay}/{_moments(p, tensor_parallel)}"
+            tied = getattr(p, "shared_embedding", False) and f"{key}/tied" in members
+            members[f"{key}/tied" if tied else key].append((name, p))
     if not any(members.values()):
         raise ValueError(
             f"param_groups: got {len(named)} parameters and none to train, accepted: at least one that "

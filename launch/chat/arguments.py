@@ -6,7 +6,15 @@ import argparse
 from collections.abc import Sequence
 
 from coat_dist import CoatConfigError
-from launch.command_line import Parser, add_parallel_options, local_path, number, whole_number
+from launch.command_line import (
+    Parser,
+    add_parallel_options,
+    add_pipeline_options,
+    local_path,
+    number,
+    one_stage_only,
+    whole_number,
+)
 from launch.training.arguments import check_arguments
 from launch.training.options import MEANT, deepspeed_options, memory_options, output_options, schedule_options
 
@@ -72,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
         help="Jinja template in place of the tokenizer's; plain = the built-in one, taken also where there is none",
     )
     add_parallel_options(g)
+    add_pipeline_options(g)
     g.add_argument("--seed", type=whole_number, default=1234, help="of data order, held-out share and dropout")
 
     memory_options(p)
@@ -132,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    problems = []
+    problems = one_stage_only(args, "finetune.py has one stage: its packed sequences are needed in every layer")
 
     def require(name: str, good: bool, accepted: str) -> None:
         if not good:

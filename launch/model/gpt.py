@@ -10,6 +10,7 @@ from coat_dist import CoatConfigError
 from launch.model.config import ModelConfig, load_model_config
 from launch.model.rope import scale_rope
 from launch.model.sizes import flops_per_token, parameter_count
+from launch.model.stages import build_stage, pipeline
 
 __all__ = ["ModelConfig", "build_model", "flops_per_token", "load_model_config", "parameter_count"]
 
@@ -58,12 +59,13 @@ def transformer_config(
     )
 
 
-def layer_spec(model: ModelConfig, config: Any) -> Any:
+def layer_spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's layers of ``model``; ``config`` is its :func:`transformer_config`."""
     from megatron_patches.spec import gpt_layer_spec
 
     return gpt_layer_spec(
         config,
+        vp_stage=vp_stage,
         affine=model.norm_affine,
         norm_placement=model.norm_placement,
         norm_all_heads=model.qk_norm == "full",
@@ -81,6 +83,9 @@ def build_model(
 ) -> torch.nn.Module:
     """The GPT on this rank's device in ``dtype``. Model-parallel groups and seeds must be set up before.
 
+    With pipeline stages it is this rank's stage, or with interleaved ones a ``ModuleList`` of its parts
+    (``stages.py``). Initial weights are the same for every number of stages.
+
     ``model(tokens, position_ids, None)`` with int64 ``[b, s]`` gives logits ``[b, s, padded_vocab / tp]``.
 
     Raises:
@@ -90,15 +95,23 @@ def build_model(
         raise CoatConfigError(problem)
     from megatron.core.models.gpt import GPTModel
 
-    config = transformer_config(model, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, **extra)
-    built = GPTModel(
-        config,
-        layer_spec(model, config),
-        vocab_size=model.padded_vocab,
-        max_sequence_length=model.seq_length,
-        position_embedding_type="rope",
-        rotary_base=model.rotary_base,
-        share_embeddings_and_output_weights=model.tie_embeddings,
-    )
-    scale_rope(built, model.rope_scaling, model.rotary_base)
-    return built.to(dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+    config = transformer_config(model, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, **pipeline(), **extra)
+
+    def build(vp_stage: int | None = None, **ends: bool) -> torch.nn.Module:
+        built = GPTModel(
+            config,
+            layer_spec(model, config, vp_stage),
+            vocab_size=model.padded_vocab,
+            max_sequence_length=model.seq_length,
+            position_embedding_type="rope",
+            rotary_base=model.rotary_base,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            vp_stage=vp_stage,
+            **ends,
+        )
+        scale_rope(built, model.rope_scaling, model.rotary_base)
+        return built.to(dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+
+    if config.pipeline_model_parallel_size == 1:
+        return build()
+    return build_stage(config, build, lambda whole: layer_spec(model, whole), model.padded_vocab, model.seq_length)

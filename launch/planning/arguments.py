@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from launch.command_line import Parser, add_parallel_options, local_path, whole_number
+from launch.command_line import (
+    Parser,
+    add_parallel_options,
+    add_pipeline_options,
+    local_path,
+    one_stage_only,
+    whole_number,
+)
 from launch.find_config import find_config
 from launch.log_level import add_log_level, set_log_level
 from launch.model.config import described_model
@@ -25,6 +32,8 @@ AUTO = "auto"
 _CONTEXT = 2**29
 """Of this process, which has asked."""
 _MEANT = {
+    "pipeline-model-parallel-size": "--pipeline-parallel",
+    "pp": "--pipeline-parallel",
     "attention-backend": "--attention",
     "config": "--deepspeed_config",
     "ds-config": "--deepspeed_config",
@@ -156,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         help="DeepSpeed JSON: a path, or a name such as zero2-bf16",
     )
     add_parallel_options(g)
+    add_pipeline_options(g)
     g.add_argument(
         "--micro-batch",
         type=micro_batch,
@@ -191,6 +201,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
     silence_deepspeed()
     world = 1 if args.gpus is None else args.gpus
     problems = check_recompute(args)
+    problems += one_stage_only(args, "the planner knows runs of one stage")
     for name in ("gpus", "tensor_parallel", "accumulation", "seq_length", "vocab_size"):
         value = getattr(args, name)
         if value is not None and value < 1:

@@ -61,6 +61,11 @@ class Run:
         Raises:
             CoatConfigError: it cannot plan this one; names the key.
         """
+        if p.args.pipeline_parallel > 1:
+            raise CoatConfigError(
+                f"--pipeline-parallel: got {p.args.pipeline_parallel}, accepted: 1 with --dry-run and "
+                "--micro-batch auto (the planner knows runs of one stage)"
+            )
         return cls(
             model=p.model,
             settings=p.settings,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from coat_dist import CoatConfigError
-from launch.command_line import Parser, add_parallel_options, local_path, whole_number
+from launch.command_line import Parser, add_parallel_options, add_pipeline_options, local_path, whole_number
 from launch.data.dataset import without_suffix
 from launch.planning.recompute import check_recompute
 from launch.training.options import MEANT, deepspeed_options, memory_options, output_options, schedule_options
@@ -75,6 +75,7 @@ def _model_and_data(p: argparse.ArgumentParser) -> None:
         help="replace values of the description",
     )
     add_parallel_options(g)
+    add_pipeline_options(g)
     g.add_argument("--seed", type=whole_number, default=1234, help="of initial weights, data order and dropout")
 
     memory_options(p)
@@ -116,7 +117,14 @@ def check_arguments(args: argparse.Namespace) -> None:
         if not good:
             problems.append(f"--{name}: got {getattr(args, name.replace('-', '_'))!r}, accepted: {accepted}")
 
-    for name in ("tensor-parallel", "train-steps", "max-bad-steps", "eval-steps"):
+    for name in (
+        "tensor-parallel",
+        "pipeline-parallel",
+        "virtual-stages",
+        "train-steps",
+        "max-bad-steps",
+        "eval-steps",
+    ):
         require(name, getattr(args, name.replace("-", "_")) >= 1, "an integer >= 1")
     minutes = args.distributed_timeout_minutes
     require("distributed-timeout-minutes", minutes is None or 0.1 <= minutes <= 1e5, "minutes, 0.1 or more")
@@ -151,6 +159,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         "sequence-parallel",
         not args.sequence_parallel or args.tensor_parallel > 1,
         "only with --tensor-parallel 2 or more",
+    )
+    require(
+        "virtual-stages",
+        args.virtual_stages <= 1 or args.pipeline_parallel > 1,
+        "1 without --pipeline-parallel 2 or more",
     )
     for name in ("tensorboard", "wandb"):
         if getattr(args, name) is not None and not _installed(name):

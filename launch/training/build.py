@@ -17,7 +17,7 @@ from launch.training.loop import Batch
 from launch.training.plan import Plan, as_typed
 from launch.weights import fill
 
-__all__ = ["batch_iterator", "build_engine", "datasets", "language_model_loss"]
+__all__ = ["batch_iterator", "build_engine", "datasets", "forward_step", "language_model_loss"]
 
 
 def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, weights: Any = None) -> Any:
@@ -30,9 +30,10 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
 
     model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel, **p.recompute)
     if weights is not None:
-        fill(model, weights)
+        for chunk in megatron_patches.pipeline.chunks_of(model):
+            fill(chunk, weights)
         note(f"weights: {weights.kind} {weights.path}")
-    if p.model.num_moe_experts is not None:
+    if p.model.num_moe_experts is not None and p.args.pipeline_parallel == 1:  # else Megatron's schedule does
         scale_aux_loss(p.batch.accumulation)
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
     if p.coat is not None:
@@ -64,7 +65,21 @@ def torch_adamw(model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim
 
 
 def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch], torch.Tensor]:
-    """``loss(engine, batch)``: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
+    """``loss(engine, batch)``: :func:`forward_step` and what it returns, in one."""
+    step = forward_step(tp, device)
+
+    def loss(engine: Any, batch: Batch) -> torch.Tensor:
+        output, loss_of = step(iter([batch]), engine)
+        return loss_of(output)
+
+    return loss
+
+
+def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
+    """Megatron's forward step: ``step(batches, model)`` gives what the model does, and the function of it that is the
+    loss: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
+
+    ``model``: an engine, a model or one stage of it. ``batches`` is None where a stage needs no tokens.
 
     Where a batch has ``loss_tokens``, the sum is divided by that instead of by the batch's own number of such tokens:
     by the mean number of a step's micro-batches, so that the step's loss is a mean over its tokens, wherever these are.
@@ -79,21 +94,29 @@ def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch],
 
     group = TensorParallel(parallel_state.get_tensor_model_parallel_group()) if tp > 1 else TensorParallel()
 
-    def loss(engine: Any, batch: Batch) -> torch.Tensor:
+    def step(batches: Iterator[Batch] | None, model: Any) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
+        module = getattr(model, "module", model)
+        if batches is None:
+            return model(None, None, None), lambda output: output
+        batch = next(batches)
         tokens, labels, mask, positions = (
             batch[k].to(device, non_blocking=True) for k in ("tokens", "labels", "loss_mask", "position_ids")
         )
         documents = {}
         if "cu_seqlens" in batch:
             documents["packed_seq_params"] = packed_documents(batch["cu_seqlens"], device)
-        if isinstance(engine.module, ChunkedLossGPTModel):
-            per_token = engine(tokens, positions, None, labels=labels, **documents)
-        else:
-            per_token = vocab_parallel_cross_entropy(engine(tokens, positions, None, **documents), labels, group)
-        count = float(batch["loss_tokens"]) if "loss_tokens" in batch else mask.sum().clamp(min=1)
-        return (per_token * mask).sum() / count
+        chunked = isinstance(module, ChunkedLossGPTModel)
+        given = {"labels": labels} if chunked and module.post_process else {}
+        output = model(tokens, positions, None, **given, **documents)
 
-    return loss
+        def loss(output: torch.Tensor) -> torch.Tensor:
+            per_token = output if chunked else vocab_parallel_cross_entropy(output, labels, group)
+            count = float(batch["loss_tokens"]) if "loss_tokens" in batch else mask.sum().clamp(min=1)
+            return (per_token * mask).sum() / count
+
+        return output, loss
+
+    return step
 
 
 def datasets(p: Plan) -> list[Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog, peak_memory_bytes
+from launch.training.pipeline import PipelineSteps, nan_if_not_finite
 from launch.training.profile import StepProfiler
 from launch.training.rank_times import RankTimes
 from launch.training.runtime import StopSignal, mean_and_each, mean_over_ranks
@@ -82,6 +83,8 @@ class Loop:
     times: RankTimes
     last_checkpoint: Any = None
     profiler: StepProfiler | None = None
+    pipeline: PipelineSteps | None = None
+    """Runs micro-batches where the model is divided over stages; ``loss`` is not used then."""
     doing: str = "before the first step"
     """What is going on, for messages."""
 
@@ -138,28 +141,11 @@ class Loop:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index in range(self.accumulation):
-            self.times.begin()
-            batch = next(self.train)
-            self.times.batch_is_there()
-            with self.memory.forward() if self.memory is not None and index == 0 else contextlib.nullcontext():
-                loss = self.loss(self.engine, batch)
-            self.times.forward_done()
-            value = loss.detach()
-            total += value
-            # A factor of exactly 1, or NaN where the loss is not finite: the gradient norm, which all ranks share and
-            # DeepSpeed checks before it changes anything, then tells everybody without a further synchronization.
-            self.engine.backward(loss * (1 + 0 * value))
-            if self.memory is not None and index == self.accumulation - 1:
-                self.memory.backward_done()
-            self.engine.step()
+        mean = self._micro_batches() if self.pipeline is None else self.pipeline.step(self.train, self.memory)
         applied = bool(self.engine.was_step_applied())
         norm = float(self.engine.get_global_grad_norm())
         requested = 1.0 if self.stop is not None and self.stop.requested() else 0.0
-        (mean_loss, stopping), seconds = mean_and_each(
-            [total / self.accumulation, requested], self.times.seconds(), self.device
-        )
+        (mean_loss, stopping), seconds = mean_and_each([mean, requested], self.times.seconds(), self.device)
         took = time.perf_counter() - began
 
         progress.step += 1
@@ -192,6 +178,23 @@ class Loop:
         progress.bad_in_a_row = 0 if applied else progress.bad_in_a_row + 1
         return record
 
+    def _micro_batches(self) -> torch.Tensor:
+        """Forward and backward of a step's micro-batches, and the engine's step. Their mean loss, fp64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index in range(self.accumulation):
+            self.times.begin()
+            batch = next(self.train)
+            self.times.batch_is_there()
+            with self.memory.forward() if self.memory is not None and index == 0 else contextlib.nullcontext():
+                loss = self.loss(self.engine, batch)
+            self.times.forward_done()
+            total += loss.detach()
+            self.engine.backward(nan_if_not_finite(loss))
+            if self.memory is not None and index == self.accumulation - 1:
+                self.memory.backward_done()
+            self.engine.step()
+        return total / self.accumulation
+
     def _check_bad(self, record: dict[str, Any]) -> None:
         if self.progress.bad_in_a_row >= self.max_bad_steps:
             raise BadSteps(
@@ -205,8 +208,12 @@ class Loop:
         """Mean loss over ``eval_steps`` micro-batches of every rank."""
         self.doing = f"in the evaluation after step {self.progress.step}"
         self.engine.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for _ in range(self.eval_steps):
-            total += self.loss(self.engine, next(batches))
+        if self.pipeline is not None:
+            mean = self.pipeline.evaluate(batches, self.eval_steps)
+        else:
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for _ in range(self.eval_steps):
+                total += self.loss(self.engine, next(batches))
+            mean = total / self.eval_steps
         self.engine.train()
-        return mean_over_ranks([total / self.eval_steps], self.device)[0]
+        return mean_over_ranks([mean], self.device)[0]

@@ -19,6 +19,7 @@ from launch.training.initial import initial_weights, tokenizer_warning
 from launch.training.layout import keep_batch
 from launch.training.schedule import Schedule
 from launch.training.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
+from launch.training.stages import check_micro_batches, check_stages
 
 __all__ = ["Plan", "as_typed", "assemble", "plan"]
 
@@ -68,9 +69,15 @@ class Plan:
         """One line for the log, and others before it where there is a warning or another batch than was set."""
         return "".join(f"{line}\n" for line in (self.warning, self.kept) if line is not None) + (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
-            f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
-            f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
+            f"tensor-parallel ranks{self._stages()}; {self.batch.total} samples of {self.model.seq_length} "
+            f"tokens a step ({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
+
+    def _stages(self) -> str:
+        stages, virtual = self.args.pipeline_parallel, self.args.virtual_stages
+        if stages == 1:
+            return ""
+        return f" x {stages} pipeline stages" + (f" of {virtual} parts" if virtual > 1 else "")
 
     def carried(self, source: Path | None) -> dict[str, bytes]:
         """What every checkpoint holds beside the weights: :func:`launch.training.checkpoint.carried`."""
@@ -87,18 +94,21 @@ class Plan:
         settings = {k: v for k, v in self.settings.items() if k != "coat"}
         if self.coat is not None:
             settings["coat"] = self.coat.model_dump()
+        a = self.args
+        pipeline = {"pipeline": a.pipeline_parallel, "virtual_stages": a.virtual_stages}
         return {
             "model": self.model.identity(),
             "parallel": {
-                "tensor": self.args.tensor_parallel,
+                "tensor": a.tensor_parallel,
                 "data": self.dp,
-                "sequence_parallel": self.args.sequence_parallel,
+                "sequence_parallel": a.sequence_parallel,
+                **(pipeline if a.pipeline_parallel > 1 else {}),
             },
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
             "batch": asdict(self.batch) | ({"found": "auto"} if self.auto else {}),
             "data": self.data_identity(),
-            "seed": self.args.seed,
+            "seed": a.seed,
         }
 
 
@@ -161,6 +171,8 @@ def assemble(
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
     model.check_parallel(tp, args.sequence_parallel)
+    stages = check_stages(args, world, settings, model)
+    dp = world // tp // stages
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
         raise CoatConfigError(f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})")
@@ -173,16 +185,18 @@ def assemble(
         kind=args.lr_schedule,
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
-    auto = auto_batch(args, settings, world // tp)
-    kept = keep_batch(args, settings, world // tp, auto)
+    auto = auto_batch(args, settings, dp)
+    kept = keep_batch(args, settings, dp, auto)
+    batch = batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, dp)
+    check_micro_batches(args, batch)
     return kind(
         args=args,
         settings=settings,
         coat=coat,
         model=model,
         schedule=schedule,
-        dp=world // tp,
-        batch=batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, world // tp),
+        dp=dp,
+        batch=batch,
         auto=auto,
         kept=kept,
         recompute=recompute_options(args, model, coat),

@@ -23,10 +23,18 @@ def test_adapter_has_what_deepspeed_asks_for_and_nothing_that_means_sequence_par
     assert not [n for n in dir(mpu) if "sequence_parallel" in n]
 
 
-def test_adapter_refuses_pipelines_and_missing_groups(monkeypatch):
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="pipeline_model_parallel_size: got 2, accepted: 1"):
-        MPUAdapter()
+def test_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
+    sizes = {"pipeline_model_parallel_world_size": 2, "tensor_model_parallel_world_size": 4}
+    ranks = {"pipeline_model_parallel_rank": 1, "tensor_model_parallel_rank": 3, "model_parallel_group": "both"}
+    for name, value in {**sizes, **ranks}.items():
+        monkeypatch.setattr(parallel_state, f"get_{name}", lambda value=value: value)
+    mpu = MPUAdapter()
+    assert (mpu.get_model_parallel_world_size(), mpu.get_model_parallel_rank()) == (8, 7)
+    assert mpu.get_model_parallel_group() == "both"
+    assert (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()) == (4, 3)
+
+
+def test_adapter_refuses_missing_groups(monkeypatch):
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
     with pytest.raises(RuntimeError, match="initialize_model_parallel first"):
         MPUAdapter()
@@ -39,6 +47,8 @@ def test_initialize_refuses_a_second_time_and_wrong_sizes(monkeypatch):
     for tp in (0, 2, -1):
         with pytest.raises(ValueError, match=f"tp: got {tp}, accepted: a divisor of the number of ranks, 1"):
             initialize_model_parallel(tp)
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size: got 2, accepted: a divisor of .* over tp, 1"):
+        initialize_model_parallel(1, pipeline_model_parallel_size=2)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(RuntimeError, match="torch.distributed: not initialized"):
         initialize_model_parallel(1)

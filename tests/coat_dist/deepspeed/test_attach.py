@@ -24,8 +24,24 @@ CASES = {
     "zero-3, remainders": {"zero_optimization": {"stage": 3}, **REMAINDERS},
     "torch's AdamW": {"zero_optimization": {"stage": 2}},
     "torch's AdamW, round robin, universal": {**ROUND_ROBIN, "checkpoint": {"load_universal": True}},
+    "zero-1, a pipeline stage": {"zero_optimization": {"stage": 1}},
     "torch's SGD, stage 0": {"bf16": {"enabled": False}},
 }
+
+
+class TwoStages:
+    """An mpu of a pipeline of which this process is the first stage and no other runs."""
+
+    coat_mpu = True
+
+    def __getattr__(self, name):
+        if not name.startswith("get_") or "sequence" in name:
+            raise AttributeError(name)
+        if name.endswith("group"):
+            return lambda: torch.distributed.group.WORLD
+        if name.endswith("world_size"):
+            return lambda: 2 if "pipeline" in name else 1
+        return lambda: [0] if name.endswith("ranks") else 0
 
 
 class Patched(torch.nn.Linear):
@@ -47,7 +63,8 @@ def build(case):
     else:
         kept = {"master_weights": "bf16_remainder"} if "remainders" in case else {}
         config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 1e-3, **kept}}
-    return coat_dist.initialize(model=net, config=config, optimizer=given)[0]
+    mpu = {"mpu": TwoStages()} if "pipeline" in case else {}
+    return coat_dist.initialize(model=net, config=config, optimizer=given, **mpu)[0]
 
 
 def is_ours(value):

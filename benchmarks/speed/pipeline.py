@@ -1,0 +1,216 @@
+"""Pipeline schedules against their ideal: the same layers on each GPU with and without a pipeline, in one run.
+
+    torchrun --nproc_per_node 2 -m benchmarks.speed.pipeline [--layers 8] [--micro-batch 1] [--output DIR]
+
+Every rank first runs the micro-batches through its stage alone, without communication: `work`, milliseconds a
+micro-batch and stage. Then Megatron's schedule runs the same stages as a pipeline (`megatron_patches.train_batch`
+without and with DeepSpeed's step). With m micro-batches on P stages of V parts, work t and the slowest stage's t_max,
+the schedule's ideal is m * t_max + (sum of the other stages' t) / V; for equal stages that is m * t / (1 - bubble). The
+ratio is ideal to measured, so 1 is perfect. `by the slowest` takes t_max for every stage, as if all had its work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.timing import median
+from launch.model.gpt import build_model, load_model_config
+from launch.training.build import forward_step, torch_adamw
+from launch.training.runtime import start
+
+
+def settings(coat: bool, micro: int, count: int) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": count,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "CoatAdamW" if coat else "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
+    }
+    return config | ({"coat": {"optimizer": {}, "activation": {}}} if coat else {})
+
+
+def milliseconds(work: Callable[[], Any], repeats: int) -> float:
+    """Median time of ``work``, started on all ranks together, of the slowest rank; two more to warm up."""
+    found = []
+    for _ in range(repeats + 2):
+        synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        work()
+        synchronize()
+        took = torch.tensor([1e3 * (time.perf_counter() - began)], device=device())
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        found.append(float(took))
+    return median(found[2:])
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def of_every_rank(value: float) -> list[float]:
+    everyone: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def alone(chunks: Sequence[Any], batch: dict[str, torch.Tensor], hidden: int, count: int, repeats: int) -> float:
+    """Milliseconds of a micro-batch through all parts of this rank's stage, forward and backward."""
+    step = forward_step(1, device())
+    samples, tokens = batch["tokens"].shape
+    received = torch.randn(tokens, samples, hidden, device=device(), dtype=torch.bfloat16)
+    gradient = torch.randn_like(received) * 1e-3
+
+    def work() -> None:
+        for _ in range(count):
+            for chunk in chunks:
+                if not chunk.pre_process:
+                    chunk.set_input_tensor(received.detach().requires_grad_())
+                read = iter([batch]) if chunk.pre_process or chunk.post_process else None
+                output, loss = step(read, chunk)
+                if chunk.post_process:
+                    (loss(output) / count).backward()
+                else:
+                    output.backward(gradient)
+        for chunk in chunks:
+            chunk.zero_grad(set_to_none=True)
+
+    found = []
+    for _ in range(repeats + 2):
+        synchronize()
+        dist.barrier()  # both work at the same time, as in a pipeline
+        began = time.perf_counter()
+        work()
+        synchronize()
+        found.append(1e3 * (time.perf_counter() - began) / count)
+    return median(found[2:])
+
+
+def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dict[str, Any]]:
+    """Rows of one kind of layers and one number of parts, for every number of micro-batches."""
+    from megatron_patches import initialize, initialize_model_parallel, train_batch
+    from megatron_patches.pipeline import Losses, chunks_of, run_schedule
+
+    stages = dist.get_world_size()
+    interleaved = {"virtual_pipeline_model_parallel_size": virtual} if virtual > 1 else {}
+    initialize_model_parallel(
+        1, seed=1, create_gloo_process_groups=False, pipeline_model_parallel_size=stages, **interleaved
+    )
+    overrides = [f"num_layers={arguments.layers}", f"seq_length={arguments.seq_length}", *arguments.model_override]
+    model_config = load_model_config(ROOT / arguments.model, overrides).with_vocab(arguments.vocabulary)
+    model, rows = build_model(model_config), []
+    config = settings(coat, arguments.micro_batch, min(arguments.micro_batches))
+    engine, *_ = initialize(model=model, optimizer=None if coat else torch_adamw(model, config), config=config)
+    chunks = chunks_of(engine.module)
+    shape = (arguments.micro_batch, arguments.seq_length)
+    batch = {
+        "tokens": torch.randint(0, arguments.vocabulary, shape, device=device()),
+        "labels": torch.randint(0, arguments.vocabulary, shape, device=device()),
+        "loss_mask": torch.ones(shape, device=device()),
+        "position_ids": torch.arange(arguments.seq_length, device=device()).expand(shape),
+    }
+    plain = forward_step(1, device())
+
+    def step(batches: Any, chunk: Any) -> Any:
+        return plain(iter([batch]) if chunk.pre_process or chunk.post_process else None, chunk)
+
+    for count in arguments.micro_batches:
+        engine.set_train_batch_size(arguments.micro_batch * count)
+
+        def schedule(count: int = count) -> None:
+            run_schedule(engine, chunks, None, Losses(step, count), None, None, forward_only=False)
+            engine.module.zero_grad(set_to_none=True)
+
+        work = of_every_rank(alone(chunks, batch, model_config.hidden_size, count, arguments.repeats))
+        took = milliseconds(schedule, arguments.repeats)
+        whole = milliseconds(lambda: train_batch(engine, None, step), arguments.repeats)
+        slowest = max(work)
+        ideal = count * slowest + (sum(work) - slowest) / virtual
+        rows.append(
+            {
+                "layers": "coat" if coat else "BF16",
+                "virtual_stages": virtual,
+                "micro_batches": count,
+                "work_ms": work,
+                "ideal_ms": ideal,
+                "schedule_ms": took,
+                "step_ms": whole,
+                "bubble": (stages - 1) / (count * virtual + stages - 1),
+                "ratio": ideal / took,
+                "ratio_by_the_slowest": (count + (stages - 1) / virtual) * slowest / took,
+            }
+        )
+        show(rows[-1])
+    engine.destroy()
+    return rows
+
+
+def forget() -> None:
+    """Free what the last measurement held, and Megatron's groups."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def show(row: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        work = " ".join(f"{one:6.1f}" for one in row["work_ms"])
+        print(
+            f"{row['layers']:<5} V {row['virtual_stages']}  m {row['micro_batches']:>2}  work {work} ms a micro-batch  "
+            f"ideal {row['ideal_ms']:7.1f}  schedule {row['schedule_ms']:7.1f} ms  with step {row['step_ms']:7.1f}  "
+            f"ratio {row['ratio']:.3f}  by the slowest {row['ratio_by_the_slowest']:.3f}",
+            flush=True,
+        )
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", default="configs/models/llama2-7b.json")
+    parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--virtual-stages", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--kinds", nargs="+", default=["bf16", "coat"], choices=["bf16", "coat"])
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
+    start(int(os.environ["LOCAL_RANK"]))
+    rows: list[dict[str, Any]] = []
+    for kind in arguments.kinds:
+        for virtual in arguments.virtual_stages:
+            rows += measure(arguments, kind == "coat", virtual)
+            forget()
+    if dist.get_rank() == 0:
+        result = {"ranks": dist.get_world_size(), "settings": options(arguments), "runs": rows}
+        print("wrote", write_result(f"speed/pipeline-{dist.get_world_size()}-stages", result, arguments.output))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""An engine whose model is one stage of a pipeline: what it refuses, and what it does over all stages.
+
+Somebody else runs the micro-batches of a step through the stages (``megatron_patches.train_batch``: Megatron's
+schedules) and lets gradients accumulate in the parameters. Then :func:`reduce_gradients` hands them to ZeRO-1, and
+``engine.step()`` does the rest. A stage's own ``forward`` and ``backward`` would compute a part of a model, so calling
+them is an error. DeepSpeed's ``PipelineModule`` has an engine of its own and does not come here.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..config import CoatConfigError, look_up
+from ..ranks import gather
+
+__all__ = [
+    "TIED",
+    "accumulate",
+    "accumulated",
+    "attach_stage",
+    "check_one_model_a_stage",
+    "check_settings",
+    "has_groups_of_norms",
+    "is_stage",
+    "norm_over_stages",
+    "reduce_gradients",
+    "stages",
+]
+
+TIED = "/tied"
+"""End of the name of the parameter group of a weight that two stages hold (``coat_dist.optim.param_groups``)."""
+
+_REFUSED = (
+    (
+        "zero_optimization.stage",
+        lambda value: value != 1,
+        "1 with pipeline stages (gradients stay on a stage until all micro-batches have come back through it, so there "
+        "is nothing that stages 2 and 3 could divide earlier)",
+    ),
+    (
+        "zero_optimization.overlap_comm",
+        lambda value: value is True,
+        "false with pipeline stages (gradients are reduced once, after the last micro-batch)",
+    ),
+    ("zero_optimization.cpu_offload", bool, "false with pipeline stages"),
+    (
+        "zero_optimization.offload_optimizer.device",
+        lambda value: value not in (None, "none"),
+        '"none" with pipeline stages',
+    ),
+    ("zero_optimization.zenflow", lambda value: value is not None, "absent with pipeline stages"),
+    ("fp16.enabled", lambda value: value is True, "false with pipeline stages (bf16 needs no loss scaling)"),
+    (
+        "managed_gradient_accumulation",
+        lambda value: value is False,
+        "true (its default) with pipeline stages: a step is gradient_accumulation_steps micro-batches",
+    ),
+    (
+        "flops_profiler.enabled",
+        lambda value: value is True,
+        "false with pipeline stages (it watches the engine's forward, which does not run)",
+    ),
+)
+
+
+def stages(mpu: Any) -> int:
+    """Pipeline stages that an mpu of this project tells of; 1 of every other, and without one."""
+    if not getattr(mpu, "coat_mpu", False) or not hasattr(mpu, "get_pipeline_model_parallel_world_size"):
+        return 1
+    return int(mpu.get_pipeline_model_parallel_world_size())
+
+
+def is_stage(engine: Any) -> bool:
+    """Whether an engine's model is one stage of several."""
+    return stages(getattr(engine, "mpu", None)) > 1
+
+
+def check_settings(settings: Mapping[str, Any], count: int) -> None:
+    """Refuse what cannot be honoured with ``count`` pipeline stages.
+
+    Args:
+        settings: DeepSpeed's configuration.
+
+    Raises:
+        CoatConfigError: names each key, its value and what is accepted.
+    """
+    if count == 1:
+        return
+    problems = [
+        f"{key}: got {json.dumps(look_up(settings, key), default=str)}, accepted: {accepted}"
+        for key, refused, accepted in _REFUSED
+        if refused(look_up(settings, key))
+    ]
+    if problems:
+        raise CoatConfigError("\n".join(problems))
+
+
+def check_one_model_a_stage(model: torch.nn.Module, mpu: Any) -> None:
+    """Refuse ranks of one stage that hold different models; collective over all ranks.
+
+    Raises:
+        CoatConfigError: on every rank; names the stage.
+    """
+    here = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    found: dict[int, list[Any]] = {}
+    for stage, parameters in gather((mpu.get_pipeline_model_parallel_rank(), json.dumps(here))):
+        found.setdefault(stage, []).append(parameters)
+    different = [stage for stage, one in sorted(found.items()) if len(set(one)) > 1]
+    if different:
+        raise CoatConfigError(
+            f"model: got different parameters on ranks of pipeline stage {different[0]}, accepted: the same on all "
+            "ranks of a stage"
+        )
+
+
+def attach_stage(engine: Any) -> None:
+    """Make an engine one of a stage.
+
+    Raises:
+        ValueError: a weight that two stages hold shares its groups of FP8 moments with others, so that its copies would
+            drift apart.
+    """
+    zero = engine.optimizer
+    _check_tied(zero)
+    for hook in getattr(zero, "_grad_acc_hooks", []):  # they reduce within `engine.backward`, and cost time in each
+        hook.remove()
+    if not has_groups_of_norms(zero):
+        _accumulate_in_fp32(zero)
+    engine.forward = types.MethodType(_refuse("forward"), engine)
+    engine.backward = types.MethodType(_refuse("backward"), engine)
+
+
+def has_groups_of_norms(zero: Any) -> bool:
+    """Whether ZeRO makes a norm of each of its groups. BF16_Optimizer sums all gradients of a rank at once."""
+    return hasattr(zero, "scaled_global_norm")
+
+
+def norm_over_stages(engine: Any) -> None:
+    """Let ZeRO-1's gradient norm be that of the whole model.
+
+    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold no vectors. Sums
+    over stages are made in fp64, as ZeRO sums within a rank, so that the norm is that of one stage.
+    """
+    engine.optimizer.scaled_global_norm = types.MethodType(_norm_over_stages(engine), engine.optimizer)
+
+
+def _refuse(name: str) -> Any:
+    def refuse(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"engine.{name}: called on stage {engine.mpu.get_pipeline_model_parallel_rank()} of "
+            f"{stages(engine.mpu)} pipeline stages, which is a part of a model; accepted: "
+            "megatron_patches.train_batch(engine, data_iterator, forward_step) for a whole step and "
+            "megatron_patches.eval_batch for an evaluation"
+        )
+
+    return refuse
+
+
+def _check_tied(zero: Any) -> None:
+    groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
+    for params, options in zip(groups, zero.optimizer.param_groups, strict=True):
+        tied = any(getattr(p, "shared_embedding", False) for p in params)
+        if tied and len(params) > 1 and options.get("moments") == "fp8":
+            raise ValueError(
+                "model_parameters: got a group with FP8 moments that holds the tied embedding among other weights, "
+                'whose copies on the first and the last pipeline stage would drift apart; accepted: "moments": "fp32", '
+                "or a group of its own (coat_dist.param_groups makes one)"
+            )
+
+
+def _norm_over_stages(engine: Any) -> Any:
+    """``scaled_global_norm`` by the groups of the whole model."""
+    from deepspeed.runtime.constants import PIPE_REPLICATED
+    from deepspeed.runtime.utils import (
+        combine_grad_norm_groups,
+        is_model_parallel_parameter,
+        mask_nan_or_inf_with_val_inplace,
+    )
+    from deepspeed.runtime.zero.utils import get_norm_dtype
+
+    mpu = engine.mpu
+    over_stages = mpu.get_pipeline_model_parallel_group()
+    over_tensors = mpu.get_tensor_model_parallel_group()
+    own = [str(g.get("name", i)).removesuffix(TIED) for i, g in enumerate(engine.optimizer.optimizer.param_groups)]
+    every: list[Any] = [None] * over_stages.size()
+    dist.all_gather_object(every, own, group=over_stages)
+    labels = sorted({x for one in every for x in one}, key=lambda x: max(o.index(x) for o in every if x in o))
+    places = [labels.index(label) for label in own]
+
+    def scaled_global_norm(zero: Any, norm_type: float = 2) -> torch.Tensor:
+        squares: list[list[torch.Tensor]] = [[] for _ in labels]
+        for i, place in enumerate(places):
+            gradients = (g for g in zero.averaged_gradients[i] if not getattr(g, "_zero_padding", False))
+            for gradient, p in zip(gradients, zero.params_in_partition[i], strict=False):
+                if getattr(p, PIPE_REPLICATED, False):
+                    continue
+                if is_model_parallel_parameter(p) or zero.model_parallel_rank == 0:
+                    norm = torch.linalg.vector_norm(gradient.data.to(get_norm_dtype()).detach())
+                    squares[place].append(norm)
+        nothing = torch.zeros((), dtype=get_norm_dtype(), device=zero.device)
+        sums = torch.stack([torch.stack(one).pow(2.0).sum() if one else nothing for one in squares])
+        dist.all_reduce(sums, group=over_stages)
+        totals = sums.float()
+        dist.all_reduce(totals, group=zero.dp_process_group)
+        if over_tensors.size() > 1:
+            dist.all_reduce(totals, group=over_tensors)
+        norms = totals.pow(0.5)
+        mask_nan_or_inf_with_val_inplace(norms, device=norms.device)
+        return combine_grad_norm_groups(list(norms.unbind()), norm_type=norm_type)
+
+    return scaled_global_norm
+
+
+def _accumulate_in_fp32(zero: Any) -> None:
+    """BF16_Optimizer (``grad_accum_dtype: "fp32"``): add each gradient to its fp32 sum as soon as it is there."""
+    for i, params in enumerate(zero.bf16_groups):
+        for j, param in enumerate(params):
+
+            def add(param: Any, i: int = i, j: int = j) -> None:
+                if not hasattr(param, "coat_collected"):
+                    zero._update_hp_grad(param, i, j, clear_lp_grads=False)
+                    param.grad = None
+
+            param.coat_add_gradient = add
+            zero._grad_acc_hooks.append(param.register_post_accumulate_grad_hook(add))
+
+
+def accumulated(param: Any) -> torch.Tensor | None:
+    """The sum of a parameter's gradients over the micro-batches so far; changing it in place changes the step."""
+    return param._hp_grad if hasattr(param, "coat_add_gradient") else param.grad
+
+
+def accumulate(param: Any, gradient: torch.Tensor) -> None:
+    """Add a micro-batch's gradient, as backward does, unless the parameter has ``coat_collected``."""
+    if hasattr(param, "coat_add_gradient"):
+        param.grad = gradient
+        param.coat_add_gradient(param)
+    else:
+        param.grad = gradient if param.grad is None else param.grad.add_(gradient)
+
+
+def reduce_gradients(engine: Any) -> None:
+    """Give ZeRO the gradients that a whole step's micro-batches have left, and count these; ``engine.step()`` follows.
+
+    Gradients are sums over micro-batches of losses that were divided by their number.
+    """
+    zero = engine.optimizer
+    if hasattr(zero, "reduce_gradients"):
+        zero.set_gradient_accumulation_boundary(True)
+        zero.setup_buckets()
+        zero.reduce_gradients()
+    else:
+        engine.buffered_allreduce_fallback()
+    engine.micro_steps += engine.gradient_accumulation_steps() - 1  # `step` counts the last one

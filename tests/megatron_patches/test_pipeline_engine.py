@@ -1,0 +1,138 @@
+"""Megatron programs whose pipeline stages ZeRO-1 steps: ``train_batch``, ``eval_batch``, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import run_ranks
+
+from .tiny import SEQ, VOCAB, tiny_batch, tiny_config, tiny_gpt
+
+COUNT = 4
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": COUNT,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
+    "coat": {"optimizer": {"stochastic_rounding": False}, "activation": {}},
+}
+
+
+def forward_step(batches, model):
+    """As a Megatron program writes it: every stage reads every micro-batch."""
+    tokens, labels, positions = next(batches)
+    output = model(tokens, positions, None, labels=labels)
+    return output, lambda output: (output.mean(), {"lm loss": output.detach().mean()})
+
+
+def batches():
+    return (tiny_batch(i, "cpu") for i in range(100))
+
+
+def stage_of(whole, stages, stage, part=None, parts=1):
+    """Layers of ``whole`` as one part of a stage."""
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_patches import gpt_layer_spec
+    from megatron_patches.pipeline import whole_names
+
+    virtual = None if part is None else parts
+    config = tiny_config(
+        num_layers=4,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=virtual,
+        overlap_p2p_comm=part is not None,
+        batch_p2p_comm=part is None,
+    )
+    number = (part or 0) * stages + stage
+    ends = {"pre_process": number == 0, "post_process": number == stages * parts - 1}
+    spec = gpt_layer_spec(config, vp_stage=part)
+    model = GPTModel(config, spec, VOCAB, SEQ, position_embedding_type="rope", vp_stage=part, **ends).bfloat16()
+    values = dict(whole.named_parameters())
+    for parameter, source in zip(model.parameters(), whole_names(model).values(), strict=True):
+        parameter.data.copy_(values[source].data)
+    return model
+
+
+def programs(rank, world, virtual):
+    """Losses of a step, an evaluation and another step, with one stage and with two; what is refused."""
+    import deepspeed
+
+    import megatron_patches as mp
+    from coat_dist.config import CoatConfigError
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    from megatron.core import parallel_state
+
+    found = []
+    for stages in (1, 2):
+        parts = virtual if stages == 2 else None
+        mp.initialize_model_parallel(
+            1, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=parts, seed=1
+        )
+        whole = tiny_gpt(num_layers=4)
+        if stages == 1:
+            model = whole
+        elif parts is None:
+            model = stage_of(whole, 2, rank)
+        else:
+            model = [stage_of(whole, 2, rank, part, parts) for part in range(parts)]
+        # With one stage both ranks see the same batches, so that data parallelism changes nothing.
+        engine, *_ = mp.initialize(model=model, config=CONFIG, dist_init_required=False)
+        read = batches()
+        losses = [float(mp.train_batch(engine, read, forward_step))]
+        losses.append(float(mp.eval_batch(engine, batches(), forward_step, num_microbatches=2)))
+        losses.append(float(mp.train_batch(engine, read, forward_step)))
+        assert engine.was_step_applied() and (engine.global_steps, engine.micro_steps) == (2, 2 * COUNT)
+        found.append((losses, float(engine.get_global_grad_norm())))
+        if stages == 1:
+            parallel_state.destroy_model_parallel()
+    said = {}
+
+    def refused(name, call):
+        try:
+            call()
+        except (RuntimeError, CoatConfigError) as problem:
+            said[name] = str(problem)
+
+    refused("forward", lambda: engine(*tiny_batch(0, "cpu")))
+    refused("backward", lambda: engine.backward(torch.ones((), requires_grad=True)))
+    with torch.no_grad():
+        refused("no_grad", lambda: mp.train_batch(engine, read, forward_step))
+    config = mp.pipeline.get_model_config(mp.pipeline.chunks_of(engine.module)[0])
+    config.finalize_model_grads_func = print
+    refused("finalize", lambda: mp.train_batch(engine, read, forward_step))
+    config.finalize_model_grads_func = None
+    config.overlap_p2p_comm = False
+    if virtual:
+        refused("batch", lambda: mp.train_batch(engine, read, forward_step))
+    config.overlap_p2p_comm = config.deallocate_pipeline_outputs = True
+    refused("deallocate", lambda: mp.train_batch(engine, read, forward_step))
+    for key, value in {"stage": 2, "overlap_comm": True}.items():
+        zero = {**CONFIG["zero_optimization"], key: value}
+        refused(key, lambda zero=zero: mp.initialize(model=model, config={**CONFIG, "zero_optimization": zero}))
+    return found, said
+
+
+@pytest.mark.parametrize("virtual", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_megatron_program_over_two_stages(virtual):
+    ranks = run_ranks(2, programs, virtual)
+    (one, two), said = ranks[0]
+    assert ranks[1][0] == ranks[0][0], "every stage hears of the same loss"
+    assert one == two
+    assert one[0][2] != one[0][0]
+    stage = "called on stage 0 of 2 pipeline stages, which is a part of a model; accepted: megatron_patches.train_batch"
+    assert said["forward"].startswith(f"engine.forward: {stage}")
+    assert said["backward"].startswith(f"engine.backward: {stage}")
+    assert "gradients are disabled" in said["no_grad"]
+    assert said["finalize"].startswith("config.finalize_model_grads_func: got a function, accepted: None")
+    assert said["deallocate"].startswith("config.deallocate_pipeline_outputs: got True with overlap_p2p_comm")
+    if virtual:
+        assert said["batch"].startswith("config.overlap_p2p_comm: got False with two interleaved stages")
+    assert said["stage"].startswith("zero_optimization.stage: got 2, accepted: 1 with pipeline stages")
+    assert said["overlap_comm"].startswith("zero_optimization.overlap_comm: got true, accepted: false")
