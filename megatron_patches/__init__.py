@@ -5,7 +5,7 @@ from .compat import check_version, define_te_general_gemm, prepare_cpu, quiet_im
 with quiet_imports():
     define_te_general_gemm()
     from .engine import initialize
-    from .groups import MPUAdapter, initialize_model_parallel, rng_state, set_rng_state, tensor_parallel
+    from .groups import MPUAdapter, initialize_model_parallel, rng_state, set_rng_state, tensor_parallel, zero_init
     from .optimizer import get_megatron_optimizer
     from .patch import PatchReport, patch_model, patched, unpatch_model
     from .replicated_grads import check_replicas, install_replicated_grad_hooks
@@ -30,4 +30,5 @@ __all__ = [
     "tensor_parallel",
     "universal_checkpoint_info",
     "unpatch_model",
+    "zero_init",
 ]

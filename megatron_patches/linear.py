@@ -20,6 +20,7 @@ __all__ = [
     "FP8RowParallelLinear",
     "InvariantColumnParallelLinear",
     "NormColumnParallelLinear",
+    "whole_shape",
     "why_bf16_linear",
     "why_bf16_output_layer",
     "why_not_invariant_bias",
@@ -78,6 +79,11 @@ class FP8RowParallelLinear(RowParallelLinear):
         return y + self.bias, None
 
 
+def whole_shape(weight: Any) -> torch.Size:
+    """The shape of a weight, also of one that ZeRO-3 has divided."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
 def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = False) -> str | None:
     """Why a linear of Megatron cannot be replaced, or its weight not be used by a patched MLP.
 
@@ -93,7 +99,7 @@ def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = Fals
             return f"{name} with {attribute}"
     if not getattr(linear, "input_is_parallel", True):
         return f"{name} with input_is_parallel=False"
-    rows, columns = linear.weight.shape
+    rows, columns = whole_shape(linear.weight)
     if rows % _ALIGNMENT or columns % _ALIGNMENT:
         return f"{name} is {rows} x {columns} a rank, not multiples of {_ALIGNMENT}"
     return None

@@ -28,7 +28,10 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
     """
     import megatron_patches
 
-    model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel, **p.recompute)
+    with megatron_patches.zero_init(p.settings):
+        model = build_model(
+            p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel, **p.recompute
+        )
     if weights is not None:
         fill(model, weights)
         note(f"weights: {weights.kind} {weights.path}")
