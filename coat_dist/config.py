@@ -97,6 +97,9 @@ class ActivationConfig(_Block):
     """Type of those scales: 1-byte power of two (OCP MX) or bfloat16."""
     fp8_gather: bool = True
     """Send FP8 instead of BF16 when sequence parallelism gathers activations and gradients."""
+    fp8_weight_gather: bool = True
+    """Under ZeRO-3, gather the weights of patched layers as FP8 codes, half of BF16's bytes; the same results, to the
+    bit. Not with ``tp_invariant``, nor for weights that are kept whole or on the CPU: those are gathered as ever."""
     tp_invariant: bool = False
     """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not depend on the TP size."""
     weights: Literal["on_use", "cached"] = "on_use"

@@ -36,6 +36,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     coat_patched = True
     coat: Patch
 
+    def coat_flow_weights(self) -> list[torch.nn.Parameter]:
+        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
+        return [self.weight]
+
     def forward(
         self,
         input_: torch.Tensor,
@@ -68,6 +72,10 @@ class FP8RowParallelLinear(RowParallelLinear):
 
     coat_patched = True
     coat: Patch
+
+    def coat_flow_weights(self) -> list[torch.nn.Parameter]:
+        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
+        return [self.weight]
 
     def forward(
         self, input_: torch.Tensor, compressed: QuantizedTensor | None = None, **_: object

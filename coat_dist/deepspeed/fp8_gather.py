@@ -1,0 +1,226 @@
+"""ZeRO-3 gathers the weights of patched layers as FP8 codes (``coat.activation.fp8_weight_gather``).
+
+DeepSpeed fetches parameters, in advance where it knows the order, through one method that it hangs on each of them:
+``all_gather_coalesced``. Here it leaves the weights that only the flow reads to ``flow/gathered.py``; biases, norms,
+embeddings, routers and all others go DeepSpeed's own way. While such a weight is "available", its codes are in its
+attribute ``coat_gathered`` and its data are NaN, of the right shape and no memory. Whoever gathers it by name
+(``GatheredParameters``, exports) calls ``all_gather``, which brings the values; and ``partition`` lets go of either.
+
+A module says which weights only the flow reads, by a method ``coat_flow_weights``, and in which settings, by its
+attribute ``coat``. A weight that any other module holds is not among them.
+
+What a fetch brings depends on what the last ones of the same kind lacked: codes for forward in forward, for dgrad in
+backward. Where ZeRO-3 keeps a weight from forward to backward, or backward computes forward again, the first step
+gathers what is missing when it is asked for, and those after it in the fetch. Ranks run the same modules in the same
+order, which ZeRO-3 itself relies on, so they agree.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config import ActivationConfig
+from ..flow.gathered import GatheredWeight, Pending, Shard, gather
+from ..formats import fp8_format
+
+__all__ = ["gather_codes", "has_flow_weights", "let_go"]
+
+
+def has_flow_weights(module: nn.Module) -> bool:
+    """Whether there is a weight that could be gathered as codes."""
+    return bool(_flow_weights(module))
+
+
+def gather_codes(module: nn.Module) -> None:
+    """Replace the three methods on every parameter of an engine's module."""
+    for parameter, (owner, settings) in _flow_weights(module).items():
+        parameter.coat_fetch = _Fetch(parameter, owner, settings)
+    for parameter in module.parameters():
+        parameter.coat_gathered = None  # type: ignore[attr-defined]
+        for name, replacement in (
+            ("all_gather_coalesced", _all_gather_coalesced),
+            ("all_gather", _all_gather),
+            ("partition", _partition),
+        ):
+            original = getattr(parameter, name)
+            replaced = functools.partial(replacement, parameter, original)
+            setattr(parameter, name, functools.wraps(original)(replaced))
+
+
+def let_go(parameter: Any) -> None:
+    """Drop the codes that stand for a parameter, if there are any: it is then as one that is not gathered."""
+    if (gathered := getattr(parameter, "coat_gathered", None)) is None:
+        return
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for q8 in gathered.codes.values():
+        for t in (q8.codes, q8.scales):
+            if t.is_cuda:  # made on the stream of gathers, used on this one
+                t.record_stream(torch.cuda.current_stream())
+    parameter.coat_gathered = None
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+class _Fetch:
+    """How one weight is fetched."""
+
+    def __init__(self, parameter: Any, owner: nn.Module, settings: ActivationConfig) -> None:
+        self._parameter, self._owner = weakref.ref(parameter), weakref.ref(owner)
+        self.format = fp8_format(settings.format)
+        self.layouts = {"forward": [settings.forward_scales], "backward": ["tensor"]}
+
+    @property
+    def possible(self) -> bool:
+        """Whether codes will do now: the module is still patched, and the shard is where codes are made."""
+        p, owner = self._parameter(), self._owner()
+        if not hasattr(type(owner), "coat_flow_weights") or p.ds_persist or hasattr(p, "comm_dtype"):  # of autocast
+            return False
+        shard, _, world = _shard_of(p)
+        return shard is not None and world > 1 and shard.device == p.device and not hasattr(shard, "ds_quant_scale")
+
+    def shards(self, layouts: Iterable[str]) -> list[Shard]:
+        """This rank's, one a layout."""
+        p = self._parameter()
+        tensor, group, _ = _shard_of(p)
+        room = tensor.numel()
+        first = min(room * dist.get_rank(group), p.ds_numel)
+        values = tensor.data[: max(0, min(room, p.ds_numel - first))]
+        return [Shard(values, first, room, p.ds_shape, layout) for layout in layouts]
+
+    @property
+    def group(self) -> Any:
+        return _shard_of(self._parameter())[1]
+
+    def missing(self, phase: str, layout: str) -> Any:
+        """Gather at once what the fetch has not brought, and let the next fetch bring it."""
+        if layout not in self.layouts[phase]:
+            self.layouts[phase].append(layout)
+        return gather(self.shards([layout]), self.format, self.group).wait()[0]
+
+
+def _shard_of(p: Any) -> tuple[Any, Any, int]:
+    """What this rank has of a parameter, and the ranks that have the rest: with hpZ's second shards those of the node,
+    and None before there are any, since DeepSpeed makes them of gathered values."""
+    if p.ds_zero_param_process_group is None:
+        return p.ds_tensor, p.ds_process_group, p.ds_zero_partition_world_size
+    return p.ds_secondary_tensor, p.ds_zero_param_process_group, p.ds_secondary_tensor_group_size
+
+
+class _Handle:
+    """What DeepSpeed waits for."""
+
+    def __init__(self, params: list[Any], layouts: list[list[str]], phase: str, pending: Pending) -> None:
+        self._params, self._layouts, self._phase, self._pending = params, layouts, phase, pending
+        self._complete = False
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        if self._complete:
+            return
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        found = iter(self._pending.wait())
+        for p, layouts in zip(self._params, self._layouts, strict=True):
+            fetch = functools.partial(p.coat_fetch.missing, self._phase)
+            p.coat_gathered = GatheredWeight({layout: next(found) for layout in layouts}, fetch)
+            p.data = _not_a_number(p.dtype, p.device).expand(p.ds_shape)
+            p.ds_status = ZeroParamStatus.AVAILABLE
+        self._complete = True
+
+
+@functools.cache
+def _not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
+def _all_gather_coalesced(
+    _: Any, original: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
+) -> Any:
+    from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+
+    params = list(params)
+    ours = [p for p in params if hasattr(p, "coat_fetch") and p.coat_fetch.possible]
+    if not ours:
+        return original(params, safe_mode=safe_mode, quantize=quantize)
+    chosen = {id(p) for p in ours}
+    others = [p for p in params if id(p) not in chosen]
+    handles = [original(others, safe_mode=safe_mode, quantize=quantize)] if others else []
+    phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+    groups: dict[tuple[Any, str], list[Any]] = {}
+    for p in sorted(ours, key=lambda p: p.ds_id):  # sets have another order on every rank
+        if p.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+            raise RuntimeError(p.ds_summary())
+        p.ds_status = ZeroParamStatus.INFLIGHT
+        groups.setdefault((p.coat_fetch.group, p.coat_fetch.format.name), []).append(p)
+    for (group, name), together in groups.items():
+        layouts = [list(p.coat_fetch.layouts[phase]) for p in together]
+        shards = [s for p, ls in zip(together, layouts, strict=True) for s in p.coat_fetch.shards(ls)]
+        handles.append(_Handle(together, layouts, phase, gather(shards, fp8_format(name), group)))
+    return MultipleAllGatherHandles(handles)
+
+
+def _all_gather(parameter: Any, original: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+    params = [parameter] if param_list is None else list(param_list)
+    for p in params:
+        let_go(p)  # codes will not do: whoever asks wants values
+    return original(params, async_op=async_op, hierarchy=hierarchy)
+
+
+def _partition(
+    parameter: Any,
+    original: Any,
+    param_list: Any = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    free_data: bool = True,
+) -> None:
+    params = [parameter] if param_list is None else list(param_list)
+    for p in params:
+        let_go(p)
+    original(params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+
+
+def _flow_weights(model: nn.Module) -> dict[Any, tuple[nn.Module, ActivationConfig]]:
+    """Weights that nothing but the flow reads, each with a module that says so and its settings."""
+    claims: dict[Any, list[nn.Module]] = {}
+    for module in model.modules():
+        settings = getattr(getattr(module, "coat", None), "settings", None)
+        if not hasattr(type(module), "coat_flow_weights") or settings is None:
+            continue
+        if settings.fp8_weight_gather and not settings.tp_invariant:
+            for parameter in module.coat_flow_weights():
+                claims.setdefault(parameter, []).append(module)
+    readers = _readers(model)
+    return {
+        p: (owners[0], owners[0].coat.settings)  # type: ignore[union-attr]
+        for p, owners in claims.items()
+        if hasattr(p, "ds_id")
+        and len({(o.coat.settings.format, o.coat.settings.forward_scales) for o in owners}) == 1  # type: ignore[union-attr]
+        and all(any(reader is owner for owner in owners) for reader in readers(p))
+    }
+
+
+def _readers(model: nn.Module) -> Any:
+    """By parameter: the modules that may read it. Of a holder that does not say so itself, those that hold it do."""
+    holders: dict[Any, list[nn.Module]] = {}
+    parents: dict[nn.Module, list[nn.Module]] = {}
+    for module in model.modules():
+        for child in module._modules.values():
+            if child is not None:
+                parents.setdefault(child, []).append(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(module)
+
+    def of(parameter: Any) -> Iterator[nn.Module]:
+        for holder in holders.get(parameter, []):
+            yield from [holder] if hasattr(type(holder), "coat_flow_weights") else parents.get(holder, [])
+
+    return of
