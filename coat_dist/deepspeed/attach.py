@@ -20,7 +20,16 @@ from ..checkpoint.universal_load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig
 from ..optim import CoatAdamW
-from . import cached_weights, coat_accessors, deepspeed_accessors, fp8_gather, heartbeat, master_weights, round_robin, step
+from . import (
+    cached_weights,
+    coat_accessors,
+    deepspeed_accessors,
+    fp8_gather,
+    heartbeat,
+    master_weights,
+    round_robin,
+    step,
+)
 
 __all__ = ["ATTACHMENTS", "Attachment", "Built", "attach"]
 

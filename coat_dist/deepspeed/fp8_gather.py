@@ -9,10 +9,10 @@ attribute ``coat_gathered`` and its data are NaN, of the right shape and no memo
 A module says which weights only the flow reads, by a method ``coat_flow_weights``, and in which settings, by its
 attribute ``coat``. A weight that any other module holds is not among them.
 
-What a fetch brings depends on what the last ones of the same kind lacked: codes for forward in forward, for dgrad in
-backward. Where ZeRO-3 keeps a weight from forward to backward, or backward computes forward again, the first step
-gathers what is missing when it is asked for, and those after it in the fetch. Ranks run the same modules in the same
-order, which ZeRO-3 itself relies on, so they agree.
+A pass over the model fetches a weight once, if ZeRO-3 keeps it from forward to backward, or more often. What a fetch
+brings is what was used of the fetch of the same number in the pass before: codes for forward, for dgrad, or both. What
+is missing, as in a first pass, is gathered when it is asked for. Ranks run the same modules in the same order, which
+ZeRO-3 itself relies on, so they agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 
 from ..config import ActivationConfig
 from ..flow.gathered import GatheredWeight, Pending, Shard, gather
-from ..formats import fp8_format
+from ..formats import QuantizedTensor, fp8_format
 
 __all__ = ["gather_codes", "has_flow_weights", "let_go"]
 
@@ -40,8 +40,11 @@ def has_flow_weights(module: nn.Module) -> bool:
 
 def gather_codes(module: nn.Module) -> None:
     """Replace the three methods on every parameter of an engine's module."""
+    passes = _Passes()
+    # Before the hook by which DeepSpeed fetches the first parameters of a pass.
+    module.register_forward_pre_hook(passes.begin, prepend=True)
     for parameter, (owner, settings) in _flow_weights(module).items():
-        parameter.coat_fetch = _Fetch(parameter, owner, settings)
+        parameter.coat_fetch = _Fetch(parameter, owner, settings, passes)
     for parameter in module.parameters():
         parameter.coat_gathered = None  # type: ignore[attr-defined]
         for name, replacement in (
@@ -60,6 +63,7 @@ def let_go(parameter: Any) -> None:
         return
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+    parameter.coat_fetch.learn(gathered)
     for q8 in gathered.codes.values():
         for t in (q8.codes, q8.scales):
             if t.is_cuda:  # made on the stream of gathers, used on this one
@@ -69,13 +73,36 @@ def let_go(parameter: Any) -> None:
     parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
+class _Passes:
+    """Counts passes over the model."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def begin(self, *_: Any) -> None:
+        self.number += 1
+
+
 class _Fetch:
     """How one weight is fetched."""
 
-    def __init__(self, parameter: Any, owner: nn.Module, settings: ActivationConfig) -> None:
-        self._parameter, self._owner = weakref.ref(parameter), weakref.ref(owner)
+    def __init__(self, parameter: Any, owner: nn.Module, settings: ActivationConfig, passes: _Passes) -> None:
+        self._parameter, self._owner, self._passes = weakref.ref(parameter), weakref.ref(owner), passes
         self.format = fp8_format(settings.format)
-        self.layouts = {"forward": [settings.forward_scales], "backward": ["tensor"]}
+        self._layouts = {0: [settings.forward_scales]}  # by the number of the fetch in its pass
+        self._pass, self._fetched = 0, -1
+
+    def count(self) -> list[str]:
+        """Another fetch; the layouts that it is to bring."""
+        if self._pass != self._passes.number:
+            self._pass, self._fetched = self._passes.number, -1
+        self._fetched += 1
+        return self._layouts.get(self._fetched, ["tensor"])
+
+    def learn(self, gathered: GatheredWeight) -> None:
+        """What was used of the last fetch, the next of its number brings."""
+        if gathered.used:
+            self._layouts[self._fetched] = sorted(gathered.used)
 
     @property
     def possible(self) -> bool:
@@ -99,10 +126,8 @@ class _Fetch:
     def group(self) -> Any:
         return _shard_of(self._parameter())[1]
 
-    def missing(self, phase: str, layout: str) -> Any:
-        """Gather at once what the fetch has not brought, and let the next fetch bring it."""
-        if layout not in self.layouts[phase]:
-            self.layouts[phase].append(layout)
+    def bring(self, layout: str) -> QuantizedTensor:
+        """Gather at once what the fetch has not brought."""
         return gather(self.shards([layout]), self.format, self.group).wait()[0]
 
 
@@ -117,8 +142,8 @@ def _shard_of(p: Any) -> tuple[Any, Any, int]:
 class _Handle:
     """What DeepSpeed waits for."""
 
-    def __init__(self, params: list[Any], layouts: list[list[str]], phase: str, pending: Pending) -> None:
-        self._params, self._layouts, self._phase, self._pending = params, layouts, phase, pending
+    def __init__(self, params: list[Any], layouts: list[list[str]], pending: Pending) -> None:
+        self._params, self._layouts, self._pending = params, layouts, pending
         self._complete = False
 
     def wait(self, handle_dependency: bool = True) -> None:
@@ -128,8 +153,7 @@ class _Handle:
 
         found = iter(self._pending.wait())
         for p, layouts in zip(self._params, self._layouts, strict=True):
-            fetch = functools.partial(p.coat_fetch.missing, self._phase)
-            p.coat_gathered = GatheredWeight({layout: next(found) for layout in layouts}, fetch)
+            p.coat_gathered = GatheredWeight({layout: next(found) for layout in layouts}, p.coat_fetch.bring)
             p.data = _not_a_number(p.dtype, p.device).expand(p.ds_shape)
             p.ds_status = ZeroParamStatus.AVAILABLE
         self._complete = True
@@ -152,7 +176,6 @@ def _all_gather_coalesced(
     chosen = {id(p) for p in ours}
     others = [p for p in params if id(p) not in chosen]
     handles = [original(others, safe_mode=safe_mode, quantize=quantize)] if others else []
-    phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
     groups: dict[tuple[Any, str], list[Any]] = {}
     for p in sorted(ours, key=lambda p: p.ds_id):  # sets have another order on every rank
         if p.ds_status != ZeroParamStatus.NOT_AVAILABLE:
@@ -160,16 +183,20 @@ def _all_gather_coalesced(
         p.ds_status = ZeroParamStatus.INFLIGHT
         groups.setdefault((p.coat_fetch.group, p.coat_fetch.format.name), []).append(p)
     for (group, name), together in groups.items():
-        layouts = [list(p.coat_fetch.layouts[phase]) for p in together]
+        layouts = [p.coat_fetch.count() for p in together]
         shards = [s for p, ls in zip(together, layouts, strict=True) for s in p.coat_fetch.shards(ls)]
-        handles.append(_Handle(together, layouts, phase, gather(shards, fp8_format(name), group)))
+        handles.append(_Handle(together, layouts, gather(shards, fp8_format(name), group)))
     return MultipleAllGatherHandles(handles)
 
 
-def _all_gather(parameter: Any, original: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+def _all_gather(
+    parameter: Any, original: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+) -> Any:
     params = [parameter] if param_list is None else list(param_list)
     for p in params:
         let_go(p)  # codes will not do: whoever asks wants values
+        if hasattr(p, "coat_fetch"):
+            p.coat_fetch.count()
     return original(params, async_op=async_op, hierarchy=hierarchy)
 
 

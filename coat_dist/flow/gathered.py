@@ -1,11 +1,11 @@
 """Weights in shards: each rank quantizes its part, and codes travel, one byte an element where BF16 takes two.
 
-A shard is a stretch of a weight's elements, as ZeRO-3 divides it: it may begin and end inside a row. What comes together
-is what quantizing the whole weight gives, to the bit. Codes are made element by element once a scale is known, and a
-scale is a monotone function of an amax: the largest scale that ranks have found for their parts of a row is the row's.
+A shard is a stretch of a weight's elements, as ZeRO-3 divides it: it may begin and end inside a row. What comes
+together is what quantizing the whole weight gives, to the bit. Codes are made element by element once a scale is known,
+and a scale is a monotone function of an amax: the largest that ranks have found for their parts of a row is the row's.
 
-Two layouts of codes are gathered. Forward multiplies one (``forward_scales``), and dgrad multiplies codes with one scale
-for the whole weight: codes by rows, rounded again, would not be those. A weight that is gathered once for both is
+Two layouts of codes are gathered. Forward multiplies one (``forward_scales``), and dgrad multiplies codes with one
+scale for the whole weight: codes by rows, rounded again, would not be those. A weight that is gathered once for both is
 gathered in both layouts then, which are as many bytes as BF16's; one that is let go in between, as ZeRO-3 does where
 memory matters, takes half of BF16's bytes each time.
 """
@@ -43,7 +43,9 @@ class Shard(NamedTuple):
 class Pending:
     """A gather that is under way: its codes come when :meth:`wait` returns."""
 
-    def __init__(self, shards: Sequence[Shard], scales: list[torch.Tensor], buffer: torch.Tensor, work: Any, fmt: FP8Format):
+    def __init__(
+        self, shards: Sequence[Shard], scales: list[torch.Tensor], buffer: torch.Tensor, work: Any, fmt: FP8Format
+    ):
         self._shards, self._scales, self._buffer, self._work, self._fmt = shards, scales, buffer, work, fmt
 
     def wait(self) -> list[QuantizedTensor]:
@@ -143,10 +145,12 @@ class GatheredWeight:
     def __init__(self, codes: dict[str, QuantizedTensor], fetch: Callable[[str], QuantizedTensor]) -> None:
         """``codes``: by layout. ``fetch``: gathers those of a layout that is not among them; collective."""
         self.codes = codes
+        self.used: set[str] = set()
         self._fetch = fetch
 
     def in_layout(self, layout: str) -> QuantizedTensor:
         """Codes ``[out, in]`` with scales by "row" or of the whole "tensor"."""
+        self.used.add(layout)
         if layout not in self.codes:
             self.codes[layout] = self._fetch(layout)
         return self.codes[layout]

@@ -16,9 +16,9 @@ __all__ = ["fill"]
 def fill(model: Any, weights: Weights) -> None:
     """Copy ``weights`` into a Megatron ``GPTModel``, patched or not, of any tensor- and pipeline-parallel size.
 
-    Collective: call it on every rank, before ``initialize``; ``zero_init`` may have divided the parameters. Values are rounded to the
-    parameters' dtype. Where the model's embedding has more or fewer rows of padding than the source's, they become
-    zero or are left out.
+    Collective: call it on every rank, before ``initialize``; ``zero_init`` may have divided the parameters. Values are
+    rounded to the parameters' dtype. Where the model's embedding has more or fewer rows of padding than the source's,
+    they become zero or are left out.
 
     Args:
         model: on any device; ``model.module`` is taken where it is a wrapper.

@@ -56,72 +56,90 @@ def _values(engine):
 
 
 class _Sent:
-    """What the wrapped collectives send, in bytes, by dtype."""
+    """Counts bytes that this rank gives to gathers of weights: DeepSpeed's, and those of codes."""
 
-    def __enter__(self):
-        import torch.distributed as dist
+    def __init__(self):
+        from deepspeed.runtime.zero import partition_parameters as deepspeeds
 
-        self.bytes = {}
-        self._names = [n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n)]
-        self._whole = {name: getattr(dist, name) for name in self._names}
-        return self
+        from coat_dist.flow import gathered
 
-    def __exit__(self, *_):
-        pass
+        self.plain = self.codes = 0
+        gather_into, allgather = gathered.gather_into, deepspeeds._dist_allgather_fn
+
+        def count_codes(out, payload, group):
+            self.codes += payload.nbytes
+            return gather_into(out, payload, group)
+
+        def count_plain(given, out, group=None):
+            self.plain += given.nbytes
+            return allgather(given, out, group)
+
+        gathered.gather_into, deepspeeds._dist_allgather_fn = count_codes, count_plain
+
+    def take(self):
+        found = self.plain, self.codes
+        self.plain = self.codes = 0
+        return found
 
 
 def _compared(rank, world, cases):
-    from coat_dist.flow import gathered
-
     import megatron_patches
 
     megatron_patches.initialize_model_parallel(1)
-    sent = []
-    original = gathered.gather_into
-
-    def counted(out, payload, group):
-        sent.append(payload.numel())
-        return original(out, payload, group)
-
-    gathered.gather_into = counted
+    sent = _Sent()
     found = []
     for changes, zero, activation in cases:
         runs, counts = [], []
         for gather in (False, True):
             engine = _engine(_config(gather, zero, **activation), **changes)
-            sent.clear()
             losses = _run(engine, world, rank)
-            counts.append(len(sent))
-            codes = [p for p in engine.module.parameters() if getattr(p, "coat_gathered", None) is not None]
+            sent.take()
+            losses += _run(engine, world, rank, steps=1)
+            counts.append(sent.take())
             values = _values(engine)
             runs.append((losses, values))
             engine.destroy()
         (plain, before), (losses, after) = runs
         different = [n for n, p in before.items() if not torch.equal(p, after[n])]
-        found.append((plain == losses, different, counts, len(codes)))
+        found.append((plain == losses, different, *counts))
     return found
 
 
 KEPT = {"stage3_max_reuse_distance": 10**9}
-LET_GO = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 70_000}
+LET_GO = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+AHEAD = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 40_000}
 MORE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES = {
     "rows": ({}, LET_GO, {}),
     "rows, kept from forward to backward": ({}, KEPT, {}),
+    "in advance": ({}, AHEAD, {}),
     "tensors": ({}, LET_GO, {"forward_scales": "tensor", "forward": "quantized"}),
     "recomputed": (MORE, LET_GO, {}),
     "invariant": ({}, KEPT, {"tp_invariant": True}),
-    "experts": (dict(num_moe_experts=2, moe_token_dispatcher_type="allgather", moe_router_topk=1), LET_GO, {}),
+    "experts": (
+        dict(num_moe_experts=2, moe_token_dispatcher_type="allgather", moe_router_topk=1, moe_router_pre_softmax=True),
+        LET_GO,
+        {},
+    ),
     "a layer in BF16": ({}, LET_GO, {"bf16_layers": [0], "attention": "fp8"}),
 }
-SHORT = ("rows", "rows, kept from forward to backward", "invariant")
+WHOLE = ("rows, kept from forward to backward",)
+SHORT = ("rows", "rows, kept from forward to backward", "in advance", "invariant")
 
 
 def _check(names):
     for results in run_ranks(2, _compared, [CASES[name] for name in names]):
-        for name, (same, different, (without, with_codes), _) in zip(names, results, strict=True):
+        for name, (same, different, (plain, none), (others, codes)) in zip(names, results, strict=True):
             assert same and not different, name
-            assert without == 0 and (with_codes == 0) == (name == "invariant"), name
+            assert none == 0
+            if name == "invariant":
+                assert (others, codes) == (plain, 0)
+            elif name == "in advance":
+                assert 0 < codes <= plain - others, name
+            elif name in WHOLE:  # what forward and backward multiply, gathered once for both
+                assert codes == plain - others > 0, name
+            else:
+                assert 2 * codes == plain - others > 0, name
 
 
 def test_training_is_the_same_to_the_bit():
