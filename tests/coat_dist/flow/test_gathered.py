@@ -14,15 +14,16 @@ SHAPES = [(48, 32), (7, 16), (5, 48), (1, 16), (64, 16), (3, 1000)]
 
 
 def _weights(dtype):
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     found = []
     for i, shape in enumerate(SHAPES):
-        w = torch.randn(shape, generator=generator) * torch.logspace(-6, 4, shape[0], base=8)[:, None]
+        w = torch.randn(shape, generator=generator, device="cpu")
+        w *= torch.logspace(-6, 4, shape[0], base=8, device="cpu")[:, None]
         w[0] = 0
         if i == 0:
             w[3, 5], w[9, 31], w[20, 0] = torch.nan, torch.inf, -torch.inf
             w[30] = 1e-40
-        found.append(w.to(dtype))
+        found.append(w.to(dtype).to(torch.get_default_device()))
     return found
 
 
