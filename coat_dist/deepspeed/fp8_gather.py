@@ -170,7 +170,8 @@ def _all_gather_coalesced(
     from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 
     params = list(params)
-    ours = [p for p in params if hasattr(p, "coat_fetch") and p.coat_fetch.possible]
+    wanted = {p: p.coat_fetch.count() for p in params if hasattr(p, "coat_fetch")}
+    ours = [p for p in wanted if p.coat_fetch.possible]
     if not ours:
         return original(params, safe_mode=safe_mode, quantize=quantize)
     chosen = {id(p) for p in ours}
@@ -183,7 +184,7 @@ def _all_gather_coalesced(
         p.ds_status = ZeroParamStatus.INFLIGHT
         groups.setdefault((p.coat_fetch.group, p.coat_fetch.format.name), []).append(p)
     for (group, name), together in groups.items():
-        layouts = [p.coat_fetch.count() for p in together]
+        layouts = [wanted[p] for p in together]
         shards = [s for p, ls in zip(together, layouts, strict=True) for s in p.coat_fetch.shards(ls)]
         handles.append(_Handle(together, layouts, gather(shards, fp8_format(name), group)))
     return MultipleAllGatherHandles(handles)

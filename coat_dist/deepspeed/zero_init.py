@@ -47,6 +47,7 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
         return
     leave_out_compiled_operation()
     from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
 
     class InitAs(Init):
         """DeepSpeed's, which converts parameters before it divides them."""
@@ -57,7 +58,14 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
             super()._zero_init_param(param)
 
     group = None if mpu is None else mpu.get_data_parallel_group()
-    options = {"config_dict_or_path": settings, "mpu": mpu, "data_parallel_group": group}
+    # Two engines may be built in one process: DeepSpeed makes hpZ's groups once.
+    second = groups._get_zero_param_intra_parallel_group()
+    options = {
+        "zero_param_parallel_group": second,
+        "config_dict_or_path": settings,
+        "mpu": mpu,
+        "data_parallel_group": group,
+    }
     with InitAs(tensor_overrides=[], **options):
         yield True
 
