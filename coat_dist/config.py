@@ -98,15 +98,13 @@ class ActivationConfig(_Block):
     fp8_gather: bool = True
     """Send FP8 instead of BF16 when sequence parallelism gathers activations and gradients."""
     fp8_weight_gather: bool = True
-    """Under ZeRO-3, gather the weights of patched layers as FP8 codes, half of BF16's bytes; the same results, to the
-    bit. Not with ``tp_invariant``, nor for weights that are kept whole or on the CPU: those are gathered as ever."""
+    """Under ZeRO-3, gather patched layers' weights as FP8 codes: half the bytes, equal bits; not with tp_invariant."""
     tp_invariant: bool = False
     """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not depend on the TP size."""
     weights: Literal["on_use", "cached"] = "on_use"
     """Quantize weights on every use, or keep their codes until the weights change: 1 byte a parameter and rank."""
     wgrad: Literal["grad", "main_grad"] = "grad"
-    """Weight gradients: returned to autograd in the weight's dtype, or added to ``weight.main_grad`` in its own dtype.
-    The latter is Megatron's ``gradient_accumulation_fusion``, which ``patch_model`` honours by itself."""
+    """Weight gradients: given to autograd, or added to ``weight.main_grad`` (``gradient_accumulation_fusion``)."""
     attention: Literal["bf16", "fp8"] = "bf16"
     """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward computes from that."""
     loss: Literal["chunked", "plain"] = "chunked"

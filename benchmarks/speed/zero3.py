@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,11 +37,10 @@ class Given:
     """Counts the bytes that this rank gives to gathers of weights."""
 
     def __init__(self) -> None:
-        from deepspeed.runtime.zero import partition_parameters as deepspeeds
-
         from coat_dist.flow import gathered
 
         self.bytes = 0
+        deepspeeds: Any = sys.modules["deepspeed.runtime.zero.partition_parameters"]  # an engine brings it along
         of_codes, of_values = gathered.gather_into, deepspeeds._dist_allgather_fn
 
         def gather_codes(out: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
@@ -51,7 +51,7 @@ class Given:
             self.bytes += given.nbytes
             return of_values(given, out, group)
 
-        gathered.gather_into, deepspeeds._dist_allgather_fn = gather_codes, gather_values  # type: ignore[assignment]
+        gathered.gather_into, deepspeeds._dist_allgather_fn = gather_codes, gather_values
 
 
 def settings(variant: str, micro_batch: int, distance: int | None) -> dict[str, Any]:
@@ -115,13 +115,16 @@ def free() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def measure(variant: str, micro_batch: int, arguments: argparse.Namespace, given: Given) -> dict[str, Any]:
+def measure(variant: str, micro_batch: int, arguments: argparse.Namespace, counters: list[Given]) -> dict[str, Any]:
     import megatron_patches
 
     config = settings(variant, micro_batch, arguments.max_reuse_distance)
     with megatron_patches.zero_init(config):
         built = model(arguments)
     engine, *_ = megatron_patches.initialize(model=built, config=config)
+    if not counters:
+        counters.append(Given())
+    given = counters[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     length = load_model_config(ROOT / arguments.model, arguments.model_override).seq_length
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -198,11 +201,11 @@ def main() -> None:
     if builds and dist.get_rank() == 0:
         print(builds, flush=True)
     state = rng_state()
-    given, rows = Given(), list[dict[str, Any]]()
+    counters, rows = list[Given](), list[dict[str, Any]]()
     for micro_batch in arguments.micro_batches:
         for variant in arguments.variants:
             set_rng_state(state)  # the same model each time
-            row = measure(variant, micro_batch, arguments, given)
+            row = measure(variant, micro_batch, arguments, counters)
             free()
             rows.append(row)
             if dist.get_rank() == 0:

@@ -51,9 +51,7 @@ class Facts:
     def stage(self) -> int:
         return self["zero_optimization.stage"] or 0
 
-    @property
-    def world(self) -> int:
-        return rank_and_world()[1]
+    world = property(lambda self: rank_and_world()[1])
 
     @property
     def bf16(self) -> str:
@@ -180,10 +178,10 @@ _ZERO_PLUS_PLUS = (
         "1, or zero_optimization.stage 3: other stages divide no weights",
         lambda f: (f[_HPZ] or 1) > 1 and f.stage != 3,
     ),
-    # DeepSpeed's groups are consecutive ranks, which with tensor parallelism hold different parts of the model.
+    # DeepSpeed's groups are consecutive ranks, whatever they hold.
     Rule(
         _HPZ,
-        "1 with tensor parallelism {tp}, whose ranks DeepSpeed would take for copies of one another",
+        "1 with tensor parallelism {tp}, whose ranks hold other parts of the model",
         lambda f: (f[_HPZ] or 1) > 1 and f.stage == 3 and f.tp > 1,
     ),
     Rule(
