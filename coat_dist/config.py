@@ -289,7 +289,7 @@ _ACCEPTED = {
     "int_type": "an integer",
     "int_parsing": "an integer",
 }
-"""By pydantic's kind of error, where its own words are about Python rather than JSON."""
+"""Where pydantic's own words are about Python."""
 
 
 def look_up(config: Any, key: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..config import CoatConfig, load_json, look_up
+from .refusals import check_deepspeed
 from .without_launcher import leave_out_compiled_operation
 
 __all__ = ["copy_into", "zero_init"]
@@ -37,14 +38,16 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
         Whether parameters are divided.
 
     Raises:
-        CoatConfigError: the configuration cannot be read, or its block is wrong.
+        CoatConfigError: the configuration cannot be read, or has what ``initialize`` refuses.
     """
     settings = dict(config) if isinstance(config, dict) else load_json(config)
-    CoatConfig.from_deepspeed(settings)
-    settings.pop("coat", None)
+    coat = CoatConfig.from_deepspeed(settings)
     if look_up(settings, "zero_optimization.stage") != 3:
         yield False
         return
+    tp = 1 if mpu is None else mpu.get_model_parallel_world_size()
+    check_deepspeed(settings, coat=coat, tp=tp, mpu=mpu is not None)
+    settings.pop("coat", None)
     leave_out_compiled_operation()
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups

@@ -159,3 +159,61 @@ def test_second_shards_of_a_node_are_gathered_as_codes(world):
     for ((same, different, (plain, none), (others, codes)),) in run_ranks(world, _compared, [CASES["hpZ"]]):
         assert same and not different and none == 0
         assert 2 * codes == plain - others > 0
+
+
+def _asked_for_values(rank, world, folder):
+    """Whoever asks for values gets them, also of weights that are here as codes; nothing is stale afterwards."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    import megatron_patches
+    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
+
+    megatron_patches.initialize_model_parallel(1)
+    found = []
+    for gather in (False, True):
+        engine = _engine(_config(gather, KEPT))
+        path, told = f"{folder}/{gather}", []
+        batch = tiny_batch(rank)
+
+        def evaluate(engine=engine, told=told, batch=batch):
+            with torch.no_grad():
+                told.append(tiny_loss(engine, batch).item())
+
+        told += _run(engine, world, rank, steps=1)
+        engine.save_checkpoint(path)
+        after = _run(engine, world, rank, steps=1)
+        evaluate()
+        layer = engine.module.decoder.layers[0]
+        weight = layer.self_attention.linear_qkv.weight
+        codes = [p for p in engine.module.parameters() if getattr(p, "coat_gathered", None) is not None]
+        assert bool(codes) == gather and all(p.isnan().all() and p.untyped_storage().nbytes() == 2 for p in codes)
+        with deepspeed.zero.GatheredParameters([weight]):
+            told.append(weight.float().sum().item())
+        evaluate()
+        with deepspeed.zero.GatheredParameters([weight, layer.mlp.linear_fc2.weight], modifier_rank=0):
+            if rank == 0:
+                weight.data.mul_(2)
+                layer.mlp.linear_fc2.weight.data.add_(0.125)
+        evaluate()
+        value = safe_get_full_fp32_param(layer.mlp.linear_fc1.weight)
+        safe_set_full_fp32_param(layer.mlp.linear_fc1.weight, value * 0.5)
+        evaluate()
+        assert len(set(told[-4:-1])) == 3
+        state = engine._zero3_consolidated_16bit_state_dict()
+        told += [{n: t.double().sum().item() for n, t in state.items()}] if rank == 0 else []
+        engine.load_checkpoint(path)
+        told += _run(engine, world, rank, steps=1)
+        assert told[-2:] == after
+        evaluate()
+        megatron_patches.unpatch_model(engine.module)  # its layers read values again
+        evaluate()
+        evaluate()
+        assert torch.isfinite(torch.tensor(told[-2:])).all() and told[-1] == told[-2] != told[-3]
+        engine.destroy()
+        found.append(told)
+    return found[0] == found[1]
+
+
+def test_whoever_asks_for_values_gets_them(tmp_path):
+    assert run_ranks(2, _asked_for_values, str(tmp_path)) == [True, True]
