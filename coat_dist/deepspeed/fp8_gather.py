@@ -41,10 +41,11 @@ def has_flow_weights(module: nn.Module) -> bool:
 def gather_codes(module: nn.Module) -> None:
     """Replace the three methods on every parameter of an engine's module."""
     passes = _Passes()
-    # Before the hook by which DeepSpeed fetches the first parameters of a pass.
-    module.register_forward_pre_hook(passes.begin, prepend=True)
     for parameter, (owner, settings) in _flow_weights(module).items():
         parameter.coat_fetch = _Fetch(parameter, owner, settings, passes)
+        passes.weights.append(parameter)
+    # Before the hook by which DeepSpeed fetches the first parameters of a pass.
+    module.register_forward_pre_hook(passes.begin, prepend=True)
     for parameter in module.parameters():
         parameter.coat_gathered = None  # type: ignore[attr-defined]
         for name, replacement in (
@@ -78,9 +79,13 @@ class _Passes:
 
     def __init__(self) -> None:
         self.number = 0
+        self.weights: list[Any] = []
 
     def begin(self, *_: Any) -> None:
         self.number += 1
+        for weight in self.weights:
+            if weight.coat_gathered is not None and not weight.coat_fetch.patched:
+                let_go(weight)  # kept from the last pass, and the module has been unpatched since
 
 
 class _Fetch:
@@ -105,10 +110,15 @@ class _Fetch:
             self._layouts[self._fetched] = sorted(gathered.used)
 
     @property
+    def patched(self) -> bool:
+        """Whether the module that uses the weight still runs the flow."""
+        return hasattr(type(self._owner()), "coat_flow_weights")
+
+    @property
     def possible(self) -> bool:
         """Whether codes will do now: the module is still patched, and the shard is where codes are made."""
-        p, owner = self._parameter(), self._owner()
-        if not hasattr(type(owner), "coat_flow_weights") or p.ds_persist or hasattr(p, "comm_dtype"):  # of autocast
+        p = self._parameter()
+        if not self.patched or p.ds_persist or hasattr(p, "comm_dtype"):  # of autocast
             return False
         shard, _, world = _shard_of(p)
         return shard is not None and world > 1 and shard.device == p.device and not hasattr(shard, "ds_quant_scale")

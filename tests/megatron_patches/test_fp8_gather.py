@@ -209,7 +209,7 @@ def _asked_for_values(rank, world, folder):
         megatron_patches.unpatch_model(engine.module)  # its layers read values again
         evaluate()
         evaluate()
-        assert torch.isfinite(torch.tensor(told[-2:])).all() and told[-1] == told[-2] != told[-3]
+        assert torch.isfinite(torch.tensor(told[-2:])).all() and told[-1] == told[-2] != told[-3], told
         engine.destroy()
         found.append(told)
     return found[0] == found[1]
