@@ -37,9 +37,10 @@ class Given:
     """Counts the bytes that this rank gives to gathers of weights."""
 
     def __init__(self) -> None:
-        from coat_dist.flow import gathered
+        from coat_dist.flow import gathered as ours
 
         self.bytes = 0
+        gathered: Any = ours
         deepspeeds: Any = sys.modules["deepspeed.runtime.zero.partition_parameters"]  # an engine brings it along
         of_codes, of_values = gathered.gather_into, deepspeeds._dist_allgather_fn
 

@@ -94,7 +94,7 @@ class _Fetch:
     def __init__(self, parameter: Any, owner: nn.Module, settings: ActivationConfig, passes: _Passes) -> None:
         self._parameter, self._owner, self._passes = weakref.ref(parameter), weakref.ref(owner), passes
         self.format = fp8_format(settings.format)
-        self._layouts = {0: [settings.forward_scales]}  # by the number of the fetch in its pass
+        self._layouts: dict[int, list[str]] = {0: [settings.forward_scales]}  # by the number of the fetch in its pass
         self._pass, self._fetched = 0, -1
 
     def count(self) -> list[str]:
@@ -117,7 +117,7 @@ class _Fetch:
     @property
     def possible(self) -> bool:
         """Whether codes will do now: the module is still patched, and the shard is where codes are made."""
-        p = self._parameter()
+        p: Any = self._parameter()
         if not self.patched or p.ds_persist or hasattr(p, "comm_dtype"):  # of autocast
             return False
         shard, _, world = _shard_of(p)
@@ -125,7 +125,7 @@ class _Fetch:
 
     def shards(self, layouts: Iterable[str]) -> list[Shard]:
         """This rank's, one a layout."""
-        p = self._parameter()
+        p: Any = self._parameter()
         tensor, group, _ = _shard_of(p)
         room = tensor.numel()
         first = min(room * dist.get_rank(group), p.ds_numel)
@@ -227,7 +227,8 @@ def _partition(
 
 def _flow_weights(model: nn.Module) -> dict[Any, tuple[nn.Module, ActivationConfig]]:
     """Weights that nothing but the flow reads, each with a module that says so and its settings."""
-    claims: dict[Any, list[nn.Module]] = {}
+    claims: dict[Any, list[Any]] = {}
+    module: Any
     for module in model.modules():
         settings = getattr(getattr(module, "coat", None), "settings", None)
         if not hasattr(type(module), "coat_flow_weights") or settings is None:
@@ -237,10 +238,10 @@ def _flow_weights(model: nn.Module) -> dict[Any, tuple[nn.Module, ActivationConf
                 claims.setdefault(parameter, []).append(module)
     readers = _readers(model)
     return {
-        p: (owners[0], owners[0].coat.settings)  # type: ignore[union-attr]
+        p: (owners[0], owners[0].coat.settings)
         for p, owners in claims.items()
         if hasattr(p, "ds_id")
-        and len({(o.coat.settings.format, o.coat.settings.forward_scales) for o in owners}) == 1  # type: ignore[union-attr]
+        and len({(o.coat.settings.format, o.coat.settings.forward_scales) for o in owners}) == 1
         and all(any(reader is owner for owner in owners) for reader in readers(p))
     }
 

@@ -125,13 +125,18 @@ def _scale_and_quantize_whole_rows(shard: Shard, scale: torch.Tensor, out: torch
 
 
 def _quantize_the_rest(shard: Shard, scale: torch.Tensor, out: torch.Tensor, fmt: FP8Format) -> None:
+    columns = shard.shape[1]
     if shard.layout == "tensor":
         n = shard.values.numel()
-        if n:
-            out[:n].copy_(quantize_tensor(shard.values, fmt, scale).codes.view(torch.uint8))
+        whole = n // columns * columns  # as rows: a kernel takes many of these, and no single one of any length
+        if whole:
+            codes = quantize_tensor(shard.values[:whole].view(-1, columns), fmt, scale).codes
+            out[:whole].copy_(codes.view(torch.uint8).view(-1))
+        if whole < n:
+            out[whole:n].copy_(quantize_tensor(shard.values[whole:], fmt, scale).codes.view(torch.uint8))
         return
     for piece in _pieces(shard)[1]:
-        row = (shard.first + piece.start) // shard.shape[1]
+        row = (shard.first + piece.start) // columns
         out[piece].copy_(quantize_tensor(shard.values[piece], fmt, scale[row]).codes.view(torch.uint8))
 
 
