@@ -29,7 +29,7 @@ from launch.training.runtime import start
 VARIANTS = {
     "BF16": {"enabled": False},
     "coat, BF16 gather": {"fp8_weight_gather": False},
-    "coat, FP8 gather": {},
+    "coat, FP8 gather": {"fp8_weight_gather": True},
 }
 
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tests.coat_dist.flow.test_gathered import _gathered
+from tests.coat_dist.flow.test_gathered import SHAPES, _gathered
 from tests.support import run_ranks
 
 
 def _on_gpus(rank, world):
     torch.set_default_device("cuda")
+    SHAPES.append((20_000, 4096))  # more tiles than a kernel's grid has in one direction of a single row
     return _gathered(rank, world)
 
 

@@ -33,7 +33,7 @@ CASES = {
 
 class Patched(torch.nn.Linear):
     coat_patched = True
-    coat = types.SimpleNamespace(settings=ActivationConfig())
+    coat = types.SimpleNamespace(settings=ActivationConfig(fp8_weight_gather=True))
 
     def coat_flow_weights(self):
         return [self.weight]
