@@ -97,7 +97,7 @@ class ActivationConfig(_Block):
     """Type of those scales: 1-byte power of two (OCP MX) or bfloat16."""
     fp8_gather: bool = True
     """Send FP8 instead of BF16 when sequence parallelism gathers activations and gradients."""
-    fp8_weight_gather: bool = True
+    fp8_weight_gather: bool = False
     """Under ZeRO-3, gather patched layers' weights as FP8 codes: half the bytes, equal bits; not with tp_invariant."""
     tp_invariant: bool = False
     """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not depend on the TP size."""
