@@ -97,13 +97,14 @@ class ActivationConfig(_Block):
     """Type of those scales: 1-byte power of two (OCP MX) or bfloat16."""
     fp8_gather: bool = True
     """Send FP8 instead of BF16 when sequence parallelism gathers activations and gradients."""
+    fp8_weight_gather: bool = False
+    """Under ZeRO-3, gather patched layers' weights as FP8 codes: half the bytes, equal bits; not with tp_invariant."""
     tp_invariant: bool = False
     """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not depend on the TP size."""
     weights: Literal["on_use", "cached"] = "on_use"
     """Quantize weights on every use, or keep their codes until the weights change: 1 byte a parameter and rank."""
     wgrad: Literal["grad", "main_grad"] = "grad"
-    """Weight gradients: returned to autograd in the weight's dtype, or added to ``weight.main_grad`` in its own dtype.
-    The latter is Megatron's ``gradient_accumulation_fusion``, which ``patch_model`` honours by itself."""
+    """Weight gradients: given to autograd, or added to ``weight.main_grad`` (``gradient_accumulation_fusion``)."""
     attention: Literal["bf16", "fp8"] = "bf16"
     """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward computes from that."""
     loss: Literal["chunked", "plain"] = "chunked"
@@ -288,7 +289,7 @@ _ACCEPTED = {
     "int_type": "an integer",
     "int_parsing": "an integer",
 }
-"""By pydantic's kind of error, where its own words are about Python rather than JSON."""
+"""Where pydantic's own words are about Python."""
 
 
 def look_up(config: Any, key: str) -> Any:

@@ -5,7 +5,7 @@ from .compat import check_version, define_te_general_gemm, prepare_cpu, quiet_im
 with quiet_imports():
     define_te_general_gemm()
     from .engine import initialize
-    from .groups import MPUAdapter, initialize_model_parallel, rng_state, set_rng_state, tensor_parallel
+    from .groups import MPUAdapter, initialize_model_parallel, rng_state, set_rng_state, tensor_parallel, zero_init
     from .optimizer import get_megatron_optimizer
     from .patch import PatchReport, patch_model, patched, unpatch_model
     from .pipeline import eval_batch, train_batch
@@ -33,4 +33,5 @@ __all__ = [
     "train_batch",
     "universal_checkpoint_info",
     "unpatch_model",
+    "zero_init",
 ]

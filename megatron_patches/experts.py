@@ -31,6 +31,10 @@ class ExpertMLP(MLP):
     coat_patched = True
     coat: Patch
 
+    def coat_flow_weights(self) -> list[torch.nn.Parameter]:
+        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
+        return [self.linear_fc1.weight, self.linear_fc2.weight]
+
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from megatron.core import parallel_state
 from megatron.core import tensor_parallel as megatron_tp
 from torch import nn
 
+from coat_dist.deepspeed import zero_init as sharded
 from coat_dist.flow import TensorParallel
 
 from .compat import check_version, prepare_cpu
 
-__all__ = ["MPUAdapter", "initialize_model_parallel", "rng_state", "set_rng_state", "tensor_parallel"]
+__all__ = ["MPUAdapter", "initialize_model_parallel", "rng_state", "set_rng_state", "tensor_parallel", "zero_init"]
 
 
 def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -> None:
@@ -153,3 +155,20 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"].cpu())
     megatron_tp.get_cuda_rng_tracker().set_states({k: v.cpu().clone() for k, v in state["tracker"].items()})
+
+
+def zero_init(config: Any, dtype: torch.dtype | None = torch.bfloat16) -> AbstractContextManager[bool]:
+    """Build a Megatron model inside this context, and with ZeRO-3 no rank ever holds the whole of it.
+
+    Parameters of each module are divided over data-parallel ranks as soon as the module is built; weights are those
+    that the model has without it, to the bit. With other stages of ZeRO it does nothing.
+
+    Args:
+        config: what ``initialize`` takes, with ``zero_optimization.stage`` 3 or another.
+        dtype: of floating-point parameters, as ``model.to(dtype)`` would leave them; None = as they are built.
+
+    Raises:
+        CoatConfigError: the configuration cannot be read, or its block is wrong.
+        RuntimeError: Megatron's groups do not exist yet.
+    """
+    return sharded.zero_init(config, MPUAdapter(), dtype)

@@ -20,6 +20,7 @@ __all__ = [
     "FP8RowParallelLinear",
     "InvariantColumnParallelLinear",
     "NormColumnParallelLinear",
+    "whole_shape",
     "why_bf16_linear",
     "why_bf16_output_layer",
     "why_not_invariant_bias",
@@ -34,6 +35,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     coat_patched = True
     coat: Patch
+
+    def coat_flow_weights(self) -> list[torch.nn.Parameter]:
+        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
+        return [self.weight]
 
     def forward(
         self,
@@ -68,6 +73,10 @@ class FP8RowParallelLinear(RowParallelLinear):
     coat_patched = True
     coat: Patch
 
+    def coat_flow_weights(self) -> list[torch.nn.Parameter]:
+        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
+        return [self.weight]
+
     def forward(
         self, input_: torch.Tensor, compressed: QuantizedTensor | None = None, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -76,6 +85,11 @@ class FP8RowParallelLinear(RowParallelLinear):
         if self.bias is None or self.skip_bias_add:
             return y, self.bias
         return y + self.bias, None
+
+
+def whole_shape(weight: Any) -> torch.Size:
+    """The shape of a weight, also of one that ZeRO-3 has divided."""
+    return getattr(weight, "ds_shape", weight.shape)
 
 
 def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = False) -> str | None:
@@ -93,7 +107,7 @@ def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = Fals
             return f"{name} with {attribute}"
     if not getattr(linear, "input_is_parallel", True):
         return f"{name} with input_is_parallel=False"
-    rows, columns = linear.weight.shape
+    rows, columns = whole_shape(linear.weight)
     if rows % _ALIGNMENT or columns % _ALIGNMENT:
         return f"{name} is {rows} x {columns} a rank, not multiples of {_ALIGNMENT}"
     return None

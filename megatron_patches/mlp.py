@@ -15,7 +15,7 @@ from coat_dist.config import ActivationConfig
 from .activations import activation_name
 from .attached import Patch
 from .hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
-from .linear import why_bf16_linear, why_not_invariant_bias
+from .linear import whole_shape, why_bf16_linear, why_not_invariant_bias
 from .norm import describe, why_bf16_norm
 from .residual import Residual
 from .uncalled import check_whole, wait_for_parameters
@@ -40,6 +40,10 @@ class NormMLP(MLP):
 
     coat_patched = True
     coat: Patch
+
+    def coat_flow_weights(self) -> list[torch.nn.Parameter]:
+        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
+        return [self.linear_fc1.weight, self.linear_fc2.weight]
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
@@ -99,7 +103,7 @@ def why_bf16_mlp(layer: Any, settings: ActivationConfig) -> str | None:
     reason = why_bf16_norm(layer.pre_mlp_layernorm) or why_bf16_products(mlp)
     if reason is None and settings.tp_invariant:
         reason = why_not_invariant_bias("linear_fc2", mlp.linear_fc2)
-        if reason is None and (width := mlp.linear_fc2.weight.shape[1]) % settings.group_size:
+        if reason is None and (width := whole_shape(mlp.linear_fc2.weight)[1]) % settings.group_size:
             reason = f"tp_invariant with {width} FFN elements a rank, no multiple of group_size {settings.group_size}"
     return reason or why_bf16_hooks(layer, _HOOKS)
 

@@ -83,10 +83,11 @@ def _check_installable(model: nn.Module) -> None:
             raise ValueError(
                 "multi_latent_attention: got true, accepted: false with tensor parallelism under DeepSpeed"
             )
+    zero3 = any(hasattr(module, "ds_id") for module in model.modules())  # parameters have one from zero.Init on
     for name, parameter in model.named_parameters():
         if hasattr(parameter, SUMMED):
             raise RuntimeError(f"replicated-gradient hooks are installed already (seen on {name})")
-        if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+        if zero3 or hasattr(parameter, "_hp_mapping"):
             raise RuntimeError(f"DeepSpeed already holds {name}; install replicated-gradient hooks before initialize")
     for name, parameter in _sharded_parameters(model):
         if not getattr(parameter, "tensor_model_parallel", False):

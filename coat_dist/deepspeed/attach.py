@@ -24,6 +24,7 @@ from . import (
     cached_weights,
     coat_accessors,
     deepspeed_accessors,
+    fp8_gather,
     master_weights,
     missing,
     pipeline,
@@ -73,7 +74,7 @@ class Attachment(NamedTuple):
     applies: Callable[[Built], bool]
     attach: Callable[[Built], object]
     replaces: tuple[str, ...]
-    """Methods: "engine.", "zero." (``engine.optimizer``) or "param." (every parameter it trains) and the name."""
+    """Methods: "engine.", "zero." (``engine.optimizer``) or "param." (every parameter) and the name."""
     why_here: str
     """The reason of its place in the order."""
     every_engine: bool = False
@@ -207,6 +208,13 @@ ATTACHMENTS = (
         lambda b: missing.start(b.engine),
         (),
         "anywhere: replaces nothing",
+    ),
+    Attachment(
+        "ZeRO-3 gathers weights of the flow as FP8 codes",
+        lambda b: fp8_gather.has_flow_weights(b.engine.module),
+        lambda b: fp8_gather.gather_codes(b.engine.module),
+        ("param.all_gather_coalesced", "param.all_gather", "param.partition"),
+        "anywhere: needs nothing from above, and nothing else replaces what fetches parameters",
     ),
     Attachment(
         "cached FP8 weights are dropped",

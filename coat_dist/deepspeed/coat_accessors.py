@@ -19,6 +19,7 @@ from ..ops import split
 from ..optim.master import read_master, write_master
 from ..optim.moments import read_moment, write_moment
 from ..optim.state import MOMENTS, WhichMoment, ensure_state
+from .fp8_gather import let_go
 
 __all__ = [
     "fragment_of",
@@ -137,6 +138,9 @@ def set_full_master(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         part, f = found
         state = ensure_state(zero.optimizer.state, part.flat, part.group)
         write_master(part.flat, state, f.start, whole[f.first : f.first + f.numel])
+    let_go(param)
+    if getattr(param, "ds_secondary_tensor", None) is not None:  # of hpZ, made of the old weight
+        param.ds_secondary_tensor = None  # type: ignore[attr-defined]
     if param.numel() == shape.numel():  # not a ZeRO-3 parameter that is in pieces now: its pieces have been written
         param.data.copy_(split(whole)[0].view(shape))
 

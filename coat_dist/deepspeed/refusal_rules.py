@@ -13,6 +13,7 @@ import torch
 
 from ..config import CoatConfig, look_up
 from ..optim import CoatAdamW
+from ..ranks import rank_and_world
 
 __all__ = ["RULES", "Facts", "Rule"]
 
@@ -49,6 +50,8 @@ class Facts:
     @property
     def stage(self) -> int:
         return self["zero_optimization.stage"] or 0
+
+    world = property(lambda self: rank_and_world()[1])
 
     @property
     def bf16(self) -> str:
@@ -89,7 +92,12 @@ class Facts:
     def fill(self, text: str) -> str:
         """A rule's text with these facts for what it has in braces."""
         return text.format(
-            bf16=self.bf16, half=self.half, option=self.option, tp=self.tp, why_not_stage_0=self.why_not_stage_0
+            bf16=self.bf16,
+            half=self.half,
+            option=self.option,
+            tp=self.tp,
+            world=self.world,
+            why_not_stage_0=self.why_not_stage_0,
         )
 
 
@@ -134,6 +142,52 @@ _ANY = (
         "false with zero_optimization.stage 3 and tensor parallelism {tp}: DeepSpeed does not slice universal "
         "checkpoints over TP there; use stage 1 or 2, or CoatAdamW",
         lambda f: f["checkpoint.load_universal"] and f.stage == 3 and f.tp > 1 and not f.compressed,
+    ),
+)
+
+_HPZ = "zero_optimization.zero_hpz_partition_size"
+
+# ZeRO++ and what came before it. Its formats round what is rounded here already, by kernels compiled on first use.
+_ZERO_PLUS_PLUS = (
+    Rule(
+        "zero_optimization.zero_quantized_weights",
+        "false: weights would be rounded to INT8, by way of FP16, before they are used; coat.activation."
+        "fp8_weight_gather gathers as many bytes and changes no result",
+        lambda f: f["zero_optimization.zero_quantized_weights"],
+    ),
+    Rule(
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "false: frozen weights would be kept in INT8, and checkpoints would have no others",
+        lambda f: f["zero_optimization.zero_quantized_nontrainable_weights"],
+    ),
+    Rule(
+        "zero_optimization.zero_quantized_gradients",
+        "false: gradients would be rounded to INT4 within a node and INT8 between nodes before they are summed",
+        lambda f: f["zero_optimization.zero_quantized_gradients"],
+    ),
+    *(
+        Rule(
+            f"zero_optimization.{key}",
+            "absent: DeepSpeed has removed MiCS; zero_hpz_partition_size keeps a second shard of weights in each node",
+            lambda f, key=key: f[f"zero_optimization.{key}"] is not None,  # type: ignore[misc]
+        )
+        for key in ("mics_shard_size", "mics_hierarchical_params_gather")
+    ),
+    Rule(
+        _HPZ,
+        "1, or zero_optimization.stage 3: other stages divide no weights",
+        lambda f: (f[_HPZ] or 1) > 1 and f.stage != 3,
+    ),
+    # DeepSpeed's groups are consecutive ranks, whatever they hold.
+    Rule(
+        _HPZ,
+        "1 with tensor parallelism {tp}, whose ranks hold other parts of the model",
+        lambda f: (f[_HPZ] or 1) > 1 and f.stage == 3 and f.tp > 1,
+    ),
+    Rule(
+        _HPZ,
+        "1, or a divisor of the number of ranks ({world})",
+        lambda f: (f[_HPZ] or 1) > 1 and f.stage == 3 and f.tp == 1 and f.world % min(f[_HPZ], f.world) != 0,
     ),
 )
 
@@ -261,4 +315,4 @@ _FLOW = (
     ),
 )
 
-RULES = (*_ANY, *_CHECKPOINTS, *_ELASTIC, *_COAT_ADAMW, *_MASTER_WEIGHTS, *_FLOW)
+RULES = (*_ANY, *_ZERO_PLUS_PLUS, *_CHECKPOINTS, *_ELASTIC, *_COAT_ADAMW, *_MASTER_WEIGHTS, *_FLOW)

@@ -10,11 +10,16 @@ import torch.distributed as dist
 
 from ..formats import QuantizedTensor
 
-__all__ = ["TensorParallel"]
+__all__ = ["TensorParallel", "gather_into"]
 
 # torch 2.13 renamed both collectives and deprecated the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_into(out: torch.Tensor, t: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to gather all ranks' ``t`` ``[n]`` into ``out`` ``[size * n]``."""
+    return _all_gather(out, t, group=group, async_op=True)
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops import quantize_tensor, transpose
+from .gathered import GatheredWeight
 from .products import gemm
-from .scaling import Operand, quantize_input
+from .scaling import Operand, quantize_input, row_operand
 from .tensor_parallel import TensorParallel
 
 __all__ = ["Weight", "cached_weight_bytes", "invalidate_after", "invalidate_weights"]
@@ -71,6 +72,9 @@ class Weight:
         Raises:
             ValueError: codes of a parameter that ZeRO-3 partitions were to be cached.
         """
+        if (gathered := _gathered(self.parameter)) is not None:
+            q8 = gathered.in_layout(self.settings.forward_scales)
+            return row_operand(q8, self.tp, self.settings) if q8.layout == "row" else Operand(q8, q8.scales)
         if self.settings.weights == "cached" and _cacheable(self.parameter):
             operand = _from_cache(self.parameter, self.tp, self.settings, self.split)
             if operand.q8.layout == "tensor":
@@ -84,6 +88,8 @@ class Weight:
         Args:
             weight, scale: the parameter and forward's scale as ``saved_tensors`` returns them.
         """
+        if (gathered := _gathered(self.parameter)) is not None:
+            return transpose(gathered.in_layout("tensor"))
         w8 = None if self._cached is None else self._cached()
         if w8 is not None:
             return transpose(w8)
@@ -137,6 +143,11 @@ def _into_main_grad(
     weight.grad_added_to_main_grad = True
     zero = getattr(weight, "zero_out_wgrad", False)
     return torch.zeros_like(weight) if zero else torch.empty_like(weight)
+
+
+def _gathered(parameter: torch.Tensor) -> GatheredWeight | None:
+    """The codes that stand for a parameter whose values this rank does not have (``flow/gathered.py``)."""
+    return None if torch.compiler.is_compiling() else getattr(parameter, "coat_gathered", None)
 
 
 class _CachedOperand(NamedTuple):

@@ -133,7 +133,9 @@ def _build(line: Timeline, run: Run, found: States) -> None:
     """The engine is built: weights before and after they are laid out, the copy that becomes the master weights."""
     dense, shard = 2 * found.elements, found.shard
     if run.stage == 3:
-        line.look("building the engine", "the model", parameters=dense)
+        # Built in shards, whole one parameter at a time.
+        largest = max(p.numel for p in parameters(run))
+        line.look("building the engine", "the model", parameters=2 * shard + 2 * largest)
         line.look(
             "building the engine",
             "fp32 copies of the shards",

@@ -28,16 +28,19 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
     """
     import megatron_patches
 
-    model = build_model(p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel, **p.recompute)
+    settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
+    if p.coat is not None:
+        settings["coat"] = p.coat  # parsed already
+    with megatron_patches.zero_init(settings):
+        model = build_model(
+            p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel, **p.recompute
+        )
     if weights is not None:
         for chunk in megatron_patches.pipeline.chunks_of(model):
             fill(chunk, weights)
         note(f"weights: {weights.kind} {weights.path}")
     if p.model.num_moe_experts is not None and p.args.pipeline_parallel == 1:  # else Megatron's schedule does
         scale_aux_loss(p.batch.accumulation)
-    settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
-    if p.coat is not None:
-        settings["coat"] = p.coat  # parsed already
     optimizer = torch_adamw(model, p.settings) if p.settings["optimizer"]["type"] == "AdamW" else None
     note(
         f"optimizer: {'torch AdamW, fp32 moments' if optimizer else 'CoatAdamW, FP8 moments'}; "

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from coat_dist.deepspeed.zero_init import copy_into
 from coat_dist.ranks import attempt
 from launch.weights.source import CheckpointError, Weights
 
@@ -15,9 +16,9 @@ __all__ = ["fill"]
 def fill(model: Any, weights: Weights) -> None:
     """Copy ``weights`` into a Megatron ``GPTModel``, patched or not, of any tensor- and pipeline-parallel size.
 
-    Collective: call it on every rank, before DeepSpeed's ZeRO-3 divides the parameters. Values are rounded to the
-    parameters' dtype. Where the model's embedding has more or fewer rows of padding than the source's, they become
-    zero or are left out.
+    Collective: call it on every rank, before ``initialize``; ``zero_init`` may have divided the parameters. Values are
+    rounded to the parameters' dtype. Where the model's embedding has more or fewer rows of padding than the source's,
+    they become zero or are left out.
 
     Args:
         model: on any device; ``model.module`` is taken where it is a wrapper.
@@ -80,15 +81,20 @@ def _copy(parameter: Any, weights: Weights, name: str, owner: torch.nn.Module) -
         gated = getattr(getattr(owner, "config", None), "gated_linear_unit", False)
         parts = 2 if ".linear_fc1." in name and gated else 1
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        tensor = _with_rows(tensor, parameter.shape[0] * (size if dim is not None else 1), weights.model.vocab_size)
+        tensor = _with_rows(tensor, _rows(parameter) * (size if dim is not None else 1), weights.model.vocab_size)
     if dim is not None:
         tensor = torch.cat([part.chunk(size, dim)[rank] for part in tensor.chunk(parts, dim)], dim)
-    if tensor.shape != parameter.shape:
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    if tensor.shape != shape:
         raise CheckpointError(
-            f"{weights.path}: {name}: got {list(weights.shape(name))}, accepted: what gives {list(parameter.shape)} on "
+            f"{weights.path}: {name}: got {list(weights.shape(name))}, accepted: what gives {list(shape)} on "
             f"tensor-parallel rank {rank} of {size}"
         )
-    parameter.copy_(tensor)
+    copy_into(parameter, tensor)
+
+
+def _rows(parameter: Any) -> int:
+    return getattr(parameter, "ds_shape", parameter.shape)[0]
 
 
 def _with_rows(tensor: torch.Tensor, rows: int, vocab: int | None) -> torch.Tensor:

@@ -125,6 +125,30 @@ def test_all_problems_are_listed_at_once():
         ),
         ({"zero_optimization__offload_optimizer": {"device": "nvme"}}, {}, ['offload_optimizer.device: got "nvme"']),
         ({"zero_optimization__offload_optimizer": {"super_offload": True}}, {}, ["super_offload: got true"]),
+        *(
+            (
+                {f"zero_optimization__{key}": value, "zero_optimization__stage": 3},
+                {},
+                [f"zero_optimization.{key}: got "],
+            )
+            for key, value in (
+                ("zero_quantized_weights", True),
+                ("zero_quantized_nontrainable_weights", True),
+                ("zero_quantized_gradients", True),
+                ("mics_shard_size", 2),
+                ("mics_hierarchical_params_gather", True),
+            )
+        ),
+        (
+            {"zero_optimization__zero_hpz_partition_size": 2, "zero_optimization__stage": 2},
+            {},
+            ["zero_optimization.zero_hpz_partition_size: got 2, accepted: 1, or zero_optimization.stage 3"],
+        ),
+        (
+            {"zero_optimization__zero_hpz_partition_size": 2, "zero_optimization__stage": 3},
+            {"tp": 2},
+            ["zero_optimization.zero_hpz_partition_size: got 2, accepted: 1 with tensor parallelism 2"],
+        ),
         ({"zero_optimization__cpu_offload": True}, {}, ["zero_optimization.cpu_offload: got true"]),
         ({"zero_optimization__zenflow": {}}, {}, ["zero_optimization.zenflow: got {}"]),
         ({"zero_optimization__stage": 0}, {}, ["zero_optimization.stage: got 0", "1, 2 or 3"]),

@@ -3,11 +3,13 @@
 import functools
 import inspect
 import logging
+import types
 from pathlib import Path
 
 import torch
 
 import coat_dist
+from coat_dist.config import ActivationConfig
 from coat_dist.deepspeed.attach import ATTACHMENTS, attach
 from tests.support import run_ranks
 
@@ -21,6 +23,7 @@ CASES = {
     "zero-2, round robin, remainders": {**ROUND_ROBIN, **REMAINDERS},
     "zero-2, cached weights": {"zero_optimization": {"stage": 2}, "coat": {"activation": {"weights": "cached"}}},
     "zero-3": {"zero_optimization": {"stage": 3}},
+    "zero-3, codes": {"zero_optimization": {"stage": 3}, "coat": {}},
     "zero-3, remainders": {"zero_optimization": {"stage": 3}, **REMAINDERS},
     "torch's AdamW": {"zero_optimization": {"stage": 2}},
     "torch's AdamW, round robin, universal": {**ROUND_ROBIN, "checkpoint": {"load_universal": True}},
@@ -46,6 +49,10 @@ class TwoStages:
 
 class Patched(torch.nn.Linear):
     coat_patched = True
+    coat = types.SimpleNamespace(settings=ActivationConfig(fp8_weight_gather=True))
+
+    def coat_flow_weights(self):
+        return [self.weight]
 
 
 def build(case):

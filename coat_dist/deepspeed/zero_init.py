@@ -1,0 +1,90 @@
+"""Build a model in shards: with ZeRO-3 no rank ever holds more than one module's own parameters whole.
+
+``deepspeed.zero.Init`` divides the parameters of each module as soon as that module is built. Two things that it does
+would change a model's numbers, and :func:`zero_init` leaves them out: it creates every floating-point tensor in the
+model's dtype, also those that are to be more exact (tables of rotary embeddings), and it divides parameters in the
+dtype in which a module made them, which a later ``model.to(dtype)`` does not reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..config import CoatConfig, load_json, look_up
+from .refusals import check_deepspeed
+from .without_launcher import leave_out_compiled_operation
+
+__all__ = ["copy_into", "zero_init"]
+
+
+@contextlib.contextmanager
+def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bfloat16) -> Iterator[bool]:
+    """Modules that are built inside have their parameters divided over data-parallel ranks, if ``config`` asks for it.
+
+    Random numbers are drawn as without it, so weights are those that any other stage starts with, to the bit. Call it
+    on every rank, after the process groups exist, and hand the same configuration to ``initialize``.
+
+    Args:
+        config: what ``initialize`` takes: a dict, the path of a JSON file, or base64 of JSON. Below
+            ``zero_optimization.stage`` 3 nothing is done.
+        mpu: whose data-parallel group divides the parameters; None = all ranks do.
+        dtype: of floating-point parameters, as ``model.to(dtype)`` would leave them; None = as they are built.
+
+    Yields:
+        Whether parameters are divided.
+
+    Raises:
+        CoatConfigError: the configuration cannot be read, or has what ``initialize`` refuses.
+    """
+    settings = dict(config) if isinstance(config, dict) else load_json(config)
+    coat = CoatConfig.from_deepspeed(settings)
+    if look_up(settings, "zero_optimization.stage") != 3:
+        yield False
+        return
+    tp = 1 if mpu is None else mpu.get_model_parallel_world_size()
+    check_deepspeed(settings, coat=coat, tp=tp, mpu=mpu is not None)
+    settings.pop("coat", None)
+    leave_out_compiled_operation()
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
+
+    class InitAs(Init):
+        """DeepSpeed's, which converts parameters before it divides them."""
+
+        def _zero_init_param(self, param: Any) -> None:
+            if dtype is not None and param.is_floating_point():
+                param.data = param.data.to(dtype)
+            super()._zero_init_param(param)
+
+    group = None if mpu is None else mpu.get_data_parallel_group()
+    # Two engines may be built in one process: DeepSpeed makes hpZ's groups once.
+    second = groups._get_zero_param_intra_parallel_group()
+    options = {
+        "zero_param_parallel_group": second,
+        "config_dict_or_path": settings,
+        "mpu": mpu,
+        "data_parallel_group": group,
+    }
+    with InitAs(tensor_overrides=[], **options):
+        yield True
+
+
+@torch.no_grad()
+def copy_into(parameter: Any, whole: torch.Tensor) -> None:
+    """Copy a whole tensor into a parameter; of one that ZeRO-3 has divided, this rank's part.
+
+    Not collective. For parameters that nothing has gathered, before ``initialize``.
+
+    Args:
+        whole: of the parameter's whole shape, any device and floating dtype.
+    """
+    if not hasattr(parameter, "ds_tensor"):
+        parameter.copy_(whole)
+        return
+    part = parameter.ds_tensor.ds_numel  # padded at the parameter's end
+    mine = whole.reshape(-1)[part * torch.distributed.get_rank(parameter.ds_process_group) :][:part]
+    parameter.ds_tensor.data.view(-1)[: mine.numel()].copy_(mine)

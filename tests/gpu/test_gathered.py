@@ -1,0 +1,18 @@
+"""Weights in shards, with the kernels and NCCL: codes of shards are those of the whole weight, to the bit."""
+
+import pytest
+import torch
+
+from tests.coat_dist.flow.test_gathered import SHAPES, _gathered
+from tests.support import run_ranks
+
+
+def _on_gpus(rank, world):
+    torch.set_default_device("cuda")
+    SHAPES.append((20_000, 4096))  # more tiles than a kernel's grid has in one direction of a single row
+    return _gathered(rank, world)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_codes_of_shards_are_those_of_the_whole_weight():
+    assert run_ranks(2, _on_gpus, backend="nccl") == [[]] * 2

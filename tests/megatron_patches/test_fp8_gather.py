@@ -1,0 +1,219 @@
+"""ZeRO-3 gathers the weights of patched layers as codes: half the bytes, and training to the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import run_ranks
+
+from .tiny import NARROW
+
+
+def _config(gather, zero=None, **activation):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 200, **(zero or {})},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
+        "coat": {"activation": {"fp8_weight_gather": gather, **activation}},
+    }
+
+
+def _engine(config, **changes):
+    import megatron_patches
+    from tests.megatron_patches.tiny import tiny_gpt
+
+    return megatron_patches.initialize(model=tiny_gpt(**NARROW | changes), config=config)[0]
+
+
+def _run(engine, world, rank, steps=3):
+    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
+
+    losses = []
+    for step in range(2 * steps):
+        batch = tiny_batch(world * step + rank)
+        loss = tiny_loss(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if step == 3:  # forward without backward: weights stay, until somebody asks for their values
+            with torch.no_grad():
+                losses.append(tiny_loss(engine, batch).item())
+    return losses
+
+
+def _values(engine):
+    from deepspeed import zero
+
+    found = {}
+    for name, p in engine.module.named_parameters():
+        with zero.GatheredParameters([p]):
+            found[name] = p.detach().clone()
+    return found
+
+
+class _Sent:
+    """Counts bytes that this rank gives to gathers of weights: DeepSpeed's, and those of codes."""
+
+    def __init__(self):
+        from deepspeed.runtime.zero import partition_parameters as deepspeeds
+
+        from coat_dist.flow import gathered
+
+        self.plain = self.codes = 0
+        gather_into, allgather = gathered.gather_into, deepspeeds._dist_allgather_fn
+
+        def count_codes(out, payload, group):
+            self.codes += payload.nbytes
+            return gather_into(out, payload, group)
+
+        def count_plain(given, out, group=None):
+            self.plain += given.nbytes
+            return allgather(given, out, group)
+
+        gathered.gather_into, deepspeeds._dist_allgather_fn = count_codes, count_plain
+
+    def take(self):
+        found = self.plain, self.codes
+        self.plain = self.codes = 0
+        return found
+
+
+def _compared(rank, world, cases):
+    import megatron_patches
+
+    megatron_patches.initialize_model_parallel(1)
+    sent = _Sent()
+    found = []
+    for changes, zero, activation in cases:
+        runs, counts = [], []
+        for gather in (False, True):
+            engine = _engine(_config(gather, zero, **activation), **changes)
+            losses = _run(engine, world, rank)
+            sent.take()
+            losses += _run(engine, world, rank, steps=1)
+            counts.append(sent.take())
+            values = _values(engine)
+            runs.append((losses, values))
+            engine.destroy()
+        (plain, before), (losses, after) = runs
+        different = [n for n, p in before.items() if not torch.equal(p, after[n])]
+        found.append((plain == losses, different, *counts))
+    return found
+
+
+KEPT = {"stage3_max_reuse_distance": 10**9}
+LET_GO = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+AHEAD = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 40_000}
+MORE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES = {
+    "rows": ({}, LET_GO, {}),
+    "rows, kept from forward to backward": ({}, KEPT, {}),
+    "in advance": ({}, AHEAD, {}),
+    "tensors": ({}, LET_GO, {"forward_scales": "tensor", "forward": "quantized"}),
+    "recomputed": (MORE, LET_GO, {}),
+    "invariant": ({}, KEPT, {"tp_invariant": True}),
+    "experts": (
+        dict(num_moe_experts=2, moe_token_dispatcher_type="allgather", moe_router_topk=1, moe_router_pre_softmax=True),
+        LET_GO,
+        {},
+    ),
+    "hpZ": ({}, LET_GO | {"zero_hpz_partition_size": 2}, {}),
+    "a layer in BF16": ({}, LET_GO, {"bf16_layers": [0], "attention": "fp8"}),
+}
+WHOLE = ("rows, kept from forward to backward",)
+SHORT = ("rows", "rows, kept from forward to backward", "in advance", "invariant")
+
+
+def _check(names):
+    for results in run_ranks(2, _compared, [CASES[name] for name in names]):
+        for name, (same, different, (plain, none), (others, codes)) in zip(names, results, strict=True):
+            assert same and not different, name
+            assert none == 0
+            if name == "invariant":
+                assert (others, codes) == (plain, 0)
+            elif name == "in advance":
+                assert 0 < codes <= plain - others, name
+            elif name in WHOLE:  # what forward and backward multiply, gathered once for both
+                assert codes == plain - others > 0, name
+            else:
+                assert 2 * codes == plain - others > 0, name
+
+
+def test_training_is_the_same_to_the_bit():
+    _check(SHORT)
+
+
+@pytest.mark.slow
+def test_training_is_the_same_to_the_bit_in_every_mode():
+    _check([name for name in CASES if name not in SHORT and name != "hpZ"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_second_shards_of_a_node_are_gathered_as_codes(world):
+    """Between nodes values travel, of which DeepSpeed makes the second shards."""
+    for ((same, different, (plain, none), (others, codes)),) in run_ranks(world, _compared, [CASES["hpZ"]]):
+        assert same and not different and none == 0
+        assert 2 * codes == plain - others > 0
+
+
+def _asked_for_values(rank, world, folder):
+    """Whoever asks for values gets them, also of weights that are here as codes; nothing is stale afterwards."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    import megatron_patches
+    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
+
+    megatron_patches.initialize_model_parallel(1)
+    found = []
+    for gather in (False, True):
+        engine = _engine(_config(gather, KEPT))
+        path, told = f"{folder}/{gather}", []
+        batch = tiny_batch(rank)
+
+        def evaluate(engine=engine, told=told, batch=batch):
+            with torch.no_grad():
+                told.append(tiny_loss(engine, batch).item())
+
+        told += _run(engine, world, rank, steps=1)
+        engine.save_checkpoint(path)
+        after = _run(engine, world, rank, steps=1)
+        evaluate()
+        layer = engine.module.decoder.layers[0]
+        weight = layer.self_attention.linear_qkv.weight
+        codes = [p for p in engine.module.parameters() if getattr(p, "coat_gathered", None) is not None]
+        assert bool(codes) == gather and all(p.isnan().all() and p.untyped_storage().nbytes() == 2 for p in codes)
+        with deepspeed.zero.GatheredParameters([weight]):
+            told.append(weight.float().sum().item())
+        evaluate()
+        with deepspeed.zero.GatheredParameters([weight, layer.mlp.linear_fc2.weight], modifier_rank=0):
+            if rank == 0:
+                weight.data.mul_(2)
+                layer.mlp.linear_fc2.weight.data.add_(0.125)
+        evaluate()
+        value = safe_get_full_fp32_param(layer.mlp.linear_fc1.weight)
+        safe_set_full_fp32_param(layer.mlp.linear_fc1.weight, value * 0.5)
+        evaluate()
+        assert len(set(told[-4:-1])) == 3
+        state = engine._zero3_consolidated_16bit_state_dict()
+        told += [{n: t.double().sum().item() for n, t in state.items()}] if rank == 0 else []
+        engine.load_checkpoint(path)
+        told += _run(engine, world, rank, steps=1)
+        assert told[-2:] == after
+        evaluate()
+        megatron_patches.unpatch_model(engine.module)  # its layers read values again
+        evaluate()
+        evaluate()
+        assert torch.isfinite(torch.tensor(told[-2:])).all() and told[-1] == told[-2] != told[-3], told
+        engine.destroy()
+        found.append(told)
+    return found[0] == found[1]
+
+
+def test_whoever_asks_for_values_gets_them(tmp_path):
+    assert run_ranks(2, _asked_for_values, str(tmp_path)) == [True, True]
