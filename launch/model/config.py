@@ -108,6 +108,11 @@ class ModelConfig(ExpertsConfig):
             )
         if self.num_moe_experts is not None and self.linear_bias:
             raise ValueError("linear_bias: got true with num_moe_experts, accepted: false")
+        if isinstance(self.moe_layer_freq, list) and len(self.moe_layer_freq) != self.num_layers:
+            raise ValueError(
+                f"moe_layer_freq: got a list of {len(self.moe_layer_freq)}, accepted: one of num_layers "
+                f"({self.num_layers}), or an integer"
+            )
         if self.qk_norm == "full" and self.normalization != "rmsnorm":
             raise ValueError(f'qk_norm: got "full" with normalization "{self.normalization}", accepted: true or false')
         if self.sliding_window is not None and self.sliding_window < self.seq_length:

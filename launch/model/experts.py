@@ -10,6 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = ["ExpertsConfig", "scale_aux_loss"]
 
+_YOUNGER = (
+    "moe_router_score_function",
+    "moe_router_dtype",
+    "moe_shared_expert_gate",
+    "moe_z_loss_coeff",
+)
+"""Keys that descriptions in older checkpoints lack."""
+
 
 class ExpertsConfig(BaseModel):
     """The keys of a model with experts, named as in Megatron's ``TransformerConfig``. Without ``num_moe_experts`` the
@@ -25,12 +33,20 @@ class ExpertsConfig(BaseModel):
     """Softmax over all experts before the choice; false = over the chosen ones."""
     moe_ffn_hidden_size: int | None = Field(default=None, gt=0)
     """Inner size of an expert; null = ffn_hidden_size."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits. Sigmoids of the chosen experts are divided by their sum."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Type of the router's logits and probabilities; null = bfloat16 logits, softmax in fp32."""
     moe_shared_expert_intermediate_size: int | None = Field(default=None, gt=0)
     """Inner size of an expert that every token goes to, beside the chosen ones; null = there is none."""
-    moe_layer_freq: int = Field(default=1, gt=0)
-    """Layers 0, n, 2n, ... have experts, the others an MLP of ffn_hidden_size."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared expert's output by the sigmoid of a learnt projection of its input (Qwen2-MoE)."""
+    moe_layer_freq: int | list[int] = 1
+    """Layers 0, n, 2n, ... have experts, the others an MLP of ffn_hidden_size. A list says 1 or 0 for each layer."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Factor of the load-balancing loss (Switch Transformer, arXiv 2101.03961, equation 4), per layer and rank."""
+    moe_z_loss_coeff: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Factor of the z loss of the router's logits (ST-MoE, arXiv 2202.08906, equation 5); null = none."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
     """How Megatron sorts tokens by expert. "alltoall" needs a GPU."""
     moe_grouped_gemm: bool = False
@@ -50,7 +66,19 @@ class ExpertsConfig(BaseModel):
             raise ValueError(
                 f"moe_router_topk: got {self.moe_router_topk}, accepted: 1 to num_moe_experts ({self.num_moe_experts})"
             )
-        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, list) and not (set(frequency) <= {0, 1} and 1 in frequency):
+            raise ValueError(f"moe_layer_freq: got {frequency}, accepted: 1 or 0 for each layer, at least one 1")
+        if isinstance(frequency, int) and frequency < 1:
+            raise ValueError(
+                f"moe_layer_freq: got {frequency}, accepted: an integer of at least 1, or a list of 1 and 0"
+            )
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            raise ValueError(
+                "moe_shared_expert_gate: got true without moe_shared_expert_intermediate_size, accepted: false"
+            )
+        one = self.moe_router_topk == 1 and self.moe_router_score_function == "softmax"
+        if one and not self.moe_router_pre_softmax:
             raise ValueError(
                 "moe_router_pre_softmax: got false with moe_router_topk 1, accepted: true (the softmax over one expert "
                 "has no gradient)"
@@ -65,8 +93,11 @@ class ExpertsConfig(BaseModel):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that say what this model is; of a dense one, no keys of experts."""
-        return self.model_dump(exclude=set(ExpertsConfig.model_fields) if self.num_moe_experts is None else None)
+        """Plain values that say what this model is; of a dense one, no keys of experts. Keys that are younger than
+        some checkpoints appear where they say something."""
+        values = self.model_dump(exclude=set(ExpertsConfig.model_fields) if self.num_moe_experts is None else None)
+        usual = {key: ExpertsConfig.model_fields[key].default for key in _YOUNGER}
+        return {key: value for key, value in values.items() if key not in usual or value != usual[key]}
 
     def check_dispatcher(self) -> str | None:
         """Why the token dispatcher cannot run on this machine, or None."""
@@ -84,17 +115,24 @@ class ExpertsConfig(BaseModel):
             "moe_router_load_balancing_type": "aux_loss",
         }
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        if self.num_moe_experts is None:
+            return False
+        frequency = self.moe_layer_freq
+        return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
     def expert_layers(self, num_layers: int) -> int:
-        """Layers that have experts."""
-        return -(-num_layers // self.moe_layer_freq) if self.num_moe_experts else 0
+        """Number of layers that have experts."""
+        return sum(self.has_experts(layer) for layer in range(num_layers))
 
     def expert_weights(self, hidden_size: int, ffn_hidden_size: int, gated: bool, *, active: bool) -> int:
-        """Weights of the router, the experts and the shared expert of a layer; ``active``: those one token meets."""
+        """Weights of the router, the experts, the shared expert and its gate in a layer; ``active``: those one token meets."""
         assert self.num_moe_experts is not None
         experts = self.moe_router_topk if active else self.num_moe_experts
         inner = experts * (self.moe_ffn_hidden_size or ffn_hidden_size)
         inner += self.moe_shared_expert_intermediate_size or 0
-        return hidden_size * (self.num_moe_experts + inner * (3 if gated else 2))
+        return hidden_size * (self.num_moe_experts + inner * (3 if gated else 2) + self.moe_shared_expert_gate)
 
 
 def scale_aux_loss(accumulation: int) -> None:
