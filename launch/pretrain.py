@@ -80,7 +80,8 @@ def train(
     check_ranks_agree(p)
     runtime.seed_python_and_numpy(p.args.seed)
     # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
-    initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
+    experts = {"expert_model_parallel_size": p.args.expert_parallel} if p.args.expert_parallel > 1 else {}
+    initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False, **experts)
     with ExitStack() as locks:
         folders = on_rank_0(lambda: open_folders(p.args, locks))
         on_rank_0(lambda: make_folders(p.settings))

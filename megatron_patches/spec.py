@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.parallel_state import get_expert_model_parallel_rank
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -88,7 +90,22 @@ def gpt_layer_spec(
 
 
 def _experts(config: TransformerConfig) -> ModuleSpec:
-    return get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    if config.expert_model_parallel_size > 1 and config.use_cpu_initialization:
+        spec.submodules.experts.module = _OfAllExperts
+    return spec
+
+
+class _OfAllExperts:
+    """Builds a :class:`SequentialMLP` of all experts and keeps those of this rank: on the CPU models of all
+    expert-parallel sizes start equal."""
+
+    def __new__(cls, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
+        built = SequentialMLP(config.num_moe_experts, config, *args, **kwargs)
+        first = get_expert_model_parallel_rank() * num_local_experts
+        built.local_experts = built.local_experts[first : first + num_local_experts]
+        built.num_local_experts = num_local_experts
+        return built
 
 
 def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool]:

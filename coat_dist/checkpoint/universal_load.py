@@ -21,6 +21,7 @@ from ..optim.master import write_master
 from ..optim.moments import encode_moments
 from ..optim.state import MOMENTS, has_remainder, moment, new_state
 from ..ranks import raise_everywhere
+from .expert_names import names_in_whole
 from .load_checks import Request, check_before_load
 from .schedule import find_schedule_problems, renew_rates
 from .universal_check import find_problems, modules_with_extra_state, untrained_tensors
@@ -106,7 +107,7 @@ def _open_folder(engine: Any, folder: str | Path) -> UniversalFolder:
 
 @torch.no_grad()
 def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
-    zero, names = engine.optimizer, engine.param_names
+    zero, names = engine.optimizer, names_in_whole(engine)
     parts = list(partitions(zero))
     modules = modules_with_extra_state(engine)
     for name in source.extra.keys() & modules.keys():  # first: this is the model's own code, which may refuse

@@ -35,7 +35,8 @@ def refused_experts(values: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{key}: got {json.dumps(value)}, accepted: an integer of at least 1"
     one, other = (values.get(name) for name in _NAMES)
     if one is not None and other is not None and one != other:
-        yield f"num_local_experts: got {json.dumps(other)}, accepted: absent, or that of num_experts ({json.dumps(one)})"
+        accepted = f"absent, or that of num_experts ({json.dumps(one)})"
+        yield f"num_local_experts: got {json.dumps(other)}, accepted: {accepted}"
     normed = given.get("norm_topk_prob", True)
     if normed not in (False, True):
         yield f"norm_topk_prob: got {json.dumps(normed)}, accepted: true or false"

@@ -180,6 +180,27 @@ class ModelConfig(ExpertsConfig):
         if wrong:
             raise CoatConfigError("\n".join(wrong))
 
+    def check_expert_parallel(self, ep: int, dp: int) -> None:
+        """Refuse a number of ranks among which experts cannot be divided.
+
+        Args:
+            ep: ranks that divide the experts of a layer.
+            dp: data-parallel ranks.
+
+        Raises:
+            CoatConfigError: says what is accepted.
+        """
+        if ep == 1:
+            return
+        experts = self.num_moe_experts
+        if experts is None:
+            raise CoatConfigError(f"--expert-parallel: got {ep}, accepted: 1 (a model without num_moe_experts)")
+        if ep < 1 or experts % ep or dp % ep:
+            raise CoatConfigError(
+                f"--expert-parallel: got {ep}, accepted: a divisor of model.num_moe_experts ({experts}) and of the "
+                f"number of data-parallel ranks ({dp})"
+            )
+
 
 def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> ModelConfig:
     """Read a model description and apply overrides.

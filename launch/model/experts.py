@@ -48,11 +48,12 @@ class ExpertsConfig(BaseModel):
     moe_z_loss_coeff: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Factor of the z loss of the router's logits (ST-MoE, arXiv 2202.08906, equation 5); null = none."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
-    """How Megatron sorts tokens by expert. "alltoall" needs a GPU."""
+    """How Megatron sorts tokens by expert, on one rank. "alltoall" needs a GPU. With ``--expert-parallel`` it is taken
+    whatever stands here."""
     moe_grouped_gemm: bool = False
     """Accepted: false. All experts in one grouped product need another package, and would stay BF16."""
     expert_model_parallel_size: int = 1
-    """Accepted: 1. Every data-parallel rank holds all experts; ZeRO shards their states."""
+    """Accepted: 1. How many ranks divide the experts is no matter of the model: ``--expert-parallel``."""
 
     @model_validator(mode="after")
     def _known_experts(self) -> ExpertsConfig:
@@ -87,8 +88,8 @@ class ExpertsConfig(BaseModel):
             raise ValueError("moe_grouped_gemm: got true, accepted: false (grouped products would stay BF16)")
         if self.expert_model_parallel_size != 1:
             raise ValueError(
-                f"expert_model_parallel_size: got {self.expert_model_parallel_size}, accepted: 1 (every data-parallel "
-                "rank holds all experts, and ZeRO shards their states)"
+                f"expert_model_parallel_size: got {self.expert_model_parallel_size}, accepted: 1, and "
+                "--expert-parallel (ranks that divide the experts are no matter of the model)"
             )
         return self
 
@@ -105,11 +106,13 @@ class ExpertsConfig(BaseModel):
             return 'model.moe_token_dispatcher_type: got "alltoall" without a GPU, accepted: "allgather"'
         return None
 
-    def expert_options(self, ffn_hidden_size: int) -> dict[str, Any]:
-        """Arguments of ``TransformerConfig``; none for a dense model."""
+    def expert_options(self, ffn_hidden_size: int, ep: int = 1) -> dict[str, Any]:
+        """Arguments of ``TransformerConfig`` with ``ep`` ranks that divide the experts; none for a dense model."""
         if self.num_moe_experts is None:
             return {}
         options = {key: getattr(self, key) for key in ExpertsConfig.model_fields}
+        if ep > 1:
+            options |= {"expert_model_parallel_size": ep, "moe_token_dispatcher_type": "alltoall"}
         return options | {
             "moe_ffn_hidden_size": self.moe_ffn_hidden_size or ffn_hidden_size,
             "moe_router_load_balancing_type": "aux_loss",
@@ -127,7 +130,10 @@ class ExpertsConfig(BaseModel):
         return sum(self.has_experts(layer) for layer in range(num_layers))
 
     def expert_weights(self, hidden_size: int, ffn_hidden_size: int, gated: bool, *, active: bool) -> int:
-        """Weights of the router, the experts, the shared expert and its gate in a layer; ``active``: those one token meets."""
+        """Weights of the router, the experts, the shared expert and its gate in a layer.
+
+        ``active``: of the experts, those that one token meets.
+        """
         assert self.num_moe_experts is not None
         experts = self.moe_router_topk if active else self.num_moe_experts
         inner = experts * (self.moe_ffn_hidden_size or ffn_hidden_size)

@@ -116,7 +116,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         if not good:
             problems.append(f"--{name}: got {getattr(args, name.replace('-', '_'))!r}, accepted: {accepted}")
 
-    for name in ("tensor-parallel", "train-steps", "max-bad-steps", "eval-steps"):
+    for name in ("tensor-parallel", "expert-parallel", "train-steps", "max-bad-steps", "eval-steps"):
         require(name, getattr(args, name.replace("-", "_")) >= 1, "an integer >= 1")
     minutes = args.distributed_timeout_minutes
     require("distributed-timeout-minutes", minutes is None or 0.1 <= minutes <= 1e5, "minutes, 0.1 or more")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coat_dist import CoatConfig, CoatConfigError
+from coat_dist.deepspeed.expert_parallel import check_expert_parallel
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.planning.recompute import recompute_options
@@ -63,9 +64,11 @@ class Plan:
 
     def describe(self) -> str:
         """One line for the log, and a second one where there is a warning."""
+        ep = self.args.expert_parallel
+        divided = f", experts divided over {ep}" if ep > 1 else ""
         return ("" if self.warning is None else f"{self.warning}\n") + (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
-            f"tensor-parallel ranks; {self.batch.total} samples of {self.model.seq_length} tokens a step "
+            f"tensor-parallel ranks{divided}; {self.batch.total} samples of {self.model.seq_length} tokens a step "
             f"({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
 
@@ -90,6 +93,7 @@ class Plan:
                 "tensor": self.args.tensor_parallel,
                 "data": self.dp,
                 "sequence_parallel": self.args.sequence_parallel,
+                **({"expert": self.args.expert_parallel} if self.args.expert_parallel > 1 else {}),
             },
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
@@ -158,6 +162,8 @@ def assemble(
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
     model.check_parallel(tp, args.sequence_parallel)
+    model.check_expert_parallel(args.expert_parallel, world // tp)
+    check_expert_parallel(settings, args.expert_parallel)
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
         raise CoatConfigError(f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})")

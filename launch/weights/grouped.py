@@ -43,7 +43,7 @@ class Ungrouped:
     """Tensors of a checkpoint, those of grouped experts one by one.
 
     Args:
-        source: has ``shapes`` by name, ``read(name)``, and ``divided(name)``, whether tensor-parallel ranks were joined.
+        source: has ``shapes`` by name, ``read(name)``, and ``divided(name)``: tensor-parallel ranks were joined.
         experts: of a layer.
         hidden: hidden size.
 
