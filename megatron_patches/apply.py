@@ -20,6 +20,7 @@ from .activations import activation_name
 from .attached import Patch
 from .attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
 from .blocks import NORMS, layers_of
+from .dispatch import FP8AlltoAllDispatcher, may_send_fp8
 from .experts import ExpertMLP, SharedExperts
 from .groups import tensor_parallel
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
@@ -75,6 +76,10 @@ def restore(model: nn.Module, classes: list[tuple[nn.Module, type]]) -> None:
                     changes.set(layer, flag, True)
             if isinstance(getattr(layer, "mlp", None), NormMLP):
                 changes.set(layer, "recompute_mlp", layer.mlp.coat.recompute)
+            dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+            if isinstance(dispatcher, FP8AlltoAllDispatcher):
+                changes.set(dispatcher, "__class__", FP8AlltoAllDispatcher.__base__)
+                changes.remove(dispatcher, "coat_settings")
             for add in _ADDITIONS:
                 if isinstance(getattr(layer, add, None), AliasedAdd):
                     changes.set(layer, add, AliasedAdd.original)
@@ -116,6 +121,11 @@ def _patch_experts(layer: Any, settings: ActivationConfig, changes: Changes, rep
         if not isinstance(expert, ExpertMLP):
             patch = Patch(settings, TensorParallel(), **_activation(expert))
             changes.swap(expert, ExpertMLP, patch)
+    dispatcher = layer.mlp.token_dispatcher
+    if may_send_fp8(dispatcher, settings):
+        changes.set(dispatcher, "coat_settings", settings)
+        changes.set(dispatcher, "__class__", FP8AlltoAllDispatcher)
+        report.note("tokens travel to experts of other ranks in FP8")
 
 
 def _patch_shared_experts(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:

@@ -6,6 +6,7 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 
 from ..ops import Heads, RopeTable, rope_table
 from .attention import attention, sdpa
+from .dispatch import dispatch_rows
 from .documents import Documents
 from .linear import invariant_linear, linear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
@@ -23,6 +24,7 @@ __all__ = [
     "RopeTable",
     "TensorParallel",
     "attention",
+    "dispatch_rows",
     "invalidate_weights",
     "invariant_linear",
     "linear",

@@ -27,6 +27,7 @@ def weights_after(rank, world, argv, own_experts=False, first=False):
     from coat_dist.checkpoint.expert_names import names_in_whole
     from launch import pretrain
     from launch.training import arguments, runtime
+    from megatron_patches import unpatch_model
 
     gating = TopKRouter.gating
 
@@ -52,7 +53,12 @@ def weights_after(rank, world, argv, own_experts=False, first=False):
         return str(problem), {}
     finally:
         TopKRouter.gating = gating
-    return end, seen["before"] if first else held(seen["engine"])
+    engine = seen["engine"]
+    end, found = f"{end}; {engine.coat_patch_report.notes}", seen["before"] if first else held(engine)
+    unpatch_model(engine.module)
+    kinds = {type(layer.mlp.token_dispatcher).__name__ for layer in engine.module.decoder.layers}
+    assert kinds <= {"MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher"}  # Megatron's own again
+    return end, found
 
 
 def trained(work, run, config, *more, world=2, steps=3, **how):
@@ -60,9 +66,9 @@ def trained(work, run, config, *more, world=2, steps=3, **how):
     return run_ranks(world, functools.partial(weights_after, **how), argv), losses(run)
 
 
-def settings(tmp_path, stage, **more):
+def settings(tmp_path, stage, activation=None, **more):
     """Moments rounded to nearest: noise goes by the order of parameters, which differs where experts stand apart."""
-    coat = {"optimizer": {"stochastic_rounding": False}, "activation": {}}
+    coat = {"optimizer": {"stochastic_rounding": False}, "activation": activation or {}}
     return configuration(tmp_path, stage, coat=coat, **more)
 
 
@@ -76,7 +82,7 @@ def test_divided_experts_train_as_whole_ones_to_the_bit(work, tmp_path, stage):
     assert [norm for *_, norm, _ in divided] == pytest.approx([norm for *_, norm, _ in steps], rel=1e-6)
     whole, found = ranks[0][1], set()
     for rank, (end, held) in enumerate(parts):
-        assert end.startswith("finished 3 steps")
+        assert end.startswith("finished 3 steps") and "tokens travel to experts of other ranks in FP8" in end
         experts = {int(name.split("local_experts.")[1][0]) for name in held if "local_experts" in name}
         assert experts == {2 * rank, 2 * rank + 1}
         for name, weight in held.items():
@@ -98,6 +104,13 @@ def test_tokens_of_all_ranks_and_clipping(work, tmp_path):
     held = [weights for _, weights in ranks]
     for one, other in ((0, 2), (1, 3)):
         assert all(torch.equal(held[one][name], held[other][name]) for name in held[one])
+    for activation in ({"expert_dispatch": "bf16"}, {"expert_dispatch_grad": "fp8"}):
+        other = settings(tmp_path, 2, activation, gradient_clipping=0.5)
+        ranks, found = trained(work, tmp_path / str(activation), other, "--expert-parallel", 2, world=4)
+        assert ("in FP8" in ranks[0][0]) == ("expert_dispatch" not in activation)
+        assert found[0][1] == steps[0][1]
+        for one, this in zip(found, divided, strict=True):
+            assert one[1:3] == pytest.approx(this[1:3], rel=1e-2)
     tensor = ("--tensor-parallel", 2, "--sequence-parallel")
     _, steps = trained(work, tmp_path / "tensor", config, *tensor, world=4)
     _, divided = trained(work, tmp_path / "both", config, *tensor, "--expert-parallel", 2, world=4)
