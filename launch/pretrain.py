@@ -178,6 +178,9 @@ def make_loop(
             continues=continues,
             wandb=start_wandb(p, continues),
         ),
+        more=None
+        if p.model.num_moe_experts is None
+        else lambda: p.model.router_losses(p.model.num_layers, a.tensor_parallel, p.batch.accumulation),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         progress=progress,
         total_steps=a.train_steps,

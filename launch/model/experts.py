@@ -140,6 +140,32 @@ class ExpertsConfig(BaseModel):
         inner += self.moe_shared_expert_intermediate_size or 0
         return hidden_size * (self.num_moe_experts + inner * (3 if gated else 2) + self.moe_shared_expert_gate)
 
+    def router_losses(self, num_layers: int, tp: int, accumulation: int) -> dict[str, torch.Tensor]:
+        """What Megatron has added up since the last call, of this rank: losses of the routers without their factors.
+
+        Means over layers with experts and micro-batches; the mean over all ranks is what Megatron logs.
+
+        Args:
+            num_layers: of the model.
+            tp: tensor-parallel ranks, each of which has a part of the load-balancing loss.
+            accumulation: micro-batches of a step.
+        """
+        wanted = {
+            "load_balancing_loss": ("load_balancing_loss", tp if self.moe_aux_loss_coeff else 0),
+            "router_z_loss": ("z_loss", 1 if self.moe_z_loss_coeff else 0),
+        }
+        if self.num_moe_experts is None or not any(parts for _, parts in wanted.values()):
+            return {}
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        kept, found = get_moe_layer_wise_logging_tracker(), {}
+        for key, (theirs, parts) in wanted.items():
+            if parts:
+                values = kept[theirs]["values"] if theirs in kept else torch.zeros(1)
+                found[key] = values.sum() * (parts / (self.expert_layers(num_layers) * accumulation))
+                values.zero_()
+        return found
+
 
 def scale_aux_loss(accumulation: int) -> None:
     """Divide the load-balancing loss by the micro-batches of a step, as DeepSpeed does with the loss itself.

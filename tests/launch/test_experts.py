@@ -156,6 +156,52 @@ def test_the_load_balancing_loss_counts_once_a_step(work, tmp_path):
     torch.testing.assert_close(4 * quarter, once, rtol=0.05, atol=0.02 * once.abs().max().item())
 
 
+def router_losses(rank, world, argv):
+    """How a run ended, and the mean of each router's losses over steps and micro-batches, by their definitions."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from launch import pretrain
+    from launch.training import arguments, runtime
+
+    device, seen = runtime.start(rank), []
+
+    def keep(module, args, kwargs, result):
+        if module.training and torch.is_grad_enabled():
+            logits = module.gating(args[0].detach()).reshape(-1, 4)
+            probabilities, chosen = logits.float().softmax(-1).mean(0), result[1].float().mean(0) / 2
+            balance = 4 * (probabilities * chosen).sum()
+            seen.append((float(balance), float(logits.logsumexp(-1).square().mean())))  # BF16, as in Megatron
+
+    def watch(loop):
+        for module in loop.engine.module.modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(keep, with_kwargs=True)
+
+    end = pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=watch)
+    return end, seen
+
+
+def test_router_losses_are_logged(work, tmp_path):
+    """By their definitions, in the flow; and nearly the same without the block, where hidden states are exact."""
+    model = ["--model-override", *EXPERTS, "hidden_dropout=0.0", "moe_z_loss_coeff=0.001"]
+    logged = {}
+    for coat in (True, False):
+        config = configuration(tmp_path, 2, coat=coat)
+        argv = command(work, tmp_path / str(coat), config, *model, steps=2)
+        [(end, seen), (_, others)] = run_ranks(2, router_losses, argv)
+        assert end.startswith("finished 2 steps") and len(seen) == 2 * 2 * 2  # steps, micro-batches, layers
+        logged[coat] = [
+            (record["load_balancing_loss"], record["router_z_loss"]) for record in read_metrics(tmp_path / str(coat))
+        ]
+        for step in range(2):
+            of_step = torch.tensor([*seen[4 * step : 4 * step + 4], *others[4 * step : 4 * step + 4]]).mean(0)
+            torch.testing.assert_close(torch.tensor(logged[coat][step]), of_step, rtol=1e-4, atol=0)
+    assert torch.tensor(logged[True][0]).allclose(torch.tensor(logged[False][0]), rtol=1e-2)
+    dense = command(work, tmp_path / "dense", configuration(tmp_path, 2), steps=1)
+    assert run_ranks(1, rank_main, dense)[0].startswith("finished")
+    assert "load_balancing_loss" not in read_metrics(tmp_path / "dense")[0]
+
+
 def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
     """Refused without sequence parallelism; with it, losses and the first gradients are one rank's but for rounding."""
     # Every token to every expert, so that rounding cannot change the routing.
