@@ -170,7 +170,7 @@ def router_losses(rank, world, argv):
             logits = module.gating(args[0].detach()).reshape(-1, 4)
             probabilities, chosen = logits.float().softmax(-1).mean(0), result[1].float().mean(0) / 2
             balance = 4 * (probabilities * chosen).sum()
-            seen.append((float(balance), float(logits.logsumexp(-1).square().mean())))  # BF16, as in Megatron
+            seen.append((float(balance), float(logits.logsumexp(-1).square().mean())))
 
     def watch(loop):
         for module in loop.engine.module.modules():
@@ -183,7 +183,7 @@ def router_losses(rank, world, argv):
 
 def test_router_losses_are_logged(work, tmp_path):
     """By their definitions, in the flow; and nearly the same without the block, where hidden states are exact."""
-    model = ["--model-override", *EXPERTS, "hidden_dropout=0.0", "moe_z_loss_coeff=0.001"]
+    model = ["--model-override", *EXPERTS, "hidden_dropout=0.0", "moe_z_loss_coeff=0.001", "moe_router_dtype=fp32"]
     logged = {}
     for coat in (True, False):
         config = configuration(tmp_path, 2, coat=coat)
