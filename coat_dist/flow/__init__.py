@@ -7,6 +7,7 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 from ..ops import Heads, RopeTable, rope_table
 from .attention import attention, sdpa
 from .documents import Documents
+from .grouped import grouped_mlp
 from .linear import invariant_linear, linear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .mlp import mlp, norm_mlp, scale_rows
@@ -23,6 +24,7 @@ __all__ = [
     "RopeTable",
     "TensorParallel",
     "attention",
+    "grouped_mlp",
     "invalidate_weights",
     "invariant_linear",
     "linear",
