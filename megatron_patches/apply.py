@@ -21,6 +21,7 @@ from .attached import Patch
 from .attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
 from .blocks import NORMS, layers_of
 from .experts import ExpertMLP, SharedExperts
+from .grouped import GROUPED, grouped_activation
 from .groups import tensor_parallel
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
@@ -112,7 +113,12 @@ def _patch_mlp(layer: Any, settings: ActivationConfig, changes: Changes, report:
 
 
 def _patch_experts(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
-    for expert in layer.mlp.experts.local_experts:
+    experts = layer.mlp.experts
+    if type(experts) in GROUPED:
+        config = experts.config
+        names = {"activation": grouped_activation(config), "function": config.activation_func}
+        changes.swap(experts, GROUPED[type(experts)], Patch(settings, TensorParallel(), **names))
+    for expert in getattr(experts, "local_experts", ()):
         if not isinstance(expert, ExpertMLP):
             patch = Patch(settings, TensorParallel(), **_activation(expert))
             changes.swap(expert, ExpertMLP, patch)

@@ -33,6 +33,7 @@ from .attention import CompactSelfAttention
 from .compat import check_version, fc1_params, field_or
 from .config_check import why_not_built
 from .core_attention import SDPA
+from .grouped import GroupedExperts
 from .norm import AllHeadsNorm, Norm
 from .post_norm import PostNormTransformerLayer
 
@@ -53,7 +54,8 @@ def gpt_layer_spec(
 
     Args:
         config: every field is honoured, refused, or without meaning here; :mod:`megatron_patches.fields` says which.
-            Experts are a ``SequentialMLP``: grouped products need another package.
+            Experts are a ``SequentialMLP``, or with ``moe_grouped_gemm`` a :class:`~megatron_patches.grouped.GroupedExperts`,
+            for which no other package is needed.
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
         norm_placement: "post" for norms after attention and MLP, x + norm(f(x)) (OLMo-2), in place of those before.
@@ -88,7 +90,10 @@ def gpt_layer_spec(
 
 
 def _experts(config: TransformerConfig) -> ModuleSpec:
-    return get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    if config.moe_grouped_gemm:
+        spec.submodules.experts = ModuleSpec(module=GroupedExperts)
+    return spec
 
 
 def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool]:
