@@ -35,13 +35,14 @@ from ..ops import (
     quantize_columns,
     quantize_experts,
     quantize_experts_both,
+    quantize_groups,
     quantize_rows,
+    spread_gradient,
     take_rows,
     tensor_scale,
     transpose,
 )
 from .function import shaped, without_autocast
-from .mlp import scale_rows
 from .scaling import Operand, saved_format
 from .weights import cacheable, from_cache, into_main_grad, row_blocks
 
@@ -82,8 +83,7 @@ def grouped_mlp(
     _check(x, experts, fc1_weight, fc2_weight, activation, settings, quantized)
     rows = expert_rows(tokens_per_expert, x.shape[0], x.device)
     codes, scales = (None, None) if quantized is None else (quantized.codes, quantized.scales)
-    y = _GroupedMLP.apply(x, fc1_weight, fc2_weight, codes, scales, rows, activation, settings)
-    return y if probs is None else scale_rows(y, probs, settings)
+    return _GroupedMLP.apply(x, fc1_weight, fc2_weight, probs, codes, scales, rows, activation, settings)
 
 
 def _check(x, experts, fc1_weight, fc2_weight, activation, settings, quantized) -> None:
@@ -170,7 +170,7 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x, fc1_weight, fc2_weight, codes, scales, rows: ExpertRows, activation: str, settings
+        ctx: Any, x, fc1_weight, fc2_weight, probs, codes, scales, rows: ExpertRows, activation: str, settings
     ) -> torch.Tensor:
         fmt, width = fp8_format(settings.format), x.shape[1]
         fc1 = _Weight(fc1_weight, rows.experts, width, settings)
@@ -184,16 +184,21 @@ class _GroupedMLP(torch.autograd.Function):
         w2, w2_scale = fc2.quantized()
         out = grouped_mm(a8, w2, rows, x.dtype, fast_accum=True)
         del a8, w2
-        saved = x8.codes, x8.scales, pre8.codes, pre8.scales, a_scale, fc1_weight, w1_scale, fc2_weight, w2_scale
-        ctx.save_for_backward(*saved, *rows[:4])
+        y8 = None
+        if ctx.needs_input_grad[3]:
+            y8 = quantize_groups(out, saved_format(settings), settings.group_size, settings.scale)
+        ctx.save_for_backward(
+            x8.codes, x8.scales, pre8.codes, pre8.scales, a_scale, fc1_weight, w1_scale, fc2_weight, w2_scale,
+            probs, *((None, None) if y8 is None else (y8.codes, y8.scales)), *rows[:4],
+        )  # fmt: skip
         ctx.args = fc1, fc2, rows.known, activation, settings, x.dtype
-        return shaped(take_rows(out, rows.place), *x.shape)
+        return shaped(take_rows(out, rows.place, probs), *x.shape)
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
-        *saved, w1, w1_scale, w2, w2_scale, source, place, blocks, ends = ctx.saved_tensors
+        *saved, w1, w1_scale, w2, w2_scale, probs, y_codes, y_scales, source, place, blocks, ends = ctx.saved_tensors
         x_codes, x_scales, pre_codes, pre_scales, a_scale = saved
         fc1, fc2, known, activation, settings, dtype = ctx.args
         rows = ExpertRows(source, place, blocks, ends, known)
@@ -201,8 +206,10 @@ class _GroupedMLP(torch.autograd.Function):
         pre8 = QuantizedTensor(pre_codes, pre_scales, "group", settings.group_size)
         dx = dfc1 = dfc2 = None
 
-        d = take_rows(dout, rows.source)
-        d8, d8_t = quantize_experts_both(d, grad_fmt, tensor_scale(amax_experts(d, rows), grad_fmt), rows)
+        y8 = None if y_codes is None else QuantizedTensor(y_codes, y_scales, "group", settings.group_size)
+        d, top, dprobs = spread_gradient(dout, rows, probs, y8)
+        assert top is not None
+        d8, d8_t = quantize_experts_both(d, grad_fmt, tensor_scale(top, grad_fmt), rows)
         del d
         da = grouped_mm(d8, fc2.straight(w2, w2_scale), rows, dtype)
         del d8
@@ -220,7 +227,7 @@ class _GroupedMLP(torch.autograd.Function):
         del d8
         if ctx.needs_input_grad[1]:
             dfc1 = fc1.gradient(transpose(QuantizedTensor(x_codes, x_scales, "expert")), d8_t, rows)
-        return dx, dfc1, dfc2, None, None, None, None, None
+        return dx, dfc1, dfc2, dprobs, None, None, None, None, None
 
 
 def _input(x, codes, scales, rows: ExpertRows, settings: ActivationConfig) -> tuple[QuantizedTensor, QuantizedTensor]:

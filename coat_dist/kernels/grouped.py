@@ -13,9 +13,10 @@ import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
 from ..reference.activation import ActivationGradients
-from ..reference.grouped import BLOCK, ExpertRows
+from ..reference.grouped import BLOCK, ExpertRows, SpreadGradient
 from . import activation_backward as act
-from .fp8 import atomic_amax, constants, magnitude_bits, pack_rows, scale_of, store_turned
+from .fp8 import atomic_amax, constants, dense, magnitude_bits, pack_rows, scale_of, store_turned
+from .groups import load_tile, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_quantize, packet
 
@@ -26,6 +27,7 @@ __all__ = [
     "quantize_columns",
     "quantize_experts",
     "quantize_experts_both",
+    "spread_gradient",
     "take_rows",
 ]
 
@@ -33,27 +35,97 @@ __all__ = [
 AMAX_TILE = (512, 8)
 COLUMNS_TILE = (64, 32, 8)
 TAKE_TILE = 4096
+SPREAD_TILE = (2, 2048, 8)
 
 
 @fast_launch
 @triton.jit
-def _take_kernel(x, index, out, columns, TILE: tl.constexpr):
+def _take_kernel(x, index, factor, out, columns, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    at = tl.load(index + row).to(tl.int64)
+    at = row
+    if index is not None:
+        at = tl.load(index + row).to(tl.int64)
     value = tl.load(x + at * columns + column, mask=(column < columns) & (at >= 0), other=0.0)
+    if factor is not None:
+        value = (value.to(tl.float32) * tl.load(factor + row).to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + row * columns + column, value, mask=column < columns)
 
 
-def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def take_rows(x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None) -> torch.Tensor:
     """See :func:`coat_dist.reference.grouped.take_rows`."""
     x = x.contiguous()
-    count, columns = index.shape[0], x.shape[1]
+    count, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
     out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
     if out.numel():
         tile = min(TAKE_TILE, next_power_of_2(columns))
-        _take_kernel[(count, cdiv(columns, tile))](x, index, out, columns, TILE=tile, num_warps=4)
+        _take_kernel[(count, cdiv(columns, tile))](x, index, dense(factor), out, columns, TILE=tile, num_warps=4)
     return out
+
+
+@fast_launch
+@triton.jit
+def _spread_kernel(
+    dout, source, factor, codes, scales, blocks, d, amax, dfactor, columns, groups, total, G: tl.constexpr,
+    S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BM rows of ``d`` whole; those of one expert."""
+    slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    there = slot < total
+    at = slot
+    if source is not None:
+        at = tl.load(source + slot, mask=there, other=-1).to(tl.int64)
+    given = there & (at >= 0)
+    if factor is not None:
+        times = tl.load(factor + at, mask=given, other=0.0).to(tl.float32)[:, None]
+    top = tl.zeros((BM, BN), tl.int32)
+    sums = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, columns, BN):
+        column = (first + tl.arange(0, BN))[None, :]
+        inside = given[:, None] & (column < columns)
+        grad = tl.load(dout + at[:, None] * columns + column, mask=inside, other=0.0)
+        if dfactor is not None:
+            group = (first // G + tl.arange(0, BN // G))[None, :]
+            in_group = given[:, None] & (group < groups)
+            y = load_tile(codes, scales, slot[:, None], column, group, inside, in_group, columns, groups, BM, BN, G, S)
+            sums += grad.to(tl.float32) * y
+        if factor is not None:
+            grad = (grad.to(tl.float32) * times).to(d.dtype.element_ty)
+        tl.store(d + slot[:, None] * columns + column, grad, mask=there[:, None] & (column < columns))
+        if amax is not None:
+            top = tl.maximum(top, magnitude_bits(grad.to(tl.float32)))
+    if amax is not None:
+        atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
+    if dfactor is not None:
+        tl.store(dfactor + at, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=given)
+
+
+def spread_gradient(
+    dout: torch.Tensor,
+    rows: ExpertRows | None,
+    factor: torch.Tensor | None = None,
+    y8: QuantizedTensor | None = None,
+) -> SpreadGradient:
+    """See :func:`coat_dist.reference.grouped.spread_gradient`: one pass."""
+    dout, columns, device = dout.contiguous(), dout.shape[1], dout.device
+    source, blocks, amax = None, None, None
+    if rows is not None:
+        source, blocks = rows.source, rows.blocks
+        amax = torch.zeros(rows.experts, dtype=torch.float32, device=device)
+    total = dout.shape[0] if source is None else source.shape[0]
+    d = torch.empty(total, columns, dtype=dout.dtype, device=device)
+    dfactor, codes, scales, size, form = None, None, None, 1, None
+    if y8 is not None and factor is not None:
+        dfactor = torch.empty(factor.shape, dtype=factor.dtype, device=device)
+        codes, scales, size, form = unpack(y8)
+    height, width, warps = SPREAD_TILE
+    if d.numel():
+        _spread_kernel[(cdiv(total, height),)](
+            dout, source, dense(factor), codes, scales, blocks, d, amax, dfactor, columns, cdiv(columns, size), total,
+            G=size, S=form, BM=height, BN=max(min(width, next_power_of_2(columns)), size), BLOCK=BLOCK,
+            num_warps=warps,
+        )  # fmt: skip
+    return SpreadGradient(d, amax, dfactor)
 
 
 @fast_launch

@@ -99,6 +99,7 @@ __all__ = [
     "scale_and_round",
     "scaled_mm",
     "split",
+    "spread_gradient",
     "split_rope",
     "split_rope_backward",
     "take_rows",
@@ -138,7 +139,8 @@ activation_backward = operation(activation.activation_backward)  # pass 2: pre's
 # without a kernel: activation_apply, the activation itself
 
 # Experts side by side (reference/grouped.py), with a scale an expert -----------------------------------------------------
-take_rows = operation(grouped.take_rows)  # rows in another order, or zeros
+take_rows = operation(grouped.take_rows)  # rows in another order, or zeros, times a factor a row
+spread_gradient = operation(grouped.spread_gradient)  # its backward, and the amax of each expert
 amax_experts = operation(grouped.amax_experts)  # largest magnitude of each expert's rows
 quantize_experts = operation(grouped.quantize_experts)  # FP8 codes with a scale an expert, of rows or of weights
 quantize_experts_both = operation(grouped.quantize_experts_both)  # the same, row-major and transposed in one pass

@@ -62,9 +62,7 @@ def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_
         )
     out = torch.zeros(rows.experts, m, n, dtype=out_dtype, device=a.codes.device)
     for expert, at in rows.pieces():
-        left, right = (
-            QuantizedTensor(q.codes[:, at].contiguous(), q.scales[expert], "tensor") for q in (a, b)
-        )
+        left, right = (QuantizedTensor(q.codes[:, at].contiguous(), q.scales[expert], "tensor") for q in (a, b))
         out[expert] = scaled_mm(left, right, out_dtype)
     return out
 

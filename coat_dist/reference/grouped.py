@@ -25,6 +25,7 @@ from .gemm import scaled_mm
 __all__ = [
     "BLOCK",
     "ExpertRows",
+    "SpreadGradient",
     "activation_backward_experts",
     "activation_grad_amax_experts",
     "amax_experts",
@@ -35,6 +36,7 @@ __all__ = [
     "quantize_columns",
     "quantize_experts",
     "quantize_experts_both",
+    "spread_gradient",
     "take_rows",
 ]
 
@@ -67,6 +69,15 @@ class ExpertRows(NamedTuple):
             if end > first:
                 yield expert, slice(first, end)
             first = end
+
+
+class SpreadGradient(NamedTuple):
+    """``d`` ``[total, n]``: the gradient of y; ``amax`` fp32 ``[experts]`` of its rows; ``dfactor``: of the factor,
+    ``[given rows]``."""
+
+    d: torch.Tensor
+    amax: torch.Tensor | None
+    dfactor: torch.Tensor | None
 
 
 def expert_rows(tokens_per_expert: torch.Tensor, rows: int, device: torch.device) -> ExpertRows:
@@ -106,11 +117,38 @@ def expert_rows(tokens_per_expert: torch.Tensor, rows: int, device: torch.device
     return ExpertRows(source.int(), place.int(), expert[::BLOCK].int(), ends.int(), known)
 
 
-def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows ``index`` (int32 ``[m]``) of x ``[rows, n]``, ``[m, n]``; zeros where it is -1."""
-    if not x.shape[0]:
-        return x.new_zeros(index.shape[0], x.shape[1])
-    return torch.where((index >= 0)[:, None], x[index.clamp(min=0).long()], x.new_zeros(()))
+def take_rows(x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows ``index`` (int32 ``[m]``, None: all) of x ``[rows, n]``, zeros where it is -1, times ``factor``, ``[m]`` of
+    any floating dtype; ``[m, n]``, fp32 products rounded to x's dtype."""
+    if index is not None:
+        if not x.shape[0]:
+            return x.new_zeros(index.shape[0], x.shape[1])
+        x = torch.where((index >= 0)[:, None], x[index.clamp(min=0).long()], x.new_zeros(()))
+    return x if factor is None else (x.float() * factor.float()[:, None]).to(x.dtype)
+
+
+def spread_gradient(
+    dout: torch.Tensor,
+    rows: ExpertRows | None,
+    factor: torch.Tensor | None = None,
+    y8: QuantizedTensor | None = None,
+) -> SpreadGradient:
+    """Backward of :func:`take_rows` by ``rows.place``, of y to ``out``.
+
+    Args:
+        dout: ``[given rows, n]``.
+        rows: None: no rows change their places, and there is no amax.
+        factor: as there, ``[given rows]``.
+        y8: y by groups, for the gradient of ``factor``; ``[total, n]``.
+    """
+    scaled = take_rows(dout, None, factor)
+    d = scaled if rows is None else take_rows(scaled, rows.source)
+    dfactor = None
+    if y8 is not None and factor is not None:
+        y = quantize.dequantize(y8)
+        y = y if rows is None else y[rows.place.long()]
+        dfactor = (dout.float() * y).sum(-1).to(factor.dtype)
+    return SpreadGradient(d, None if rows is None else amax_experts(d, rows), dfactor)
 
 
 def largest_rows(scales: torch.Tensor, rows: ExpertRows, least: float) -> torch.Tensor:
@@ -175,9 +213,7 @@ def grouped_mm(
     return out
 
 
-def grouped_wgrad(
-    a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype
-) -> torch.Tensor:
+def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype) -> torch.Tensor:
     """For each expert the product, over its rows, of ``a`` and ``b`` transposed; zero without rows.
 
     Args:

@@ -7,7 +7,6 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, grouped_mlp, mlp, scale_rows
-from coat_dist.ops import quantize_rows, expert_rows
 
 H, F = 64, 48
 COUNTS = {

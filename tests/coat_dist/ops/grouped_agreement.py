@@ -14,14 +14,33 @@ from .codes import same
 COUNTS = [[5, 0, 33, 32, 1], [0, 0, 0], [0, 70, 0, 0]]
 
 
+def near(got, wanted):
+    """Equal to the bit on a GPU and in fp32; the interpreter truncates to BF16."""
+    exact = got.is_cuda or got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=0 if exact else 2**-7, atol=0)
+
+
 def check_rows_of_experts(device="cpu"):
-    """Rows taken, amax and codes of experts, some without rows, with values that are not finite."""
-    for counts, fmt, dtype in itertools.product(COUNTS, (E4M3, E5M2), (torch.bfloat16, torch.float32)):
+    """Rows taken and spread, amax and codes of experts, some without rows, with values that are not finite."""
+    for counts, fmt, dtype in zip(
+        COUNTS, (E4M3, E5M2, E4M3), (torch.bfloat16, torch.float32, torch.bfloat16), strict=True
+    ):
         rows = reference.expert_rows(torch.tensor(counts), sum(counts), torch.device(device))
         given = torch.randn(sum(counts), 300, device=device).mul(4).exp().to(dtype)
         x = grouped.take_rows(given, rows.source)
         assert torch.equal(x, reference.take_rows(given, rows.source))
         assert torch.equal(grouped.take_rows(x, rows.place), given)
+        factor = torch.rand(sum(counts), device=device)
+        got, wanted = (m.take_rows(x, rows.place, factor) for m in (grouped, reference))
+        near(got, wanted)
+        y8 = quantize_groups(x, INT8, 32, "e8m0")
+        for saved, by in itertools.product((None, y8), (None, factor.to(dtype))):
+            got, wanted = (m.spread_gradient(given, rows, by, saved) for m in (grouped, reference))
+            near(got.d, wanted.d)
+            torch.testing.assert_close(got.amax, wanted.amax, rtol=0 if got.amax.is_cuda else 2**-7, atol=0)
+            assert (got.dfactor is None) == (wanted.dfactor is None) == (saved is None or by is None)
+            if got.dfactor is not None:
+                assert (got.dfactor.float() - wanted.dfactor).norm() <= 1e-2 * wanted.dfactor.float().norm()
         for bad in (None, torch.nan):
             if bad is not None:
                 x[-1, 7] = bad
