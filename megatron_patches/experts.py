@@ -71,8 +71,8 @@ def has_experts(layer: Any) -> bool:
 
 
 def why_bf16_experts(layer: Any, settings: ActivationConfig) -> str | None:
-    """Why the experts of a ``TransformerLayer``, all of them together, cannot become :class:`ExpertMLP`, or one of those
-    in ``grouped.py``."""
+    """Why the experts of a ``TransformerLayer``, all of them together, cannot become :class:`ExpertMLP`, or what
+    ``grouped.py`` has for grouped products."""
     experts = layer.mlp.experts
     if type(experts) in GROUPED:
         return why_bf16_grouped(experts, settings)

@@ -1,5 +1,5 @@
-"""Experts in grouped products (``moe_grouped_gemm``): Megatron's ``GroupedMLP`` without the package ``grouped_gemm``, and
-its patched form."""
+"""Experts in grouped products (``moe_grouped_gemm``): Megatron's ``GroupedMLP`` without the package ``grouped_gemm``,
+and its patched form."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def gpt_layer_spec(
 
     Args:
         config: every field is honoured, refused, or without meaning here; :mod:`megatron_patches.fields` says which.
-            Experts are a ``SequentialMLP``, or with ``moe_grouped_gemm`` a :class:`~megatron_patches.grouped.GroupedExperts`,
-            for which no other package is needed.
+            Experts are a ``SequentialMLP``, or with ``moe_grouped_gemm`` a ``GroupedMLP`` that needs no other package
+            (:class:`~megatron_patches.grouped.GroupedExperts`).
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
         norm_placement: "post" for norms after attention and MLP, x + norm(f(x)) (OLMo-2), in place of those before.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megatron.core.transformer.moe.experts import GroupedMLP
 from torch import nn
 
 __all__ = ["universal_checkpoint_info"]
@@ -21,6 +22,7 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
 
     * Parameters without a true ``tensor_model_parallel`` are replicated.
     * ``partition_dim`` 1 is row parallel.
+    * ``weight1`` and ``weight2`` of experts in grouped products are whole.
     * ``linear_fc1`` of a gated MLP holds ``[gate; up]`` of its rank: its halves are joined separately.
 
     Args:
@@ -28,6 +30,9 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         Lists of regular expressions, each of which matches one parameter's name.
+
+    Raises:
+        ValueError: experts in grouped products that tensor-parallel ranks divide; names the parameter.
     """
     info: dict[str, Any] = {
         "universal_checkpoint_version": _VERSION,
@@ -38,7 +43,14 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     modules = dict(model.named_modules())
     for name, p in model.named_parameters():
         owner = modules[name.rpartition(".")[0]]
-        if not getattr(p, "tensor_model_parallel", False):
+        if isinstance(owner, GroupedMLP):  # its weights say that they are divided, whether they are or not
+            if owner.tp_group.size() > 1:
+                raise ValueError(
+                    f"{name}: got moe_grouped_gemm with expert_tensor_parallel_size {owner.tp_group.size()}, accepted: "
+                    "1, or moe_grouped_gemm=False (universal checkpoints cannot join the parts of these weights)"
+                )
+            kind = "tp_replicated_parameter_patterns"
+        elif not getattr(p, "tensor_model_parallel", False):
             kind = "tp_replicated_parameter_patterns"
         elif getattr(p, "partition_dim", 0) == 1:
             kind = "parameter_with_row_parallelism_patterns"

@@ -2,9 +2,9 @@
 
     python -m benchmarks.speed.experts [--shapes mixtral-8x7b ...] [--tokens 16384 4096] [--variants coat ...]
 
-One Megatron layer of each shape (attention, router, dispatcher, experts), timed and counted as ``layer.py`` does it. The
-base is our layer in BF16 with ``moe_grouped_gemm``, whose products are ``torch._grouped_mm``. Routing is that of random
-weights, so experts have different numbers of tokens. The kernel tables are of one profiled pass each.
+One Megatron layer of each shape (attention, router, dispatcher, experts), timed and counted as ``layer.py`` does it.
+The base is our layer in BF16 with ``moe_grouped_gemm``, whose products are ``torch._grouped_mm``. Routing is that of
+random weights, so experts have different numbers of tokens. The kernel tables are of one profiled pass each.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def report(shape: str, tokens: int, runs: dict[str, dict[str, Any]], rows: int, 
         one["ratio_to_bf16"], one["tflops"] = one["ms"] / base["ms"], work / one["ms"] / 1e9
         one["kernels_ms"] = sum(k["us"] for k in one["kernels"]) / 1e3
         print(
-            f"{name:<26} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} ms  total {one['ms']:7.3f} "
-            f"ms  {one['ratio_to_bf16']:.3f} x bf16  kernels {one['kernels_ms']:7.3f} ms  {one['tflops']:5.0f} TFLOP/s  "
+            f"{name:<26} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} ms  "
+            f"total {one['ms']:7.3f} ms  {one['ratio_to_bf16']:.3f} x bf16  kernels {one['kernels_ms']:7.3f} ms  "
+            f"{one['tflops']:5.0f} TFLOP/s  "
             f"saved {one['saved_bytes_per_token']:,.0f} B/token  peak {one['peak_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )

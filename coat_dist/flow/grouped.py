@@ -1,8 +1,8 @@
 """fc1 → activation → fc2 of all experts of a layer in one autograd function, with grouped products.
 
-What each expert computes and saves is what :func:`~coat_dist.flow.mlp` computes and saves of its tokens alone, to the bit on the
-reference path: forward has scales of rows (or of an expert), backward one scale an expert. The rows of all experts are
-one matrix, in which each expert's begin at a multiple of 32 (``reference/grouped.py``).
+What each expert computes and saves is what :func:`~coat_dist.flow.mlp` computes and saves of its tokens alone, to the
+bit on the reference path: forward has scales of rows (or of an expert), backward one scale an expert. The rows of all
+experts are one matrix, in which each expert's begin at a multiple of 32 (``reference/grouped.py``).
 
 Saved: x in FP8 with a scale an expert, the pre-activation in groups of 8 bits, where the rows lie (8 bytes a row);
 with ``probs`` the output in groups, as :func:`~coat_dist.flow.scale_rows` saves it. No copy of a weight.
@@ -122,7 +122,7 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings, quantized) 
 
 
 class _Weight:
-    """The weights of all experts, ``[experts, in, out]``, in one call; :class:`~coat_dist.flow.weights.Weight`'s kin."""
+    """The weights of all experts, ``[experts, in, out]``, in one call, as :class:`~coat_dist.flow.weights.Weight`."""
 
     def __init__(self, parameter: torch.Tensor, experts: int, inputs: int, settings: ActivationConfig) -> None:
         self.parameter = parameter

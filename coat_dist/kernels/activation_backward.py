@@ -115,8 +115,8 @@ def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, 
     codes, scales, size, form = unpack(pre8)
     bm, bn, warps = tile
     _backward_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
-        flat, codes, scales, grad_scale, scale, None if experts is None else experts.blocks, amax, *outputs, rows, columns,
-        cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
+        flat, codes, scales, grad_scale, scale, None if experts is None else experts.blocks, amax, *outputs, rows,
+        columns, cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
         GATED=act.gated, BIAS=outputs[-1] is not None, G=size, S=form,
         PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), BLOCK=BLOCK, num_warps=warps,
     )  # fmt: skip

@@ -138,7 +138,7 @@ activation_grad_amax = operation(activation.activation_grad_amax)  # backward, p
 activation_backward = operation(activation.activation_backward)  # pass 2: pre's gradient and the activation, in FP8
 # without a kernel: activation_apply, the activation itself
 
-# Experts side by side (reference/grouped.py), with a scale an expert -----------------------------------------------------
+# Experts side by side (reference/grouped.py), with a scale an expert -------------------------------------------------
 take_rows = operation(grouped.take_rows)  # rows in another order, or zeros, times a factor a row
 spread_gradient = operation(grouped.spread_gradient)  # its backward, and the amax of each expert
 amax_experts = operation(grouped.amax_experts)  # largest magnitude of each expert's rows

@@ -4,8 +4,8 @@
 of a kernel belongs to one expert, and the rows of an expert can be the summed dimension of a product, for which FP8
 operands have to be aligned. :class:`ExpertRows` says which rows are whose.
 
-**Scales.** Layout "expert" has one fp32 scale an expert: of its rows ``[rows, n]`` or of its matrix ``[experts, k, n]``.
-It is to an expert what "tensor" is to a tensor, and layout "row" is as everywhere.
+**Scales.** Layout "expert" has one fp32 scale an expert: of its rows ``[rows, n]`` or its matrix ``[experts, k, n]``.
+It is to an expert what "tensor" is to a tensor. Layout "row" is as everywhere.
 
 Every definition here is the one for a single tensor, expert by expert.
 """
