@@ -80,13 +80,13 @@ def grouped_mlp(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     experts = tokens_per_expert.numel()
-    _check(x, experts, fc1_weight, fc2_weight, activation, settings, quantized)
+    _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs, quantized)
     rows = expert_rows(tokens_per_expert, x.shape[0], x.device)
     codes, scales = (None, None) if quantized is None else (quantized.codes, quantized.scales)
     return _GroupedMLP.apply(x, fc1_weight, fc2_weight, probs, codes, scales, rows, activation, settings)
 
 
-def _check(x, experts, fc1_weight, fc2_weight, activation, settings, quantized) -> None:
+def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs, quantized) -> None:
     parts = check_activation(activation).parts
     for name, t in (("x", x), ("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
         if t.dtype not in (torch.bfloat16, torch.float32):
@@ -112,6 +112,8 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings, quantized) 
         )
     if settings.tp_invariant:
         raise ValueError("tp_invariant: got true, accepted: false with grouped experts")
+    if probs is not None and probs.shape != x.shape[:1]:
+        raise ValueError(f"probs: got shape {list(probs.shape)}, accepted: {list(x.shape[:1])}")
     if quantized is not None:
         if quantized.layout != "row" or quantized.codes.shape != x.shape:
             given = f"layout {quantized.layout!r} of shape {list(quantized.codes.shape)}"
