@@ -25,7 +25,9 @@ def on_gpu(counts):
     return [t.detach().cuda().requires_grad_() for t in inputs], dout.cuda()
 
 
-@pytest.mark.parametrize("counts", [*COUNTS.values(), [300, 17, 0, 1000, 64]], ids=[*COUNTS, "more"])
+@pytest.mark.parametrize(
+    "counts", [*COUNTS.values(), [300, 17, 0, 999, 64], [3000, 17, 0, 999, 1700]], ids=[*COUNTS, "more", "many"]
+)
 @pytest.mark.parametrize("options", [{}, {"forward_scales": "tensor"}, {"grad_format": "e5m2"}], ids=str)
 def test_one_expert_after_the_other(counts, options):
     """Sums of tensor cores differ in their last bits, so FP8 codes may: 2 % of the norm; wherever numbers are known."""
