@@ -24,6 +24,7 @@ from .experts import ExpertMLP, SharedExperts
 from .grouped import GROUPED, grouped_activation
 from .groups import tensor_parallel
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
+from .local_dispatch import LOCAL, may_stay_local
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
 from .mlp import NormMLP
 from .norm import EXACT, FOLDED
@@ -76,6 +77,10 @@ def restore(model: nn.Module, classes: list[tuple[nn.Module, type]]) -> None:
                     changes.set(layer, flag, True)
             if isinstance(getattr(layer, "mlp", None), NormMLP):
                 changes.set(layer, "recompute_mlp", layer.mlp.coat.recompute)
+            dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+            for original, swapped in LOCAL.items():
+                if type(dispatcher) is swapped:
+                    changes.set(dispatcher, "__class__", original)
             for add in _ADDITIONS:
                 if isinstance(getattr(layer, add, None), AliasedAdd):
                     changes.set(layer, add, AliasedAdd.original)
@@ -122,6 +127,9 @@ def _patch_experts(layer: Any, settings: ActivationConfig, changes: Changes, rep
         if not isinstance(expert, ExpertMLP):
             patch = Patch(settings, TensorParallel(), **_activation(expert))
             changes.swap(expert, ExpertMLP, patch)
+    dispatcher = layer.mlp.token_dispatcher
+    if may_stay_local(dispatcher):
+        changes.set(dispatcher, "__class__", LOCAL[type(dispatcher)])
 
 
 def _patch_shared_experts(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:

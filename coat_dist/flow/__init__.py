@@ -13,6 +13,7 @@ from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .mlp import mlp, norm_mlp, scale_rows
 from .norm import Norm, norm
 from .norm_linear import norm_linear, norm_qkv
+from .permute import TokenOrder, permute, token_order, unpermute
 from .split_norm import split_norm
 from .tensor_parallel import TensorParallel
 from .weights import invalidate_weights
@@ -23,6 +24,7 @@ __all__ = [
     "Norm",
     "RopeTable",
     "TensorParallel",
+    "TokenOrder",
     "attention",
     "grouped_mlp",
     "invalidate_weights",
@@ -34,9 +36,12 @@ __all__ = [
     "norm_linear",
     "norm_mlp",
     "norm_qkv",
+    "permute",
     "rope_table",
     "scale_rows",
     "sdpa",
     "split_norm",
+    "token_order",
+    "unpermute",
     "vocab_parallel_cross_entropy",
 ]

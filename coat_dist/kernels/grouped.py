@@ -28,6 +28,7 @@ __all__ = [
     "quantize_experts",
     "quantize_experts_both",
     "spread_gradient",
+    "sum_rows",
     "take_rows",
 ]
 
@@ -35,6 +36,7 @@ __all__ = [
 AMAX_TILE = (512, 8)
 COLUMNS_TILE = (64, 32, 8)
 TAKE_TILE = 4096
+SUM_TILE = 1024
 SPREAD_TILE = (2, 2048, 8)
 
 
@@ -60,6 +62,30 @@ def take_rows(x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.
     if out.numel():
         tile = min(TAKE_TILE, next_power_of_2(columns))
         _take_kernel[(count, cdiv(columns, tile))](x, index, dense(factor), out, columns, TILE=tile, num_warps=4)
+    return out
+
+
+@fast_launch
+@triton.jit
+def _sum_kernel(x, index, out, columns, K: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < columns
+    total = tl.zeros((TILE,), tl.float32)
+    for i in tl.static_range(K):
+        at = tl.load(index + row * K + i).to(tl.int64)
+        total += tl.load(x + at * columns + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """See :func:`coat_dist.reference.grouped.sum_rows`."""
+    x = x.contiguous()
+    (count, terms), columns = index.shape, x.shape[1]
+    out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
+    if out.numel():
+        tile = min(SUM_TILE, next_power_of_2(columns))
+        _sum_kernel[(count, cdiv(columns, tile))](x, index, out, columns, K=terms, TILE=tile, num_warps=4)
     return out
 
 

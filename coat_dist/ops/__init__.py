@@ -102,6 +102,7 @@ __all__ = [
     "spread_gradient",
     "split_rope",
     "split_rope_backward",
+    "sum_rows",
     "take_rows",
     "tensor_scale",
     "transpose",
@@ -140,6 +141,7 @@ activation_backward = operation(activation.activation_backward)  # pass 2: pre's
 
 # Experts side by side (reference/grouped.py), with a scale an expert -------------------------------------------------
 take_rows = operation(grouped.take_rows)  # rows in another order, or zeros, times a factor a row
+sum_rows = operation(grouped.sum_rows)  # sums of rows
 spread_gradient = operation(grouped.spread_gradient)  # its backward, and the amax of each expert
 amax_experts = operation(grouped.amax_experts)  # largest magnitude of each expert's rows
 quantize_experts = operation(grouped.quantize_experts)  # FP8 codes with a scale an expert, of rows or of weights

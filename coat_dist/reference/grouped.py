@@ -37,6 +37,7 @@ __all__ = [
     "quantize_experts",
     "quantize_experts_both",
     "spread_gradient",
+    "sum_rows",
     "take_rows",
 ]
 
@@ -125,6 +126,16 @@ def take_rows(x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.
             return x.new_zeros(index.shape[0], x.shape[1])
         x = torch.where((index >= 0)[:, None], x[index.clamp(min=0).long()], x.new_zeros(()))
     return x if factor is None else (x.float() * factor.float()[:, None]).to(x.dtype)
+
+
+def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Sums of the rows ``index`` (int32 ``[m, k]``) of x ``[rows, n]``, ``[m, n]``: fp32, rounded once."""
+    if not index.numel():
+        return x.new_zeros(index.shape[0], x.shape[1])
+    out = x[index[:, 0].long()].float()
+    for i in range(1, index.shape[1]):
+        out = out + x[index[:, i].long()].float()
+    return out.to(x.dtype)
 
 
 def spread_gradient(

@@ -33,6 +33,8 @@ def check_rows_of_experts(device="cpu"):
         factor = torch.rand(sum(counts), device=device)
         got, wanted = (m.take_rows(x, rows.place, factor) for m in (grouped, reference))
         near(got, wanted)
+        index = torch.randint(0, x.shape[0], (9, 3), device=device, dtype=torch.int32)
+        near(*(m.sum_rows(x, index) for m in (grouped, reference)))
         y8 = quantize_groups(x, INT8, 32, "e8m0")
         for saved, by in itertools.product((None, y8), (None, factor.to(dtype))):
             got, wanted = (m.spread_gradient(given, rows, by, saved) for m in (grouped, reference))
