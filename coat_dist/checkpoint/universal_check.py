@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .expert_names import names_in_whole, whole_names
+from .expert_names import names_in_whole, part_of_joined, whole_names
 from .universal_codes import check_codes
 from .universal_folder import UniversalFolder
 from .zero_files import KEYS
@@ -54,7 +54,8 @@ def modules_with_extra_state(engine: Any) -> dict[str, torch.nn.Module]:
 def _check_trained(engine: Any, source: UniversalFolder, moments: bool) -> list[str]:
     names = names_in_whole(engine)
     parts = list(partitions(engine.optimizer))
-    mine = [(names[f.param], f.shape) for part in parts for f in part.fragments]
+    given = [(names[f.param], f.shape) for part in parts for f in part.fragments]
+    mine = [(name, (part_of_joined(engine, name, shape) or (shape,))[0]) for name, shape in given]
     new = [name for name, _ in mine if name in source.rest]
     if new and moments:
         return [

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .expert_names import divided_experts
+from .expert_names import divided_experts, joined_experts, larger
 from .zero_files import MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
 __all__ = ["ZeroCheckpoint", "is_extra_state"]
@@ -77,13 +77,18 @@ class ZeroCheckpoint:
     def _name_experts(self) -> None:
         """Call experts that ranks divide by their names in the whole model; a shard holds those of its rank."""
         size, names = divided_experts(self.rules)
+        self.joined, self.expert_parallel = joined_experts(self.rules), size
         if size == 1:
             return
         for row in self.shards:
             for d, shard in enumerate(row):
                 shard.rename({name: of_all[d % size] for name, of_all in names.items()})
         self.shapes = [
-            {whole: shape for name, shape in shapes.items() for whole in names.get(name, [name])}
+            {
+                whole: larger(shape, self.joined[name], size) if name in self.joined else shape
+                for name, shape in shapes.items()
+                for whole in names.get(name, [name])
+            }
             for shapes in self.shapes
         ]
 
@@ -100,7 +105,9 @@ class ZeroCheckpoint:
         """
         pieces = []
         for row, shapes in zip(self.shards, self.shapes, strict=True):
-            flat = torch.cat([part(shard) for shard in row])
+            # Tensors in which experts are joined: one expert-parallel rank's after the other's.
+            step = self.expert_parallel if name in self.joined else 1
+            flat = torch.cat([part(shard) for first in range(step) for shard in row[first::step]])
             if flat.numel() != shapes[name].numel():
                 raise ValueError(
                     f"{self.source}: {name} {key}: got {flat.numel()} elements over all ranks, accepted: "

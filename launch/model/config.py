@@ -27,6 +27,10 @@ def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
+_OF_GROUPED = [act for name, act in ACTIVATIONS.items() if not act.gated or name in ("swiglu", "geglu")]
+"""What Megatron's ``GroupedMLP`` takes."""
+
+
 class ModelConfig(ExpertsConfig):
     """A decoder-only transformer with rotary positions. Sizes are the whole model's, not a shard's."""
 
@@ -113,6 +117,11 @@ class ModelConfig(ExpertsConfig):
                 f"moe_layer_freq: got a list of {len(self.moe_layer_freq)}, accepted: one of num_layers "
                 f"({self.num_layers}), or an integer"
             )
+        if self.moe_grouped_gemm and ACTIVATIONS[self.activation] not in _OF_GROUPED:
+            raise ValueError(
+                f'moe_grouped_gemm: got true with activation "{self.activation}", accepted: false, or an activation '
+                "that Megatron has there: all without a gate, swiglu, geglu"
+            )
         if self.qk_norm == "full" and self.normalization != "rmsnorm":
             raise ValueError(f'qk_norm: got "full" with normalization "{self.normalization}", accepted: true or false')
         if self.sliding_window is not None and self.sliding_window < self.seq_length:
@@ -175,6 +184,11 @@ class ModelConfig(ExpertsConfig):
         wrong = [
             f"model.{k}: got {v}, accepted: a multiple of --tensor-parallel ({tp})" for k, v in sizes.items() if v % tp
         ]
+        if self.moe_grouped_gemm and tp > 1:
+            wrong.append(
+                f"model.moe_grouped_gemm: got true with --tensor-parallel {tp}, accepted: false (universal checkpoints "
+                "cannot join the parts of these weights)"
+            )
         if self.num_moe_experts is not None and tp > 1 and not sequence_parallel:
             wrong.append("--sequence-parallel: got False, accepted: given, with experts and --tensor-parallel")
         if wrong:

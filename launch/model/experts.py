@@ -51,7 +51,8 @@ class ExpertsConfig(BaseModel):
     """How Megatron sorts tokens by expert, on one rank. "alltoall" needs a GPU. With ``--expert-parallel`` it is taken
     whatever stands here."""
     moe_grouped_gemm: bool = False
-    """Accepted: false. All experts in one grouped product need another package, and would stay BF16."""
+    """All experts of a layer in one product each for fc1 and fc2; no package is needed. Parameters are stored as
+    Megatron's ``GroupedMLP`` has them, so a checkpoint is for the one or the other."""
     expert_model_parallel_size: int = 1
     """Accepted: 1. How many ranks divide the experts is no matter of the model: ``--expert-parallel``."""
 
@@ -84,8 +85,6 @@ class ExpertsConfig(BaseModel):
                 "moe_router_pre_softmax: got false with moe_router_topk 1, accepted: true (the softmax over one expert "
                 "has no gradient)"
             )
-        if self.moe_grouped_gemm:
-            raise ValueError("moe_grouped_gemm: got true, accepted: false (grouped products would stay BF16)")
         if self.expert_model_parallel_size != 1:
             raise ValueError(
                 f"expert_model_parallel_size: got {self.expert_model_parallel_size}, accepted: 1, and "

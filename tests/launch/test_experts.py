@@ -51,7 +51,10 @@ def test_operations_are_those_of_the_chosen_experts():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["moe_grouped_gemm=true"], "model.moe_grouped_gemm: got true, accepted: false"),
+        (
+            ["moe_grouped_gemm=true", "activation=quick_geglu"],
+            'model.moe_grouped_gemm: got true with activation "quick',
+        ),
         (["expert_model_parallel_size=2"], "model.expert_model_parallel_size: got 2, accepted: 1"),
         (["moe_router_topk=9"], r"model.moe_router_topk: got 9, accepted: 1 to num_moe_experts \(8\)"),
         (["moe_router_topk=1"], "model.moe_router_pre_softmax: got false with moe_router_topk 1, accepted: true"),
@@ -93,6 +96,13 @@ def test_what_a_machine_or_a_group_of_ranks_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(CoatConfigError, match='model.moe_token_dispatcher_type: got "alltoall" without a GPU'):
         build_model(model)
+
+
+def test_tensor_parallel_ranks_cannot_divide_grouped_experts():
+    model = load_model_config(TINY, ["moe_grouped_gemm=true"]).with_vocab(500)
+    with pytest.raises(CoatConfigError, match="model.moe_grouped_gemm: got true with --tensor-parallel 2, accepted: f"):
+        model.check_parallel(2, True)
+    model.check_parallel(1, False)
 
 
 def test_dense_models_are_identified_as_before():
@@ -227,12 +237,14 @@ def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
         assert (got - whole[name]).norm() < 0.2 * whole[name].norm(), name  # up to 0.09 seen
 
 
-def test_restarts_with_experts_are_exact(work, tmp_path):
+@pytest.mark.parametrize("grouped", ["false", "true"])
+def test_restarts_with_experts_are_exact(work, tmp_path, grouped):
     """Four steps = two, a checkpoint as it is or converted, and two: to the last bit of losses and gradient norms."""
     config, save = configuration(tmp_path, 2), tmp_path / "save"
 
     def run(name, *more):
-        model = ["--model-override", *EXPERTS, "hidden_dropout=0.0"]  # conversion keeps no random states
+        model = ["--model-override", *EXPERTS, f"moe_grouped_gemm={grouped}"]
+        model += ["hidden_dropout=0.0"]  # conversion keeps no random states
         argv = command(work, tmp_path / name, config, *more, *model, steps=4)
         return run_ranks(1, rank_main, argv)[0], losses(tmp_path / name)
 

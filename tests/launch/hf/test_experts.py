@@ -166,3 +166,16 @@ def test_parameters_are_those_of_transformers(name):
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
     assert sum(p.numel() for p in theirs.parameters()) == parameter_count(model)
+
+
+@torch.no_grad()
+def test_grouped_models_are_filled(one_rank, tmp_path):
+    """The same weights for experts in grouped products: logits are those of experts one by one."""
+    make("qwen2_moe", tmp_path)
+    weights, logits = open_weights(tmp_path), []
+    for grouped_gemm in (False, True):
+        model = build_model(weights.model.model_copy(update={"moe_grouped_gemm": grouped_gemm}), dtype=torch.float32)
+        fill(model, weights)
+        logits.append(model(torch.arange(32).view(1, 32) * 37 % 100, torch.arange(32).expand(1, -1), None))
+    assert any("experts.weight1" in name for name, _ in model.named_parameters())
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5 * float(logits[0].abs().max()))
