@@ -22,7 +22,7 @@ import torch
 
 from ..config import CoatConfigError, look_up
 
-__all__ = ["announced_experts", "check_expert_parallel", "mark_experts"]
+__all__ = ["announced_experts", "check_expert_parallel", "mark_experts", "refuse_single_files"]
 
 _MARKER = "coat_experts"
 
@@ -82,6 +82,18 @@ def check_expert_parallel(settings: Mapping[str, Any], size: int, optimizer: Any
         )
     if problems:
         raise CoatConfigError("\n".join(problems))
+
+
+def refuse_single_files(engine: Any) -> None:
+    """Let methods of the engine that write one rank's weights as those of the model raise a ``ValueError``."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError(
+            "save_16bit_model: got a model whose experts are divided over ranks, of which this would save one rank's; "
+            "accepted: save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
+        )
+
+    engine.save_16bit_model = engine.save_fp16_model = refuse
 
 
 def _one_kind(group: Mapping[str, Any]) -> bool:

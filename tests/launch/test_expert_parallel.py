@@ -54,6 +54,9 @@ def weights_after(rank, world, argv, own_experts=False, first=False):
     finally:
         TopKRouter.gating = gating
     engine = seen["engine"]
+    if p.args.expert_parallel > 1:
+        with pytest.raises(ValueError, match="save_16bit_model: got a model whose experts are divided over ranks"):
+            engine.save_16bit_model("nowhere")
     end, found = f"{end}; {engine.coat_patch_report.notes}", seen["before"] if first else held(engine)
     unpatch_model(engine.module)
     kinds = {type(layer.mlp.token_dispatcher).__name__ for layer in engine.module.decoder.layers}
@@ -68,7 +71,8 @@ def trained(work, run, config, *more, world=2, steps=3, model=(), **how):
 
 def settings(tmp_path, stage, activation=None, **more):
     """Moments rounded to nearest: noise goes by the order of parameters, which differs where experts stand apart."""
-    coat = {"optimizer": {"stochastic_rounding": False}, "activation": activation or {}}
+    kept = {"master_weights": "bf16_remainder"} if "bf16" in more else {}
+    coat = {"optimizer": {"stochastic_rounding": False, **kept}, "activation": activation or {}}
     return configuration(tmp_path, stage, coat=coat, **more)
 
 
@@ -118,9 +122,13 @@ def test_tokens_of_all_ranks_and_clipping(work, tmp_path):
         assert one[1:3] == pytest.approx(other[1:3], rel=1e-2)
 
 
-def test_restarts_are_exact(work, tmp_path):
+REMAINDERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param(REMAINDERS, marks=pytest.mark.slow)])
+def test_restarts_are_exact(work, tmp_path, more):
     """Four steps = two, a checkpoint, and two: losses, norms and all weights."""
-    config, save, parallel = settings(tmp_path, 2), tmp_path / "save", ("--expert-parallel", 2)
+    config, save, parallel = settings(tmp_path, 2, **more), tmp_path / "save", ("--expert-parallel", 2)
     straight, steps = trained(work, tmp_path / "straight", config, *parallel, steps=4)
     trained(work, tmp_path / "before", config, *parallel, "--save", save, "--stop-at-step", 2, steps=4)
     assert json.loads((save / "step00000002" / "manifest.json").read_text())["engine"]["expert_parallel"] == 2
