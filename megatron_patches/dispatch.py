@@ -18,6 +18,7 @@ class FP8AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
     """Sends tokens to experts as codes and row scales; probabilities, and what experts send back, as they are."""
 
     coat_settings: ActivationConfig
+    tokens_per_expert: Any
 
     def token_dispatch(
         self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def measure(rows: int, hidden: int, device: torch.device, repeats: int) -> dict[
     dy, splits = torch.randn_like(x), [rows // world] * world
     group = dist.distributed_c10d._get_default_group()
     both = ActivationConfig(expert_dispatch_grad="fp8")
-    variants = {
+    variants: dict[str, tuple[Callable[..., torch.Tensor], int, int]] = {
         "bf16": (_BF16.apply, 2 * hidden, 2 * hidden),
         "fp8": (lambda t: dispatch_rows(t, group, splits, splits, ActivationConfig()), hidden + 4, 2 * hidden),
         "fp8, gradients too": (lambda t: dispatch_rows(t, group, splits, splits, both), hidden + 4, hidden + 4),
@@ -76,10 +77,8 @@ def measure(rows: int, hidden: int, device: torch.device, repeats: int) -> dict[
         leaf = x.clone().requires_grad_()
         y = send(leaf)
         found[name] = {
-            "forward_ms": milliseconds(lambda send=send, leaf=leaf: send(leaf), device, repeats),
-            "backward_ms": milliseconds(
-                lambda y=y, leaf=leaf: torch.autograd.grad(y, leaf, dy, retain_graph=True), device, repeats
-            ),
+            "forward_ms": milliseconds(partial(send, leaf), device, repeats),
+            "backward_ms": milliseconds(partial(torch.autograd.grad, y, leaf, dy, retain_graph=True), device, repeats),
             "forward_bytes": rows * forward,
             "backward_bytes": rows * backward,
         }

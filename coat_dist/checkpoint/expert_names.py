@@ -32,7 +32,7 @@ def joined_experts(info: Mapping[str, Any] | None) -> Mapping[str, int]:
 def part_of_joined(engine: Any, name: str, shape: torch.Size) -> tuple[torch.Size, slice] | None:
     """Of a tensor that ranks' experts are joined in: its shape in the whole model, and what of its memory is this
     rank's; None of any other."""
-    info = getattr(engine.module, "universal_checkpoint_info", None)
+    info = getattr(engine.module, "universal_checkpoint_info", None) or {}
     if (dim := joined_experts(info).get(name)) is None:
         return None
     size, place = info["expert_parallel"]["size"], info["expert_parallel"]["rank"]
@@ -46,7 +46,7 @@ def larger(shape: torch.Size, dim: int, times: int) -> torch.Size:
 
 def names_in_whole(engine: Any) -> dict[Any, str]:
     """``engine.param_names`` with the names that parameters have in the whole model."""
-    info = getattr(engine.module, "universal_checkpoint_info", None)
+    info = getattr(engine.module, "universal_checkpoint_info", None) or {}
     size, names = divided_experts(info)
     if size == 1:
         return engine.param_names

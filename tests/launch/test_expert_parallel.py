@@ -78,15 +78,18 @@ def settings(tmp_path, stage, activation=None, **more):
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_divided_experts_train_as_whole_ones_to_the_bit(work, tmp_path, stage):
-    """Losses and all weights after three steps, of each expert where it is; norms but for the order of sums."""
+    """Losses and all weights after two steps, of each expert where it is; norms but for the order of sums."""
     config = settings(tmp_path, stage, gradient_clipping=0.0)
-    runs = {ep: trained(work, tmp_path / str(ep), config, "--expert-parallel", ep, own_experts=True) for ep in (1, 2)}
+    runs = {
+        ep: trained(work, tmp_path / str(ep), config, "--expert-parallel", ep, own_experts=True, steps=2)
+        for ep in (1, 2)
+    }
     (ranks, steps), (parts, divided) = runs[1], runs[2]
     assert [loss for _, loss, *_ in divided] == [loss for _, loss, *_ in steps]
     assert [norm for *_, norm, _ in divided] == pytest.approx([norm for *_, norm, _ in steps], rel=1e-6)
     whole, found = ranks[0][1], set()
     for rank, (end, held) in enumerate(parts):
-        assert end.startswith("finished 3 steps") and "tokens travel to experts of other ranks in FP8" in end
+        assert end.startswith("finished 2 steps") and "tokens travel to experts of other ranks in FP8" in end
         experts = {int(name.split("local_experts.")[1][0]) for name in held if "local_experts" in name}
         assert experts == {2 * rank, 2 * rank + 1}
         for name, weight in held.items():
@@ -127,13 +130,13 @@ REMAINDERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "
 
 @pytest.mark.parametrize("more", [{}, pytest.param(REMAINDERS, marks=pytest.mark.slow)])
 def test_restarts_are_exact(work, tmp_path, more):
-    """Four steps = two, a checkpoint, and two: losses, norms and all weights."""
+    """Two steps = one, a checkpoint, and one: losses, norms and all weights."""
     config, save, parallel = settings(tmp_path, 2, **more), tmp_path / "save", ("--expert-parallel", 2)
-    straight, steps = trained(work, tmp_path / "straight", config, *parallel, steps=4)
-    trained(work, tmp_path / "before", config, *parallel, "--save", save, "--stop-at-step", 2, steps=4)
-    assert json.loads((save / "step00000002" / "manifest.json").read_text())["engine"]["expert_parallel"] == 2
-    resumed, after = trained(work, tmp_path / "after", config, *parallel, "--load", save, steps=4)
-    assert after == steps[2:]
+    straight, steps = trained(work, tmp_path / "straight", config, *parallel, steps=2)
+    trained(work, tmp_path / "before", config, *parallel, "--save", save, "--stop-at-step", 1, steps=2)
+    assert json.loads((save / "step00000001" / "manifest.json").read_text())["engine"]["expert_parallel"] == 2
+    resumed, after = trained(work, tmp_path / "after", config, *parallel, "--load", save, steps=2)
+    assert after == steps[1:]
     for (_, one), (_, other) in zip(straight, resumed, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
