@@ -65,7 +65,7 @@ def grouped_mlp(
     Args:
         x: ``[tokens, h]``, bfloat16 or float32; any number of tokens.
         tokens_per_expert: int ``[experts]``, on the CPU or x's device; they add up to ``tokens``. On a GPU nothing
-            waits for it where torch has grouped FP8 products (``ops/grouped_gemm.py``).
+            waits for it where torch has the product (``ops/grouped_gemm.py``).
         fc1_weight: contiguous, read as ``[experts, h, parts f]``, whatever its shape: x is multiplied by it as it is,
             gate columns first. So Megatron's ``GroupedMLP`` stores ``weight1``, ``[h, experts * parts f]``.
         fc2_weight: contiguous, read as ``[experts, f, h]``; ``weight2``.
