@@ -41,7 +41,8 @@ class LocalDispatcher:
         self.coat_order = flow.token_order(routing_map, self.config.moe_router_topk)
         self.tokens_per_expert = counts = routing_map.sum(0)
         self.coat_copied = None
-        if counts.is_cuda and one_by_one(self.coat_order.token.shape[0], counts.shape[0]):
+        weight = self.config.hidden_size * (self.config.moe_ffn_hidden_size or self.config.ffn_hidden_size)
+        if counts.is_cuda and one_by_one(self.coat_order.token.shape[0], counts.shape[0], weight):
             # Copied before the tokens are, so that the host, which will wait for it, does not wait for them.
             self.tokens_per_expert = torch.empty_like(counts, device="cpu", pin_memory=True)
             self.tokens_per_expert.copy_(counts, non_blocking=True)
