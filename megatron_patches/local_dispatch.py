@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
 from coat_dist import flow
+from coat_dist.ops import one_by_one
 
 from .compat import field_or
 
@@ -38,7 +39,15 @@ class LocalDispatcher:
         """``[s, b, h]``, bool and floating ``[tokens, experts]`` → rows sorted by expert, and their probabilities."""
         self.hidden_shape = hidden_states.shape
         self.coat_order = flow.token_order(routing_map, self.config.moe_router_topk)
-        self.tokens_per_expert = routing_map.sum(0)
+        self.tokens_per_expert = counts = routing_map.sum(0)
+        self.coat_copied = None
+        weight = self.config.hidden_size * (self.config.moe_ffn_hidden_size or self.config.ffn_hidden_size)
+        if counts.is_cuda and one_by_one(self.coat_order.token.shape[0], counts.shape[0], weight):
+            # Copied before the tokens are, so that the host, which will wait for it, does not wait for them.
+            self.tokens_per_expert = torch.empty_like(counts, device="cpu", pin_memory=True)
+            self.tokens_per_expert.copy_(counts, non_blocking=True)
+            self.coat_copied = torch.cuda.Event()
+            self.coat_copied.record()
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
         return flow.permute(tokens, self.coat_order), probs.t().reshape(-1).index_select(0, self.coat_order.chosen)
 
@@ -48,6 +57,8 @@ class LocalDispatcher:
     def dispatch_postprocess(
         self: Any, tokens: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.coat_copied is not None:
+            self.coat_copied.synchronize()
         counts, self.tokens_per_expert = self.tokens_per_expert, None
         return tokens, counts, probs
 

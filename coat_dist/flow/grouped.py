@@ -26,6 +26,7 @@ from ..ops import (
     activation_grad_amax_experts,
     activation_quantize,
     amax_experts,
+    apart,
     check_activation,
     dequantize,
     expert_rows,
@@ -64,7 +65,7 @@ def grouped_mlp(
     Args:
         x: ``[tokens, h]``, bfloat16 or float32; any number of tokens.
         tokens_per_expert: int ``[experts]``, on the CPU or x's device; they add up to ``tokens``. On a GPU nothing
-            waits for it where torch has grouped FP8 products (``ops/grouped_gemm.py``).
+            waits for it where torch has the product (``ops/grouped_gemm.py``).
         fc1_weight: contiguous, read as ``[experts, h, parts f]``, whatever its shape: x is multiplied by it as it is,
             gate columns first. So Megatron's ``GroupedMLP`` stores ``weight1``, ``[h, experts * parts f]``.
         fc2_weight: contiguous, read as ``[experts, f, h]``; ``weight2``.
@@ -158,10 +159,12 @@ class _Weight:
 
     def _products(self, out, x8_t, d8_t, rows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         out, missing = out.view(self.shape), set(range(self.shape[0]))
+        scales = apart(x8_t.scales), apart(d8_t.scales)
         for expert, at in rows.pieces():
             missing.remove(expert)
             left, right = (
-                QuantizedTensor(q.codes[:, at].contiguous(), q.scales[expert], "tensor") for q in (x8_t, d8_t)
+                QuantizedTensor(q.codes[:, at].contiguous(), s[expert], "tensor")
+                for q, s in zip((x8_t, d8_t), scales, strict=True)
             )
             yield from row_blocks(out[expert], left, right, self.settings)
         for expert in missing:
@@ -186,12 +189,12 @@ class _GroupedMLP(torch.autograd.Function):
         w2, w2_scale = fc2.quantized()
         out = grouped_mm(a8, w2, rows, x.dtype, fast_accum=True)
         del a8, w2
-        y8 = None
+        out8 = None
         if ctx.needs_input_grad[3]:
-            y8 = quantize_groups(out, saved_format(settings), settings.group_size, settings.scale)
+            out8 = quantize_groups(out, saved_format(settings), settings.group_size, settings.scale)
         ctx.save_for_backward(
             x8.codes, x8.scales, pre8.codes, pre8.scales, a_scale, fc1_weight, w1_scale, fc2_weight, w2_scale,
-            probs, *((None, None) if y8 is None else (y8.codes, y8.scales)), *rows[:4],
+            probs, *((None, None) if out8 is None else (out8.codes, out8.scales)), *rows[:4],
         )  # fmt: skip
         ctx.args = fc1, fc2, rows.known, activation, settings, x.dtype
         return shaped(take_rows(out, rows.place, probs), *x.shape)

@@ -28,7 +28,7 @@ from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
 from ..reference.rope import Heads, RopeTable, rope_table
 from .dispatch import operation, operation_on_list
 from .gemm import scaled_mm
-from .grouped_gemm import grouped_mm, grouped_wgrad
+from .grouped_gemm import apart, grouped_mm, grouped_wgrad, one_by_one
 
 __all__ = [
     "ACTIVATIONS",
@@ -65,6 +65,7 @@ __all__ = [
     "adamw_steps",
     "amax",
     "amax_experts",
+    "apart",
     "check_activation",
     "code_products",
     "decode",
@@ -85,6 +86,7 @@ __all__ = [
     "norm_compress_rows",
     "norm_forward",
     "norm_quantize",
+    "one_by_one",
     "pow2",
     "power_of_two",
     "quantize_both",

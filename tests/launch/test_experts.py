@@ -235,7 +235,7 @@ def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
         assert (got - whole[name]).norm() < 0.2 * whole[name].norm(), name  # up to 0.09 seen
 
 
-@pytest.mark.parametrize("grouped", ["false", "true"])
+@pytest.mark.parametrize("grouped", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_restarts_with_experts_are_exact(work, tmp_path, grouped):
     """Four steps = two, a checkpoint as it is or converted, and two: to the last bit of losses and gradient norms."""
     config, save = configuration(tmp_path, 2), tmp_path / "save"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, patched, unpatch_model
 from megatron_patches.grouped import FP8GroupedExperts, GroupedExperts
+from megatron_patches.local_dispatch import LOCAL, may_stay_local
 
 from .tiny import HIDDEN, gradients, tiny_batch, tiny_gpt
 
 EXPERTS = {"num_moe_experts": 3, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
-MANY = {"num_moe_experts": 16, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 64}
+MANY = {"num_moe_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 64}
 GROUPED_GEMM = {"moe_grouped_gemm": True, "add_bias_linear": False}
 PLAIN = {"gated_linear_unit": False, "activation_func": F.gelu}
 
@@ -113,3 +117,25 @@ def test_another_activation_after_patching_is_refused(device):
     model.decoder.layers[0].mlp.experts.config.activation_func = F.gelu
     with pytest.raises(ValueError, match="activation_func: got gelu, accepted: silu"):
         gradients(model, tiny_batch(0, device))
+
+
+def test_local_dispatch_has_the_bits_of_megatrons(device):
+    """Two experts a token: one addition, which both round once. Only patched layers of one rank dispatch so."""
+    model, batch = tiny_gpt(**EXPERTS), tiny_batch(0, device)
+    dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers]
+    loss, grads = gradients(model, batch)
+    for dispatcher in dispatchers:
+        dispatcher.__class__ = LOCAL[MoEAllGatherTokenDispatcher]
+    again, local = gradients(model, batch)
+    if device == "cpu":
+        assert again == loss and all(torch.equal(g, local[n]) for n, g in grads.items())
+    for dispatcher in dispatchers:
+        dispatcher.__class__ = MoEAllGatherTokenDispatcher
+    with patched(model, ActivationConfig(bf16_layers=(1,))):
+        assert [type(d) for d in dispatchers] == [LOCAL[MoEAllGatherTokenDispatcher], MoEAllGatherTokenDispatcher]
+    assert {type(d) for d in dispatchers} == {MoEAllGatherTokenDispatcher}
+    for key in ("moe_permute_fusion", "moe_shared_expert_overlap"):
+        config = copy.copy(dispatchers[0].config)
+        setattr(config, key, True)
+        dispatchers[0].config = config
+        assert not may_stay_local(dispatchers[0]) and may_stay_local(dispatchers[1])

@@ -7,6 +7,7 @@ from coat_dist import ops
 from coat_dist.formats import E4M3
 from coat_dist.ops import BLOCK, expert_rows
 from coat_dist.reference.quantize import quantize_rows
+from tests.support.devices import DEVICE
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 33, 32, 1], [0, 0, 0], [0, 40, 0], [7]])
@@ -59,4 +60,4 @@ def test_products_are_those_of_each_expert(layout):
 
 @pytest.mark.parametrize("what", ["rows", "weights", "activation"])
 def test_kernels(agreement, what):
-    getattr(agreement, f"check_{what}_of_experts")()
+    getattr(agreement, f"check_{what}_of_experts")(DEVICE)
