@@ -80,8 +80,9 @@ def train(
     check_ranks_agree(p)
     runtime.seed_python_and_numpy(p.args.seed)
     # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
+    experts = {"expert_model_parallel_size": p.args.expert_parallel} if p.args.expert_parallel > 1 else {}
     initialize_model_parallel(
-        p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False, **stages.groups(p.args)
+        p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False, **experts, **stages.groups(p.args)
     )
     with ExitStack() as locks:
         folders = on_rank_0(lambda: open_folders(p.args, locks))
@@ -179,6 +180,11 @@ def make_loop(
             active=active,
             continues=continues,
             wandb=start_wandb(p, continues),
+        ),
+        more=None
+        if p.model.num_moe_experts is None
+        else lambda: p.model.router_losses(
+            p.model.num_layers, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel
         ),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         progress=progress,

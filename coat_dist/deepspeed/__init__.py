@@ -8,7 +8,7 @@
 - ``attach.py`` is the one list of what is replaced on DeepSpeed's objects, in its order, with the reason for it. Each
   line calls a file of its own: ``step.py``, ``master_weights.py``, ``deepspeed_accessors.py`` (what DeepSpeed's
   accessors answer, mostly by way of ours in ``coat_accessors.py``), ``round_robin.py``, ``cached_weights.py``,
-  ``heartbeat.py``, and files of ``coat_dist/checkpoint``.
+  ``heartbeat.py``, ``expert_parallel.py``, and files of ``coat_dist/checkpoint``.
 - ``reviewed.py`` knows which DeepSpeed was read; ``registration.py`` makes it know CoatAdamW by name.
 
 No module here imports DeepSpeed when it is imported itself, so ``coat_dist`` works where DeepSpeed is not installed.
