@@ -99,6 +99,11 @@ class ActivationConfig(_Block):
     """Send FP8 instead of BF16 when sequence parallelism gathers activations and gradients."""
     fp8_weight_gather: bool = False
     """Under ZeRO-3, gather patched layers' weights as FP8 codes: half the bytes, equal bits; not with tp_invariant."""
+    expert_dispatch: Literal["auto", "fp8", "bf16"] = "auto"
+    """What tokens are on the way to experts of other ranks: codes and row scales, or BF16. "auto": FP8 where
+    ``forward_scales`` is "row", which changes nothing of what an expert's forward multiplies."""
+    expert_dispatch_grad: Literal["bf16", "fp8"] = "bf16"
+    """What their gradients are on the way back, where tokens travel in FP8."""
     tp_invariant: bool = False
     """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not depend on the TP size."""
     weights: Literal["on_use", "cached"] = "on_use"
@@ -126,6 +131,17 @@ class ActivationConfig(_Block):
         if self.tp_invariant and not self.fp8_gather:
             raise ValueError(
                 "tp_invariant: got true with fp8_gather false, accepted: tp_invariant needs fp8_gather true"
+            )
+        if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":
+            raise ValueError(
+                'expert_dispatch: got "fp8" with forward_scales "tensor", accepted: "auto" or "bf16" (row scales on '
+                "the way and one scale afterwards would round twice)"
+            )
+        sends = self.expert_dispatch == "fp8" or (self.expert_dispatch == "auto" and self.forward_scales == "row")
+        if self.expert_dispatch_grad == "fp8" and not sends:
+            raise ValueError(
+                f'expert_dispatch_grad: got "fp8" with expert_dispatch "{self.expert_dispatch}" and forward_scales '
+                f'"{self.forward_scales}", accepted: "bf16", or tokens that travel in FP8'
             )
         if self.z_loss and (self.loss == "plain" or not self.enabled):
             why = 'loss "plain"' if self.enabled else "enabled false"

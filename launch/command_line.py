@@ -152,6 +152,13 @@ def add_parallel_options(group: Any) -> None:
     group.add_argument(
         "--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer"
     )
+    group.add_argument(
+        "--expert-parallel",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="data-parallel ranks that divide the experts of every layer among themselves",
+    )
     group.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
 
 

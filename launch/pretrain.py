@@ -97,8 +97,9 @@ def train(
     heartbeat.start()  # a rank may also hang before there is an engine
     runtime.seed_python_and_numpy(p.args.seed)
     # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
+    experts = {"expert_model_parallel_size": p.args.expert_parallel} if p.args.expert_parallel > 1 else {}
     initialize_model_parallel(
-        p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False, **stages.groups(p.args)
+        p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False, **experts, **stages.groups(p.args)
     )
     with ExitStack() as locks:
         folders = open_on_nodes(p.args, p.settings, locks)
@@ -200,7 +201,15 @@ def make_loop(
             continues=continues,
             wandb=start_wandb(p, continues),
         ),
-        times=RankTimes(device, whole_forward=a.tensor_parallel == 1 and p.settings["zero_optimization"]["stage"] < 3),
+        times=RankTimes(
+            device,
+            whole_forward=a.tensor_parallel == a.expert_parallel == 1 and p.settings["zero_optimization"]["stage"] < 3,
+        ),
+        more=None
+        if p.model.num_moe_experts is None
+        else lambda: p.model.router_losses(
+            p.model.num_layers, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel
+        ),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         progress=progress,
         total_steps=a.train_steps,

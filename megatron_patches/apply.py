@@ -20,9 +20,12 @@ from .activations import activation_name
 from .attached import Patch
 from .attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
 from .blocks import NORMS, layers_of
+from .dispatch import FP8AlltoAllDispatcher, may_send_fp8
 from .experts import ExpertMLP, SharedExperts
+from .grouped import GROUPED, grouped_activation
 from .groups import tensor_parallel
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
+from .local_dispatch import LOCAL, may_stay_local
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
 from .mlp import NormMLP
 from .norm import EXACT, FOLDED
@@ -75,6 +78,13 @@ def restore(model: nn.Module, classes: list[tuple[nn.Module, type]]) -> None:
                     changes.set(layer, flag, True)
             if isinstance(getattr(layer, "mlp", None), NormMLP):
                 changes.set(layer, "recompute_mlp", layer.mlp.coat.recompute)
+            dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+            if isinstance(dispatcher, FP8AlltoAllDispatcher):
+                changes.set(dispatcher, "__class__", FP8AlltoAllDispatcher.__base__)
+                changes.remove(dispatcher, "coat_settings")
+            for original, swapped in LOCAL.items():
+                if type(dispatcher) is swapped:
+                    changes.set(dispatcher, "__class__", original)
             for add in _ADDITIONS:
                 if isinstance(getattr(layer, add, None), AliasedAdd):
                     changes.set(layer, add, AliasedAdd.original)
@@ -112,10 +122,22 @@ def _patch_mlp(layer: Any, settings: ActivationConfig, changes: Changes, report:
 
 
 def _patch_experts(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
-    for expert in layer.mlp.experts.local_experts:
+    experts = layer.mlp.experts
+    if type(experts) in GROUPED:
+        config = experts.config
+        names = {"activation": grouped_activation(config), "function": config.activation_func}
+        changes.swap(experts, GROUPED[type(experts)], Patch(settings, TensorParallel(), **names))
+    for expert in getattr(experts, "local_experts", ()):
         if not isinstance(expert, ExpertMLP):
             patch = Patch(settings, TensorParallel(), **_activation(expert))
             changes.swap(expert, ExpertMLP, patch)
+    dispatcher = layer.mlp.token_dispatcher
+    if may_send_fp8(dispatcher, settings):
+        changes.set(dispatcher, "coat_settings", settings)
+        changes.set(dispatcher, "__class__", FP8AlltoAllDispatcher)
+        report.note("tokens travel to experts of other ranks in FP8")
+    if may_stay_local(dispatcher):
+        changes.set(dispatcher, "__class__", LOCAL[type(dispatcher)])
 
 
 def _patch_shared_experts(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:

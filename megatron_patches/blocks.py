@@ -34,8 +34,8 @@ class Block:
     def modules(self) -> dict[str, Any]:
         """The modules whose class a patch changes, by their name in the layer."""
         if self.kind == "mlp.experts":
-            count = len(self.layer.mlp.experts.local_experts)
-            paths = [f"mlp.experts.local_experts.{i}" for i in range(count)]
+            experts = getattr(self.layer.mlp.experts, "local_experts", None)
+            paths = [self.kind] if experts is None else [f"{self.kind}.local_experts.{i}" for i in range(len(experts))]
         elif self.kind == "self_attention":
             paths = [NORMS[self.kind], self.kind, "self_attention.linear_qkv", "self_attention.linear_proj"]
         else:

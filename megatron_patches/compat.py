@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from .cpu import answer_for_cuda
+from .cpu import answer_for_cuda, dispatch_tokens, gather_unevenly
 
 __all__ = [
     "SUPPORTED",
@@ -182,6 +182,8 @@ def prepare_cpu() -> bool:
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     with quiet_imports():
         answer_for_cuda()
+        dispatch_tokens()
+        gather_unevenly()
     _prepared = True
     return True
 

@@ -12,9 +12,10 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["answer_for_cuda"]
+__all__ = ["answer_for_cuda", "dispatch_tokens", "gather_unevenly"]
 
 # By module, what asks for CUDA. Functions stand where their callers look them up.
 _ASKING = {
@@ -67,6 +68,54 @@ def answer_for_cuda() -> None:
             path, _, last = name.rpartition(".")
             owner = getattr(module, path) if path else module
             setattr(owner, last, _on_cpu(getattr(owner, last)))
+
+
+def dispatch_tokens() -> None:
+    """Have Megatron's alltoall dispatcher of tokens run without CUDA's streams. To be called once.
+
+    It copies the numbers of tokens to the host on a stream of its own. On the CPU they are there already, and gloo
+    wants them as lists.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    def numbers_on_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == self.cuda_dtoh_point and not self.drop_and_pad:
+            for name in ("input_splits", "output_splits"):
+                if isinstance(given := getattr(self, name, None), torch.Tensor):
+                    setattr(self, name, given.tolist())
+        return tokens_per_expert
+
+    Dispatcher.cuda_dtoh_stream = object()  # not None, or it makes one
+    Dispatcher._maybe_dtoh_and_synchronize = numbers_on_host
+
+
+def gather_unevenly() -> None:
+    """Have Megatron gather and scatter rows of which ranks have different numbers over gloo, which cannot. To be called
+    once."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_rows(rows: torch.Tensor, group: Any = None, sizes: Any = None, *more: Any, **others: Any) -> Any:
+        sizes = others.pop("output_split_sizes", sizes)
+        if sizes is None or group is None or group.size() == 1:
+            return gather(rows, group, sizes, *more, **others)
+        parts = [rows.new_empty(size, *rows.shape[1:]) for size in sizes]
+        parts[group.rank()].copy_(rows)
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, group=group, group_src=rank)
+        return torch.cat(parts)
+
+    def scatter_rows(rows: torch.Tensor, group: Any = None, sizes: Any = None, *more: Any, **others: Any) -> Any:
+        sizes = others.pop("input_split_sizes", sizes)
+        if sizes is None or group is None or group.size() == 1:
+            return scatter(rows, group, sizes, *more, **others)
+        parts = [part.clone() for part in rows.split(list(sizes))]
+        for rank, part in enumerate(parts):
+            dist.reduce(part, group=group, group_dst=rank)
+        return parts[group.rank()]
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_rows, scatter_rows
 
 
 def _on_cpu(function: Any) -> Any:

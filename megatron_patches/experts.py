@@ -15,6 +15,7 @@ from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
 from .attached import Patch
+from .grouped import GROUPED, why_bf16_grouped
 from .hooks import CALL, why_bf16_hooks
 from .mlp import checked_activation, why_bf16_products
 from .uncalled import wait_for_parameters
@@ -74,10 +75,13 @@ def has_experts(layer: Any) -> bool:
 
 
 def why_bf16_experts(layer: Any, settings: ActivationConfig) -> str | None:
-    """Why the experts of a ``TransformerLayer``, all of them together, cannot become :class:`ExpertMLP`."""
+    """Why the experts of a ``TransformerLayer``, all of them together, cannot become :class:`ExpertMLP`, or what
+    ``grouped.py`` has for grouped products."""
     experts = layer.mlp.experts
+    if type(experts) in GROUPED:
+        return why_bf16_grouped(experts, settings)
     if type(experts) is not SequentialMLP:
-        return f"experts class {type(experts).__name__} (a grouped product)"
+        return f"experts class {type(experts).__name__}"
     if settings.tp_invariant:
         return "tp_invariant with a mixture of experts"
     for expert in experts.local_experts:

@@ -49,7 +49,7 @@ _FP4 = "part of fp4, which is refused"
 _CP = "for context parallelism, which is refused"
 _OVERLAP = "part of tp_comm_overlap"
 _TE = "for modules of Transformer Engine"
-_GROUPED = "for grouped products of experts, which are refused"
+_GROUPED = "for grouped products of Transformer Engine"
 _VARIANT = "part of experimental_attention_variant, which is refused"
 _MAMBA = "a GPT model has no Mamba layers"
 _CLIP = "part of qk_clip, which is refused"
@@ -174,7 +174,7 @@ _TABLE: tuple[tuple[str, Handled | Only | str, Handled | Only | str], ...] = (
         _YES,
     ),
     ("moe_shared_expert_overlap", _YES, _BLOCK),
-    ("moe_grouped_gemm", _OFF, _BLOCK),
+    ("moe_grouped_gemm", _YES, _BLOCK),
     ("moe_use_legacy_grouped_gemm use_fused_weighted_squared_relu", _GROUPED, "read by experts that stay BF16"),
     ("overlap_moe_expert_parallel_comm", _YES, _OFF),
     ("ep_overlap_early_attn_memory_release", _YES, "part of overlap_moe_expert_parallel_comm, which is refused"),

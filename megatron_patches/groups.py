@@ -127,6 +127,15 @@ class MPUAdapter:
     def get_context_parallel_world_size(self) -> int:
         return parallel_state.get_context_parallel_world_size()
 
+    def get_expert_model_parallel_world_size(self) -> int:
+        return parallel_state.get_expert_model_parallel_world_size()
+
+    def get_expert_model_parallel_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_expert_model_parallel_group()
+
+    def get_expert_data_parallel_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_expert_data_parallel_group()
+
     def get_data_parallel_rank(self) -> int:
         return parallel_state.get_data_parallel_rank()
 

@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.parallel_state import get_expert_model_parallel_rank
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -33,6 +35,7 @@ from .attention import CompactSelfAttention
 from .compat import check_version, fc1_params, field_or
 from .config_check import why_not_built
 from .core_attention import SDPA
+from .grouped import GroupedExperts
 from .norm import AllHeadsNorm, Norm
 from .post_norm import PostNormTransformerLayer
 
@@ -53,7 +56,8 @@ def gpt_layer_spec(
 
     Args:
         config: every field is honoured, refused, or without meaning here; :mod:`megatron_patches.fields` says which.
-            Experts are a ``SequentialMLP``: grouped products need another package.
+            Experts are a ``SequentialMLP``, or with ``moe_grouped_gemm`` a ``GroupedMLP`` that needs no other package
+            (:class:`~megatron_patches.grouped.GroupedExperts`).
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
         norm_placement: "post" for norms after attention and MLP, x + norm(f(x)) (OLMo-2), in place of those before.
@@ -88,7 +92,38 @@ def gpt_layer_spec(
 
 
 def _experts(config: TransformerConfig) -> ModuleSpec:
-    return get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    if config.moe_grouped_gemm:
+        spec.submodules.experts = ModuleSpec(module=GroupedExperts)
+    if config.expert_model_parallel_size > 1 and config.use_cpu_initialization:
+        spec.submodules.experts.module = _OfAllGroupedExperts if config.moe_grouped_gemm else _OfAllExperts
+    return spec
+
+
+class _OfAllExperts:
+    """Builds a :class:`SequentialMLP` of all experts and keeps those of this rank: on the CPU models of all
+    expert-parallel sizes start equal."""
+
+    def __new__(cls, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
+        built = SequentialMLP(config.num_moe_experts, config, *args, **kwargs)
+        first = get_expert_model_parallel_rank() * num_local_experts
+        built.local_experts = built.local_experts[first : first + num_local_experts]
+        built.num_local_experts = num_local_experts
+        return built
+
+
+class _OfAllGroupedExperts:
+    """:class:`_OfAllExperts` for :class:`GroupedExperts`."""
+
+    def __new__(cls, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
+        built = GroupedExperts(config.num_moe_experts, config, *args, **kwargs)
+        rank, ranks = get_expert_model_parallel_rank(), config.num_moe_experts // num_local_experts
+        for weight, dim in ((built.weight1, 1), (built.weight2, 0)):
+            shape = list(weight.shape)
+            shape[dim] //= ranks
+            weight.data = weight.data.reshape(-1).chunk(ranks)[rank].clone().view(shape)
+        built.num_local_experts = num_local_experts
+        return built
 
 
 def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool]:

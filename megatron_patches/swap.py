@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from .attached import Patch
 from .attention import PATCHED
 from .experts import ExpertMLP, SharedExperts
+from .grouped import GROUPED
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
 from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
 from .mlp import NormMLP
@@ -33,7 +34,7 @@ _ORIGINAL: dict[type, type] = {
     NormMLP: MLP,
     ExpertMLP: MLP,
     SharedExperts: SharedExpertMLP,
-    **{swapped: original for table in (FOLDED, EXACT, PATCHED) for original, swapped in table.items()},
+    **{swapped: original for table in (FOLDED, EXACT, PATCHED, GROUPED) for original, swapped in table.items()},
 }
 _ABSENT = object()
 

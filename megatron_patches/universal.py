@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import nn
 
 from .blocks import pipelined
@@ -25,7 +27,11 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
 
     * Parameters without a true ``tensor_model_parallel`` are replicated.
     * ``partition_dim`` 1 is row parallel.
+    * ``weight1`` and ``weight2`` of experts in grouped products are whole.
     * ``linear_fc1`` of a gated MLP holds ``[gate; up]`` of its rank: its halves are joined separately.
+
+    * ``expert_parallel`` says what the experts of each rank are called in the whole model, where ranks divide them
+      (``coat_dist/checkpoint/expert_names.py``).
 
     Args:
         model: Megatron-core modules, unsharded by ZeRO or ZeRO-3's.
@@ -34,6 +40,9 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
         Lists of regular expressions, each of which matches one parameter's name. Of a pipeline stage also ``pipeline``:
         ``stages``, ``stage`` (from 0), ``virtual_stages``, and ``names``, a dict of the names in the whole model by
         those of this stage.
+
+    Raises:
+        ValueError: experts in grouped products that tensor-parallel ranks divide; names the parameter.
     """
     info: dict[str, Any] = {
         "universal_checkpoint_version": _VERSION,
@@ -42,9 +51,24 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
         "parameter_with_2_sub_params_cat_dim_0": [],
     }
     modules = dict(model.named_modules())
+    experts, joined = _divided_experts(modules)
+    if experts or joined:
+        info["expert_parallel"] = {
+            "size": parallel_state.get_expert_model_parallel_world_size(),
+            "rank": parallel_state.get_expert_model_parallel_rank(),
+            "names": experts,
+            "joined": joined,
+        }
     for name, p in model.named_parameters():
         owner = modules[name.rpartition(".")[0]]
-        if not getattr(p, "tensor_model_parallel", False):
+        if isinstance(owner, GroupedMLP):  # its weights say that they are divided, whether they are or not
+            if owner.tp_group.size() > 1:
+                raise ValueError(
+                    f"{name}: got moe_grouped_gemm with expert_tensor_parallel_size {owner.tp_group.size()}, accepted: "
+                    "1, or moe_grouped_gemm=False (universal checkpoints cannot join the parts of these weights)"
+                )
+            kind = "tp_replicated_parameter_patterns"
+        elif not getattr(p, "tensor_model_parallel", False):
             kind = "tp_replicated_parameter_patterns"
         elif getattr(p, "partition_dim", 0) == 1:
             kind = "parameter_with_row_parallelism_patterns"
@@ -52,7 +76,7 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
             kind = "parameter_with_2_sub_params_cat_dim_0"
         else:
             continue
-        info[kind].append(f"^{re.escape(name)}$")
+        info[kind] += [f"^{re.escape(whole)}$" for whole in experts.get(name, [name])]
     if pipelined(model):
         info["pipeline"] = {
             "stages": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -61,3 +85,24 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
             "names": whole_names(model),
         }
     return info
+
+
+def _divided_experts(modules: dict[str, nn.Module]) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Names in the whole model of what this rank calls its experts, by expert-parallel rank; and weights of grouped
+    experts, with the dimension along which experts count. None where each rank holds all of them."""
+    size = parallel_state.get_expert_model_parallel_world_size() if parallel_state.is_initialized() else 1
+    names: dict[str, list[str]] = {}
+    joined: dict[str, int] = {}
+    for path, module in modules.items() if size > 1 else ():
+        if not isinstance(module, BaseMoELayer):
+            continue
+        for name, parameter in module.experts.named_parameters(f"{path}.experts"):
+            if getattr(parameter, "allreduce", True):
+                continue
+            found = re.match(rf"{re.escape(path)}\.experts\.local_experts\.(\d+)\.(.*)", name)
+            if found is None:
+                joined[name] = int(name.endswith("weight1"))
+                continue
+            count, number = module.num_local_experts, int(found[1])
+            names[name] = [f"{path}.experts.local_experts.{rank * count + number}.{found[2]}" for rank in range(size)]
+    return names, joined

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ranks import raise_everywhere
+from .expert_names import divided_experts
 from .manifest import CheckpointError
 from .publish import LATEST
 from .shared import check_there
@@ -93,7 +94,7 @@ def load_whole_checkpoints(engine: Any) -> None:
             # The universal loader has learnt from its check whether moments are wanted. DeepSpeed is told yes in any
             # case: at stage 3 it would otherwise look for a checkpoint of its own kind.
             load_optimizer_states = True
-        return original(
+        found = original(
             load_dir,
             tag,
             load_module_strict,
@@ -102,6 +103,9 @@ def load_whole_checkpoints(engine: Any) -> None:
             load_module_only,
             custom_load_fn,
         )
+        if not universal and divided_experts(getattr(engine.module, "universal_checkpoint_info", None))[0] > 1:
+            engine.optimizer.update_lp_params()  # the model's file holds the experts of one rank
+        return found
 
     load_checkpoint.coat_checks = checks  # type: ignore[attr-defined]
     engine.load_checkpoint = load_checkpoint

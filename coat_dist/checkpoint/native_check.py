@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optim.state import EARLIER, LAYOUT_KEYS
+from .expert_names import divided_experts
 from .load_checks import Request, check_before_load
 from .other_engines import pipeline_stages
 from .zero_files import MODEL, MODEL3, read
@@ -42,8 +43,12 @@ def check_native_loads(engine: Any) -> None:
 
 def _problems(engine: Any, request: Request) -> list[str]:
     folder = request.folder
-    if engine.load_universal_checkpoint() or not request.states:
+    if engine.load_universal_checkpoint():
         return []
+    ours, _ = divided_experts(getattr(engine.module, "universal_checkpoint_info", None))
+    if not request.states:
+        lacking = "load_optimizer_states: got False, and the experts of other ranks are in the optimizer's files alone"
+        return [f"{folder}: {lacking}"] if ours > 1 else []
     if (folder / "zero").is_dir():
         return [f"checkpoint.load_universal: got false, but {folder} is a universal checkpoint"]
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -59,6 +64,7 @@ def _problems(engine: Any, request: Request) -> list[str]:
         # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times sequence-parallel ranks.
         "data-parallel size": (saved.get("dp_world_size"), getattr(engine, "seq_dp_world_size", engine.dp_world_size)),
         **_model_parallel(saved, engine),
+        "expert-parallel size": (divided_experts(saved.get("universal_checkpoint_info"))[0], ours),
     }
     problems = [
         f"{folder}: {name}: checkpoint has {theirs}, this run has {ours}"

@@ -22,6 +22,7 @@ from ..nodes import say_host
 from ..ranks import attempt, gather, rank_and_world
 from .durable import make_folder
 from .engine_writes import Writes, watch_writes
+from .expert_names import divided_experts
 from .manifest import FORMAT, CheckpointError, sync_files
 from .other_engines import name_of_optimizer, pipeline_stages
 from .publish import LATEST, begin, finish, name_latest, retire, unfinished
@@ -119,6 +120,8 @@ def describe(engine: Any) -> dict[str, Any]:
         "global_steps": getattr(engine, "global_steps", None),
         **name_of_optimizer(engine.optimizer),
     }
+    divided, _ = divided_experts(getattr(getattr(engine, "module", None), "universal_checkpoint_info", None))
+    known |= {"expert_parallel": divided} if divided > 1 else {}
     return {key: value() if callable(value) else value for key, value in known.items()}
 
 

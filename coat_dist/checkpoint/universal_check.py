@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .expert_names import names_in_whole, part_of_joined, whole_names
 from .universal_codes import check_codes
 from .universal_folder import UniversalFolder
 from .zero_files import KEYS
@@ -51,9 +52,10 @@ def modules_with_extra_state(engine: Any) -> dict[str, torch.nn.Module]:
 
 
 def _check_trained(engine: Any, source: UniversalFolder, moments: bool) -> list[str]:
-    names = engine.param_names
+    names = names_in_whole(engine)
     parts = list(partitions(engine.optimizer))
-    mine = [(names[f.param], f.shape) for part in parts for f in part.fragments]
+    given = [(names[f.param], f.shape) for part in parts for f in part.fragments]
+    mine = [(name, (part_of_joined(engine, name, shape) or (shape,))[0]) for name, shape in given]
     new = [name for name, _ in mine if name in source.rest]
     if new and moments:
         return [
@@ -97,7 +99,7 @@ def _check_untrained(engine: Any, source: UniversalFolder, strict: bool) -> list
     if not strict or not source.complete:  # DeepSpeed's converter writes trained parameters only
         return []
     found = []
-    trained = {engine.param_names[p] for params in members(engine.optimizer) for p in params}
+    trained = {engine.param_names[p] for params in members(engine.optimizer) for p in params} | whole_names(engine)
     if unknown := sorted((source.rest.keys() | source.trained()) - trained - mine.keys()):
         found.append(
             f"{source.folder}: got {_some(unknown)}, accepted: parameters and buffers of this model, {_LENIENT}"

@@ -78,7 +78,8 @@ def _write_parameter(folder: Path, name: str, checkpoint: ZeroCheckpoint) -> Non
     for key in KEYS:
         whole, layout = checkpoint.whole(name, partial(Shard.part, name=name, key=key), key)
         torch.save({"param": whole, **layout}, _in_new_folder(folder / f"{key}.pt"))
-    _write_codes(folder / CODES_FILE, name, shards)
+    if name not in checkpoint.joined:
+        _write_codes(folder / CODES_FILE, name, shards)
     # torch's optimizers want a tensor; ours takes either.
     torch.save(torch.tensor(float(steps.pop())), _in_new_folder(folder / "step.pt"))
 

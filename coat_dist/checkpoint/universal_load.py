@@ -21,6 +21,7 @@ from ..optim.master import write_master
 from ..optim.moments import encode_moments
 from ..optim.state import MOMENTS, has_remainder, moment, new_state
 from ..ranks import raise_everywhere
+from .expert_names import names_in_whole, part_of_joined
 from .load_checks import Request, check_before_load
 from .schedule import find_schedule_problems, renew_rates
 from .universal_check import find_problems, modules_with_extra_state, untrained_tensors
@@ -106,17 +107,17 @@ def _open_folder(engine: Any, folder: str | Path) -> UniversalFolder:
 
 @torch.no_grad()
 def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
-    zero, names = engine.optimizer, engine.param_names
+    zero, names = engine.optimizer, names_in_whole(engine)
     parts = list(partitions(zero))
     modules = modules_with_extra_state(engine)
     for name in source.extra.keys() & modules.keys():  # first: this is the model's own code, which may refuse
         modules[name].set_extra_state(source.extra_state(name))
     for part, params in zip(parts, members(zero), strict=True):
-        weights = _read_partition(part, source, names, "fp32")
+        weights = _read_partition(engine, part, source, names, "fp32")
         if moments:
             # A rank that holds nothing of a group still steps it: bias correction needs the same count on all ranks.
             step = next((source.step(names[p]) for p in [f.param for f in part.fragments] or params), 0)
-            _fill_state(zero.optimizer, part, source, names, step)
+            _fill_state(engine, part, source, names, step)
         _fill_weights(zero.optimizer, part, weights)
     if moments:
         _relink(parts, zero.optimizer)
@@ -127,17 +128,18 @@ def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
             _fill_untrained(target, source.weights(name, getattr(target, "ds_shape", target.shape)))
 
 
-def _fill_state(base: Any, part: Partition, source: UniversalFolder, names: Mapping, step: int) -> None:
+def _fill_state(engine: Any, part: Partition, source: UniversalFolder, names: Mapping, step: int) -> None:
     """Replace the state of one partition."""
+    base = engine.optimizer.optimizer
     if not isinstance(base, CoatAdamW):
-        moments = {key: _read_partition(part, source, names, key).to(part.flat.device) for key in KEYS[1:]}
+        moments = {key: _read_partition(engine, part, source, names, key).to(part.flat.device) for key in KEYS[1:]}
         on_device = part.group.get("fused") or part.group.get("capturable")
         count = torch.tensor(float(step), device=part.flat.device if on_device else "cpu")
         base.state[part.flat] = {"step": count, **moments}
         return
     state = new_state(part.flat, part.group)
     state["step"] = step
-    both = [_read_partition(part, source, names, key) for key in KEYS[1:]]
+    both = [_read_partition(engine, part, source, names, key) for key in KEYS[1:]]
     if part.group["moments"] == "fp32":
         for key, flat in zip(KEYS[1:], both, strict=True):
             state[key].copy_(flat)
@@ -164,13 +166,14 @@ def _fill_weights(base: Any, part: Partition, weights: torch.Tensor) -> None:
     write_master(part.flat, state, 0, weights)
 
 
-def _read_partition(part: Partition, source: UniversalFolder, names: Mapping, key: str) -> torch.Tensor:
+def _read_partition(engine: Any, part: Partition, source: UniversalFolder, names: Mapping, key: str) -> torch.Tensor:
     """This rank's partition of the weights or a moment, flat, fp32, on the CPU; padding is zero."""
     flat = torch.zeros(part.flat.numel())
     for f in part.fragments:
         name = names[f.param]
-        values = source.weights(name, f.shape) if key == "fp32" else source.local(name, key, f.shape)
-        flat[f.start : f.start + f.numel] = values.reshape(-1)[f.first : f.first + f.numel]
+        shape, mine = part_of_joined(engine, name, f.shape) or (f.shape, slice(None))
+        values = source.weights(name, shape) if key == "fp32" else source.local(name, key, shape)
+        flat[f.start : f.start + f.numel] = values.reshape(-1)[mine][f.first : f.first + f.numel]
     return flat
 
 

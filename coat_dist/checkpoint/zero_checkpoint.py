@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .expert_names import divided_experts, joined_experts, larger
 from .zero_files import MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
 __all__ = ["ZeroCheckpoint", "is_extra_state"]
@@ -72,9 +73,28 @@ class ZeroCheckpoint:
             {name: s for group in row[0]["param_shapes"] for name, s in group.items()} for row in self.models
         ]
         """Shapes of the trained parameters of each tensor-parallel rank."""
+        self._name_experts()
         for row, model in zip(self.shards, self.models, strict=True):
             if row[0].round_robin:
                 _check_places(row, model[0])
+
+    def _name_experts(self) -> None:
+        """Call experts that ranks divide by their names in the whole model; a shard holds those of its rank."""
+        size, names = divided_experts(self.rules)
+        self.joined, self.expert_parallel = joined_experts(self.rules), size
+        if size == 1:
+            return
+        for row in self.shards:
+            for d, shard in enumerate(row):
+                shard.rename({name: of_all[d % size] for name, of_all in names.items()})
+        self.shapes = [
+            {
+                whole: larger(shape, self.joined[name], size) if name in self.joined else shape
+                for name, shape in shapes.items()
+                for whole in names.get(name, [name])
+            }
+            for shapes in self.shapes
+        ]
 
     def whole(self, name: str, part: Callable[[Shard], torch.Tensor], key: str) -> tuple[torch.Tensor, dict[str, Any]]:
         """One tensor of a trained parameter, of all ranks.
@@ -89,7 +109,9 @@ class ZeroCheckpoint:
         """
         pieces = []
         for row, shapes in zip(self.shards, self.shapes, strict=True):
-            flat = torch.cat([part(shard) for shard in row])
+            # Tensors in which experts are joined: one expert-parallel rank's after the other's.
+            step = self.expert_parallel if name in self.joined else 1
+            flat = torch.cat([part(shard) for first in range(step) for shard in row[first::step]])
             if flat.numel() != shapes[name].numel():
                 raise ValueError(
                     f"{self.source}: {name} {key}: got {flat.numel()} elements over all ranks, accepted: "

@@ -65,6 +65,11 @@ class Shard:
                 self.places[name] = Place(i, start, max(0, min(part, shape.numel() - dp_rank * part)))
                 start += part
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call parameters by other names."""
+        self.places = {names.get(name, name): place for name, place in self.places.items()}
+        self.names = [names.get(name, name) for name in self.names]
+
     def part(self, name: str, key: str) -> torch.Tensor:
         """This rank's part of a parameter or moment, flat, fp32."""
         i, start, numel = self.places.get(name, Place(0, 0, 0))

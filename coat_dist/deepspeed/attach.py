@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..checkpoint.expert_names import divided_experts
 from ..checkpoint.load_checks import load_whole_checkpoints
 from ..checkpoint.native_check import check_native_loads
 from ..checkpoint.other_engines import refuse_compressed_moments
@@ -24,6 +25,7 @@ from . import (
     cached_weights,
     coat_accessors,
     deepspeed_accessors,
+    expert_parallel,
     fp8_gather,
     master_weights,
     missing,
@@ -159,6 +161,13 @@ ATTACHMENTS = (
         lambda b: enable_universal_load(b.engine),
         ("engine.load_checkpoint", "zero._load_universal_checkpoint"),
         "after the places, which say what part of a parameter this rank loads",
+    ),
+    Attachment(
+        "experts of other ranks are missed",
+        lambda b: divided_experts(getattr(b.engine.module, "universal_checkpoint_info", None))[0] > 1,
+        lambda b: expert_parallel.refuse_single_files(b.engine),
+        ("engine.save_16bit_model", "engine.save_fp16_model"),
+        "anywhere: nothing else is put around these",
     ),
     Attachment(
         "step: infinities are found by the gradient norm",

@@ -22,6 +22,7 @@ from ..optim import CoatAdamW
 from ..ranks import on_rank_0, rank_and_world
 from .attach import attach
 from .compare_ranks import compare_ranks
+from .expert_parallel import announced_experts, check_expert_parallel
 from .monitors import make_folders
 from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw, list_parameters
@@ -179,6 +180,12 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     )
     check(optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     check_settings(settings, stages(mpu))
+    ep = _size(mpu, "get_expert_model_parallel_world_size")
+    check_expert_parallel(settings, ep, optimizer)
+    if ep > 1 and stages(mpu) > 1:
+        raise CoatConfigError(
+            f"mpu: got {ep} expert-parallel ranks and {stages(mpu)} pipeline stages, accepted: one of both"
+        )
     if not pipeline:
         check_replicated_grads(model, mpu, tp)
     compressed = look_up(settings, "optimizer.type") == "CoatAdamW"
@@ -219,7 +226,9 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     if (args := given.get("args")) is not None:
         given["args"] = _without_configuration(args)
     leave_out_compiled_operation()
-    engine, *others = original()(**{**given, "config": settings})
+    with announced_experts(model, mpu, ep) as built:
+        engine, *others = original()(**{**given, "config": settings})
+        built.append(engine)
     attach(engine, coat)
     return engine, *others
 

@@ -14,7 +14,7 @@ from ..config import CoatConfig
 from ..optim import CoatAdamW, param_groups, split_groups
 from ..optim.state import check_group
 
-__all__ = ["build_coat_adamw", "check_params", "list_parameters"]
+__all__ = ["build_coat_adamw", "check_params", "experts_apart", "list_parameters"]
 
 
 def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str]:
@@ -65,7 +65,7 @@ def build_coat_adamw(
         options["betas"] = tuple(options["betas"])
 
     def make(groups: list[dict[str, Any]]) -> CoatAdamW:
-        return CoatAdamW(_experts_apart(groups), **options)
+        return CoatAdamW(experts_apart(groups), **options)
 
     listed = None if parameters is None else list(parameters)
     if listed and isinstance(listed[0], Mapping):
@@ -91,8 +91,9 @@ def list_parameters(parameters: Iterable[Any]) -> list[Any]:
     return [{**p, "params": listed(p["params"])} if isinstance(p, Mapping) else p for p in parameters]
 
 
-def _experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters of DeepSpeed's experts (``deepspeed.moe``) in groups of their own: they are sharded over other ranks.
+def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameters of experts that ranks divide (DeepSpeed's ``deepspeed.moe``, or Megatron's after
+    :func:`~coat_dist.deepspeed.mark_experts`) in groups of their own: they are sharded over other ranks.
 
     DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables like ours.
     """

@@ -6,12 +6,15 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 
 from ..ops import Heads, RopeTable, rope_table
 from .attention import attention, sdpa
+from .dispatch import dispatch_rows
 from .documents import Documents
+from .grouped import grouped_mlp
 from .linear import invariant_linear, linear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .mlp import mlp, norm_mlp, scale_rows
 from .norm import Norm, norm
 from .norm_linear import norm_linear, norm_qkv
+from .permute import TokenOrder, permute, token_order, unpermute
 from .split_norm import split_norm
 from .tensor_parallel import TensorParallel
 from .weights import invalidate_weights
@@ -22,7 +25,10 @@ __all__ = [
     "Norm",
     "RopeTable",
     "TensorParallel",
+    "TokenOrder",
     "attention",
+    "dispatch_rows",
+    "grouped_mlp",
     "invalidate_weights",
     "invariant_linear",
     "linear",
@@ -32,9 +38,12 @@ __all__ = [
     "norm_linear",
     "norm_mlp",
     "norm_qkv",
+    "permute",
     "rope_table",
     "scale_rows",
     "sdpa",
     "split_norm",
+    "token_order",
+    "unpermute",
     "vocab_parallel_cross_entropy",
 ]

@@ -21,8 +21,9 @@ from ..ops import (
     activation_grad_amax,
     activation_quantize,
     check_activation,
-    dequantize,
     quantize_groups,
+    spread_gradient,
+    take_rows,
 )
 from .function import shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
@@ -265,17 +266,15 @@ class _ScaleRows(torch.autograd.Function):
             codes, scales = y8.codes, y8.scales
         ctx.save_for_backward(codes, scales, factor)
         ctx.group_size = settings.group_size
-        return shaped((y.float() * factor.float()[..., None]).to(y.dtype).contiguous(), *y.shape)
+        return shaped(take_rows(y.reshape(-1, y.shape[-1]), None, factor.reshape(-1)).contiguous(), *y.shape)
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
         codes, scales, factor = ctx.saved_tensors
-        dy = dfactor = None
-        if ctx.needs_input_grad[0]:
-            dy = (dout.float() * factor.float()[..., None]).to(dout.dtype)
+        n, y8 = dout.shape[-1], None
         if ctx.needs_input_grad[1]:
-            y = dequantize(QuantizedTensor(codes, scales, "group", ctx.group_size))
-            dfactor = (dout.float() * y).sum(-1).to(factor.dtype)
-        return dy, dfactor, None
+            y8 = QuantizedTensor(codes.view(-1, n), scales.view(-1, scales.shape[-1]), "group", ctx.group_size)
+        dy, _, dfactor = spread_gradient(dout.reshape(-1, n), None, factor.reshape(-1), y8)
+        return dy.view(dout.shape), None if dfactor is None else dfactor.view(factor.shape), None

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,16 @@ from .products import gemm
 from .scaling import Operand, quantize_input, row_operand
 from .tensor_parallel import TensorParallel
 
-__all__ = ["Weight", "cached_weight_bytes", "invalidate_after", "invalidate_weights"]
+__all__ = [
+    "Weight",
+    "cacheable",
+    "cached_weight_bytes",
+    "from_cache",
+    "into_main_grad",
+    "invalidate_after",
+    "invalidate_weights",
+    "row_blocks",
+]
 
 _CHUNK = 2**24
 """Elements of a weight's gradient on their way into ``main_grad`` at a time: 64 MiB."""
@@ -75,8 +85,10 @@ class Weight:
         if (gathered := _gathered(self.parameter)) is not None:
             q8 = gathered.in_layout(self.settings.forward_scales)
             return row_operand(q8, self.tp, self.settings) if q8.layout == "row" else Operand(q8, q8.scales)
-        if self.settings.weights == "cached" and _cacheable(self.parameter):
-            operand = _from_cache(self.parameter, self.tp, self.settings, self.split)
+        if self.settings.weights == "cached" and cacheable(self.parameter):
+            given = self.parameter, self.tp, self.settings, self.split
+            shared_by = self.tp.group if self.settings.tp_invariant else None
+            operand = from_cache(self.parameter, self.settings, (shared_by, self.split), lambda: quantize_input(*given))
             if operand.q8.layout == "tensor":
                 self._cached = weakref.ref(operand.q8)
             return operand
@@ -99,7 +111,7 @@ class Weight:
         """wgrad, ``[out, in]``: what autograd is to be given as the parameter's gradient.
 
         With ``wgrad: "grad"`` that is the gradient in the parameter's dtype. With ``"main_grad"`` the gradient is
-        added to ``parameter.main_grad``; see :func:`_into_main_grad`.
+        added to ``parameter.main_grad``; see :func:`into_main_grad`.
 
         Args:
             d8_t: gradient of the product's output, ``[out, rows]``.
@@ -109,17 +121,18 @@ class Weight:
             ValueError: there is no ``main_grad`` that could take it.
         """
         if self.settings.wgrad == "main_grad":
-            return _into_main_grad(self.parameter, d8_t, x8_t, self.settings)
+            return into_main_grad(self.parameter, lambda out: row_blocks(out, d8_t, x8_t, self.settings))
         return gemm(d8_t, x8_t, self.parameter.dtype, self.settings)
 
 
-def _into_main_grad(
-    weight: Any, d8_t: QuantizedTensor, x8_t: QuantizedTensor, settings: ActivationConfig
+def into_main_grad(
+    weight: Any, products: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 ) -> torch.Tensor | None:
     """``main_grad += wgrad``, by the protocol of Megatron's ``gradient_accumulation_fusion``.
 
     The product is fp32 and the sum is rounded once, to main_grad's dtype. ``torch._scaled_mm`` cannot add to its
-    output, so the product passes through a temporary of at most 64 MiB, block by block of the weight's rows.
+    output, so the product passes through a temporary of at most 64 MiB, block by block of the weight's rows:
+    ``products(main_grad)`` gives parts of it, and what is to be added to each.
 
     ``weight.overwrite_main_grad`` replaces main_grad instead. ``weight.grad_added_to_main_grad`` is set where it is:
     DistributedDataParallel then discards what autograd is given, which only makes its hook run. That has no meaningful
@@ -133,11 +146,9 @@ def _into_main_grad(
             f"torch.float32 or torch.bfloat16 {list(weight.shape)}, as Megatron's DistributedDataParallel makes it"
         )
     put = torch.Tensor.copy_ if getattr(weight, "overwrite_main_grad", False) else torch.Tensor.add_
-    step = max(128, _CHUNK // weight.shape[1] // 128 * 128)  # whole tiles of the product
-    for first in range(0, weight.shape[0], step):
-        rows = slice(first, first + step)
-        part = QuantizedTensor(d8_t.codes[rows], d8_t.scales, d8_t.layout)
-        put(main_grad[rows], gemm(part, x8_t, torch.float32, settings))  # unnamed, so that one block lives at a time
+    for pair in products(main_grad):
+        put(*pair)
+        del pair  # so that one block lives at a time
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -148,6 +159,17 @@ def _into_main_grad(
 def _gathered(parameter: torch.Tensor) -> GatheredWeight | None:
     """The codes that stand for a parameter whose values this rank does not have (``flow/gathered.py``)."""
     return None if torch.compiler.is_compiling() else getattr(parameter, "coat_gathered", None)
+
+
+def row_blocks(
+    out: torch.Tensor, d8_t: QuantizedTensor, x8_t: QuantizedTensor, settings: ActivationConfig
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Blocks of rows of ``out``, of at most 64 MiB, and the same of the product ``[out, in]`` in fp32."""
+    step = max(128, _CHUNK // out.shape[1] // 128 * 128)  # whole tiles of the product
+    for first in range(0, out.shape[0], step):
+        rows = slice(first, first + step)
+        part = QuantizedTensor(d8_t.codes[rows], d8_t.scales, d8_t.layout)
+        yield out[rows], gemm(part, x8_t, torch.float32, settings)
 
 
 class _CachedOperand(NamedTuple):
@@ -194,7 +216,7 @@ def _then_invalidate(method: Any) -> Any:
 register_optimizer_step_post_hook(lambda *_: invalidate_weights())
 
 
-def _cacheable(parameter: torch.Tensor) -> bool:
+def cacheable(parameter: torch.Tensor) -> bool:
     """Whether codes may be kept. Not for tensors without a version counter; nor in CUDA graphs and compiled code, where
     each replay has to quantize the weights of its time."""
     if hasattr(parameter, "ds_id"):
@@ -207,13 +229,19 @@ def _cacheable(parameter: torch.Tensor) -> bool:
     return not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _from_cache(parameter: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, split: bool) -> Operand:
-    shared_by = tp.group if settings.tp_invariant else None
+def from_cache(
+    parameter: torch.Tensor, settings: ActivationConfig, kind: Any, quantize: Callable[[], Operand]
+) -> Operand:
+    """The codes of forward that are kept for ``parameter``, or those that ``quantize`` makes, which are kept then.
+
+    Args:
+        kind: what ``quantize`` depends on besides the parameter and ``settings``.
+    """
     state = parameter.data_ptr(), parameter._version, parameter.dtype, parameter.shape, parameter.stride()
-    stamp = (*state, settings.format, settings.forward_scales, shared_by, split)
+    stamp = (*state, settings.format, settings.forward_scales, kind)
     found = _cache.get(parameter)
     if found is None or found.stamp != stamp:
         # Tensors made in inference mode could not be saved for backward later. Leaving it switches gradients on.
         with torch.inference_mode(False), torch.no_grad():
-            found = _cache[parameter] = _CachedOperand(stamp, quantize_input(parameter, tp, settings, split))
+            found = _cache[parameter] = _CachedOperand(stamp, quantize())
     return found.operand

@@ -15,13 +15,14 @@ import triton.language as tl
 
 from ..formats import E4M3, FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS, ActivationGradients
+from ..reference.grouped import BLOCK, ExpertRows
 from .activation_functions import activate, load_part
 from .fp8 import amax_buffer, atomic_amax, constants, inverse, magnitude_bits, pack_rows, store_turned, to_fp8
 from .groups import unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
-__all__ = ["activation_backward", "activation_grad_amax"]
+__all__ = ["activation_backward", "activation_grad_amax", "launch_backward", "launch_grad_amax"]
 
 # Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 AMAX_TILE = (8, 256, 4)
@@ -31,11 +32,12 @@ BACKWARD_TILE = (32, 256, 8)
 @fast_launch
 @triton.jit
 def _backward_kernel(
-    da, x, scales, grad_scale, scale, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
+    da, x, scales, grad_scale, scale, blocks, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
     D: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    S: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PACK rows of codes make an element of a transposed result; 0: nothing is written but the amax."""
+    """PACK rows of codes make an element of a transposed result; 0: nothing is written but the amax.
+    ``blocks``: the expert of each BLOCK rows, whose scales and amax they have."""
     PARTS: tl.constexpr = 2 if GATED else 1
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
@@ -45,6 +47,13 @@ def _backward_kernel(
     gate, up, act = zero, zero, zero  # what goes into the codes, of the row before
     gates, ups, acts = (tl.zeros((BM, BN), tl.int32),) * 3  # packets
     gate_sum, up_sum = zero, zero
+    if blocks is not None:
+        expert = tl.load(blocks + tl.program_id(0) * BM * STEP // BLOCK)
+        if PACK > 0:
+            grad_scale += expert
+            scale += expert
+        else:
+            amax += expert
     if PACK > 0:
         grad_factor = inverse(grad_scale)
         factor = inverse(scale)
@@ -99,24 +108,31 @@ def _backward_kernel(
                 tl.store(dbias + at + columns, tl.sum(up_sum, 0)[None, :], mask=column < columns)
 
 
-def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, pack, tile) -> None:
+def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, pack, tile, experts) -> None:
     act, columns = ACTIVATIONS[activation], da.shape[-1]
     flat = da.reshape(-1, columns).contiguous()
     rows = flat.shape[0]
     codes, scales, size, form = unpack(pre8)
     bm, bn, warps = tile
     _backward_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
-        flat, codes, scales, grad_scale, scale, amax, *outputs, rows, columns,
-        cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
+        flat, codes, scales, grad_scale, scale, None if experts is None else experts.blocks, amax, *outputs, rows,
+        columns, cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
         GATED=act.gated, BIAS=outputs[-1] is not None, G=size, S=form,
-        PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), num_warps=warps,
+        PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), BLOCK=BLOCK, num_warps=warps,
     )  # fmt: skip
 
 
 def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
     """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
-    amax = amax_buffer(da.device)
-    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE)
+    return launch_grad_amax(da, pre8, activation, None)
+
+
+def launch_grad_amax(
+    da: torch.Tensor, pre8: QuantizedTensor, activation: str, experts: ExpertRows | None
+) -> torch.Tensor:
+    """One amax, or one for each of ``experts``."""
+    amax = amax_buffer(da.device) if experts is None else da.new_zeros(experts.experts, dtype=torch.float32)
+    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE, experts)
     return amax
 
 
@@ -130,7 +146,22 @@ def activation_backward(
     scale: torch.Tensor,
     bias_sum: torch.dtype | None = None,
 ) -> ActivationGradients:
-    """See :func:`coat_dist.reference.activation.activation_backward`.
+    """See :func:`coat_dist.reference.activation.activation_backward`."""
+    return launch_backward(da, pre8, activation, grad_fmt, grad_scale, fmt, scale, bias_sum, None)
+
+
+def launch_backward(
+    da: torch.Tensor,
+    pre8: QuantizedTensor,
+    activation: str,
+    grad_fmt: FP8Format,
+    grad_scale: torch.Tensor,
+    fmt: FP8Format,
+    scale: torch.Tensor,
+    bias_sum: torch.dtype | None,
+    experts: ExpertRows | None,
+) -> ActivationGradients:
+    """:func:`activation_backward`, where there are ``experts`` with their scales.
 
     The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same order every time.
     """
@@ -142,10 +173,11 @@ def activation_backward(
     sums = None if bias_sum is None else torch.empty(tiles, width, dtype=torch.float32, device=device)
     pack, word = packet(rows)
     outputs = d8, d8_t.view(word), a8_t.view(word), sums
-    _backward(da, pre8, activation, grad_scale, scale, None, outputs, grad_fmt, fmt, pack, BACKWARD_TILE)
+    _backward(da, pre8, activation, grad_scale, scale, None, outputs, grad_fmt, fmt, pack, BACKWARD_TILE, experts)
+    layout = "tensor" if experts is None else "expert"
     return ActivationGradients(
-        QuantizedTensor(d8, grad_scale, "tensor"),
-        QuantizedTensor(d8_t, grad_scale, "tensor"),
-        QuantizedTensor(a8_t, scale, "tensor"),
+        QuantizedTensor(d8, grad_scale, layout),
+        QuantizedTensor(d8_t, grad_scale, layout),
+        QuantizedTensor(a8_t, scale, layout),
         None if sums is None else sums.sum(0, dtype=bias_sum),
     )

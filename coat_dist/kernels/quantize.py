@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
 from ..reference import quantize as reference
+from ..reference.grouped import BLOCK
 from .fp8 import (
     Format,
     amax_buffer,
@@ -32,6 +33,7 @@ from .launch import cdiv, fast_launch
 __all__ = [
     "amax",
     "dequantize",
+    "launch_quantize",
     "launch_rows",
     "packet",
     "quantize_both",
@@ -47,6 +49,7 @@ AMAX_TILE = (16384, 8)
 GROUPS_TILE = (16, 256, 4)
 ROWS_TILE = (32, 256, 4)
 TURNED_TILE = (128, 128, 8)
+TURNED_BLOCK = (BLOCK, 256, 8)
 HELD_TILES = (16, 4)  # elements a thread of a tile; tiles of a row that stay in registers, at most
 
 
@@ -91,15 +94,18 @@ def tensor_scale(amax: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> t
 @fast_launch
 @triton.jit
 def _tensor_kernel(
-    x, scale, out, turned, rows, columns, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
-    PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, scale, blocks, out, turned, rows, columns, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
+    PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PACK rows of codes make an element of ``turned``; 0: nothing is transposed. ROWS: ``out`` is written."""
+    """PACK rows of codes make an element of ``turned``; 0: nothing is transposed. ROWS: ``out`` is written.
+    ``blocks``: which scale is that of each BLOCK rows."""
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     packed = tl.zeros((BM, BN), tl.int32)
     if not COPY:
+        if blocks is not None:
+            scale += tl.load(blocks + tl.program_id(0) * BM * STEP // BLOCK)
         factor = inverse(scale)
         y = tl.zeros((BM, BN), tl.float32)
     for i in tl.static_range(STEP):
@@ -136,7 +142,7 @@ def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transp
     flat = launch_rows(x)
     codes = torch.empty(flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device)
     out, turned = (None, codes) if transpose else (codes, None)
-    _launch(flat, scale, out, turned, constants(fmt, x))
+    launch_quantize(flat, scale, out, turned, constants(fmt, x))
     return QuantizedTensor(codes, scale, "tensor")
 
 
@@ -145,7 +151,7 @@ def quantize_both(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor) -> tuple
     flat = launch_rows(x)
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     turned = torch.empty(flat.shape[::-1], dtype=fmt.dtype, device=x.device)
-    _launch(flat, scale, codes, turned, constants(fmt, x))
+    launch_quantize(flat, scale, codes, turned, constants(fmt, x))
     return QuantizedTensor(codes, scale, "tensor"), QuantizedTensor(turned, scale, "tensor")
 
 
@@ -153,26 +159,34 @@ def transpose(q: QuantizedTensor) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.transpose`."""
     codes = torch.empty(q.codes.shape[::-1], dtype=q.codes.dtype, device=q.codes.device)
     # As bytes: nothing is converted, and the format does not matter.
-    _launch(q.codes.contiguous().view(torch.uint8), q.scales, None, codes, None)
+    launch_quantize(q.codes.contiguous().view(torch.uint8), q.scales, None, codes, None)
     return QuantizedTensor(codes, q.scales, q.layout)
 
 
-def _launch(
-    x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None, turned: torch.Tensor | None, c: Format | None
+def launch_quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor | None,
+    turned: torch.Tensor | None,
+    c: Format | None,
+    blocks: torch.Tensor | None = None,
 ) -> None:
-    """Codes of x ``[rows, columns]`` (its bytes, where ``c`` is None) into ``out`` and, transposed, into ``turned``."""
+    """Codes of x ``[rows, columns]`` (its bytes, where ``c`` is None) into ``out`` and, transposed, into ``turned``.
+
+    ``blocks``: of several scales, which is that of each :data:`~coat_dist.reference.grouped.BLOCK` rows.
+    """
     rows, columns = x.shape
     if not x.numel():
         return
-    bm, bn, warps = ROWS_TILE if turned is None else TURNED_TILE
+    bm, bn, warps = ROWS_TILE if turned is None else TURNED_TILE if blocks is None else TURNED_BLOCK
     pack = 0
     if turned is not None:
         pack, word = packet(rows)
         turned = turned.view(word)
     bm //= max(pack, 1)
     _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
-        x, scale, out, turned, rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm, BN=bn,
-        num_warps=warps,
+        x, scale, blocks, out, turned, rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm,
+        BN=bn, BLOCK=BLOCK, num_warps=warps,
     )  # fmt: skip
 
 

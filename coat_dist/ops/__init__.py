@@ -6,7 +6,7 @@ name with the same arguments, which are documented and typed at the definition. 
 ``dispatch.py`` decides which of the two runs; ``COAT_REFERENCE=1`` in the environment takes definitions everywhere.
 """
 
-from ..reference import activation, adamw, cross_entropy, norm, quantize, rope
+from ..reference import activation, adamw, cross_entropy, grouped, norm, quantize, rope
 from ..reference.activation import (
     ACTIVATIONS,
     Activation,
@@ -20,6 +20,7 @@ from ..reference.adamw import AdamWStep, AdamWTensors, FP32Tensors
 from ..reference.adamw_batch import Batch
 from ..reference.cross_entropy import LogitStats, merge, pow2
 from ..reference.gemm import code_products, exact_mm, scale_and_round
+from ..reference.grouped import BLOCK, ExpertRows, expert_rows, largest_rows
 from ..reference.master import join, split
 from ..reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec, decode, encode
 from ..reference.norm import NormForward, NormRows, NormStats, norm_apply
@@ -27,9 +28,11 @@ from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
 from ..reference.rope import Heads, RopeTable, rope_table
 from .dispatch import operation, operation_on_list
 from .gemm import scaled_mm
+from .grouped_gemm import apart, grouped_mm, grouped_wgrad, one_by_one
 
 __all__ = [
     "ACTIVATIONS",
+    "BLOCK",
     "FIRST_MOMENT_FORMATS",
     "SECOND_MOMENT_FORMATS",
     "SMALLEST_SCALE",
@@ -40,6 +43,7 @@ __all__ = [
     "AdamWStep",
     "AdamWTensors",
     "Batch",
+    "ExpertRows",
     "FP32Tensors",
     "Heads",
     "LogitStats",
@@ -51,20 +55,28 @@ __all__ = [
     "RopeTable",
     "activation_apply",
     "activation_backward",
+    "activation_backward_experts",
     "activation_compress",
     "activation_compress_rows",
     "activation_grad_amax",
+    "activation_grad_amax_experts",
     "activation_quantize",
     "adamw_fp32_steps",
     "adamw_steps",
     "amax",
+    "amax_experts",
+    "apart",
     "check_activation",
     "code_products",
     "decode",
     "dequantize",
     "encode",
     "exact_mm",
+    "expert_rows",
+    "grouped_mm",
+    "grouped_wgrad",
     "join",
+    "largest_rows",
     "logit_grad",
     "logit_stats",
     "merge",
@@ -74,9 +86,13 @@ __all__ = [
     "norm_compress_rows",
     "norm_forward",
     "norm_quantize",
+    "one_by_one",
     "pow2",
     "power_of_two",
     "quantize_both",
+    "quantize_columns",
+    "quantize_experts",
+    "quantize_experts_both",
     "quantize_groups",
     "quantize_rows",
     "quantize_tensor",
@@ -85,8 +101,11 @@ __all__ = [
     "scale_and_round",
     "scaled_mm",
     "split",
+    "spread_gradient",
     "split_rope",
     "split_rope_backward",
+    "sum_rows",
+    "take_rows",
     "tensor_scale",
     "transpose",
 ]
@@ -121,6 +140,18 @@ activation_quantize = operation(activation.activation_quantize)  # activation in
 activation_grad_amax = operation(activation.activation_grad_amax)  # backward, pass 1: amax of pre's gradient
 activation_backward = operation(activation.activation_backward)  # pass 2: pre's gradient and the activation, in FP8
 # without a kernel: activation_apply, the activation itself
+
+# Experts side by side (reference/grouped.py), with a scale an expert -------------------------------------------------
+take_rows = operation(grouped.take_rows)  # rows in another order, or zeros, times a factor a row
+sum_rows = operation(grouped.sum_rows)  # sums of rows
+spread_gradient = operation(grouped.spread_gradient)  # its backward, and the amax of each expert
+amax_experts = operation(grouped.amax_experts)  # largest magnitude of each expert's rows
+quantize_experts = operation(grouped.quantize_experts)  # FP8 codes with a scale an expert, of rows or of weights
+quantize_experts_both = operation(grouped.quantize_experts_both)  # the same, row-major and transposed in one pass
+quantize_columns = operation(grouped.quantize_columns)  # weights transposed, FP8 codes with a scale per row
+activation_grad_amax_experts = operation(grouped.activation_grad_amax_experts)
+activation_backward_experts = operation(grouped.activation_backward_experts)
+# grouped_mm, grouped_wgrad (grouped_gemm.py): FP8 products of all experts; without a kernel: expert_rows, largest_rows
 
 # Attention: heads and rotary position embedding -----------------------------------------------------------------------
 split_rope = operation(rope.split_rope)  # qkv -> contiguous q, k, v, rotated

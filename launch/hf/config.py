@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from coat_dist import CoatConfigError
 from coat_dist.config import explain, load_json
+from launch.hf.experts import read_experts, refused_experts, with_their_names
 from launch.hf.families import FAMILIES, Family
 from launch.model.gpt import ModelConfig
 
@@ -35,8 +36,9 @@ _SIZES = {
 
 _NULLS = ("sliding_window", "num_key_value_heads")
 """Keys whose null is not the same as a key that is absent."""
-_BOOLEANS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+_BOOLEANS = ("attention_bias", "qkv_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 _COUNTS = (*_SIZES, "max_position_embeddings", "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")
+_OF_EXPERTS = ("num_experts", "num_local_experts", "moe_intermediate_size")
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -94,6 +96,7 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
     """
     family = _family(values, where)
     problems = list(_refused(values, family))
+    values = with_their_names(values, family)
     given = {**family.absent, **{k: v for k, v in values.items() if v is not None or k in _NULLS}}
     sizes = {key: given.get(key) for key in (*_SIZES, "max_position_embeddings")}
     problems += [f"{key}: missing, accepted: a whole number" for key, value in sizes.items() if value is None]
@@ -108,9 +111,12 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
         "init_std": given["initializer_range"],
         "attention_dropout": given["attention_dropout"],
         **family.implies,
+        **read_experts(given, family),
     }
     if "norm_eps" in family.says:
         described["norm_eps"] = given["rms_norm_eps"]
+    if "qkv_bias" in family.says:
+        described["qkv_bias"] = given["qkv_bias"]
     head, heads = given.get("head_dim"), described["num_attention_heads"]
     if head is not None and head * heads != described["hidden_size"]:
         described["head_size"] = head
@@ -118,7 +124,7 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
         described |= (
             {"linear_bias": True} if given.get("mlp_bias") else {"qkv_bias": True, "attention_output_bias": True}
         )
-    described |= _rope(values)
+    described |= _rope(values, family.absent.get("rope_theta", 10000.0))
     if (window := _window(given, family)) is not None:
         # Attention within a window is all attention in sequences that are no longer than it.
         described |= {"sliding_window": window, "seq_length": min(described["seq_length"], window)}
@@ -145,7 +151,7 @@ def _family(values: dict[str, Any], where: str) -> Family:
 def _refused(values: dict[str, Any], family: Family) -> list[str]:
     """A line for every key that cannot be honoured."""
     lines = []
-    accepted = {**_NEUTRAL, **family.only}
+    accepted = {**{k: v for k, v in _NEUTRAL.items() if not (family.experts and k in _OF_EXPERTS)}, **family.only}
     if "bias" in family.says:
         accepted["mlp_bias"] = (None, False, True) if values.get("attention_bias") else (None, False)
     for key, good in accepted.items():
@@ -155,11 +161,13 @@ def _refused(values: dict[str, Any], family: Family) -> list[str]:
     for key in _BOOLEANS:
         if values.get(key) not in (None, False, True):
             lines.append(f"{key}: got {json.dumps(values[key])}, accepted: true or false")
+    unused = "use_sliding_window" in family.says and not values.get("use_sliding_window")
     for key in _COUNTS:
         value = values.get(key)
-        least = 0 if key == "max_window_layers" else 1
+        least = 0 if key == "max_window_layers" or (key == "sliding_window" and unused) else 1
         if value is not None and (type(value) is not int or value < least):
             lines.append(f"{key}: got {json.dumps(value)}, accepted: an integer of at least {least}")
+    lines += refused_experts(values, family)
     act = "silu" if values.get("hidden_act") is None else values["hidden_act"]
     if not isinstance(act, str) or act not in ACTIVATION_NAMES:
         lines.append(f"hidden_act: got {json.dumps(act)}, accepted: {', '.join(ACTIVATION_NAMES)}")
@@ -179,12 +187,12 @@ def _refused(values: dict[str, Any], family: Family) -> list[str]:
     return lines
 
 
-def _rope(values: dict[str, Any]) -> dict[str, Any]:
+def _rope(values: dict[str, Any], usual: float) -> dict[str, Any]:
     """``rotary_base`` and ``rope_scaling``: transformers 4 has ``rope_theta`` and ``rope_scaling``, transformers 5 both
     in ``rope_parameters``. Of a file with either, transformers 4 and 5 read ``rope_scaling``."""
     scaling = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     scaling.pop("partial_rotary_factor", None)
-    theta = next((t for t in (scaling.pop("rope_theta", None), values.get("rope_theta")) if t is not None), 10000.0)
+    theta = next((t for t in (scaling.pop("rope_theta", None), values.get("rope_theta")) if t is not None), usual)
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in (None, "default"):
         # transformers reads a lone {"factor": ...} as no scaling at all.
@@ -205,7 +213,8 @@ def _window(given: dict[str, Any], family: Family) -> int | None:
     if "sliding_window" in family.says:
         return given["sliding_window"]
     if "use_sliding_window" in family.says and given.get("use_sliding_window"):
-        slides = given.get("max_window_layers", 28) < given["num_hidden_layers"]
+        # Families with experts differ in the layers that have one, so that it counts for all.
+        slides = bool(family.experts) or given.get("max_window_layers", 28) < given["num_hidden_layers"]
         if given.get("layer_types"):
             slides = "sliding_attention" in given["layer_types"]
         return given.get("sliding_window", 4096) if slides else None
@@ -223,6 +232,9 @@ def _in_their_words(line: str) -> str:
         "rotary_base": "rope_theta",
         "tie_embeddings": "tie_word_embeddings",
         "init_std": "initializer_range",
+        "num_moe_experts": "num_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_aux_loss_coeff": "router_aux_loss_coef",
     }
     line = line.removeprefix("model.")
     key, dot, rest = line.partition(":")

@@ -10,12 +10,13 @@ import torch
 
 from coat_dist import CoatConfigError
 from launch.hf.config import ACTIVATION_NAMES, model_from_config
+from launch.hf.experts import expert_keys, function_of_experts
 from launch.hf.families import FAMILIES, Family
 from launch.model.gpt import ModelConfig
 
 __all__ = ["config_for", "function_of"]
 
-_ORDER = ("llama", "qwen2", "qwen3", "olmo", "olmo2", "mistral")
+_ORDER = ("llama", "qwen2", "qwen3", "olmo", "olmo2", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
 """Families are tried in this order for a model that came from none."""
 
 
@@ -24,7 +25,6 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.kv_heads,
         "head_size": model.head_channels,
@@ -41,7 +41,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
         "rotary_base": model.rotary_base,
         "rope_scaling": model.rope_scaling,
         "tie_embeddings": model.tie_embeddings,
-        "num_moe_experts": model.num_moe_experts,
+        **function_of_experts(model),
     }
 
 
@@ -70,7 +70,7 @@ def config_for(
         if name not in FAMILIES:
             continue
         kept = known if known is not None and known["model_type"] == name else None
-        config = {**(_without_rope(kept) if kept else _HABITS), **_described(model, FAMILIES[name])}
+        config = {**(_without_older(kept) if kept else _HABITS), **_described(model, FAMILIES[name])}
         config |= _dtype(kept or {}, dtype)
         tried[name] = _differing(config, model)
         if name == "llama" and kept is None and model.hidden_size % model.num_attention_heads:
@@ -94,7 +94,7 @@ def _differing(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
         key = str(problem).partition(":")[2].partition(":")[0].strip()
         return ["activation" if key == "hidden_act" else key]
     one, other = function_of(read), function_of(model)
-    differing = [key for key in one if one[key] != other[key]]
+    differing = [key for key in {**one, **other} if one.get(key) != other.get(key)]
     if read.seq_length < model.seq_length:
         differing.append("seq_length")
     return differing
@@ -131,11 +131,15 @@ def _described(model: ModelConfig, family: Family) -> dict[str, Any]:
         config["sliding_window"] = model.sliding_window
     if "use_sliding_window" in family.says:
         config["use_sliding_window"] = False
-    return config
+    if "qkv_bias" in family.says:
+        config["qkv_bias"] = model.qkv_bias or model.linear_bias
+    return config | expert_keys(model, family)
 
 
-def _without_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in config.items() if k not in ("rope_parameters", "rope_theta", "rope_scaling")}
+def _without_older(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without keys that another version of transformers spells differently."""
+    spelt = ("rope_parameters", "rope_theta", "rope_scaling", "num_experts", "num_local_experts")
+    return {k: v for k, v in config.items() if k not in spelt}
 
 
 def _dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.hf.config import read_config
+from launch.hf.families import Family
 from launch.hf.recipes import from_hugging_face, to_hugging_face
 from launch.weights.source import CheckpointError, Weights, rounded
 from launch.weights.tensor_files import Entry, TensorFiles, read_header
@@ -53,7 +55,7 @@ class HuggingFaceWeights(Weights):
         self.path = path
         self.model, self.family = read_config(path / CONFIG)
         self.recipes = from_hugging_face(self.model, self.family)
-        entries = _tensors(path)
+        entries = _each_expert(_tensors(path), self.family)
         _check(path, entries, {n: r.shape for n, r in to_hugging_face(self.model, self.family).items()})
         self._files = TensorFiles(entries, _checksums(path))
         self._dtype = dtype
@@ -115,6 +117,30 @@ def travelling_files(folder: Path) -> dict[str, Path]:
     """What travels with the tensors, by name in the folder: tokenizer, chat template, generation and model config."""
     found = {path for pattern in _TRAVEL for path in folder.glob(pattern) if path.is_file()}
     return {path.relative_to(folder).as_posix(): path for path in sorted(found)}
+
+
+_LAYER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
+
+
+def _each_expert(entries: dict[str, Entry], family: Family) -> dict[str, Entry]:
+    """Stacked tensors of experts, under the names and with the places of the tensors that they are stacks of."""
+    found = {}
+    for name, entry in entries.items():
+        number = _LAYER.search(name)
+        parts = family.fused.get(_LAYER.sub("{}", name), ()) if number else ()
+        if not number or not parts or ("{e}" in parts[0] and len(entry.shape) != 3):
+            found[name] = entry
+            continue
+        whole = [part.replace("{}", number[0]) for part in parts]
+        if "{e}" not in parts[0]:
+            found[whole[0]] = entry
+            continue
+        experts, rows, width = entry.shape
+        one = entry._replace(shape=(rows // len(parts), width))
+        for i in range(experts * len(parts)):
+            expert, part = divmod(i, len(parts))
+            found[whole[part].replace("{e}", str(expert))] = one._replace(start=entry.start + i * one.bytes)
+    return found
 
 
 def _tensors(folder: Path) -> dict[str, Entry]:

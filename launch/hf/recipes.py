@@ -5,6 +5,7 @@ Every layout of ``launch/hf/families.py`` is a matter of rows, so a conversion c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from launch.model.gpt import ModelConfig
 from launch.weights.shapes import parameter_shapes
 
 __all__ = ["Piece", "Recipe", "from_hugging_face", "to_hugging_face"]
+
+_NUMBERS = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(.*\.local_experts\.(?P<expert>\d+)\.)?.*")
 
 
 class Piece(NamedTuple):
@@ -60,12 +63,12 @@ def to_hugging_face(model: ModelConfig, family: Family) -> dict[str, Recipe]:
 
 def _rules(model: ModelConfig, family: Family) -> Iterator[_Rule]:
     for name, shape in parameter_shapes(model).items():
-        layer, number = name, ""
-        if name.startswith("decoder.layers."):
-            number = name.split(".")[2]
-            layer = name.replace(f".{number}.", ".{}.", 1)
-        layout, parts = family.table[layer]
-        yield _Rule(name, shape, layout, tuple(part.replace("{}", number) for part in parts))
+        found = _NUMBERS.fullmatch(name)
+        number, expert = (found["layer"], found["expert"] or "") if found else ("", "")
+        line = name.replace(f".{number}.", ".{}.", 1) if number else name
+        line = line.replace(f".local_experts.{expert}.", ".local_experts.{e}.") if expert else line
+        layout, parts = family.table[line]
+        yield _Rule(name, shape, layout, tuple(p.replace("{}", number).replace("{e}", expert) for p in parts))
 
 
 def _pieces(rule: _Rule, model: ModelConfig) -> Iterator[Piece]:

@@ -27,6 +27,10 @@ def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
+_OF_GROUPED = [act for name, act in ACTIVATIONS.items() if not act.gated or name in ("swiglu", "geglu")]
+"""What Megatron's ``GroupedMLP`` takes."""
+
+
 class ModelConfig(ExpertsConfig):
     """A decoder-only transformer with rotary positions. Sizes are the whole model's, not a shard's."""
 
@@ -108,6 +112,16 @@ class ModelConfig(ExpertsConfig):
             )
         if self.num_moe_experts is not None and self.linear_bias:
             raise ValueError("linear_bias: got true with num_moe_experts, accepted: false")
+        if isinstance(self.moe_layer_freq, list) and len(self.moe_layer_freq) != self.num_layers:
+            raise ValueError(
+                f"moe_layer_freq: got a list of {len(self.moe_layer_freq)}, accepted: one of num_layers "
+                f"({self.num_layers}), or an integer"
+            )
+        if self.moe_grouped_gemm and ACTIVATIONS[self.activation] not in _OF_GROUPED:
+            raise ValueError(
+                f'moe_grouped_gemm: got true with activation "{self.activation}", accepted: false, or an activation '
+                "that Megatron has there: all without a gate, swiglu, geglu"
+            )
         if self.qk_norm == "full" and self.normalization != "rmsnorm":
             raise ValueError(f'qk_norm: got "full" with normalization "{self.normalization}", accepted: true or false')
         if self.sliding_window is not None and self.sliding_window < self.seq_length:
@@ -170,10 +184,36 @@ class ModelConfig(ExpertsConfig):
         wrong = [
             f"model.{k}: got {v}, accepted: a multiple of --tensor-parallel ({tp})" for k, v in sizes.items() if v % tp
         ]
+        if self.moe_grouped_gemm and tp > 1:
+            wrong.append(
+                f"model.moe_grouped_gemm: got true with --tensor-parallel {tp}, accepted: false (universal checkpoints "
+                "cannot join the parts of these weights)"
+            )
         if self.num_moe_experts is not None and tp > 1 and not sequence_parallel:
             wrong.append("--sequence-parallel: got False, accepted: given, with experts and --tensor-parallel")
         if wrong:
             raise CoatConfigError("\n".join(wrong))
+
+    def check_expert_parallel(self, ep: int, dp: int) -> None:
+        """Refuse a number of ranks among which experts cannot be divided.
+
+        Args:
+            ep: ranks that divide the experts of a layer.
+            dp: data-parallel ranks.
+
+        Raises:
+            CoatConfigError: says what is accepted.
+        """
+        if ep == 1:
+            return
+        experts = self.num_moe_experts
+        if experts is None:
+            raise CoatConfigError(f"--expert-parallel: got {ep}, accepted: 1 (a model without num_moe_experts)")
+        if ep < 1 or experts % ep or dp % ep:
+            raise CoatConfigError(
+                f"--expert-parallel: got {ep}, accepted: a divisor of model.num_moe_experts ({experts}) and of the "
+                f"number of data-parallel ranks ({dp})"
+            )
 
 
 def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> ModelConfig:

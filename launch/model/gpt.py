@@ -19,6 +19,7 @@ def transformer_config(
     model: ModelConfig,
     *,
     tp: int = 1,
+    ep: int = 1,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     **extra: Any,
@@ -46,7 +47,7 @@ def transformer_config(
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_std,
-        **model.expert_options(model.ffn_hidden_size),
+        **model.expert_options(model.ffn_hidden_size, ep),
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -77,6 +78,7 @@ def build_model(
     model: ModelConfig,
     *,
     tp: int = 1,
+    ep: int = 1,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     **extra: Any,
@@ -86,16 +88,19 @@ def build_model(
     With pipeline stages it is this rank's stage, or with interleaved ones a ``ModuleList`` of its parts
     (``stages.py``). Initial weights are the same for every number of stages.
 
-    ``model(tokens, position_ids, None)`` with int64 ``[b, s]`` gives logits ``[b, s, padded_vocab / tp]``.
+    ``tp`` ranks share each layer, ``ep`` ranks divide the experts. ``model(tokens, position_ids, None)`` with int64
+    ``[b, s]`` gives logits ``[b, s, padded_vocab / tp]``.
 
     Raises:
         CoatConfigError: a token dispatcher that this machine cannot run.
     """
-    if (problem := model.check_dispatcher()) is not None:
+    if ep == 1 and (problem := model.check_dispatcher()) is not None:
         raise CoatConfigError(problem)
     from megatron.core.models.gpt import GPTModel
 
-    config = transformer_config(model, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, **pipeline(), **extra)
+    config = transformer_config(
+        model, tp=tp, ep=ep, sequence_parallel=sequence_parallel, dtype=dtype, **pipeline(), **extra
+    )
 
     def build(vp_stage: int | None = None, **ends: bool) -> torch.nn.Module:
         built = GPTModel(

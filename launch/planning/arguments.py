@@ -46,6 +46,7 @@ _MEANT = {
     "num_gpus": "--gpus",
     "per-device-train-batch-size": "--micro-batch",
     "stage": "--zero-stage",
+    "expert-model-parallel-size": "--expert-parallel",
     "tensor-model-parallel-size": "--tensor-parallel",
     "tp": "--tensor-parallel",
     "world-size": "--gpus",
@@ -221,6 +222,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
     if model.vocab_size is None:
         raise CoatConfigError("model.vocab_size: got null, accepted: a number, or --vocab-size")
     model.check_parallel(args.tensor_parallel, args.sequence_parallel)
+    model.check_expert_parallel(args.expert_parallel, world // args.tensor_parallel)
     if args.zero_stage is not None:
         settings["zero_optimization"] = {**settings["zero_optimization"], "stage": args.zero_stage}
     for key in ("attention", "loss"):

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from coat_dist import CoatConfigError
 from launch.command_line import Parser, add_parallel_options, add_pipeline_options, local_path, whole_number
 from launch.data.dataset import without_suffix
+from launch.model.experts import ExpertsConfig
 from launch.planning.recompute import check_recompute
 from launch.training.options import MEANT, deepspeed_options, memory_options, output_options, schedule_options
 from launch.training.profile import parse_steps
@@ -27,6 +28,12 @@ _OF_THE_MODEL = {
     "make-vocab-size-divisible-by": "vocab_multiple",
     "max-position-embeddings": "seq_length",
     "norm-epsilon": "norm_eps",
+    "num-experts": "num_moe_experts",
+    **{
+        name.replace("_", "-"): name
+        for name in ExpertsConfig.model_fields
+        if name.startswith("moe_") or name == "num_moe_experts"
+    },
     "qk-layernorm": "qk_norm",
     "swiglu": "activation",
     "untie-embeddings-and-output-weights": "tie_embeddings",
@@ -121,6 +128,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         "tensor-parallel",
         "pipeline-parallel",
         "virtual-stages",
+        "expert-parallel",
         "train-steps",
         "max-bad-steps",
         "eval-steps",

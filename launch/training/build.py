@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from coat_dist.deepspeed.expert_parallel import mark_experts
+from coat_dist.deepspeed.optimizer_from_json import experts_apart
 from launch.data import dataset as data
 from launch.data.packed import packed_documents
 from launch.model.experts import scale_aux_loss
@@ -28,13 +30,15 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
     """
     import megatron_patches
 
+    a = p.args
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
     if p.coat is not None:
         settings["coat"] = p.coat  # parsed already
     with megatron_patches.zero_init(settings):
         model = build_model(
-            p.model, tp=p.args.tensor_parallel, sequence_parallel=p.args.sequence_parallel, **p.recompute
+            p.model, tp=a.tensor_parallel, ep=a.expert_parallel, sequence_parallel=a.sequence_parallel, **p.recompute
         )
+    mark_experts(model, a.expert_parallel)
     if weights is not None:
         for chunk in megatron_patches.pipeline.chunks_of(model):
             fill(chunk, weights)
@@ -63,7 +67,7 @@ def torch_adamw(model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim
     options = dict(settings["optimizer"].get("params") or {})
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-    groups = param_groups(model, weight_decay=options.pop("weight_decay", 0.01))
+    groups = experts_apart(param_groups(model, weight_decay=options.pop("weight_decay", 0.01)))
     return torch.optim.AdamW(groups, fused=torch.cuda.is_available(), **options)
 
 

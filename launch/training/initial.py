@@ -32,9 +32,9 @@ def initial_weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights | No
             model = model.with_vocab(weights.model.vocab_size or 0)
     ours, theirs = function_of(model), function_of(weights.model)
     wrong = [
-        f"model.{key}: got {ours[key]!r}, accepted: {theirs[key]!r}, which {args.init_from} (--init-from) has"
-        for key in ours
-        if ours[key] != theirs[key]
+        f"model.{key}: got {ours.get(key)!r}, accepted: {theirs.get(key)!r}, which {args.init_from} (--init-from) has"
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key)
     ]
     window = weights.model.sliding_window
     if window is not None and model.seq_length > window:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,6 +82,8 @@ class Loop:
     """Measures the first step that changes the weights; its table is printed once."""
     times: RankTimes
     last_checkpoint: Any = None
+    more: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    """Further numbers of a step that is done, by name, of this rank; their means over all ranks are recorded."""
     profiler: StepProfiler | None = None
     pipeline: PipelineSteps | None = None
     """Runs micro-batches where the model is divided over stages; ``loss`` is not used then."""
@@ -145,7 +147,10 @@ class Loop:
         applied = bool(self.engine.was_step_applied())
         norm = float(self.engine.get_global_grad_norm())
         requested = 1.0 if self.stop is not None and self.stop.requested() else 0.0
-        (mean_loss, stopping), seconds = mean_and_each([mean, requested], self.times.seconds(), self.device)
+        more = self.more() if self.more is not None else {}
+        (mean_loss, stopping, *means), seconds = mean_and_each(
+            [mean, requested, *more.values()], self.times.seconds(), self.device
+        )
         took = time.perf_counter() - began
 
         progress.step += 1
@@ -158,6 +163,7 @@ class Loop:
             "loss": mean_loss,
             "lr": lr,
             "grad_norm": norm,
+            **dict(zip(more, means, strict=True)),
             "tokens_per_second": speed,
             "tokens_per_second_per_gpu": speed / dist.get_world_size(),
             "tflops_per_gpu": speed * self.flops_per_token / dist.get_world_size() / 1e12,

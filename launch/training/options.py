@@ -23,6 +23,7 @@ MEANT = {
     "global-batch-size": "train_batch_size in the DeepSpeed file",
     "gradient-accumulation-steps": "gradient_accumulation_steps in the DeepSpeed file",
     "iterations": "--train-steps",
+    **dict.fromkeys(("ep", "ep-size", "expert-model-parallel-size", "expert-parallel-size"), "--expert-parallel"),
     "finetune-from": "--init-from",
     "from-pretrained": "--init-from",
     "init-from-hf": "--init-from",

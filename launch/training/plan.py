@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coat_dist import CoatConfig, CoatConfigError
+from coat_dist.deepspeed.expert_parallel import check_expert_parallel
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.planning.recompute import recompute_options
@@ -67,9 +68,11 @@ class Plan:
 
     def describe(self) -> str:
         """One line for the log, and others before it where there is a warning or another batch than was set."""
+        ep = self.args.expert_parallel
+        divided = f", experts divided over {ep}" if ep > 1 else ""
         return "".join(f"{line}\n" for line in (self.warning, self.kept) if line is not None) + (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
-            f"tensor-parallel ranks{self._stages()}; {self.batch.total} samples of {self.model.seq_length} "
+            f"tensor-parallel ranks{self._stages()}{divided}; {self.batch.total} samples of {self.model.seq_length} "
             f"tokens a step ({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
 
@@ -103,6 +106,7 @@ class Plan:
                 "data": self.dp,
                 "sequence_parallel": a.sequence_parallel,
                 **(pipeline if a.pipeline_parallel > 1 else {}),
+                **({"expert": a.expert_parallel} if a.expert_parallel > 1 else {}),
             },
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
@@ -173,6 +177,8 @@ def assemble(
     model.check_parallel(tp, args.sequence_parallel)
     stages = check_stages(args, world, settings, model)
     dp = world // tp // stages
+    model.check_expert_parallel(args.expert_parallel, dp)
+    check_expert_parallel(settings, args.expert_parallel)
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
         raise CoatConfigError(f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})")

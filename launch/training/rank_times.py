@@ -1,8 +1,8 @@
 """Which rank the others wait for: of every step the time that a rank needs by itself, without what it waits for others.
 
 Ranks tell their times in the collective that sums the loss, which every step has anyway. Measured is what no collective
-is in: getting the batch, and the forward pass. With tensor parallelism or ZeRO-3 there are collectives in the forward
-pass, in which all ranks take as long as the slowest: then only what comes before it counts.
+is in: getting the batch, and the forward pass. With tensor or expert parallelism or ZeRO-3 there are collectives in the
+forward pass, in which all ranks take as long as the slowest: then only what comes before it counts.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ def check_stages(args: argparse.Namespace, world: int, settings: Mapping[str, An
             f"--pipeline-parallel: got {stages}, accepted: a divisor of the number of ranks over --tensor-parallel "
             f"({world // tp})"
         )
+    if args.expert_parallel > 1:
+        raise CoatConfigError(f"--expert-parallel: got {args.expert_parallel}, accepted: 1 with --pipeline-parallel")
     if model.num_layers % stages:
         raise CoatConfigError(
             f"--pipeline-parallel: got {stages}, accepted: a divisor of the model's layers ({model.num_layers})"

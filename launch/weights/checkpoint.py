@@ -15,6 +15,7 @@ from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.zero_files import Shard
 from launch.model.gpt import ModelConfig
 from launch.weights.forget import forget
+from launch.weights.grouped import Ungrouped
 from launch.weights.shapes import parameter_shapes
 from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
 
@@ -65,7 +66,9 @@ class CheckpointWeights(Weights):
         self.model: ModelConfig = model or own  # type: ignore[assignment]
         try:
             universal = bool(self.manifest.get("universal")) or (path / "zero" / "optimizer_state.pt").is_file()
-            self._source: _Universal | _Zero = (_Universal if universal else _Zero)(path, self._dtype)
+            self._source: _Universal | _Zero | Ungrouped = (_Universal if universal else _Zero)(path, self._dtype)
+            if self.model.num_moe_experts is not None:
+                self._source = Ungrouped(self._source, self.model.num_moe_experts, self.model.hidden_size)
         except ValueError as problem:
             raise CheckpointError(str(problem)) from None
         self._check("--model" if model is not None else MANIFEST)
@@ -75,8 +78,6 @@ class CheckpointWeights(Weights):
         """Whether these are the tensors of the model that ``by`` describes: of others, rows would be mixed up."""
         if self.model.vocab_size is None:
             raise CoatConfigError("model.vocab_size: got null, accepted: the number of the tokenizer's ids")
-        if self.model.num_moe_experts is not None:
-            return  # a model built of it has the shapes
         wanted, there = parameter_shapes(self.model), self._source.shapes
         for name in [*wanted, *there]:
             if name not in there:
@@ -131,6 +132,9 @@ class _Zero:
         self.shapes = {name: self._shape(name) for name in self.checkpoint.shapes[0]}
         self.shapes |= {name: tuple(value.shape) for name, value in self.rest.items() if name not in buffers}
 
+    def divided(self, name: str) -> bool:
+        return len(self.checkpoint.shards) > 1
+
     def _shape(self, name: str) -> tuple[int, ...]:
         shapes = [shapes[name] for shapes in self.checkpoint.shapes]
         meta = [torch.empty(shape, device="meta") for shape in shapes]
@@ -165,9 +169,15 @@ class _Universal:
         self.dtype = dtype
 
     def _mapped(self, name: str) -> torch.Tensor:
+        return self._saved(name)["param"]
+
+    def _saved(self, name: str) -> dict[str, Any]:
         from coat_dist.checkpoint.universal_folder import read
 
-        return read(self.folder.folder / name / "fp32.pt", weights_only=False)["param"]
+        return read(self.folder.folder / name / "fp32.pt", weights_only=False)
+
+    def divided(self, name: str) -> bool:
+        return "cat_dim" in self._saved(name)
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.folder.rest:

@@ -68,9 +68,9 @@ def _agreed(model: ModelConfig, checkpoint: Path) -> ModelConfig:
         model = model.model_copy(update={"vocab_size": own.vocab_size})
     ours, theirs = function_of(model), function_of(own)
     wrong = [
-        f"model.{key}: got {ours[key]!r}, accepted: {theirs[key]!r}, which {checkpoint} has"
-        for key in ours
-        if ours[key] != theirs[key]
+        f"model.{key}: got {ours.get(key)!r}, accepted: {theirs.get(key)!r}, which {checkpoint} has"
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key)
     ]
     if wrong:
         raise CoatConfigError("\n".join(wrong))

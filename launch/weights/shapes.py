@@ -1,8 +1,7 @@
-"""The parameters of a dense model, whole: their names in Megatron and their shapes."""
+"""The parameters of a model, whole: their names in Megatron and their shapes."""
 
 from __future__ import annotations
 
-from coat_dist import CoatConfigError
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.model.gpt import ModelConfig
 
@@ -12,24 +11,20 @@ __all__ = ["parameter_shapes"]
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the whole tensors by Megatron's names, in the order of the model.
 
-    Raises:
-        CoatConfigError: a model with experts.
+    Experts have one fc1 and one fc2 each (``local_experts``), numbered over all ranks, however a model stores them.
     """
-    if model.num_moe_experts is not None:
-        raise CoatConfigError(f"model.num_moe_experts: got {model.num_moe_experts}, accepted: null (a dense model)")
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (model.padded_vocab, model.hidden_size)}
     for i in range(model.num_layers):
-        shapes |= {f"decoder.layers.{i}.{name}": shape for name, shape in _layer(model).items()}
+        shapes |= {f"decoder.layers.{i}.{name}": shape for name, shape in _layer(model, i).items()}
     shapes |= _norm("decoder.final_layernorm", model, model.hidden_size, model.norm_affine)
     if not model.tie_embeddings:
         shapes["output_layer.weight"] = (model.padded_vocab, model.hidden_size)
     return shapes
 
 
-def _layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _layer(model: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
     h, d = model.hidden_size, model.head_channels
     qkv = d * (model.num_attention_heads + 2 * model.kv_heads)
-    wide = model.ffn_hidden_size * ACTIVATIONS[model.activation].parts
     pre, post = (model.norm_affine and model.norm_placement == place for place in ("pre", "post"))
     shapes: dict[str, tuple[int, ...]] = _norm("input_layernorm", model, h, pre)
     shapes["self_attention.linear_proj.weight"] = (h, d * model.num_attention_heads)
@@ -42,12 +37,32 @@ def _layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         size = d * heads if model.qk_norm == "full" else d
         shapes |= _norm(f"self_attention.{one}_layernorm", model, size, model.qk_norm is not False)
     shapes |= _norm("pre_mlp_layernorm", model, h, pre)
-    for name, shape in (("mlp.linear_fc1", (wide, h)), ("mlp.linear_fc2", (h, model.ffn_hidden_size))):
-        shapes[f"{name}.weight"] = shape
-        if model.linear_bias:
-            shapes[f"{name}.bias"] = shape[:1]
+    shapes |= _experts(model) if model.has_experts(i) else _mlp("mlp", model, model.ffn_hidden_size)
     for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
         shapes |= _norm(name, model, h, post)
+    return shapes
+
+
+def _mlp(name: str, model: ModelConfig, inner: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    wide = inner * ACTIVATIONS[model.activation].parts
+    for fc, shape in (("linear_fc1", (wide, model.hidden_size)), ("linear_fc2", (model.hidden_size, inner))):
+        shapes[f"{name}.{fc}.weight"] = shape
+        if model.linear_bias:
+            shapes[f"{name}.{fc}.bias"] = shape[:1]
+    return shapes
+
+
+def _experts(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    assert model.num_moe_experts is not None
+    shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (model.num_moe_experts, model.hidden_size)}
+    for expert in range(model.num_moe_experts):
+        inner = model.moe_ffn_hidden_size or model.ffn_hidden_size
+        shapes |= _mlp(f"mlp.experts.local_experts.{expert}", model, inner)
+    if (shared := model.moe_shared_expert_intermediate_size) is not None:
+        if model.moe_shared_expert_gate:
+            shapes["mlp.shared_experts.gate_weight"] = (1, model.hidden_size)
+        shapes |= _mlp("mlp.shared_experts", model, shared)
     return shapes
 
 

@@ -51,7 +51,10 @@ def test_operations_are_those_of_the_chosen_experts():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["moe_grouped_gemm=true"], "model.moe_grouped_gemm: got true, accepted: false"),
+        (
+            ["moe_grouped_gemm=true", "activation=quick_geglu"],
+            'model.moe_grouped_gemm: got true with activation "quick',
+        ),
         (["expert_model_parallel_size=2"], "model.expert_model_parallel_size: got 2, accepted: 1"),
         (["moe_router_topk=9"], r"model.moe_router_topk: got 9, accepted: 1 to num_moe_experts \(8\)"),
         (["moe_router_topk=1"], "model.moe_router_pre_softmax: got false with moe_router_topk 1, accepted: true"),
@@ -93,6 +96,13 @@ def test_what_a_machine_or_a_group_of_ranks_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(CoatConfigError, match='model.moe_token_dispatcher_type: got "alltoall" without a GPU'):
         build_model(model)
+
+
+def test_tensor_parallel_ranks_cannot_divide_grouped_experts():
+    model = load_model_config(TINY, ["moe_grouped_gemm=true"]).with_vocab(500)
+    with pytest.raises(CoatConfigError, match="model.moe_grouped_gemm: got true with --tensor-parallel 2, accepted: f"):
+        model.check_parallel(2, True)
+    model.check_parallel(1, False)
 
 
 def test_dense_models_are_identified_as_before():
@@ -156,6 +166,50 @@ def test_the_load_balancing_loss_counts_once_a_step(work, tmp_path):
     torch.testing.assert_close(4 * quarter, once, rtol=0.05, atol=0.02 * once.abs().max().item())
 
 
+def router_losses(rank, world, argv):
+    """How a run ended, and the mean of each router's losses over steps and micro-batches, by their definitions."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from launch import pretrain
+    from launch.training import arguments, runtime
+
+    device, seen = runtime.start(rank), []
+
+    def keep(module, args, kwargs, result):
+        if module.training and torch.is_grad_enabled():
+            logits = module.gating(args[0].detach()).reshape(-1, 4)
+            probabilities, chosen = logits.float().softmax(-1).mean(0), result[1].float().mean(0) / 2
+            balance = 4 * (probabilities * chosen).sum()
+            seen.append((float(balance), float(logits.logsumexp(-1).square().mean())))
+
+    def watch(loop):
+        for module in loop.engine.module.modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(keep, with_kwargs=True)
+
+    end = pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=watch)
+    return end, seen
+
+
+def test_router_losses_are_logged(work, tmp_path):
+    """By their definitions, in the flow; and nearly the same without the block, where hidden states are exact."""
+    model = ["--model-override", *EXPERTS, "hidden_dropout=0.0", "moe_z_loss_coeff=0.001", "moe_router_dtype=fp32"]
+    logged = {}
+    for coat in (True, False):
+        config = configuration(tmp_path, 2, coat=coat)
+        argv = command(work, tmp_path / str(coat), config, *model, steps=1)
+        [(end, seen), (_, others)] = run_ranks(2, router_losses, argv)
+        assert end.startswith("finished 1 steps") and len(seen) == 2 * 2  # micro-batches, layers
+        logged[coat] = [
+            (record["load_balancing_loss"], record["router_z_loss"]) for record in read_metrics(tmp_path / str(coat))
+        ]
+        torch.testing.assert_close(
+            torch.tensor(logged[coat]), torch.tensor([*seen, *others]).mean(0)[None], rtol=1e-4, atol=0
+        )
+    assert torch.tensor(logged[True][0]).allclose(torch.tensor(logged[False][0]), rtol=1e-2)
+    assert load_model_config(TINY.with_name("tiny.json")).router_losses(2, 1, 1) == {}
+
+
 def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
     """Refused without sequence parallelism; with it, losses and the first gradients are one rank's but for rounding."""
     # Every token to every expert, so that rounding cannot change the routing.
@@ -181,12 +235,14 @@ def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
         assert (got - whole[name]).norm() < 0.2 * whole[name].norm(), name  # up to 0.09 seen
 
 
-def test_restarts_with_experts_are_exact(work, tmp_path):
+@pytest.mark.parametrize("grouped", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_restarts_with_experts_are_exact(work, tmp_path, grouped):
     """Four steps = two, a checkpoint as it is or converted, and two: to the last bit of losses and gradient norms."""
     config, save = configuration(tmp_path, 2), tmp_path / "save"
 
     def run(name, *more):
-        model = ["--model-override", *EXPERTS, "hidden_dropout=0.0"]  # conversion keeps no random states
+        model = ["--model-override", *EXPERTS, f"moe_grouped_gemm={grouped}"]
+        model += ["hidden_dropout=0.0"]  # conversion keeps no random states
         argv = command(work, tmp_path / name, config, *more, *model, steps=4)
         return run_ranks(1, rank_main, argv)[0], losses(tmp_path / name)
 

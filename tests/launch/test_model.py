@@ -28,6 +28,9 @@ PUBLISHED = {
     "qwen2.5-7b": 7.616e9,
     "qwen3-8b": 8.191e9,
     "olmo2-7b": 7.299e9,
+    "mixtral-8x7b": 46.70e9,
+    "qwen1.5-moe-a2.7b": 14.32e9,
+    "qwen3-30b-a3b": 30.53e9,
 }
 
 

@@ -138,8 +138,8 @@ NEEDS = {
         moe_shared_expert_overlap moe_enable_deepep cuda_graph_impl enable_cuda_graph external_cuda_graph
         variable_seq_lengths""",
     "another package": """gradient_accumulation_fusion apply_rope_fusion fused_single_qkv_rope moe_latent_size
-        moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_permute_fusion moe_router_fusion
-        fine_grained_activation_offloading""",
+        moe_grouped_gemm moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_permute_fusion
+        moe_router_fusion fine_grained_activation_offloading""",
     "the class of the model": "mtp_num_layers",  # given a specification of its own
     "a training loop": "timers qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit",
     "weights": "perform_initialization",

@@ -153,7 +153,7 @@ def test_reasons_of_experts_that_are_left():
     second.experts.local_experts[1].config.activation_func = F.relu
     report = patch_model(model, ActivationConfig())
     assert report.left == {
-        "decoder.layers.0.mlp.experts": "experts class Grouped (a grouped product)",
+        "decoder.layers.0.mlp.experts": "experts class Grouped",
         "decoder.layers.0.mlp.shared_experts": "config.moe_shared_expert_overlap=True",
         "decoder.layers.0.mlp.router": "routing is not quantized",
         "decoder.layers.1.mlp.experts": "activation_func relu with gated_linear_unit",
@@ -167,11 +167,7 @@ def test_reasons_of_experts_that_are_left():
         patch_model(model, ActivationConfig(tp_invariant=True))
 
 
-def test_grouped_products_are_refused_by_our_spec():
-    config = tiny_config(**ALL)
-    config.moe_grouped_gemm = True
-    with pytest.raises(ValueError, match="moe_grouped_gemm: got True, accepted: False"):
-        gpt_layer_spec(config)
+def test_a_pattern_of_layers_that_does_not_fit_is_refused_by_our_spec():
     config = tiny_config(**ALL)
     config.moe_layer_freq = [1, 0, 1]
     with pytest.raises(ValueError, match="moe_layer_freq: got 3 layers, accepted: 2"):

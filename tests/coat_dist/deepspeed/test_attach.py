@@ -22,6 +22,7 @@ CASES = {
     "zero-2, some gradients are not counted": {"zero_optimization": {"stage": 2}},
     "zero-2, round robin, remainders": {**ROUND_ROBIN, **REMAINDERS},
     "zero-2, cached weights": {"zero_optimization": {"stage": 2}, "coat": {"activation": {"weights": "cached"}}},
+    "zero-2, experts divided": {"zero_optimization": {"stage": 2}},
     "zero-3": {"zero_optimization": {"stage": 3}},
     "zero-3, codes": {"zero_optimization": {"stage": 3}, "coat": {}},
     "zero-3, remainders": {"zero_optimization": {"stage": 3}, **REMAINDERS},
@@ -63,6 +64,8 @@ def build(case):
     changes = CASES[case]
     net = (Patched if "coat" in changes else torch.nn.Linear)(64, 96)
     net.bias.ds_pipe_replicated = "not counted" in case
+    if "experts" in case:
+        net.universal_checkpoint_info = {"expert_parallel": {"size": 2, "rank": 0, "names": {}}}
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **changes}
     given = None
     if "torch's" in case:

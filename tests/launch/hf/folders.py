@@ -51,6 +51,21 @@ CASES = {
     "qwen2_heads": ("Qwen2Config", dict(head_dim=8)),
     "olmo2_heads": ("Olmo2Config", dict(head_dim=24, pad_token_id=1, eos_token_id=2)),
     "olmo2": ("Olmo2Config", dict(rms_norm_eps=1e-6, pad_token_id=1, eos_token_id=2)),
+    "mixtral": ("MixtralConfig", dict(num_local_experts=4, rope_parameters=_rope(1000000.0))),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80)
+        | dict(mlp_only_layers=[0]),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, head_dim=32),
+    ),
+    "qwen3_moe_sums": (
+        "Qwen3MoeConfig",
+        dict(num_experts=4, num_experts_per_tok=1, moe_intermediate_size=48, norm_topk_prob=False, num_hidden_layers=4)
+        | dict(decoder_sparse_step=2),
+    ),
 }
 """Configuration classes of transformers, and what differs from ``SIZES``."""
 

@@ -151,18 +151,6 @@ def test_tensors_of_several_types_keep_theirs(tmp_path):
     assert config(tmp_path / "back") == config(tmp_path / "source")
 
 
-def test_experts_are_refused_in_both_forms():
-    from launch.hf.convert import plan_hugging_face, plan_megatron
-    from launch.model.gpt import ModelConfig
-    from tests.launch.weights.test_fill import Given
-
-    sizes = dict(num_layers=1, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, seq_length=32, vocab_size=100)
-    weights = Given(ModelConfig(**sizes, num_moe_experts=2), {})
-    for plan in (plan_megatron, plan_hugging_face):
-        with pytest.raises(CoatConfigError, match="model.num_moe_experts: got 2, "):
-            plan(weights)
-
-
 def test_a_model_that_no_family_has_is_named(tmp_path):
     from launch.hf.config_out import config_for
     from launch.model.gpt import ModelConfig

@@ -17,7 +17,8 @@ pytest.importorskip("transformers")
 
 def joined(name, parts, gated=True):
     """What Megatron's layout says the ranks hold together."""
-    if name.endswith(("layernorm.weight", "proj.bias")) and ".q_" not in name and ".k_" not in name:
+    replicated = ("layernorm.weight", "proj.bias", "router.weight", "gate_weight")
+    if name.endswith(replicated) and ".q_" not in name and ".k_" not in name:
         assert all(torch.equal(part, parts[0]) for part in parts)
         return parts[0]
     if "linear_fc1" in name:
@@ -28,7 +29,8 @@ def joined(name, parts, gated=True):
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "pp"), [("olmo2", 2, 1), ("qwen2", 1, 2), ("llama_attention_bias", 2, 2), ("llama2", 4, 1)]
+    ("name", "tp", "pp"),
+    [("olmo2", 2, 1), ("qwen2", 1, 2), ("llama_attention_bias", 2, 2), ("llama2", 4, 1), ("qwen2_moe", 2, 1)],
 )
 def test_ranks_hold_their_slices(tmp_path, name, tp, pp):
     """Tied embeddings are on the first and on the last stage."""

@@ -1,0 +1,139 @@
+"""Layers with experts, forward and backward: grouped products in BF16 and with the flow, and experts one by one.
+
+    python -m benchmarks.speed.experts [--shapes mixtral-8x7b ...] [--tokens 16384 4096] [--variants coat ...]
+
+One Megatron layer of each shape (attention, router, dispatcher, experts), timed and counted as ``layer.py`` does it.
+The base is our layer in BF16 with ``moe_grouped_gemm``, whose products are ``torch._grouped_mm``. Routing is that of
+random weights, so experts have different numbers of tokens. The kernel tables are of one profiled pass each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.speed.layer import SEQUENCE, VARIANTS, kernels, measure, stack
+from coat_dist import CoatConfig
+from launch.model.gpt import ModelConfig, load_model_config
+from megatron_patches import initialize_model_parallel, patched
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": dict(
+        hidden_size=4096, ffn_hidden_size=14336, moe_ffn_hidden_size=14336, num_attention_heads=32,
+        num_query_groups=8, num_moe_experts=8, moe_router_topk=2,
+    ),
+    "qwen3-30b-a3b": dict(
+        hidden_size=2048, ffn_hidden_size=6144, moe_ffn_hidden_size=768, num_attention_heads=16,
+        num_query_groups=4, num_moe_experts=128, moe_router_topk=8,
+    ),
+    "64-experts-of-1408": dict(
+        hidden_size=2048, ffn_hidden_size=5632, moe_ffn_hidden_size=1408, num_attention_heads=16,
+        num_query_groups=16, num_moe_experts=64, moe_router_topk=8,
+    ),
+}  # fmt: skip
+"""What differs from ``configs/models/tiny-moe.json``; attention heads of Qwen3 have 128 elements, here too."""
+
+
+def model_of(shape: str, grouped: bool, dispatcher: str) -> ModelConfig:
+    """One layer of a shape."""
+    keys = SHAPES[shape] | {
+        "num_layers": 1,
+        "moe_grouped_gemm": grouped,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": dispatcher,
+        "seq_length": SEQUENCE,
+    }
+    given = [f"{key}={'null' if v is None else str(v).lower()}" for key, v in keys.items()]
+    return load_model_config(ROOT / "configs/models/tiny-moe.json", given)
+
+
+def flops(model: ModelConfig, tokens: int) -> float:
+    """Of one layer, forward and backward; attention counts half of the keys, and its backward 2.5 times its forward."""
+    h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
+    weights = h * d * 2 * (heads + model.kv_heads)
+    weights += model.expert_weights(h, model.ffn_hidden_size, True, active=True)
+    return tokens * (6.0 * weights + 3.5 * 2 * SEQUENCE * heads * d)
+
+
+def runs_of(shape: str, tokens: int, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By name, what was measured: BF16 and the variants in grouped products, then one by one."""
+    found: dict[str, dict[str, Any]] = {}
+    for grouped in (True, False)[: 1 + arguments.one_by_one]:
+        model = model_of(shape, grouped, arguments.dispatcher)
+        torch.manual_seed(0)
+        forward, gpt, x = stack(model, tokens)
+        dy = torch.randn_like(x)
+        for variant in (None, *(arguments.variants if grouped else ["coat"])):
+            name = ("grouped " if grouped else "one by one ") + (variant or "bf16")
+            if variant is None:
+                found[name] = measure(forward, gpt, x, 1) | {"kernels": kernels(forward, dy, 1)}
+                continue
+            with patched(gpt, CoatConfig.parse({"activation": VARIANTS[variant]}).activation) as report:
+                assert any(block.endswith("mlp.experts") for block in report.patched), str(report)
+                found[name] = measure(forward, gpt, x, 1) | {"kernels": kernels(forward, dy, 1)}
+        del forward, gpt, x, dy
+        torch.cuda.empty_cache()
+    return found
+
+
+def report(shape: str, tokens: int, runs: dict[str, dict[str, Any]], rows: int, dispatcher: str) -> None:
+    """Print the results, and add sums and ratios to them."""
+    work = flops(model_of(shape, True, dispatcher), tokens)
+    base = next(iter(runs.values()))
+    print(f"== {shape}, {tokens} tokens")
+    for name, one in runs.items():
+        one["ms"] = one["forward_ms"] + one["backward_ms"]
+        one["ratio_to_bf16"], one["tflops"] = one["ms"] / base["ms"], work / one["ms"] / 1e9
+        one["kernels_ms"] = sum(k["us"] for k in one["kernels"]) / 1e3
+        print(
+            f"{name:<26} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} ms  "
+            f"total {one['ms']:7.3f} ms  {one['ratio_to_bf16']:.3f} x bf16  kernels {one['kernels_ms']:7.3f} ms  "
+            f"{one['tflops']:5.0f} TFLOP/s  "
+            f"saved {one['saved_bytes_per_token']:,.0f} B/token  peak {one['peak_bytes'] / 2**30:.2f} GiB",
+            flush=True,
+        )
+    for name in list(runs)[:2]:
+        print(f"  -- {name}")
+        for row in runs[name]["kernels"][:rows]:
+            print(f"  {row['us']:9.1f} us  {row['calls']:5.1f} x  {row['kernel'][:110]}", flush=True)
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 4096], help=f"multiples of {SEQUENCE}")
+    parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
+    parser.add_argument("--dispatcher", default="alltoall", choices=["alltoall", "allgather"])
+    parser.add_argument("--one-by-one", action="store_true", help="also without moe_grouped_gemm")
+    parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel tables")
+    parser.add_argument("--name", default="experts", help="of the JSON result")
+    arguments = parser.parse_args(given)
+    for tokens in arguments.tokens:
+        if tokens <= 0 or tokens % SEQUENCE:
+            parser.error(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    initialize_model_parallel(1)
+    results = []
+    for shape in arguments.shapes:
+        for tokens in arguments.tokens:
+            runs = runs_of(shape, tokens, arguments)
+            report(shape, tokens, runs, arguments.kernels, arguments.dispatcher)
+            results.append({"shape": shape, "tokens": tokens, "runs": runs})
+    found = {"settings": options(arguments), "results": results}
+    print("wrote", write_result(f"speed/{arguments.name}", found, arguments.output))
+
+
+if __name__ == "__main__":
+    main()

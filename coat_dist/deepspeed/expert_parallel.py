@@ -1,0 +1,142 @@
+"""Experts that ranks divide (Megatron's expert parallelism) under ZeRO-1 and 2, by DeepSpeed's own support for them.
+
+DeepSpeed knows experts by ``param.allreduce = False`` (Megatron sets it) and ``param.group_name``, finds the ranks that
+hold the same ones in dicts of ``deepspeed.utils.groups``, and turns its support on where the model holds a
+``deepspeed.moe.layer.MoE``. While the engine is built a module of that class, without parameters, stands in the model;
+Megatron's groups are entered under one name. ZeRO then reduces and divides experts over the ranks that hold the same
+ones, and everything else over all data-parallel ranks. Gradients of both are divided by the number of all
+data-parallel ranks: an expert has met the tokens of all ranks that share it out.
+
+Afterwards the engine is told that it has no such layers. Otherwise it would save and load experts by names of
+DeepSpeed's own layers; ZeRO's shards hold them whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..config import CoatConfigError, look_up
+
+__all__ = ["announced_experts", "check_expert_parallel", "mark_experts", "refuse_single_files"]
+
+_MARKER = "coat_experts"
+
+
+def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
+    """Name, on each parameter of an expert, the group of ranks that hold it; to be called before the optimizer is made.
+
+    Args:
+        model: whose experts have ``allreduce = False``, as Megatron's have with ``expert_model_parallel_size`` > 1.
+        size: ranks that divide the experts.
+
+    Returns:
+        Parameters of experts.
+    """
+    from deepspeed.moe.utils import is_moe_param
+
+    found = [p for p in model.parameters() if is_moe_param(p)]
+    for p in found:
+        p.group_name = f"ep_size_{size}"  # type: ignore[attr-defined]
+    return found
+
+
+def check_expert_parallel(settings: Mapping[str, Any], size: int, optimizer: Any = None) -> None:
+    """Refuse what experts that ranks divide cannot be trained with.
+
+    Args:
+        settings: DeepSpeed's configuration.
+        size: ranks that divide the experts; 1 = none do.
+        optimizer: handed to DeepSpeed, if it is one.
+
+    Raises:
+        CoatConfigError: names each key, what was given and what is accepted.
+    """
+    if size == 1:
+        return
+    zero = settings.get("zero_optimization") or {}
+    problems = []
+
+    def require(key: str, good: bool, accepted: str) -> None:
+        if not good:
+            given = json.dumps(look_up(settings, key), default=str)
+            problems.append(f"{key}: got {given}, accepted: {accepted} with expert parallelism")
+
+    require("zero_optimization.stage", zero.get("stage") in (1, 2), "1 or 2")
+    for key in ("reduce_scatter", "contiguous_gradients"):
+        require(f"zero_optimization.{key}", zero.get(key, True) is True, "true")
+    for key in ("offload_optimizer", "offload_param"):
+        device = (zero.get(key) or {}).get("device") or "none"
+        require(f"zero_optimization.{key}", device == "none", "absent")
+    require("zero_optimization.round_robin_gradients", not zero.get("round_robin_gradients"), "false")
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    if not all(_one_kind(group) for group in groups):
+        problems.append(
+            "optimizer: got experts in groups with other parameters, accepted: groups of their own, as "
+            "coat_dist.deepspeed.optimizer_from_json.experts_apart makes them, or an optimizer that is named in the "
+            "configuration"
+        )
+    if problems:
+        raise CoatConfigError("\n".join(problems))
+
+
+def refuse_single_files(engine: Any) -> None:
+    """Let methods of the engine that write one rank's weights as those of the model raise a ``ValueError``."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError(
+            "save_16bit_model: got a model whose experts are divided over ranks, of which this would save one rank's; "
+            "accepted: save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
+        )
+
+    engine.save_16bit_model = engine.save_fp16_model = refuse
+
+
+def _one_kind(group: Mapping[str, Any]) -> bool:
+    """Whether a group holds nothing but experts, and says so, or none."""
+    experts = [not getattr(p, "allreduce", True) for p in group["params"]]
+    return all(expert == bool(group.get("moe")) for expert in experts)
+
+
+@contextmanager
+def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[list[Any]]:
+    """Let ``deepspeed.initialize``, called inside, know the experts of a model.
+
+    Args:
+        model: see :func:`mark_experts`.
+        mpu: has ``get_expert_model_parallel_group`` and ``get_expert_data_parallel_group``.
+        size: ranks that divide the experts; 1 = nothing is done.
+
+    Yields:
+        A list, to which the caller adds the engine.
+    """
+    built: list[Any] = []
+    experts = mark_experts(model, size) if size > 1 else []
+    if not experts:
+        yield built
+        return
+    from deepspeed.moe.layer import MoE
+    from deepspeed.utils import groups
+
+    class Marker(MoE):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.num_experts = size
+
+        def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
+            """There are groups already."""
+
+    name = f"ep_size_{size}"
+    groups._EXPERT_PARALLEL_GROUP[name] = mpu.get_expert_model_parallel_group()
+    groups._EXPERT_DATA_PARALLEL_GROUP[name] = mpu.get_expert_data_parallel_group()
+    model.add_module(_MARKER, Marker())
+    try:
+        yield built
+    finally:
+        delattr(model, _MARKER)
+        for engine in built:
+            engine.has_moe_layers, engine.num_experts = False, []

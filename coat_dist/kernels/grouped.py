@@ -1,0 +1,274 @@
+"""Kernels of ``reference/grouped.py``. Rows of experts come by blocks: a tile of rows has one expert, and its scale.
+
+Quantizing and backward of the activation are the kernels of a single tensor, told where the block's scale lies.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import FP8Format, QuantizedTensor
+from ..reference.activation import ActivationGradients
+from ..reference.grouped import BLOCK, ExpertRows, SpreadGradient
+from . import activation_backward as act
+from .fp8 import atomic_amax, constants, dense, magnitude_bits, pack_rows, scale_of, store_turned
+from .groups import load_tile, unpack
+from .launch import cdiv, fast_launch, next_power_of_2
+from .quantize import launch_quantize, packet
+
+__all__ = [
+    "activation_backward_experts",
+    "activation_grad_amax_experts",
+    "amax_experts",
+    "quantize_columns",
+    "quantize_experts",
+    "quantize_experts_both",
+    "spread_gradient",
+    "sum_rows",
+    "take_rows",
+]
+
+# Columns and warps of a tile of BLOCK rows; columns, packets of rows, warps of a tile of a weight; elements of a row.
+AMAX_TILE = (512, 8)
+COLUMNS_TILE = (64, 32, 8)
+TAKE_TILE = 4096
+SUM_TILE = 1024
+SPREAD_TILE = (2, 2048, 8)
+
+
+@fast_launch
+@triton.jit
+def _take_kernel(x, index, factor, out, columns, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = row
+    if index is not None:
+        at = tl.load(index + row).to(tl.int64)
+    value = tl.load(x + at * columns + column, mask=(column < columns) & (at >= 0), other=0.0)
+    if factor is not None:
+        value = (value.to(tl.float32) * tl.load(factor + row).to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + row * columns + column, value, mask=column < columns)
+
+
+def take_rows(x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None) -> torch.Tensor:
+    """See :func:`coat_dist.reference.grouped.take_rows`."""
+    x = x.contiguous()
+    count, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
+    out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
+    if out.numel():
+        tile = min(TAKE_TILE, next_power_of_2(columns))
+        _take_kernel[(count, cdiv(columns, tile))](x, index, dense(factor), out, columns, TILE=tile, num_warps=4)
+    return out
+
+
+@fast_launch
+@triton.jit
+def _sum_kernel(x, index, out, columns, K: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < columns
+    total = tl.zeros((TILE,), tl.float32)
+    for i in tl.static_range(K):
+        at = tl.load(index + row * K + i).to(tl.int64)
+        total += tl.load(x + at * columns + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """See :func:`coat_dist.reference.grouped.sum_rows`."""
+    x = x.contiguous()
+    (count, terms), columns = index.shape, x.shape[1]
+    out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
+    if out.numel():
+        tile = min(SUM_TILE, next_power_of_2(columns))
+        _sum_kernel[(count, cdiv(columns, tile))](x, index, out, columns, K=terms, TILE=tile, num_warps=4)
+    return out
+
+
+@fast_launch
+@triton.jit
+def _spread_kernel(
+    dout, source, factor, codes, scales, blocks, d, amax, dfactor, columns, groups, total, G: tl.constexpr,
+    S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BM rows of ``d`` whole; those of one expert."""
+    slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    there = slot < total
+    at = slot
+    if source is not None:
+        at = tl.load(source + slot, mask=there, other=-1).to(tl.int64)
+    given = there & (at >= 0)
+    if factor is not None:
+        times = tl.load(factor + at, mask=given, other=0.0).to(tl.float32)[:, None]
+    top = tl.zeros((BM, BN), tl.int32)
+    sums = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, columns, BN):
+        column = (first + tl.arange(0, BN))[None, :]
+        inside = given[:, None] & (column < columns)
+        grad = tl.load(dout + at[:, None] * columns + column, mask=inside, other=0.0)
+        if dfactor is not None:
+            group = (first // G + tl.arange(0, BN // G))[None, :]
+            in_group = given[:, None] & (group < groups)
+            y = load_tile(codes, scales, slot[:, None], column, group, inside, in_group, columns, groups, BM, BN, G, S)
+            sums += grad.to(tl.float32) * y
+        if factor is not None:
+            grad = (grad.to(tl.float32) * times).to(d.dtype.element_ty)
+        tl.store(d + slot[:, None] * columns + column, grad, mask=there[:, None] & (column < columns))
+        if amax is not None:
+            top = tl.maximum(top, magnitude_bits(grad.to(tl.float32)))
+    if amax is not None:
+        atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
+    if dfactor is not None:
+        tl.store(dfactor + at, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=given)
+
+
+def spread_gradient(
+    dout: torch.Tensor,
+    rows: ExpertRows | None,
+    factor: torch.Tensor | None = None,
+    y8: QuantizedTensor | None = None,
+) -> SpreadGradient:
+    """See :func:`coat_dist.reference.grouped.spread_gradient`: one pass."""
+    dout, columns, device = dout.contiguous(), dout.shape[1], dout.device
+    source, blocks, amax = None, None, None
+    if rows is not None:
+        source, blocks = rows.source, rows.blocks
+        amax = torch.zeros(rows.experts, dtype=torch.float32, device=device)
+    total = dout.shape[0] if source is None else source.shape[0]
+    d = torch.empty(total, columns, dtype=dout.dtype, device=device)
+    dfactor, codes, scales, size, form = None, None, None, 1, None
+    if y8 is not None and factor is not None:
+        dfactor = torch.empty(factor.shape, dtype=factor.dtype, device=device)
+        codes, scales, size, form = unpack(y8)
+    height, width, warps = SPREAD_TILE
+    if d.numel():
+        _spread_kernel[(cdiv(total, height),)](
+            dout, source, dense(factor), codes, scales, blocks, d, amax, dfactor, columns, cdiv(columns, size), total,
+            G=size, S=form, BM=height, BN=max(min(width, next_power_of_2(columns)), size), BLOCK=BLOCK,
+            num_warps=warps,
+        )  # fmt: skip
+    return SpreadGradient(d, amax, dfactor)
+
+
+@fast_launch
+@triton.jit
+def _amax_kernel(x, blocks, out, columns, BM: tl.constexpr, BN: tl.constexpr):
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
+    value = tl.load(x + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    atomic_amax(out + tl.load(blocks + tl.program_id(0)), magnitude_bits(value))
+
+
+def amax_experts(x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """See :func:`coat_dist.reference.grouped.amax_experts`."""
+    x = x.contiguous()
+    out = torch.zeros(rows.experts, dtype=torch.float32, device=x.device)
+    width, warps = AMAX_TILE
+    _amax_kernel[(x.shape[0] // BLOCK, cdiv(x.shape[1], width))](
+        x, rows.blocks, out, x.shape[1], BM=BLOCK, BN=width, num_warps=warps
+    )
+    return out
+
+
+def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows | None) -> QuantizedTensor:
+    """See :func:`coat_dist.reference.grouped.quantize_experts`."""
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    x = x.contiguous()
+    if rows is not None:
+        launch_quantize(x, scales, codes, None, constants(fmt, x), rows.blocks)
+    elif x.shape[1] % BLOCK == 0:
+        blocks = _blocks_of_matrices(x.shape[0], x.shape[1], x.device)
+        launch_quantize(x.view(-1, x.shape[2]), scales, codes.view(-1, x.shape[2]), None, constants(fmt, x), blocks)
+    else:
+        for matrix, scale, out in zip(x, scales, codes, strict=True):
+            launch_quantize(matrix, scale, out, None, constants(fmt, x))
+    return QuantizedTensor(codes, scales, "expert")
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks_of_matrices(experts: int, rows: int, device: torch.device) -> torch.Tensor:
+    """:attr:`ExpertRows.blocks` of matrices one below the other."""
+    with torch.inference_mode(False):
+        return torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(rows // BLOCK)
+
+
+def quantize_experts_both(
+    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """See :func:`coat_dist.reference.grouped.quantize_experts_both`."""
+    x = x.contiguous()
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    turned = torch.empty(x.shape[::-1], dtype=fmt.dtype, device=x.device)
+    launch_quantize(x, scales, codes, turned, constants(fmt, x), rows.blocks)
+    return QuantizedTensor(codes, scales, "expert"), QuantizedTensor(turned, scales, "expert")
+
+
+@fast_launch
+@triton.jit
+def _columns_kernel(
+    x, out, scales, k, n, C: tl.constexpr, DROP: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Two reads of BN columns: one for their scales, one for the codes. PACK rows make an element of ``out``."""
+    expert = tl.program_id(1).to(tl.int64)
+    column = (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
+    height = k // PACK
+    x += expert * k * n
+    out += expert * n * height
+    row = tl.arange(0, BM)[:, None]
+    top = tl.zeros((BM, BN), tl.int32)
+    for first in range(0, k, BM):
+        at = (first + row).to(tl.int64)
+        value = tl.load(x + at * n + column, mask=(at < k) & (column < n), other=0.0)
+        top = tl.maximum(top, magnitude_bits(value.to(tl.float32)))
+    scale, factor = scale_of(tl.max(top, 0), DROP, C)
+    flat = tl.program_id(0) * BN + tl.arange(0, BN)
+    tl.store(scales + expert * n + flat, scale, mask=flat < n)
+    for first in range(0, height, BM):
+        packed = tl.zeros((BM, BN), tl.int32)
+        y = tl.zeros((BM, BN), tl.float32)
+        inside = (first + row < height) & (column < n)
+        for i in tl.static_range(PACK):
+            at = (first + row).to(tl.int64) * PACK + i
+            last, y = y, tl.load(x + at * n + column, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+            packed = pack_rows(packed, last, y, i, PACK, C)
+        store_turned(out, packed, first + row, column, height, inside)
+
+
+def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
+    """See :func:`coat_dist.reference.grouped.quantize_columns`."""
+    x = x.contiguous()
+    experts, k, n = x.shape
+    codes = torch.empty(experts, n, k, dtype=fmt.dtype, device=x.device)
+    scales = torch.empty(experts, n, 1, dtype=torch.float32, device=x.device)
+    pack, word = packet(k)
+    bn, bm, warps = COLUMNS_TILE
+    if x.numel():
+        _columns_kernel[(cdiv(n, bn), experts)](
+            x, codes.view(word), scales, k, n, C=constants(fmt, x), DROP=23, PACK=pack, BM=bm, BN=bn, num_warps=warps
+        )  # fmt: skip
+    return QuantizedTensor(codes, scales, "row")
+
+
+def activation_grad_amax_experts(
+    da: torch.Tensor, pre8: QuantizedTensor, activation: str, rows: ExpertRows
+) -> torch.Tensor:
+    """See :func:`coat_dist.reference.grouped.activation_grad_amax_experts`."""
+    return act.launch_grad_amax(da, pre8, activation, rows)
+
+
+def activation_backward_experts(
+    da: torch.Tensor,
+    pre8: QuantizedTensor,
+    activation: str,
+    grad_fmt: FP8Format,
+    grad_scales: torch.Tensor,
+    fmt: FP8Format,
+    scales: torch.Tensor,
+    rows: ExpertRows,
+) -> ActivationGradients:
+    """See :func:`coat_dist.reference.grouped.activation_backward_experts`."""
+    return act.launch_backward(da, pre8, activation, grad_fmt, grad_scales, fmt, scales, None, rows)

@@ -1,0 +1,141 @@
+"""FP8 products of all experts: one grouped product of torch, or one product an expert, whichever is there and faster.
+
+Torch's grouped scaled products (2.11 to 2.13) run on compute capability 9.0. They take two E4M3 operands with row
+scales and give BF16. What they do not take (E5M2, fp32 results, other GPUs) goes through ``torch._scaled_mm`` or
+:func:`~coat_dist.ops.gemm.scaled_mm`, expert by expert, for which the host has to know the rows of each
+(:attr:`~coat_dist.reference.grouped.ExpertRows.known`). Where it does, and experts have many rows, so does the rest:
+cuBLASLt's product of one expert is then the faster one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..devices import has_fp8
+from ..formats import QuantizedTensor
+from ..reference import grouped as reference
+from ..reference.grouped import BLOCK, ExpertRows
+from .dispatch import use_kernels
+from .gemm import scaled_mm
+
+__all__ = ["apart", "grouped_mm", "grouped_wgrad", "one_by_one"]
+
+_ALIGNMENT = 16
+"""Of all sizes, in bytes."""
+MUCH_WORK = 2**35
+"""Multiplications of one expert's product from which on experts are multiplied one by one where the host knows their
+rows. TFLOP/s of forward, dgrad, wgrad on an H200, one by one and grouped: 8 experts of 4096 x 28672 with 4096 rows each
+1344, 1303, 1080 and 1179, 1000, 875; with 1024 rows each 1345, 1291, 868 and 915, 997, 600. 128 experts of 2048 x 1536
+with 1024 rows each are bound by the host one by one: 245, 296, 273 and 1060, 989, 737."""
+FEW_TERMS = 2048
+"""Sums of at most so many products (on the average of the experts) stay in the tensor cores' shorter accumulators in a
+grouped product, in backward too: torch's kernel for the longer ones takes three times as long with those 128 experts.
+Relative errors against exact sums, 2048 terms, with BF16's own 1.7e-3: of terms of either sign 1.9e-3 in place of
+1.7e-3; where all have one sign the sum comes out 3 % too small, as it does in forward."""
+
+
+def grouped_mm(
+    a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype, fast_accum: bool = False
+) -> torch.Tensor:
+    """As :func:`coat_dist.reference.grouped.grouped_mm`; sums as :func:`coat_dist.ops.scaled_mm` says."""
+    if not (a.codes.is_cuda and use_kernels(a.codes)):
+        return reference.grouped_mm(a, b, rows, out_dtype, fast_accum)
+    total, (experts, n, k) = a.codes.shape[0], b.codes.shape
+    aligned = not (n % _ALIGNMENT or k % _ALIGNMENT)
+    if aligned and not _by_expert(rows, n * k) and _grouped(a, b, out_dtype):
+        if a.layout == "row":
+            a_scales, b_scales = a.scales.view(total), b.scales.view(experts, n)
+        else:
+            a_scales = a.scales[rows.blocks].repeat_interleave(BLOCK)
+            b_scales = b.scales[:, None].expand(experts, n).contiguous()
+        return torch._scaled_grouped_mm(
+            a.codes, b.codes.transpose(1, 2), a_scales, b_scales, offs=rows.ends, out_dtype=out_dtype,
+            use_fast_accum=fast_accum or k <= FEW_TERMS,
+        )  # fmt: skip
+    out = torch.empty(total, n, dtype=out_dtype, device=a.codes.device)
+    direct, by_row = aligned and _direct(a, b, out_dtype), a.layout == "row"
+    a_scales, b_scales = (q.scales if by_row else apart(q.scales) for q in (a, b))
+    for expert, at in rows.pieces():
+        left = QuantizedTensor(a.codes[at], a_scales[at if by_row else expert], "row" if by_row else "tensor")
+        right = QuantizedTensor(b.codes[expert], b_scales[expert], left.layout)
+        _product(left, right, out[at], direct, fast_accum)
+    return out
+
+
+def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype) -> torch.Tensor:
+    """As :func:`coat_dist.reference.grouped.grouped_wgrad`."""
+    if not (a.codes.is_cuda and use_kernels(a.codes)):
+        return reference.grouped_wgrad(a, b, rows, out_dtype)
+    m, n = a.codes.shape[0], b.codes.shape[0]
+    aligned = n % _ALIGNMENT == 0
+    if aligned and not _by_expert(rows, m * n) and _grouped(a, b, out_dtype):
+        a_scales, b_scales = (q.scales.repeat_interleave(q.codes.shape[0]) for q in (a, b))
+        few = a.codes.shape[1] <= FEW_TERMS * rows.experts
+        return torch._scaled_grouped_mm(
+            a.codes, b.codes.t(), a_scales, b_scales, offs=rows.ends, out_dtype=out_dtype, use_fast_accum=few
+        )
+    out = torch.empty(rows.experts, m, n, dtype=out_dtype, device=a.codes.device)
+    direct, missing = aligned and _direct(a, b, out_dtype), set(range(rows.experts))
+    scales = apart(a.scales), apart(b.scales)
+    for expert, at in rows.pieces():
+        missing.remove(expert)
+        left, right = (
+            QuantizedTensor(q.codes[:, at], s[expert], "tensor") for q, s in zip((a, b), scales, strict=True)
+        )
+        _product(left, right, out[expert], direct, False)
+    for expert in missing:
+        out[expert].zero_()
+    return out
+
+
+def _product(left: QuantizedTensor, right: QuantizedTensor, out: torch.Tensor, direct: bool, fast_accum: bool) -> None:
+    """``left @ right.T`` into ``out``, written there by the product itself where that is possible."""
+    if not direct:
+        left, right = (QuantizedTensor(q.codes.contiguous(), q.scales, q.layout) for q in (left, right))
+        out.copy_(scaled_mm(left, right, out.dtype, fast_accum))
+        return
+    scales = right.scales.t() if right.layout == "row" else right.scales
+    torch._scaled_mm(
+        left.codes, right.codes.t(), left.scales, scales, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out
+    )
+
+
+def apart(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of experts, fp32 ``[experts]``, 16 bytes apart: cuBLASLt takes no other addresses of scales."""
+    return scales[:, None].expand(-1, 4).contiguous()[:, 0]
+
+
+def one_by_one(rows: int, experts: int, weight: int) -> bool:
+    """Whether products of so many rows with matrices of ``weight`` elements are faster expert by expert, for which the
+    host has to know whose rows they are."""
+    return rows * weight >= MUCH_WORK * experts
+
+
+def _by_expert(rows: ExpertRows, weight: int) -> bool:
+    """Whether one product an expert is the faster way, and does not wait for the GPU."""
+    return rows.known is not None and one_by_one(rows.known[-1], len(rows.known), weight)
+
+
+def _direct(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> bool:
+    """Whether ``torch._scaled_mm`` takes operands as they are (see :func:`~coat_dist.ops.gemm.scaled_mm`)."""
+    e4m3 = a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn
+    two_e5m2 = a.codes.dtype == b.codes.dtype == torch.float8_e5m2
+    kernel = (e4m3 and out_dtype == torch.bfloat16) if a.layout == "row" else not two_e5m2
+    return kernel and has_fp8(a.codes)
+
+
+def _grouped(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> bool:
+    """Whether torch has the product."""
+    return (
+        out_dtype == torch.bfloat16
+        and a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn
+        and has_fp8(a.codes)
+        and _is_hopper(a.codes.get_device())
+    )
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0) and hasattr(torch, "_scaled_grouped_mm")

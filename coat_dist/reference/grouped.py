@@ -1,0 +1,283 @@
+"""Experts side by side: rows of all experts in one matrix, products of each expert's rows with its own weight.
+
+**Rows.** An expert's rows begin at a multiple of :data:`BLOCK`, and rows of zeros fill up to the next expert. So a tile
+of a kernel belongs to one expert, and the rows of an expert can be the summed dimension of a product, for which FP8
+operands have to be aligned. :class:`ExpertRows` says which rows are whose.
+
+**Scales.** Layout "expert" has one fp32 scale an expert: of its rows ``[rows, n]`` or its matrix ``[experts, k, n]``.
+It is to an expert what "tensor" is to a tensor. Layout "row" is as everywhere.
+
+Every definition here is the one for a single tensor, expert by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..formats import FP8Format, QuantizedTensor
+from . import activation as act
+from . import quantize
+from .gemm import scaled_mm
+
+__all__ = [
+    "BLOCK",
+    "ExpertRows",
+    "SpreadGradient",
+    "activation_backward_experts",
+    "activation_grad_amax_experts",
+    "amax_experts",
+    "expert_rows",
+    "grouped_mm",
+    "grouped_wgrad",
+    "largest_rows",
+    "quantize_columns",
+    "quantize_experts",
+    "quantize_experts_both",
+    "spread_gradient",
+    "sum_rows",
+    "take_rows",
+]
+
+BLOCK = 32
+"""Rows that belong to one expert together. FP8 products want 16; kernels read and write at least this many."""
+
+
+class ExpertRows(NamedTuple):
+    """Where the rows of each expert are, ``total`` in all; every tensor on the device of the rows."""
+
+    source: torch.Tensor
+    """int32 ``[total]``: which of the given rows lies here; -1 for a row of zeros."""
+    place: torch.Tensor
+    """int32 ``[given rows]``: where each of them lies."""
+    blocks: torch.Tensor
+    """int32 ``[total / BLOCK]``: the expert that each block of rows belongs to."""
+    ends: torch.Tensor
+    """int32 ``[experts]``: the row behind the last one of each expert; the last of them is ``total``."""
+    known: tuple[int, ...] | None
+    """``ends`` where the host knows them: where it was given the numbers of tokens."""
+
+    @property
+    def experts(self) -> int:
+        return self.ends.shape[0]
+
+    def pieces(self) -> Iterator[tuple[int, slice]]:
+        """Each expert that has rows, and these; waits for the device where ``known`` is None."""
+        first = 0
+        for expert, end in enumerate(self.ends.tolist() if self.known is None else self.known):
+            if end > first:
+                yield expert, slice(first, end)
+            first = end
+
+
+class SpreadGradient(NamedTuple):
+    """``d`` ``[total, n]``: the gradient of y; ``amax`` fp32 ``[experts]`` of its rows; ``dfactor``: of the factor,
+    ``[given rows]``."""
+
+    d: torch.Tensor
+    amax: torch.Tensor | None
+    dfactor: torch.Tensor | None
+
+
+def expert_rows(tokens_per_expert: torch.Tensor, rows: int, device: torch.device) -> ExpertRows:
+    """Rows sorted by expert, laid out by blocks.
+
+    Args:
+        tokens_per_expert: int ``[experts]``, on the CPU or on ``device``; nothing waits for the device. There, as many
+            blocks are made as any distribution could need: rows + (BLOCK - 1) * experts, rounded up to a block.
+        rows: their sum.
+
+    Raises:
+        ValueError: on the CPU, numbers that are negative or do not add up to ``rows``.
+    """
+    counts = tokens_per_expert.long()
+    filled = (counts + BLOCK - 1) // BLOCK * BLOCK
+    if counts.device.type == "cpu":
+        if int(counts.sum()) != rows or bool((counts < 0).any()):
+            raise ValueError(f"tokens_per_expert: got {counts.tolist()}, accepted: numbers that add up to {rows} rows")
+        total = int(filled.sum())
+    else:
+        total = (rows + (BLOCK - 1) * counts.numel()) // BLOCK * BLOCK
+    total = max(total, BLOCK)  # no special case without tokens
+    ends = filled.cumsum(0)
+    last = counts.cumsum(0)
+    begin, first = ends - filled, last - counts
+    ends = torch.cat((ends[:-1], ends.new_full((1,), total)))
+    known = tuple(ends.tolist()) if ends.device.type == "cpu" else None
+    table = torch.stack((counts, begin, first, ends, last)).to(device, non_blocking=True)
+    counts, begin, first, ends, last = table.unbind()
+    slot = torch.arange(total, device=device)
+    expert = torch.searchsorted(ends, slot, right=True)
+    within = slot - begin[expert]
+    source = torch.where(within < counts[expert], first[expert] + within, -1)
+    row = torch.arange(rows, device=device)
+    owner = torch.searchsorted(last, row, right=True)
+    place = row + (begin - first)[owner]
+    return ExpertRows(source.int(), place.int(), expert[::BLOCK].int(), ends.int(), known)
+
+
+def take_rows(x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows ``index`` (int32 ``[m]``, None: all) of x ``[rows, n]``, zeros where it is -1, times ``factor``, ``[m]`` of
+    any floating dtype; ``[m, n]``, fp32 products rounded to x's dtype."""
+    if index is not None:
+        if not x.shape[0]:
+            return x.new_zeros(index.shape[0], x.shape[1])
+        x = torch.where((index >= 0)[:, None], x[index.clamp(min=0).long()], x.new_zeros(()))
+    return x if factor is None else (x.float() * factor.float()[:, None]).to(x.dtype)
+
+
+def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Sums of the rows ``index`` (int32 ``[m, k]``) of x ``[rows, n]``, ``[m, n]``: fp32, rounded once."""
+    if not index.numel():
+        return x.new_zeros(index.shape[0], x.shape[1])
+    out = x[index[:, 0].long()].float()
+    for i in range(1, index.shape[1]):
+        out = out + x[index[:, i].long()].float()
+    return out.to(x.dtype)
+
+
+def spread_gradient(
+    dout: torch.Tensor,
+    rows: ExpertRows | None,
+    factor: torch.Tensor | None = None,
+    y8: QuantizedTensor | None = None,
+) -> SpreadGradient:
+    """Backward of :func:`take_rows` by ``rows.place``, of y to ``out``.
+
+    Args:
+        dout: ``[given rows, n]``.
+        rows: None: no rows change their places, and there is no amax.
+        factor: as there, ``[given rows]``.
+        y8: y by groups, for the gradient of ``factor``; ``[total, n]``.
+    """
+    scaled = take_rows(dout, None, factor)
+    d = scaled if rows is None else take_rows(scaled, rows.source)
+    dfactor = None
+    if y8 is not None and factor is not None:
+        y = quantize.dequantize(y8)
+        y = y if rows is None else y[rows.place.long()]
+        dfactor = (dout.float() * y).sum(-1).to(factor.dtype)
+    return SpreadGradient(d, None if rows is None else amax_experts(d, rows), dfactor)
+
+
+def largest_rows(scales: torch.Tensor, rows: ExpertRows, least: float) -> torch.Tensor:
+    """``[experts]``: the largest of the row scales ``[total, 1]`` of each expert, ``least`` of one without rows."""
+    of_blocks = scales.view(-1, BLOCK).amax(1)
+    out = scales.new_full((rows.experts,), least)
+    return out.scatter_reduce(0, rows.blocks.long(), of_blocks, "amax")
+
+
+def amax_experts(x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """Largest magnitude of each expert's rows of x ``[total, n]``; fp32 ``[experts]``, as :func:`quantize.amax`."""
+    out = torch.zeros(rows.experts, dtype=torch.float32, device=x.device)
+    for expert, at in rows.pieces():
+        out[expert] = quantize.amax(x[at])
+    return out
+
+
+def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows | None) -> QuantizedTensor:
+    """FP8 with a given scale an expert, fp32 ``[experts]``.
+
+    Args:
+        x: ``[total, n]``; or with ``rows`` None an expert's matrix each, ``[experts, k, n]``.
+    """
+    per_row = scales[:, None, None] if rows is None else _of_rows(scales, rows)
+    return QuantizedTensor(quantize.requantize_rows(x, fmt, per_row).codes, scales, "expert")
+
+
+def quantize_experts_both(
+    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """:func:`quantize_experts` in both memory orders: codes ``[total, n]`` and ``[n, total]``."""
+    q = quantize_experts(x, fmt, scales, rows)
+    return q, quantize.transpose(q)
+
+
+def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
+    """Matrices x ``[experts, k, n]`` transposed and quantized by rows of the result, that is by columns of x.
+
+    Returns:
+        layout "row": codes ``[experts, n, k]``, scales ``[experts, n, 1]``, powers of two.
+    """
+    return quantize.quantize_rows(x.transpose(1, 2).contiguous(), fmt, aligned=True)
+
+
+def grouped_mm(
+    a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype, fast_accum: bool = False
+) -> torch.Tensor:
+    """Each expert's rows of ``a`` times its matrix transposed, as :func:`~coat_dist.reference.gemm.scaled_mm`.
+
+    Args:
+        a: codes ``[total, k]``, layout "row" or "expert".
+        b: codes ``[experts, n, k]``, the same layout: scales ``[experts, n, 1]`` or ``[experts]``.
+
+    Returns:
+        ``[total, n]`` of ``out_dtype``.
+    """
+    out = a.codes.new_zeros(a.codes.shape[0], b.codes.shape[1], dtype=out_dtype)
+    for expert, at in rows.pieces():
+        scales, layout = (a.scales[at], "row") if a.layout == "row" else (a.scales[expert], "tensor")
+        left = QuantizedTensor(a.codes[at], scales, layout)
+        out[at] = scaled_mm(left, QuantizedTensor(b.codes[expert], b.scales[expert], layout), out_dtype, fast_accum)
+    return out
+
+
+def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype) -> torch.Tensor:
+    """For each expert the product, over its rows, of ``a`` and ``b`` transposed; zero without rows.
+
+    Args:
+        a, b: codes ``[m, total]`` and ``[n, total]``, layout "expert".
+
+    Returns:
+        ``[experts, m, n]`` of ``out_dtype``.
+    """
+    out = a.codes.new_zeros(rows.experts, a.codes.shape[0], b.codes.shape[0], dtype=out_dtype)
+    for expert, at in rows.pieces():
+        left, right = (QuantizedTensor(q.codes[:, at], q.scales[expert], "tensor") for q in (a, b))
+        out[expert] = scaled_mm(left, right, out_dtype)
+    return out
+
+
+def activation_grad_amax_experts(
+    da: torch.Tensor, pre8: QuantizedTensor, activation: str, rows: ExpertRows
+) -> torch.Tensor:
+    """:func:`~coat_dist.reference.activation.activation_grad_amax` of each expert's rows; fp32 ``[experts]``."""
+    out = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
+    for expert, at in rows.pieces():
+        out[expert] = act.activation_grad_amax(da[at], _part(pre8, at), activation)
+    return out
+
+
+def activation_backward_experts(
+    da: torch.Tensor,
+    pre8: QuantizedTensor,
+    activation: str,
+    grad_fmt: FP8Format,
+    grad_scales: torch.Tensor,
+    fmt: FP8Format,
+    scales: torch.Tensor,
+    rows: ExpertRows,
+) -> act.ActivationGradients:
+    """:func:`~coat_dist.reference.activation.activation_backward` with scales ``[experts]``; no bias."""
+    parts = []
+    for expert, at in rows.pieces():
+        given = da[at], _part(pre8, at), activation, grad_fmt, grad_scales[expert], fmt, scales[expert]
+        parts.append([q.codes for q in act.activation_backward(*given)[:3]])
+    d8, d8_t, a8_t = (torch.cat(codes, dim) for codes, dim in zip(zip(*parts, strict=True), (0, 1, 1), strict=True))
+    return act.ActivationGradients(
+        QuantizedTensor(d8, grad_scales, "expert"),
+        QuantizedTensor(d8_t, grad_scales, "expert"),
+        QuantizedTensor(a8_t, scales, "expert"),
+        None,
+    )
+
+
+def _of_rows(scales: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """Scales ``[experts]`` for each row, ``[total, 1]``."""
+    return scales[rows.blocks.long()].repeat_interleave(BLOCK)[:, None]
+
+
+def _part(q: QuantizedTensor, at: slice) -> QuantizedTensor:
+    return QuantizedTensor(q.codes[at], q.scales[at], q.layout, q.group_size)

@@ -1,0 +1,170 @@
+"""Experts in grouped products (``moe_grouped_gemm``): Megatron's ``GroupedMLP`` without the package ``grouped_gemm``,
+and its patched form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.moe import grouped_gemm_util
+from megatron.core.transformer.moe.experts import GroupedMLP
+
+from coat_dist import flow
+from coat_dist.config import ActivationConfig
+
+from .activations import activation_name
+from .attached import Patch
+
+__all__ = [
+    "GROUPED",
+    "FP8GroupedExperts",
+    "FP8GroupedMLP",
+    "GroupedExperts",
+    "grouped_activation",
+    "grouped_matmul",
+    "why_bf16_grouped",
+]
+
+_ALIGNMENT = 16
+
+
+def grouped_matmul(x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """Rows of each expert times its matrix, with autograd.
+
+    One grouped product of torch in BF16 on a GPU of compute capability 8.0 or above; elsewhere one product an expert.
+
+    Args:
+        x: ``[tokens, k]``, sorted by expert.
+        weights: ``[experts, k, n]``.
+        tokens_per_expert: int ``[experts]``; they add up to ``tokens``.
+
+    Returns:
+        ``[tokens, n]``.
+    """
+    aligned = not any(size % 8 for size in weights.shape[1:])
+    if x.is_cuda and x.numel() and x.dtype == weights.dtype == torch.bfloat16 and aligned:
+        offsets = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0).int()
+        return torch._grouped_mm(x, weights, offs=offsets)
+    parts = x.split(tokens_per_expert.tolist())
+    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+
+class GroupedExperts(GroupedMLP):
+    """Megatron's ``GroupedMLP`` with :func:`grouped_matmul` in place of the package ``grouped_gemm``.
+
+    The same parameters, state dicts and distributed checkpoints. ``weight1`` ``[h, experts * f]`` (twice that with a
+    gate) holds the memory of ``[experts, h, f]``, ``weight2`` that of ``[experts, f, h]``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with _without_package():
+            super().__init__(*args, **kwargs)
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """``[tokens, h]``, sorted by expert → the same; as in Megatron the probabilities weight the activation."""
+        x, probs = _probs_on_input(self.config, permuted_local_hidden_states, permuted_probs)
+        w1 = self.weight1.view(self.num_local_experts, self.config.hidden_size, -1)
+        w2 = self.weight2.view(self.num_local_experts, -1, self.config.hidden_size)
+        given = grouped_matmul(x, w1, tokens_per_expert), probs.unsqueeze(-1)
+        if not self.activation_recompute:
+            return grouped_matmul(self.activation_func_with_probs(*given), w2, tokens_per_expert), None
+        checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        y = grouped_matmul(checkpoint.checkpoint(self.activation_func_with_probs, *given), w2, tokens_per_expert)
+        checkpoint.discard_output_and_register_recompute(y)
+        return y, None
+
+
+class FP8GroupedMLP(GroupedMLP):
+    """fc1, the activation and fc2 of all local experts in FP8, each in one grouped product.
+
+    Experts that are split over ranks leave communication to Megatron's token dispatcher.
+    """
+
+    coat_patched = True
+    coat: Patch
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """``[tokens, h]``, sorted by expert → the same, times the router's ``permuted_probs`` ``[tokens]``.
+
+        Megatron multiplies the activation by them, before fc2; here the output is multiplied, which is the same but
+        for rounding.
+        """
+        x, probs = _probs_on_input(self.config, permuted_local_hidden_states, permuted_probs)
+        if self.config.activation_func is not self.coat.function:
+            name, accepted = (getattr(f, "__name__", f) for f in (self.config.activation_func, self.coat.function))
+            raise ValueError(
+                f"activation_func: got {name}, accepted: {accepted}, which it was when the model was patched; "
+                "call unpatch_model first"
+            )
+        args = x, tokens_per_expert, self.weight1, self.weight2, self.coat.activation, self.coat.settings
+        return flow.grouped_mlp(*args, probs), None
+
+
+class FP8GroupedExperts(FP8GroupedMLP, GroupedExperts):
+    """The patched form of :class:`GroupedExperts`."""
+
+
+GROUPED: dict[type, type] = {GroupedMLP: FP8GroupedMLP, GroupedExperts: FP8GroupedExperts}
+"""Classes of experts in grouped products, and what each becomes."""
+
+
+def why_bf16_grouped(experts: Any, settings: ActivationConfig) -> str | None:
+    """Why experts in grouped products, of a class in :data:`GROUPED`, stay BF16."""
+    if settings.tp_invariant:
+        return "tp_invariant with a mixture of experts"
+    width = experts.weight2.numel() // (experts.num_local_experts * experts.config.hidden_size)
+    if experts.config.hidden_size % _ALIGNMENT or width % _ALIGNMENT:
+        return f"experts of {experts.config.hidden_size} x {width} a rank, not multiples of {_ALIGNMENT}"
+    try:
+        grouped_activation(experts.config)
+    except ValueError as problem:
+        return str(problem)
+    return None
+
+
+def grouped_activation(config: Any) -> str:
+    """The flow's name of the activation. ``GroupedMLP`` has no fused form, in which GELU is the tanh approximation.
+
+    Raises:
+        ValueError: an activation that the flow does not have.
+    """
+    if config.activation_func is F.gelu:
+        return "geglu" if config.gated_linear_unit else "gelu"
+    return activation_name(config)
+
+
+def _probs_on_input(config: Any, x: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``config.moe_apply_probs_on_input``: the input times the probabilities, and ones in their place."""
+    if not getattr(config, "moe_apply_probs_on_input", False):
+        return x, probs
+    if config.moe_router_topk != 1:
+        raise ValueError(
+            f"moe_apply_probs_on_input: got True with moe_router_topk {config.moe_router_topk}, accepted: with 1 only"
+        )
+    return (probs.unsqueeze(-1) * x).to(x.dtype), torch.ones_like(probs)
+
+
+@contextmanager
+def _without_package() -> Iterator[None]:
+    """``GroupedMLP``'s constructor asks for the package, of which this module needs nothing."""
+    name = "assert_grouped_gemm_is_available"
+    asked = getattr(grouped_gemm_util, name)
+    setattr(grouped_gemm_util, name, lambda: None)
+    try:
+        yield
+    finally:
+        setattr(grouped_gemm_util, name, asked)

@@ -1,0 +1,172 @@
+"""All experts at once against one expert after the other: the same bits, and no number of tokens is special."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coat_dist.config import ActivationConfig
+from coat_dist.flow import TensorParallel, grouped_mlp, invalidate_weights, mlp, scale_rows
+from coat_dist.flow.weights import cached_weight_bytes
+from coat_dist.formats import E4M3, E5M2
+from coat_dist.ops import quantize_rows
+
+H, F = 64, 48
+COUNTS = {
+    "any": [5, 0, 33, 32, 1],
+    "one": [0, 0, 40, 0, 0],
+    "none": [0, 0, 0, 0, 0],
+    "last_empty": [64, 3, 7, 9, 0],
+}
+
+
+def problem(counts, activation="swiglu", dtype=torch.bfloat16, seed=0):
+    """x, probs, weight1, weight2, and the gradient of the output."""
+    g = torch.Generator().manual_seed(seed)
+    parts, experts, tokens = (2 if "glu" in activation else 1), len(counts), sum(counts)
+    x = torch.randn(tokens, H, generator=g) * torch.rand(tokens, 1, generator=g).mul(9).exp()
+    probs = torch.rand(tokens, generator=g)
+    w1 = torch.randn(experts, H, parts * F, generator=g) * H**-0.5
+    w1 *= torch.rand(experts, 1, 1, generator=g).mul(4).exp()
+    w2 = torch.randn(experts, F, H, generator=g) * F**-0.5
+    dout = torch.randn(tokens, H, generator=g)
+    return [t.to(dtype).requires_grad_() for t in (x, probs, w1.view(H, -1), w2.view(-1, H))], dout.to(dtype)
+
+
+def one_by_one(counts, x, probs, w1, w2, activation, settings):
+    """The experts as SequentialMLP has them: weights [out, in]."""
+    experts, out, first = len(counts), [], 0
+    w1, w2 = w1.view(experts, H, -1), w2.view(experts, F, H)
+    for e, n in enumerate(counts):
+        fc1, fc2 = w1[e].t().contiguous(), w2[e].t().contiguous()
+        y = mlp(x[first : first + n], fc1, fc2, activation, TensorParallel(), settings)
+        out.append(scale_rows(y, probs[first : first + n], settings))
+        first += n
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(
+    ("activation", "options"),
+    [
+        ("swiglu", {}),
+        ("swiglu", {"forward_scales": "tensor"}),
+        ("geglu", {"forward_scales": "tensor", "forward": "quantized", "grad_format": "e5m2"}),
+        ("gelu", {"forward": "quantized", "weights": "cached", "scale": "bf16"}),
+    ],
+    ids=["default", "tensor", "paper", "cached"],
+)
+def test_the_bits_of_one_expert_after_the_other(counts, activation, options):
+    settings = ActivationConfig(**options)
+    inputs, dout = problem(counts, activation)
+    x, probs, w1, w2 = inputs
+    y = grouped_mlp(x, torch.tensor(counts), w1, w2, activation, settings, probs)
+    grads = torch.autograd.grad(y, inputs, dout)
+    expected = one_by_one(counts, *inputs, activation, settings)
+    for got, wanted in zip((y, *grads), (expected, *torch.autograd.grad(expected, inputs, dout)), strict=True):
+        assert got.shape == wanted.shape and got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
+
+
+def test_an_input_that_arrived_quantized():
+    """Codes and row scales instead of values: the output and gradients of the values that they stand for."""
+    counts, settings = COUNTS["any"], ActivationConfig()
+    (x, probs, w1, w2), dout = problem(counts)
+    q = quantize_rows(x.detach(), E4M3, aligned=True)
+    values = (q.codes.float() * q.scales).to(x.dtype).requires_grad_()
+    carrier = x.new_zeros(()).expand(x.shape).requires_grad_()
+    given = torch.tensor(counts)
+    y = grouped_mlp(carrier, given, w1, w2, "swiglu", settings, probs, quantized=q)
+    expected = grouped_mlp(values, given, w1, w2, "swiglu", settings, probs)
+    grads = torch.autograd.grad(y, (carrier, probs, w1, w2), dout)
+    wanted = torch.autograd.grad(expected, (values, probs, w1, w2), dout)
+    assert all(torch.equal(a, b) for a, b in zip((y, *grads), (expected, *wanted), strict=True))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_weight_gradients_into_main_grad(overwrite):
+    """What one by one adds to main_grad, in fp32, is added to the same places; nothing is kept of a replaced one."""
+    counts, settings = COUNTS["any"], ActivationConfig(wgrad="main_grad")
+    (x, probs, w1, w2), dout = problem(counts)
+    for w in (w1, w2):
+        w.main_grad = torch.ones_like(w, dtype=torch.float32)
+        w.overwrite_main_grad = overwrite
+    grouped_mlp(x, torch.tensor(counts), w1, w2, "swiglu", settings, probs).backward(dout)
+    assert w1.grad is None and x.grad is not None
+    parts = []
+    first = 0
+    for e, n in enumerate(counts):
+        fcs = [
+            w.detach().view(len(counts), *size)[e].t().contiguous().requires_grad_()
+            for w, size in ((w1, (H, -1)), (w2, (F, H)))
+        ]
+        for fc in fcs:
+            fc.main_grad = torch.ones_like(fc, dtype=torch.float32)
+            fc.overwrite_main_grad = overwrite
+        y = mlp(x.detach()[first : first + n], *fcs, "swiglu", TensorParallel(), settings)
+        scale_rows(y, probs.detach()[first : first + n], settings).backward(dout[first : first + n])
+        parts.append([fc.main_grad.t() for fc in fcs])
+        first += n
+    for w, wanted in zip((w1, w2), zip(*parts, strict=True), strict=True):
+        assert torch.equal(w.main_grad.view(len(counts), -1), torch.stack(wanted).view(len(counts), -1))
+
+
+def test_codes_are_kept_until_the_weights_change():
+    settings, counts = ActivationConfig(weights="cached"), torch.tensor(COUNTS["any"])
+    (x, probs, w1, w2), _ = problem(COUNTS["any"])
+    w1, w2 = torch.nn.Parameter(w1.detach()), torch.nn.Parameter(w2.detach())
+    invalidate_weights()
+    grouped_mlp(x, counts, w1, w2, "swiglu", settings)
+    assert cached_weight_bytes() > w1.numel() + w2.numel()
+    y = grouped_mlp(x, counts, w1, w2, "swiglu", settings)
+    with torch.no_grad():
+        w1.mul_(2)
+    assert not torch.equal(grouped_mlp(x, counts, w1, w2, "swiglu", settings), y)
+
+
+def test_saved_bytes():
+    """What docs/flow.md says, for 96 rows of which 71 are tokens."""
+    counts, settings = [5, 0, 33, 32, 1], ActivationConfig()
+    (x, probs, w1, w2), _ = problem(counts)
+    storages = {}
+
+    def pack(t):
+        storages[t.untyped_storage().data_ptr()] = t.nbytes
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        grouped_mlp(x, torch.tensor(counts), w1, w2, "swiglu", settings, probs)
+    for t in (w1, w2, probs):
+        del storages[t.untyped_storage().data_ptr()]
+    rows, groups = 160, -(-F // settings.group_size)
+    expected = rows * (H + 2 * F + 2 * groups + H + -(-H // settings.group_size)) + 4 * rows + 4 * sum(counts)
+    assert sum(storages.values()) == expected + 4 * rows // 32 + 4 * 5 + 4 * 4 * 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(2, 3, H)}, r"x: got shape \[2, 3, 64\], accepted: \[tokens, h\]"),
+        (
+            {"x": torch.zeros(71, H, dtype=torch.float16)},
+            "x: got torch.float16, accepted: torch.bfloat16, torch.float32",
+        ),
+        ({"fc1_weight": torch.zeros(H, 7)}, r"fc1_weight: got shape \[64, 7\], accepted: contiguous"),
+        ({"fc2_weight": torch.zeros(5 * 16, H)}, "fc2_weight: got 5120 elements, accepted: 30720/2"),
+        ({"tokens_per_expert": torch.tensor([1, 2, 3, 4, 5])}, r"tokens_per_expert: got \[1, 2, 3, 4, 5\], accepted"),
+        ({"tokens_per_expert": torch.tensor([])}, "tokens_per_expert: got none"),
+        ({"activation": "relu"}, "activation: got 'relu'"),
+        ({"settings": ActivationConfig(tp_invariant=True)}, "tp_invariant: got true, accepted: false"),
+        ({"quantized": quantize_rows(torch.zeros(3, H), E4M3)}, "quantized: got layout 'row' of shape"),
+        ({"quantized": quantize_rows(torch.zeros(71, H), E5M2)}, "quantized: got codes of torch.float8_e5m2"),
+        ({"probs": torch.zeros(3)}, r"probs: got shape \[3\], accepted: \[71\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    (x, probs, w1, w2), _ = problem(COUNTS["any"])
+    given = dict(
+        x=x, tokens_per_expert=torch.tensor(COUNTS["any"]), fc1_weight=w1, fc2_weight=w2, activation="swiglu",
+        settings=ActivationConfig(), probs=probs,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        grouped_mlp(**given | changes)

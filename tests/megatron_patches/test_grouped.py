@@ -1,0 +1,141 @@
+"""Experts in grouped products: built without the package grouped_gemm, and patched to the bits of one by one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.moe import grouped_gemm_util
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+
+from coat_dist.config import ActivationConfig
+from megatron_patches import patch_model, patched, unpatch_model
+from megatron_patches.grouped import FP8GroupedExperts, GroupedExperts
+from megatron_patches.local_dispatch import LOCAL, may_stay_local
+
+from .tiny import HIDDEN, gradients, tiny_batch, tiny_gpt
+
+EXPERTS = {"num_moe_experts": 3, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+MANY = {"num_moe_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 64}
+GROUPED_GEMM = {"moe_grouped_gemm": True, "add_bias_linear": False}
+PLAIN = {"gated_linear_unit": False, "activation_func": F.gelu}
+
+
+def as_stored(experts: SequentialMLP) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight1 and weight2 of a ``GroupedMLP`` with the same experts."""
+    fc1 = torch.stack([e.linear_fc1.weight.t() for e in experts.local_experts])
+    fc2 = torch.stack([e.linear_fc2.weight.t() for e in experts.local_experts])
+    return fc1.reshape(HIDDEN, -1), fc2.reshape(-1, HIDDEN)
+
+
+def both(**options):
+    """The same model with experts one by one and in grouped products."""
+    one_by_one = tiny_gpt(add_bias_linear=False, **options)
+    grouped = tiny_gpt(**GROUPED_GEMM, **options)
+    state = {n: p for n, p in one_by_one.named_parameters() if ".local_experts." not in n}
+    for i, layer in enumerate(one_by_one.decoder.layers):
+        name = f"decoder.layers.{i}.mlp.experts."
+        state |= dict(zip((name + "weight1", name + "weight2"), as_stored(layer.mlp.experts), strict=True))
+    grouped.load_state_dict(state)
+    return one_by_one, grouped
+
+
+def test_built_without_the_package(device):
+    """Its own class, Megatron's parameters; loss and gradients are those of a SequentialMLP but for rounding."""
+    assert grouped_gemm_util.grouped_gemm is None or device != "cpu"
+    one_by_one, grouped = both(**EXPERTS)
+    experts = grouped.decoder.layers[0].mlp.experts
+    assert type(experts) is GroupedExperts and isinstance(experts, GroupedMLP)
+    assert {n: tuple(p.shape) for n, p in experts.named_parameters()} == {
+        "weight1": (HIDDEN, 3 * 2 * 64),
+        "weight2": (3 * 64, HIDDEN),
+    }
+    batch = tiny_batch(0, device)
+    (loss, grads), (wanted, reference) = gradients(grouped, batch), gradients(one_by_one, batch)
+    assert loss == pytest.approx(wanted, rel=1e-3)
+    for i in range(3):
+        fc1 = reference[f"decoder.layers.0.mlp.experts.local_experts.{i}.linear_fc1.weight"]
+        got = grads["decoder.layers.0.mlp.experts.weight1"].view(3, HIDDEN, -1)[i].t()
+        assert F.cosine_similarity(fc1.flatten().float(), got.flatten().float(), dim=0) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (EXPERTS, {}),
+        (EXPERTS | PLAIN, {"forward_scales": "tensor", "weights": "cached"}),
+        (MANY | {"moe_apply_probs_on_input": True}, {}),
+    ],
+    ids=["default", "tensor", "many"],
+)
+def test_patched_to_the_bits_of_one_by_one(options, settings, device):
+    """Loss and every gradient, some experts without tokens; class, keys and the BF16 loss come back."""
+    if device != "cpu":
+        pytest.skip("sums of tensor cores depend on the product's shape")
+    one_by_one, grouped = both(**options)
+    batch = tiny_batch(0, device)
+    before, keys = gradients(grouped, batch)[0], list(grouped.state_dict())
+    settings = ActivationConfig(**settings)
+    patch_model(one_by_one, settings)
+    with patched(grouped, settings) as report:
+        assert [n for n in report.patched if "experts" in n] == [f"decoder.layers.{i}.mlp.experts" for i in range(2)]
+        assert not any("experts" in n for n in report.left)
+        assert type(grouped.decoder.layers[0].mlp.experts) is FP8GroupedExperts
+        (loss, grads), (wanted, reference) = gradients(grouped, batch), gradients(one_by_one, batch)
+        assert list(grouped.state_dict()) == keys
+    assert loss == wanted != before
+    for name, grad in grads.items():
+        if ".experts." not in name:
+            assert torch.equal(grad, reference[name]), name
+    for i, layer in enumerate(one_by_one.decoder.layers):
+        for e in layer.mlp.experts.local_experts:
+            for fc in (e.linear_fc1, e.linear_fc2):
+                fc.weight.data = fc.weight.grad if fc.weight.grad is not None else torch.zeros_like(fc.weight)
+        for name, wanted in zip(("weight1", "weight2"), as_stored(layer.mlp.experts), strict=True):
+            assert torch.equal(grads[f"decoder.layers.{i}.mlp.experts.{name}"], wanted), name
+    assert type(grouped.decoder.layers[0].mlp.experts) is GroupedExperts
+    assert gradients(grouped, batch)[0] == before
+
+
+def test_what_keeps_them_in_bf16():
+    model = tiny_gpt(**GROUPED_GEMM, **EXPERTS | {"moe_ffn_hidden_size": 72})
+    report = patch_model(model, ActivationConfig())
+    reason = f"experts of {HIDDEN} x 72 a rank, not multiples of 16"
+    assert report.left["decoder.layers.0.mlp.experts"] == reason
+    unpatch_model(model)
+    model.decoder.layers[0].mlp.experts.config.activation_func = F.relu
+    report = patch_model(tiny_gpt(**GROUPED_GEMM, **EXPERTS | PLAIN), ActivationConfig())
+    assert "decoder.layers.0.mlp.experts" in report.patched
+
+
+def test_another_activation_after_patching_is_refused(device):
+    model = tiny_gpt(**GROUPED_GEMM, **EXPERTS)
+    patch_model(model, ActivationConfig())
+    model.decoder.layers[0].mlp.experts.config.activation_func = F.gelu
+    with pytest.raises(ValueError, match="activation_func: got gelu, accepted: silu"):
+        gradients(model, tiny_batch(0, device))
+
+
+def test_local_dispatch_has_the_bits_of_megatrons(device):
+    """Two experts a token: one addition, which both round once. Only patched layers of one rank dispatch so."""
+    model, batch = tiny_gpt(**EXPERTS), tiny_batch(0, device)
+    dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers]
+    loss, grads = gradients(model, batch)
+    for dispatcher in dispatchers:
+        dispatcher.__class__ = LOCAL[MoEAllGatherTokenDispatcher]
+    again, local = gradients(model, batch)
+    if device == "cpu":
+        assert again == loss and all(torch.equal(g, local[n]) for n, g in grads.items())
+    for dispatcher in dispatchers:
+        dispatcher.__class__ = MoEAllGatherTokenDispatcher
+    with patched(model, ActivationConfig(bf16_layers=(1,))):
+        assert [type(d) for d in dispatchers] == [LOCAL[MoEAllGatherTokenDispatcher], MoEAllGatherTokenDispatcher]
+    assert {type(d) for d in dispatchers} == {MoEAllGatherTokenDispatcher}
+    for key in ("moe_permute_fusion", "moe_shared_expert_overlap"):
+        config = copy.copy(dispatchers[0].config)
+        setattr(config, key, True)
+        dispatchers[0].config = config
+        assert not may_stay_local(dispatchers[0]) and may_stay_local(dispatchers[1])
