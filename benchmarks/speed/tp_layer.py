@@ -107,9 +107,10 @@ def report(preset: str, model: ModelConfig, tokens: int, found: dict[str, dict[s
         one["ratio_to_te_fp8"] = one["ms"] / found["TE fp8 delayed"]["ms"] if "TE fp8 delayed" in found else None
         one["tflops"] = flops(model, tokens) / dist.get_world_size() / one["ms"] / 1e9
         if dist.get_rank() == 0:
+            to_te = one["ratio_to_te_fp8"] or float("nan")
             print(
                 f"{name:<20} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} "
-                f"total {one['ms']:7.3f} ms  {one['ratio_to_bf16']:.3f} x bf16  {one['ratio_to_te_fp8'] or float('nan'):.3f} x TE fp8  "
+                f"total {one['ms']:7.3f} ms  {one['ratio_to_bf16']:.3f} x bf16  {to_te:.3f} x TE fp8  "
                 f"{one['tflops']:4.0f} TFLOP/s/GPU  saved {one['saved_bytes_per_token']:,.0f} B/token  "
                 f"rounds {' '.join(f'{sum(r):.2f}' for r in one['rounds'])}",
                 flush=True,

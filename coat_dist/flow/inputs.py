@@ -42,7 +42,7 @@ from ..ops import (
 from ..ops import transpose as transposed
 from .norm import Norm, ParameterGrads, finish_grads
 from .scaling import row_operand, saved_format, shared_scale
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import Pending, TensorParallel
 
 __all__ = ["NormedInput", "PlainInput", "check_normed", "quantized_input", "residual_alias", "restore_input"]
 
@@ -76,26 +76,28 @@ class NormedInput:
                 y8 = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
             else:
                 x8, stats, y8 = norm_compress_rows(*given)
-                y8 = tp.gather_quantized(y8) if tp.sharded else y8
+                y8 = tp.start_gather_quantized(y8).wait() if tp.sharded else y8
             y8, scale = row_operand(y8, tp, settings)
             return cls(x8, stats, scale, norm, tp, settings, x.dtype), y8
         found = norm_compress(*given)
         scale = shared_scale(found.amax, fmt, tp, tp.sharded)
         this = cls(found.x8, found.stats, scale, norm, tp, settings, x.dtype)
-        return this, this.y8(x if exact else found.x8)
+        return this, this.y8(x if exact else found.x8).wait()
 
-    def y8(self, source: torch.Tensor | QuantizedTensor, transpose: bool = False) -> QuantizedTensor:
-        """y in per-tensor FP8 from x or x8: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``."""
-        fmt = fp8_format(self.settings.format)
+    def y8(self, source: torch.Tensor | QuantizedTensor, transpose: bool = False) -> Pending[QuantizedTensor]:
+        """y in per-tensor FP8 from x or x8: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``.
+
+        A gather is under way; where there is none, nothing is computed before the result is asked for.
+        """
+        fmt, scale = fp8_format(self.settings.format), self.scale
         parameters = self.norm.weight, self.norm.bias
         if not self.tp.sharded:
-            return norm_quantize(source, self.stats, *parameters, fmt, self.scale, transpose)
+            return Pending(lambda: norm_quantize(source, self.stats, *parameters, fmt, scale, transpose))
         if not self.settings.fp8_gather:
-            y = self.tp.gather_rows(norm_apply(source, self.stats, *parameters).to(self.dtype))
-            return quantize_tensor(y, fmt, self.scale, transpose)
-        local = norm_quantize(source, self.stats, *parameters, fmt, self.scale)
-        y8 = QuantizedTensor(self.tp.gather_rows(local.codes), self.scale, "tensor")
-        return transposed(y8) if transpose else y8
+            y = norm_apply(source, self.stats, *parameters).to(self.dtype)
+            return self.tp.start_gather(y).then(lambda t: quantize_tensor(t[0], fmt, scale, transpose))
+        local = norm_quantize(source, self.stats, *parameters, fmt, scale)
+        return _gathered(self.tp, local.codes, scale, transpose)
 
     def backward(
         self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
@@ -157,22 +159,23 @@ class PlainInput:
         fmt = fp8_format(settings.format)
         if settings.forward_scales == "row":
             if tp.sharded and settings.fp8_gather:
-                y8 = tp.gather_quantized(quantize_rows(x, fmt, aligned=True))
+                y8 = tp.start_gather_quantized(quantize_rows(x, fmt, aligned=True)).wait()
             else:
                 y8 = quantize_rows(tp.gather_rows(x) if tp.sharded else x, fmt, aligned=True)
             y8, scale = row_operand(y8, tp, settings)
             return cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype), y8
         this = cls(quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, tp.sharded)), tp, settings, x.dtype)
-        return this, this.y8(this.x8)
+        return this, this.y8(this.x8).wait()
 
-    def y8(self, source: QuantizedTensor, transpose: bool = False) -> QuantizedTensor:
-        """The linear's input: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``."""
-        if self.tp.sharded and not self.settings.fp8_gather:  # rounding to BF16 and back gives the same codes
-            x = self.tp.gather_rows(dequantize(source).to(self.dtype))
-            return quantize_tensor(x, fp8_format(self.settings.format), source.scales, transpose)
-        codes = self.tp.gather_rows(source.codes) if self.tp.sharded else source.codes
-        y8 = QuantizedTensor(codes, source.scales, "tensor")
-        return transposed(y8) if transpose else y8
+    def y8(self, source: QuantizedTensor, transpose: bool = False) -> Pending[QuantizedTensor]:
+        """As :meth:`NormedInput.y8`: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``."""
+        if not self.tp.sharded:
+            return Pending(lambda: transposed(source) if transpose else source)
+        if not self.settings.fp8_gather:  # rounding to BF16 and back gives the same codes
+            fmt, scale = fp8_format(self.settings.format), source.scales
+            x = dequantize(source).to(self.dtype)
+            return self.tp.start_gather(x).then(lambda t: quantize_tensor(t[0], fmt, scale, transpose))
+        return _gathered(self.tp, source.codes, source.scales, transpose)
 
     def backward(
         self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
@@ -187,6 +190,18 @@ class PlainInput:
     def options(self) -> tuple[None, TensorParallel, ActivationConfig, torch.dtype]:
         """All else, for the autograd context; no tensor among it."""
         return None, self.tp, self.settings, self.dtype
+
+
+def _gathered(
+    tp: TensorParallel, codes: torch.Tensor, scale: torch.Tensor, transpose: bool
+) -> Pending[QuantizedTensor]:
+    """All ranks' rows of codes with one scale, under way; transposed when they have come."""
+
+    def finish(tensors: tuple[torch.Tensor, ...]) -> QuantizedTensor:
+        q8 = QuantizedTensor(tensors[0], scale, "tensor")
+        return transposed(q8) if transpose else q8
+
+    return tp.start_gather(codes).then(finish)
 
 
 def quantized_input(

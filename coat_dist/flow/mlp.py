@@ -176,7 +176,7 @@ class _MLP(torch.autograd.Function):
         pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
         del pre
         w2, w2_scale = ctx.fc2.quantized()
-        out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True)
+        out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
         ctx.save_for_backward(
             *block_input.save(),
             pre8.codes,
@@ -219,18 +219,23 @@ class _MLP(torch.autograd.Function):
         del da
         if inner.dbias is not None:
             dfc1_bias = inner.dbias.to(fc1_bias.dtype)
+        # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while wgrad is.
+        y8_t = block_input.y8(block_input.x8, transpose=True) if ctx.needs_input_grad[3] else None
         if ctx.needs_input_grad[5]:
             dfc2 = ctx.fc2.gradient(d8_t, inner.a8_t)
         d8, d8_t = inner.d8, inner.d8_t
         del inner
-        if any(ctx.needs_input_grad[:3]):
+        dinput = None
+        if any(wanted := ctx.needs_input_grad[:3]):
             dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
-            del d8
-            dx, (dnorm_weight, dnorm_bias) = block_input.backward(dy, ctx.needs_input_grad[:3], residual)
+            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
+        del d8
+        if y8_t is not None:
+            dfc1 = ctx.fc1.gradient(d8_t, y8_t.wait())
+        if dinput is not None:
+            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
             dx = None if dx is None else dx.view(shape)
-        if ctx.needs_input_grad[3]:
-            dfc1 = ctx.fc1.gradient(d8_t, block_input.y8(block_input.x8, transpose=True))
         return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None, None
 
 

@@ -183,18 +183,23 @@ class _NormLinear(torch.autograd.Function):
             table = None if cos is None else RopeTable(cos, sin, interleaved)
             dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
         dout = dout.reshape(-1, weight.shape[0])
+        # Other ranks' rows of y8 come while dgrad is computed, and dgrad's sum is made while wgrad is.
+        y8_t = block_input.y8(block_input.x8, transpose=True) if ctx.needs_input_grad[3] else None
         d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=top)
         if ctx.needs_input_grad[4]:
             dbias = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).to(bias.dtype)
         del dout
-        if any(ctx.needs_input_grad[:3]):
+        dinput = None
+        if any(wanted := ctx.needs_input_grad[:3]):
             dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), block_input.dtype, tp, settings)
-            del d8
-            dx, (dnorm_weight, dnorm_bias) = block_input.backward(dy, ctx.needs_input_grad[:3], residual)
+            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
+        del d8
+        if y8_t is not None:
+            dweight = ctx.weight.gradient(d8_t, y8_t.wait())
+        if dinput is not None:
+            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
             dx = None if dx is None else dx.view(shape)
-        if ctx.needs_input_grad[3]:
-            dweight = ctx.weight.gradient(d8_t, block_input.y8(block_input.x8, transpose=True))
         return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None, None, None
 
 

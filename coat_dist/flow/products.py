@@ -7,7 +7,7 @@ import torch
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor
 from ..ops import code_products, scale_and_round, scaled_mm
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import Pending, TensorParallel
 
 __all__ = ["check_input", "gemm", "summed_gemm"]
 
@@ -28,16 +28,17 @@ def summed_gemm(
     tp: TensorParallel,
     settings: ActivationConfig,
     fast_accum: bool = False,
-) -> torch.Tensor:
-    """``a @ b.T`` where the summed dimension is split over ranks.
+) -> Pending[torch.Tensor]:
+    """``a @ b.T`` where the summed dimension is split over ranks; the sum over ranks is under way.
 
     Returns:
         The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.
     """
-    reduce = tp.reduce_scatter_rows if tp.sharded else tp.sum
+    reduce = tp.start_reduce_scatter if tp.sharded else tp.start_sum
     if settings.tp_invariant and tp.size > 1:  # codes first, scales last: then the sum over ranks is exact
         a_scales = tp.own_rows(a.scales) if a.layout == "row" else a.scales
-        return scale_and_round(reduce(code_products(a, b)), a_scales, b.scales, dtype)
+        b_scales = b.scales
+        return reduce(code_products(a, b)).then(lambda sums: scale_and_round(sums, a_scales, b_scales, dtype))
     return reduce(gemm(a, b, dtype, settings, fast_accum))
 
 
