@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.speed.layer import SEQUENCE, VARIANTS, stack
 from coat_dist import CoatConfig
+from coat_dist.flow import products
+from coat_dist.flow.peer_memory import PeerMemory
 from launch.model.gpt import load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
@@ -43,8 +47,33 @@ KINDS = {
     "barrier": "barrier",
 }
 """torch.distributed's operations by what they do; an all-reduce for a maximum is called "max"."""
-KERNELS = {"AllGather": "gather", "ReduceScatter": "reduce-scatter", "AllReduce": "sum", "SendRecv": "send"}
-"""NCCL's kernels by what they do."""
+KERNELS = {
+    "ncclDevKernel_AllGather": "gather",
+    "ncclDevKernel_ReduceScatter": "reduce-scatter",
+    "ncclDevKernel_AllReduce": "sum",
+    "ncclDevKernel_SendRecv": "send",
+    "nccl": "other",
+    "Memcpy PtoP": "copy",
+    "Memcpy DtoD": "copy",
+    "barrier_kernel": "barrier",
+}
+"""What a trace calls communication, by what it does. Copies within a GPU are of rooms that other GPUs read."""
+COPIES = " by copies"
+"""Said of what :mod:`coat_dist.flow.peer_memory` moves."""
+
+
+NCCL_ONLY = " over NCCL"
+TP_VARIANTS = [*VARIANTS, *(name + NCCL_ONLY for name in VARIANTS)]
+"""What can be measured: the variants of ``layer.py``, and each without memory that ranks read from each other."""
+
+
+@contextmanager
+def variant(gpt: torch.nn.Module, name: str) -> Iterator[None]:
+    """The layers patched as one of :data:`TP_VARIANTS` says."""
+    settings = CoatConfig.parse({"activation": VARIANTS[name.removesuffix(NCCL_ONLY)]}).activation
+    way = {"COAT_PEER_MEMORY": "0"} if name.endswith(NCCL_ONLY) else {}
+    with mock.patch.dict(os.environ, way), patched(gpt, settings):
+        yield
 
 
 class Collective(NamedTuple):
@@ -66,12 +95,28 @@ class recorded(TorchDispatchMode):  # noqa: N801 - used as a context
 
     def __enter__(self) -> list[Collective]:
         super().__enter__()
-        dist.all_reduce = self._noting_maximum
+        gather, product = PeerMemory.gather, products.scattered_product
+
+        def noting_gather(peers: PeerMemory, tensors: list[torch.Tensor]) -> Any:
+            self._note("gather" + COPIES, peers.size * sum(t.nbytes for t in tensors), tensors[0].dtype)
+            return gather(peers, tensors)
+
+        def noting_product(peers: PeerMemory, a: Any, multiply: Any, n: int, dtype: torch.dtype) -> Any:
+            self._note("reduce-scatter" + COPIES, a.codes.shape[0] * n * dtype.itemsize, dtype)
+            return product(peers, a, multiply, n, dtype)
+
+        self._patches = ExitStack()
+        self._patches.enter_context(mock.patch.object(dist, "all_reduce", self._noting_maximum))
+        self._patches.enter_context(mock.patch.object(PeerMemory, "gather", noting_gather))
+        self._patches.enter_context(mock.patch.object(products, "scattered_product", noting_product))
         return self.seen
 
     def __exit__(self, *error: Any) -> None:
-        dist.all_reduce = self._all_reduce
+        self._patches.close()
         super().__exit__(*error)
+
+    def _note(self, kind: str, nbytes: int, dtype: torch.dtype) -> None:
+        self.seen.append(Collective(kind, nbytes, str(dtype).removeprefix("torch.")))
 
     def _noting_maximum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any) -> Any:
         """``all_reduce``; what is dispatched holds the operation in an object that Python cannot open."""
@@ -119,7 +164,7 @@ def count(forward: Callable[[], torch.Tensor], layers: int) -> dict[str, Any]:
     dy = torch.ones_like(y)
     with recorded() as second:
         y.backward(dy)
-    gathered = sum(c.nbytes for c in (*first, *second) if c.kind == "gather")
+    gathered = sum(c.nbytes for c in (*first, *second) if c.kind.startswith("gather"))
     return {
         "forward": table(first, layers),
         "backward": table(second, layers),
@@ -163,11 +208,12 @@ def hidden(spans: Sequence[tuple[str, float, float]], layers: int = 1) -> dict[s
         By kind ``{"calls", "us", "hidden_us"}`` in ``"kinds"``; the sum of all as ``"us"`` and ``"hidden_us"``; from
         the first kernel's start to the last one's end ``"span_us"``, in which ``"idle_us"`` nothing ran.
     """
-    nccl = [s for s in spans if s[0].startswith("nccl")]
-    compute = _union((start, end) for name, start, end in spans if not name.startswith("nccl"))
+    known = [(next((k for part, k in KERNELS.items() if part in name), None), name, *times) for name, *times in spans]
+    compute = _union((start, end) for kind, _, start, end in known if kind is None)
     kinds: dict[str, dict[str, float]] = {}
-    for name, start, end in nccl:
-        kind = next((k for part, k in KERNELS.items() if part in name), name)
+    for kind, name, start, end in known:
+        if kind is None:
+            continue
         kind = "max" if kind == "sum" and "Max" in name else kind
         row = kinds.setdefault(kind, {"calls": 0, "us": 0.0, "hidden_us": 0.0})
         row["calls"] += 1 / layers
@@ -236,7 +282,7 @@ def measure(preset: str, tokens: int, sequence: int, variants: Sequence[str], la
 
     found = {"bf16": one()}
     for name in variants:
-        with patched(gpt, CoatConfig.parse({"activation": VARIANTS[name]}).activation):
+        with variant(gpt, name):
             found[name] = one()
     return found
 
@@ -247,7 +293,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--presets", nargs="+", default=["llama2-13b", "llama3-8b"], help="names in configs/models")
     parser.add_argument("--tokens", type=int, default=16384, help="a multiple of --sequence")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="a multiple of the number of ranks")
-    parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["coat"], choices=TP_VARIANTS)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--name", default="collectives", help="of the JSON result")

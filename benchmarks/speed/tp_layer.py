@@ -22,12 +22,10 @@ import torch.distributed as dist
 
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.speed import te_layer
-from benchmarks.speed.collectives import start_ranks
-from benchmarks.speed.layer import SEQUENCE, VARIANTS, flops, stack
+from benchmarks.speed.collectives import TP_VARIANTS, start_ranks, variant
+from benchmarks.speed.layer import SEQUENCE, flops, stack
 from benchmarks.timing import median, stages_ms
-from coat_dist import CoatConfig
 from launch.model.gpt import ModelConfig, load_model_config
-from megatron_patches import patched
 
 Run = tuple[Callable[[], torch.Tensor], torch.nn.Module, torch.Tensor, Any]
 """A function that runs the layers, the layers, their input, and a context in which to call it."""
@@ -65,9 +63,8 @@ def times(forward: Callable[[], torch.Tensor], repeats: int) -> list[float]:
 def runs(model: ModelConfig, tokens: int, variants: Sequence[str], te: Any) -> Iterator[dict[str, Run]]:
     """By name what is measured."""
     forward, gpt, x = stack(model, tokens, dist.get_world_size())
-    settings = {v: CoatConfig.parse({"activation": VARIANTS[v]}).activation for v in variants}
     found: dict[str, Run] = {"bf16": (forward, gpt, x, nullcontext)}
-    found |= {name: (forward, gpt, x, partial(patched, gpt, s)) for name, s in settings.items()}
+    found |= {name: (forward, gpt, x, partial(variant, gpt, name)) for name in variants}
     for name, recipe in te_layer.RECIPES.items() if te is not None else ():
         found[name] = (*te_layer.stack(te, model, tokens, recipe), nullcontext)
     yield found
@@ -122,7 +119,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--presets", nargs="+", default=["llama2-13b", "llama3-8b"], help="names in configs/models")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384], help=f"multiples of {SEQUENCE}")
-    parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["coat"], choices=TP_VARIANTS)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured, in turn")
     parser.add_argument("--repeats", type=int, default=8, help="passes of one round")

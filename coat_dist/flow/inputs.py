@@ -41,7 +41,8 @@ from ..ops import (
 )
 from ..ops import transpose as transposed
 from .norm import Norm, ParameterGrads, finish_grads
-from .scaling import row_operand, saved_format, shared_scale
+from .overlap import Rows
+from .scaling import gather_operand, row_operand, saved_format, shared_scale, whole
 from .tensor_parallel import Pending, TensorParallel
 
 __all__ = ["NormedInput", "PlainInput", "check_normed", "quantized_input", "residual_alias", "restore_input"]
@@ -64,8 +65,11 @@ class NormedInput:
     @classmethod
     def forward(
         cls, x: torch.Tensor, norm: Norm, tp: TensorParallel, settings: ActivationConfig
-    ) -> tuple[NormedInput, QuantizedTensor]:
-        """From x ``[rows, h]``: what to save, and y8 ``[all rows, h]``; sequence parallelism gathers the rows."""
+    ) -> tuple[NormedInput, QuantizedTensor | Rows]:
+        """From x ``[rows, h]``: what to save, and y8 ``[all rows, h]``; sequence parallelism gathers the rows.
+
+        Rows that are still coming are to be given to :meth:`received` after the product.
+        """
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
         groups = settings.group_size, settings.scale
         given = x, norm.kind, norm.eps, norm.weight, norm.bias, fmt, *groups, exact, saved_format(settings)
@@ -76,13 +80,20 @@ class NormedInput:
                 y8 = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
             else:
                 x8, stats, y8 = norm_compress_rows(*given)
-                y8 = tp.start_gather_quantized(y8).wait() if tp.sharded else y8
-            y8, scale = row_operand(y8, tp, settings)
-            return cls(x8, stats, scale, norm, tp, settings, x.dtype), y8
+                y8 = gather_operand(y8, tp, settings) if tp.sharded else y8
+            this = cls(x8, stats, y8.scales, norm, tp, settings, x.dtype)
+            if not isinstance(y8, Rows):
+                this.received(y8)
+            return this, y8
         found = norm_compress(*given)
         scale = shared_scale(found.amax, fmt, tp, tp.sharded)
         this = cls(found.x8, found.stats, scale, norm, tp, settings, x.dtype)
         return this, this.y8(x if exact else found.x8).wait()
+
+    def received(self, y8: QuantizedTensor | Rows) -> None:
+        """All rows of y8 are here: with row scales the largest is backward's."""
+        if self.settings.forward_scales == "row":
+            self.scale = row_operand(whole(y8), self.tp, self.settings).scale
 
     def y8(self, source: torch.Tensor | QuantizedTensor, transpose: bool = False) -> Pending[QuantizedTensor]:
         """y in per-tensor FP8 from x or x8: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``.
@@ -159,7 +170,7 @@ class PlainInput:
         fmt = fp8_format(settings.format)
         if settings.forward_scales == "row":
             if tp.sharded and settings.fp8_gather:
-                y8 = tp.start_gather_quantized(quantize_rows(x, fmt, aligned=True)).wait()
+                y8 = whole(gather_operand(quantize_rows(x, fmt, aligned=True), tp, settings))
             else:
                 y8 = quantize_rows(tp.gather_rows(x) if tp.sharded else x, fmt, aligned=True)
             y8, scale = row_operand(y8, tp, settings)
@@ -206,7 +217,7 @@ def _gathered(
 
 def quantized_input(
     x: torch.Tensor, norm: Norm | None, tp: TensorParallel, settings: ActivationConfig
-) -> tuple[NormedInput | PlainInput, QuantizedTensor]:
+) -> tuple[NormedInput | PlainInput, QuantizedTensor | Rows]:
     """From x ``[rows, h]``, with the norm or without: what backward needs, and the FP8 tensor that the linear reads."""
     if norm is None:
         return PlainInput.forward(x, tp, settings)

@@ -12,7 +12,7 @@ from ..formats import QuantizedTensor, fp8_format
 from ..ops import dequantize, exact_mm, quantize_tensor
 from .function import shaped, without_autocast
 from .products import check_input, gemm, summed_gemm
-from .scaling import quantize_gradient, quantize_input
+from .scaling import quantize_gradient, quantize_input, turned
 from .tensor_parallel import TensorParallel
 from .weights import Weight
 
@@ -78,6 +78,7 @@ class _Linear(torch.autograd.Function):
         d8, d8_t = quantize_gradient(dout.reshape(-1, weight.shape[0]), tp, settings, gather=True)
         if ctx.needs_input_grad[0]:
             dx = gemm(d8, ctx.weight.transposed(weight, w_scale), dtype, settings).view(shape)
+        d8_t = turned(d8, d8_t)
         del d8
         if ctx.needs_input_grad[1]:
             if codes is not None:

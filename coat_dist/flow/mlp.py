@@ -27,8 +27,9 @@ from ..ops import (
 from .function import shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
+from .overlap import Rows
 from .products import check_input, gemm, summed_gemm
-from .scaling import Operand, quantize_gradient, row_operand, saved_format, share_rows, shared_scale
+from .scaling import Operand, quantize_gradient, row_operand, saved_format, share_rows, shared_scale, turned
 from .tensor_parallel import TensorParallel
 from .weights import Weight
 
@@ -172,6 +173,8 @@ class _MLP(torch.autograd.Function):
         ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings, split=True)
         w1, w1_scale = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
+        if isinstance(y8, Rows):
+            block_input.received(y8)
         del y8
         pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
         del pre
@@ -209,6 +212,7 @@ class _MLP(torch.autograd.Function):
 
         d8, d8_t = quantize_gradient(dout.reshape(-1, fc2_weight.shape[0]), tp, settings, gather=True)
         da = gemm(d8, ctx.fc2.transposed(fc2_weight, w2_scale), dtype, settings)
+        d8_t = turned(d8, d8_t)
         del d8  # like all that follow: the peak of a step is in this function
         top = activation_grad_amax(da, pre8, activation)
         d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, aligned=False)

@@ -21,6 +21,7 @@ from ..ops import Heads, RopeTable, split_rope, split_rope_backward
 from .function import shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
+from .overlap import Rows
 from .products import check_input, gemm, summed_gemm
 from .scaling import quantize_gradient
 from .tensor_parallel import TensorParallel
@@ -150,6 +151,8 @@ class _NormLinear(torch.autograd.Function):
         ctx.weight = Weight(weight, tp, settings)
         w8, w_scale = ctx.weight.quantized()
         out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
+        if isinstance(y8, Rows):
+            block_input.received(y8)
         if bias is not None:
             out += bias
         cos, sin = (None, None) if table is None else (table.cos, table.sin)

@@ -7,15 +7,23 @@ import torch
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor
 from ..ops import code_products, scale_and_round, scaled_mm
+from .overlap import Rows, scattered_product
 from .tensor_parallel import Pending, TensorParallel
 
 __all__ = ["check_input", "gemm", "summed_gemm"]
 
 
 def gemm(
-    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, settings: ActivationConfig, fast_accum: bool = False
+    a: QuantizedTensor | Rows,
+    b: QuantizedTensor,
+    dtype: torch.dtype,
+    settings: ActivationConfig,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
-    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``."""
+    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``. Rows that are still coming
+    are multiplied as they come."""
+    if isinstance(a, Rows):
+        return a.multiply(lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), b.codes.shape[0], dtype)
     if settings.tp_invariant:  # fp32 sums of tensor cores depend on the shape, and so on the number of ranks
         return scale_and_round(code_products(a, b), a.scales, b.scales, dtype)
     return scaled_mm(a, b, dtype, fast_accum)
@@ -39,6 +47,9 @@ def summed_gemm(
         a_scales = tp.own_rows(a.scales) if a.layout == "row" else a.scales
         b_scales = b.scales
         return reduce(code_products(a, b)).then(lambda sums: scale_and_round(sums, a_scales, b_scales, dtype))
+    m, n = a.codes.shape[0], b.codes.shape[0]
+    if tp.sharded and m % tp.size == 0 and (peers := tp.peers(m // tp.size * n * dtype.itemsize, a.codes.device)):
+        return scattered_product(peers, a, lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), n, dtype)
     return reduce(gemm(a, b, dtype, settings, fast_accum))
 
 

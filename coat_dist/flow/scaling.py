@@ -40,16 +40,20 @@ from ..ops import (
     tensor_scale,
     transpose,
 )
+from .overlap import Rows
 from .tensor_parallel import TensorParallel
 
 __all__ = [
     "Operand",
+    "gather_operand",
     "quantize_gradient",
     "quantize_input",
     "row_operand",
     "saved_format",
     "share_rows",
     "shared_scale",
+    "turned",
+    "whole",
 ]
 
 
@@ -129,10 +133,31 @@ def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConf
     return Operand(quantize_tensor(x, fmt, scale), scale)
 
 
+def gather_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor | Rows:
+    """All ranks' rows of an operand, or what will be them: rows that come while products run, where they can."""
+    if not settings.tp_invariant and (peers := tp.peers(q8.codes.nbytes, q8.codes.device)) is not None:
+        return Rows(peers, q8)
+    if q8.layout == "row":
+        return tp.start_gather_quantized(q8).wait()
+    return QuantizedTensor(tp.gather_rows(q8.codes), q8.scales, q8.layout)
+
+
+def whole(q8: QuantizedTensor | Rows) -> QuantizedTensor:
+    """All rows, waited for."""
+    return q8.whole() if isinstance(q8, Rows) else q8
+
+
+def turned(d8: QuantizedTensor | Rows, d8_t: QuantizedTensor | None) -> QuantizedTensor:
+    """wgrad's operand of what :func:`quantize_gradient` returned."""
+    return transpose(whole(d8)) if d8_t is None else d8_t
+
+
 def quantize_gradient(
     dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: torch.Tensor | None = None
-) -> tuple[QuantizedTensor, QuantizedTensor]:
+) -> tuple[QuantizedTensor | Rows, QuantizedTensor | None]:
     """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]`` for wgrad.
+
+    Rows that are still coming have no other order yet; :func:`turned` makes it after dgrad.
 
     Args:
         dy: ``[rows, n]``; with sequence parallelism and ``gather``, this rank's rows only.
@@ -143,6 +168,6 @@ def quantize_gradient(
     gather = gather and tp.sharded
     scale = shared_scale(amax(dy) if top is None else top, fmt, tp, gather or settings.tp_invariant, aligned=False)
     if gather and settings.fp8_gather:
-        d8 = QuantizedTensor(tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor")
-        return d8, transpose(d8)
+        rows = gather_operand(quantize_tensor(dy, fmt, scale), tp, settings)
+        return rows, None if isinstance(rows, Rows) else transpose(rows)
     return quantize_both(tp.gather_rows(dy) if gather else dy, fmt, scale)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..formats import QuantizedTensor
+from .peer_memory import PeerMemory, peer_memory
 
 __all__ = ["Pending", "TensorParallel"]
 
@@ -92,6 +93,10 @@ class TensorParallel:
     def _switched(self) -> TensorParallel:
         return TensorParallel(self.group, not self.sequence_parallel)
 
+    def peers(self, nbytes: int, device: torch.device) -> PeerMemory | None:
+        """Memory that these ranks read from each other, if they can and ``nbytes`` are worth it."""
+        return None if self.size == 1 else peer_memory(self.group, nbytes, device)
+
     def max_(self, t: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""
         if self.size > 1:
@@ -116,6 +121,9 @@ class TensorParallel:
         """:meth:`gather_rows` of several tensors in one collective, under way."""
         if self.size == 1:
             return Pending(lambda: tensors)
+        if (peers := self.peers(tensors[0].nbytes, tensors[0].device)) is not None:
+            whole, coming = peers.gather([t.contiguous() for t in tensors])
+            return Pending(lambda: tuple(whole), tuple(coming.values()))
         payloads = [_payload(t, len(tensors) > 1) for t in tensors]
         outs = [p.new_empty(self.size * p.shape[0], *p.shape[1:]) for p in payloads]
         works: tuple[Any, ...]

@@ -1,0 +1,101 @@
+"""Products part by part, as rows come from other ranks or go to them, are the products that collectives around a whole
+one give: to the bit. Rooms that gloo fills stand in for memory that GPUs read from each other."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coat_dist.config import ActivationConfig
+from coat_dist.flow import Heads, Norm, TensorParallel, linear, mlp, norm_mlp, norm_qkv, rope_table
+from coat_dist.flow.peer_memory import Fetched, PeerMemory, peer_memory
+from tests.support import run_ranks
+
+H, F, S, B = 64, 96, 8, 3
+
+
+class Rooms(PeerMemory):
+    """Rooms on the CPU. What nobody fetched in time is overwritten, as on GPUs."""
+
+    def __init__(self, group):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.bytes = 0
+
+    def room(self, *nbytes):
+        parts = [torch.full((n,), 255, dtype=torch.uint8) for n in nbytes]
+        self.parts = parts
+        return parts
+
+    def written(self):
+        mine = torch.cat(self.parts)
+        self.rooms = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(self.rooms, mine, group=self.group)
+
+    def fetch(self, rank, sizes, wanted):
+        assert sizes == tuple(p.numel() for p in self.parts)
+        for part, out in wanted.items():
+            assert out.is_contiguous()
+            theirs = self.rooms[rank].split(list(sizes))[part].view(out.dtype).view(out.shape)
+            out.copy_(theirs)
+            self.bytes += out.nbytes if rank != self.rank else 0
+        return mock.create_autospec(Fetched, instance=True)
+
+    def fork(self):
+        pass
+
+    join = fork
+
+    def beside(self):
+        return contextlib.nullcontext()
+
+
+def layer(tp, config, dtype, seed):
+    """Outputs and gradients of every kind of block."""
+    generator = torch.Generator().manual_seed(seed * tp.size + tp.rank)
+
+    def made(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    x, gain = made(S // tp.size, B, H), torch.linspace(0.5, 1.5, H).to(dtype).requires_grad_()
+    weights = made(H, H), made(H, H // 2), made(F, H), made(H, F // 2), made(F // 2, H), made(H, F // 2)
+    norm = Norm("rmsnorm", 1e-5, gain, reduce_grad=True)
+    table = rope_table(torch.linspace(0, 3, S)[:, None, None, None].expand(S, 1, 1, H // 4).contiguous())
+    q, k, v = norm_qkv(x, norm, weights[0], None, Heads(1, 2, H // 4), table, tp, config)
+    y = linear((q.flatten(2) * torch.cat([k, v], -1).flatten(2)).contiguous(), weights[1], tp, config) + x
+    y = norm_mlp(y, norm, weights[2], weights[3], "swiglu", tp, config) + y
+    y = mlp(y, weights[4], weights[5], "gelu", tp, config) + y
+    grads = torch.autograd.grad(y.square().sum(), [x, gain, *weights])
+    return [y.detach(), *grads]
+
+
+def both(rank, world, changes):
+    """Of each dtype: which results differ between rooms and collectives; bytes fetched."""
+    tp, config, found = TensorParallel(dist.group.WORLD, True), ActivationConfig(**changes), {}
+    for dtype in (torch.bfloat16, torch.float32):
+        rooms = Rooms(dist.group.WORLD)
+        plain = layer(tp, config, dtype, 3)
+        with mock.patch.object(TensorParallel, "peers", lambda *_, rooms=rooms: rooms):
+            parted = layer(tp, config, dtype, 3)
+        found[dtype] = [i for i, pair in enumerate(zip(plain, parted, strict=True)) if not torch.equal(*pair)]
+        found[dtype, "bytes"] = rooms.bytes
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, {"forward_scales": "tensor", "grad_format": "e5m2", "fp8_gather": False}])
+def test_parts_are_the_whole(changes) -> None:
+    for found in run_ranks(2, both, changes):
+        assert found[torch.bfloat16] == found[torch.float32] == []
+        if not changes:
+            rows = S // 2 * B
+            gathered = 3 * (rows * H + 4 * rows) + 6 * rows * H  # forward with scales; y and gradients
+            assert found[torch.bfloat16, "bytes"] == gathered + 6 * rows * H * 2
+
+
+def test_no_rooms_on_a_cpu() -> None:
+    assert peer_memory(None, 2**30, torch.device("cuda")) is None
+    assert TensorParallel().peers(2**30, torch.device("cuda")) is None
+    assert peer_memory(object(), 2**30, torch.device("cpu")) is None
