@@ -50,7 +50,7 @@ KINDS = {
 KERNELS = {
     "ncclDevKernel_AllGather": "gather",
     "ncclDevKernel_ReduceScatter": "reduce-scatter",
-    "ncclDevKernel_AllReduce": "sum",
+    "ncclDevKernel_AllReduce": "all-reduce",
     "ncclDevKernel_SendRecv": "send",
     "nccl": "other",
     "Memcpy PtoP": "copy",
@@ -208,13 +208,12 @@ def hidden(spans: Sequence[tuple[str, float, float]], layers: int = 1) -> dict[s
         By kind ``{"calls", "us", "hidden_us"}`` in ``"kinds"``; the sum of all as ``"us"`` and ``"hidden_us"``; from
         the first kernel's start to the last one's end ``"span_us"``, in which ``"idle_us"`` nothing ran.
     """
-    known = [(next((k for part, k in KERNELS.items() if part in name), None), name, *times) for name, *times in spans]
-    compute = _union((start, end) for kind, _, start, end in known if kind is None)
+    known = [(next((k for part, k in KERNELS.items() if part in name), None), *times) for name, *times in spans]
+    compute = _union((start, end) for kind, start, end in known if kind is None)
     kinds: dict[str, dict[str, float]] = {}
-    for kind, name, start, end in known:
+    for kind, start, end in known:
         if kind is None:
             continue
-        kind = "max" if kind == "sum" and "Max" in name else kind
         row = kinds.setdefault(kind, {"calls": 0, "us": 0.0, "hidden_us": 0.0})
         row["calls"] += 1 / layers
         row["us"] += (end - start) / layers

@@ -129,6 +129,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     for tokens in arguments.tokens:
         if tokens <= 0 or tokens % SEQUENCE:
             parser.error(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
+    for option in "layers", "rounds", "repeats":
+        if (given_number := getattr(arguments, option)) < 1:
+            parser.error(f"--{option}: got {given_number}, accepted: 1 or more")
     return arguments
 
 

@@ -29,7 +29,16 @@ from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
 from .overlap import Rows
 from .products import check_input, gemm, summed_gemm
-from .scaling import Operand, quantize_gradient, row_operand, saved_format, share_rows, shared_scale, turned
+from .scaling import (
+    Operand,
+    gradient_amax,
+    quantize_gradient,
+    row_operand,
+    saved_format,
+    share_rows,
+    shared_scale,
+    turned,
+)
 from .tensor_parallel import TensorParallel
 from .weights import Weight
 
@@ -210,10 +219,13 @@ class _MLP(torch.autograd.Function):
         pre8 = QuantizedTensor(codes, scales, "group", settings.group_size)
         dx = dnorm_weight = dnorm_bias = dfc1 = dfc1_bias = dfc2 = None
 
-        d8, d8_t = quantize_gradient(dout.reshape(-1, fc2_weight.shape[0]), tp, settings, gather=True)
-        da = gemm(d8, ctx.fc2.transposed(fc2_weight, w2_scale), dtype, settings)
+        dout = dout.reshape(-1, fc2_weight.shape[0])
+        top = gradient_amax(dout, tp, settings, gather=True)
+        w2_t = ctx.fc2.transposed(fc2_weight, w2_scale)  # while ranks agree on the scale
+        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=top)
+        da = gemm(d8, w2_t, dtype, settings)
         d8_t = turned(d8, d8_t)
-        del d8  # like all that follow: the peak of a step is in this function
+        del w2_t, d8  # like all that follow: the peak of a step is in this function
         top = activation_grad_amax(da, pre8, activation)
         d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, aligned=False)
         bias_sum = None

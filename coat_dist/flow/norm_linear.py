@@ -23,7 +23,7 @@ from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
 from .overlap import Rows
 from .products import check_input, gemm, summed_gemm
-from .scaling import quantize_gradient
+from .scaling import gradient_amax, quantize_gradient
 from .tensor_parallel import TensorParallel
 from .weights import Weight
 
@@ -188,7 +188,9 @@ class _NormLinear(torch.autograd.Function):
         dout = dout.reshape(-1, weight.shape[0])
         # Other ranks' rows of y8 come while dgrad is computed, and dgrad's sum is made while wgrad is.
         y8_t = block_input.y8(block_input.x8, transpose=True) if ctx.needs_input_grad[3] else None
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=top)
+        d8, d8_t = quantize_gradient(
+            dout, tp, settings, gather=False, top=gradient_amax(dout, tp, settings, False, top)
+        )
         if ctx.needs_input_grad[4]:
             dbias = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).to(bias.dtype)
         del dout

@@ -41,11 +41,12 @@ from ..ops import (
     transpose,
 )
 from .overlap import Rows
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import Pending, TensorParallel
 
 __all__ = [
     "Operand",
     "gather_operand",
+    "gradient_amax",
     "quantize_gradient",
     "quantize_input",
     "row_operand",
@@ -152,8 +153,20 @@ def turned(d8: QuantizedTensor | Rows, d8_t: QuantizedTensor | None) -> Quantize
     return transpose(whole(d8)) if d8_t is None else d8_t
 
 
-def quantize_gradient(
+def gradient_amax(
     dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: torch.Tensor | None = None
+) -> Pending[torch.Tensor]:
+    """The amax for :func:`quantize_gradient`, on which ranks are agreeing where they have to.
+
+    Args:
+        top: dy's own amax where the pass that made dy took it (overwritten).
+    """
+    top = amax(dy) if top is None else top
+    return tp.start_max(top) if gather and tp.sharded or settings.tp_invariant else Pending(lambda: top)
+
+
+def quantize_gradient(
+    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: Pending[torch.Tensor]
 ) -> tuple[QuantizedTensor | Rows, QuantizedTensor | None]:
     """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]`` for wgrad.
 
@@ -162,11 +175,11 @@ def quantize_gradient(
     Args:
         dy: ``[rows, n]``; with sequence parallelism and ``gather``, this rank's rows only.
         gather: the output was scattered over ranks (row-parallel GEMM), so its gradient is gathered.
-        top: dy's amax where the pass that made dy took it (overwritten).
+        top: of :func:`gradient_amax` for the same arguments.
     """
     fmt = fp8_format(settings.grad_format)
     gather = gather and tp.sharded
-    scale = shared_scale(amax(dy) if top is None else top, fmt, tp, gather or settings.tp_invariant, aligned=False)
+    scale = tensor_scale(top.wait(), fmt)
     if gather and settings.fp8_gather:
         rows = gather_operand(quantize_tensor(dy, fmt, scale), tp, settings)
         return rows, None if isinstance(rows, Rows) else transpose(rows)

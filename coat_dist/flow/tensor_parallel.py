@@ -99,9 +99,13 @@ class TensorParallel:
 
     def max_(self, t: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""
-        if self.size > 1:
-            dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group)
-        return t
+        return self.start_max(t).wait()
+
+    def start_max(self, t: torch.Tensor) -> Pending[torch.Tensor]:
+        """:meth:`max_`, under way."""
+        if self.size == 1:
+            return Pending(lambda: t)
+        return Pending(lambda: t, (dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group, async_op=True),))
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
         """The sum over ranks. Overwrites ``t``, which must be contiguous, and returns it."""
