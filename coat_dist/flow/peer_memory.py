@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import warnings
 from typing import Any
 
 import torch
@@ -125,9 +126,11 @@ class PeerMemory:
     def _grow(self, nbytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a CUDA graph is being captured; run the same shapes once before")
         torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)  # nobody reads the old rooms any more
-        torch.cuda.synchronize(self.device)
+        dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
+        torch.cuda.synchronize(self.device)  # nobody reads the old rooms any more
         self._buffer = self._handle = self._last = self._before = None
         self._bytes = nbytes
         self._buffer = symmetric.empty(2 * nbytes, dtype=torch.uint8, device=self.device)
@@ -147,7 +150,7 @@ def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.devi
     if group not in _of_group:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _of_group[group] = PeerMemory(group, device) if _all_can_read(group, device) else None
+        _of_group[group] = _try(group, device) if _all_can_read(group, device) else None
     return _of_group[group]
 
 
@@ -170,6 +173,19 @@ def _all_can_read(group: dist.ProcessGroup, device: torch.device) -> bool:
     )
     dist.all_gather_object(everyone, able, group=group)
     return all(everyone)
+
+
+def _try(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+    """The rooms, if every rank can make small ones: a container may forbid what they take."""
+    peers, able = PeerMemory(group, device), True
+    try:
+        peers.room(_ALIGNMENT)
+    except RuntimeError as error:
+        warnings.warn(f"tensor-parallel ranks exchange rows by NCCL alone: {error}", stacklevel=2)
+        able = False
+    everyone: list[Any] = [None] * peers.size
+    dist.all_gather_object(everyone, able, group=group)
+    return peers if all(everyone) else None
 
 
 def _boot() -> str:
