@@ -208,7 +208,7 @@ def hidden(spans: Sequence[tuple[str, float, float]], layers: int = 1) -> dict[s
         By kind ``{"calls", "us", "hidden_us"}`` in ``"kinds"``; the sum of all as ``"us"`` and ``"hidden_us"``; from
         the first kernel's start to the last one's end ``"span_us"``, in which ``"idle_us"`` nothing ran.
     """
-    known = [(next((k for part, k in KERNELS.items() if part in name), None), *times) for name, *times in spans]
+    known = [(next((k for part, k in KERNELS.items() if part in name), None), a, b) for name, a, b in spans]
     compute = _union((start, end) for kind, start, end in known if kind is None)
     kinds: dict[str, dict[str, float]] = {}
     for kind, start, end in known:

@@ -77,14 +77,14 @@ class NormedInput:
             if tp.sharded and not settings.fp8_gather:
                 x8, stats, _ = norm_compress(*given)
                 y = norm_apply(x if exact else x8, stats, norm.weight, norm.bias).to(x.dtype)
-                y8 = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
+                rows: QuantizedTensor | Rows = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
             else:
                 x8, stats, y8 = norm_compress_rows(*given)
-                y8 = gather_operand(y8, tp, settings) if tp.sharded else y8
-            this = cls(x8, stats, y8.scales, norm, tp, settings, x.dtype)
-            if not isinstance(y8, Rows):
-                this.received(y8)
-            return this, y8
+                rows = gather_operand(y8, tp, settings) if tp.sharded else y8
+            this = cls(x8, stats, rows.scales, norm, tp, settings, x.dtype)
+            if not isinstance(rows, Rows):
+                this.received(rows)
+            return this, rows
         found = norm_compress(*given)
         scale = shared_scale(found.amax, fmt, tp, tp.sharded)
         this = cls(found.x8, found.stats, scale, norm, tp, settings, x.dtype)
@@ -177,6 +177,9 @@ class PlainInput:
             return cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype), y8
         this = cls(quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, tp.sharded)), tp, settings, x.dtype)
         return this, this.y8(this.x8).wait()
+
+    def received(self, y8: QuantizedTensor | Rows) -> None:
+        """As :meth:`NormedInput.received`; all rows were waited for."""
 
     def y8(self, source: QuantizedTensor, transpose: bool = False) -> Pending[QuantizedTensor]:
         """As :meth:`NormedInput.y8`: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``."""

@@ -220,9 +220,9 @@ class _MLP(torch.autograd.Function):
         dx = dnorm_weight = dnorm_bias = dfc1 = dfc1_bias = dfc2 = None
 
         dout = dout.reshape(-1, fc2_weight.shape[0])
-        top = gradient_amax(dout, tp, settings, gather=True)
+        agreed = gradient_amax(dout, tp, settings, gather=True)
         w2_t = ctx.fc2.transposed(fc2_weight, w2_scale)  # while ranks agree on the scale
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=top)
+        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=agreed)
         da = gemm(d8, w2_t, dtype, settings)
         d8_t = turned(d8, d8_t)
         del w2_t, d8  # like all that follow: the peak of a step is in this function

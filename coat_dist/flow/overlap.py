@@ -7,6 +7,7 @@ multiprocessor idle. Every part is the product that it is within the whole one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from .tensor_parallel import Pending
 
 __all__ = ["Product", "Rows", "scattered_product"]
 
-Product = Callable[[QuantizedTensor, torch.Tensor], None]
+Product = Callable[[QuantizedTensor, torch.Tensor], Any]
 """Writes the product with one set of rows into a tensor ``[rows, n]``."""
 
 

@@ -24,7 +24,7 @@ each rank holds a part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 
@@ -165,6 +165,18 @@ def gradient_amax(
     return tp.start_max(top) if gather and tp.sharded or settings.tp_invariant else Pending(lambda: top)
 
 
+@overload
+def quantize_gradient(
+    dy: torch.Tensor,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    gather: Literal[False],
+    top: Pending[torch.Tensor],
+) -> tuple[QuantizedTensor, QuantizedTensor]: ...
+@overload
+def quantize_gradient(
+    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: Pending[torch.Tensor]
+) -> tuple[QuantizedTensor | Rows, QuantizedTensor | None]: ...
 def quantize_gradient(
     dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: Pending[torch.Tensor]
 ) -> tuple[QuantizedTensor | Rows, QuantizedTensor | None]:

@@ -144,7 +144,7 @@ class TensorParallel:
 
     def start_gather_quantized(self, q: QuantizedTensor) -> Pending[QuantizedTensor]:
         """All ranks' rows of a tensor quantized by rows, codes and scales in one collective, under way."""
-        return self.start_gather(q.codes, q.scales).then(lambda t: QuantizedTensor(*t, q.layout))
+        return self.start_gather(q.codes, q.scales).then(lambda t: QuantizedTensor(t[0], t[1], q.layout))
 
     def all_rows(self, x: torch.Tensor) -> torch.Tensor:
         """x ``[..., h]`` as rows ``[rows, h]``, those of all ranks where they are split."""
