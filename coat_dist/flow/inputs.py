@@ -42,7 +42,7 @@ from ..ops import (
 from ..ops import transpose as transposed
 from .norm import Norm, ParameterGrads, finish_grads
 from .overlap import Rows
-from .scaling import gather_operand, row_operand, saved_format, shared_scale, whole
+from .scaling import gather_operand, reserve_codes, reserve_rows, row_operand, saved_format, shared_scale, whole
 from .tensor_parallel import Pending, TensorParallel
 
 __all__ = ["NormedInput", "PlainInput", "check_normed", "quantized_input", "residual_alias", "restore_input"]
@@ -79,7 +79,7 @@ class NormedInput:
                 y = norm_apply(x if exact else x8, stats, norm.weight, norm.bias).to(x.dtype)
                 rows: QuantizedTensor | Rows = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
             else:
-                x8, stats, y8 = norm_compress_rows(*given)
+                x8, stats, y8 = norm_compress_rows(*given, reserve_rows(x, fmt, tp, settings))
                 rows = gather_operand(y8, tp, settings) if tp.sharded else y8
             this = cls(x8, stats, rows.scales, norm, tp, settings, x.dtype)
             if not isinstance(rows, Rows):
@@ -107,7 +107,9 @@ class NormedInput:
         if not self.settings.fp8_gather:
             y = norm_apply(source, self.stats, *parameters).to(self.dtype)
             return self.tp.start_gather(y).then(lambda t: quantize_tensor(t[0], fmt, scale, transpose))
-        local = norm_quantize(source, self.stats, *parameters, fmt, scale)
+        x = source if isinstance(source, torch.Tensor) else source.codes
+        room = reserve_codes(x, fmt, self.tp, self.settings)
+        local = norm_quantize(source, self.stats, *parameters, fmt, scale, out=room)
         return _gathered(self.tp, local.codes, scale, transpose)
 
     def backward(

@@ -16,9 +16,11 @@ Memory: two rooms of the largest exchange for each group, outside of torch's all
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ class Fetched:
 class PeerMemory:
     """The rooms of one process group, whose ranks all call the same methods with the same sizes in the same order."""
 
+    _reserved: list[torch.Tensor] | None = None
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -64,6 +68,13 @@ class PeerMemory:
         assert self._buffer is not None
         first = self._turn * self._bytes
         return [self._buffer[first + at : first + at + n] for at, n in zip(offsets[:-1], nbytes, strict=True)]
+
+    def reserve(self, *kinds: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:
+        """A new exchange: tensors in this rank's room, to be written on the current stream and given to :meth:`gather`,
+        which has nothing to copy then. They last until the exchange after the next."""
+        parts = self.room(*(math.prod(shape) * dtype.itemsize for shape, dtype in kinds))
+        self._reserved = [p.view(dtype).view(*shape) for p, (shape, dtype) in zip(parts, kinds, strict=True)]
+        return self._reserved
 
     def written(self) -> None:
         """A barrier: what ranks wrote into their rooms until now can be fetched."""
@@ -94,8 +105,10 @@ class PeerMemory:
     def gather(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, Fetched]]:
         """All ranks' tensors one after the other along dimension 0, and by rank when they will have come."""
         sizes = tuple(t.nbytes for t in tensors)
-        for part, t in zip(self.room(*sizes), tensors, strict=True):
-            part.copy_(t.view(-1).view(torch.uint8))
+        if self._reserved is None or self._reserved[0] is not tensors[0]:
+            for part, t in zip(self.room(*sizes), tensors, strict=True):
+                part.copy_(t.view(-1).view(torch.uint8))
+        self._reserved = None
         self.written()
         outs = [t.new_empty(self.size * t.shape[0], *t.shape[1:]) for t in tensors]
         coming = {}

@@ -49,6 +49,8 @@ __all__ = [
     "gradient_amax",
     "quantize_gradient",
     "quantize_input",
+    "reserve_codes",
+    "reserve_rows",
     "row_operand",
     "saved_format",
     "share_rows",
@@ -143,6 +145,26 @@ def gather_operand(q8: QuantizedTensor, tp: TensorParallel, settings: Activation
     return QuantizedTensor(tp.gather_rows(q8.codes), q8.scales, q8.layout)
 
 
+def reserve_codes(
+    x: torch.Tensor, fmt: FP8Format, tp: TensorParallel, settings: ActivationConfig
+) -> torch.Tensor | None:
+    """Where codes of the shape of x are to be written that ranks gather next, if they read them there."""
+    room = reserve_rows(x, fmt, tp, settings, scales=False)
+    return None if room is None else room.codes
+
+
+def reserve_rows(
+    x: torch.Tensor, fmt: FP8Format, tp: TensorParallel, settings: ActivationConfig, scales: bool = True
+) -> QuantizedTensor | None:
+    """As :func:`reserve_codes`, with scales of rows."""
+    peers = tp.peers(x.numel(), x.device) if tp.sharded and settings.fp8_gather and not settings.tp_invariant else None
+    if peers is None:
+        return None
+    kinds = [(x.shape, fmt.dtype), *([((*x.shape[:-1], 1), torch.float32)] if scales else [])]
+    room = peers.reserve(*kinds)
+    return QuantizedTensor(room[0], room[-1], "row")
+
+
 def whole(q8: QuantizedTensor | Rows) -> QuantizedTensor:
     """All rows, waited for."""
     return q8.whole() if isinstance(q8, Rows) else q8
@@ -193,6 +215,7 @@ def quantize_gradient(
     gather = gather and tp.sharded
     scale = tensor_scale(top.wait(), fmt)
     if gather and settings.fp8_gather:
-        rows = gather_operand(quantize_tensor(dy, fmt, scale), tp, settings)
+        room = reserve_codes(dy, fmt, tp, settings)
+        rows = gather_operand(quantize_tensor(dy, fmt, scale, out=room), tp, settings)
         return rows, None if isinstance(rows, Rows) else transpose(rows)
     return quantize_both(tp.gather_rows(dy) if gather else dy, fmt, scale)
