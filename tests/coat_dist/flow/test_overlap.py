@@ -11,8 +11,22 @@ import torch
 import torch.distributed as dist
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import Heads, Norm, TensorParallel, linear, mlp, norm_mlp, norm_qkv, rope_table
+from coat_dist.flow import (
+    Heads,
+    Norm,
+    TensorParallel,
+    linear,
+    mlp,
+    norm_linear,
+    norm_mlp,
+    norm_qkv,
+    products,
+    rope_table,
+    tensor_parallel,
+)
+from coat_dist.flow import weights as weights_module
 from coat_dist.flow.peer_memory import Fetched, PeerMemory, peer_memory
+from coat_dist.flow.tensor_parallel import Pending
 from tests.support import run_ranks
 
 H, F, S, B = 64, 96, 8, 3
@@ -93,6 +107,41 @@ def test_parts_are_the_whole(changes) -> None:
             rows = S // 2 * B
             gathered = 3 * (rows * H + 4 * rows) + 6 * rows * H  # forward with scales; y and gradients
             assert found[torch.bfloat16, "bytes"] == gathered + 6 * rows * H * 2
+
+
+def order(rank, world):
+    """What backward of a column-parallel linear and of an MLP starts, computes and waits for, in this order."""
+    seen = []
+
+    def noting(name, real):
+        return lambda *args, **kwargs: (seen.append(name), real(*args, **kwargs))[1]
+
+    wait = Pending.wait
+    tp, config = TensorParallel(dist.group.WORLD, True), ActivationConfig()
+    norm = Norm("rmsnorm", 1e-5, torch.ones(H))
+    x = torch.randn(S // 2, B, H, requires_grad=True)
+    weights = [torch.randn(shape, requires_grad=True) for shape in ((H, H), (F, H), (H, F // 2))]
+    outputs = norm_linear(x, norm, weights[0], None, tp, config), norm_mlp(x, norm, *weights[1:], "swiglu", tp, config)
+    found = []
+    with (
+        mock.patch.object(tensor_parallel, "_all_gather", noting("gather", tensor_parallel._all_gather)),
+        mock.patch.object(tensor_parallel, "_reduce_scatter", noting("scatter", tensor_parallel._reduce_scatter)),
+        mock.patch.object(dist, "all_reduce", noting("max", dist.all_reduce)),
+        mock.patch.object(products, "scaled_mm", noting("product", products.scaled_mm)),
+        mock.patch.object(weights_module, "quantize_tensor", noting("weight", weights_module.quantize_tensor)),
+        mock.patch.object(Pending, "wait", lambda p: (seen.append("wait") if p._works else None, wait(p))[1]),
+    ):
+        for out in outputs:
+            out.sum().backward()
+            found.append(" ".join(seen))
+            seen.clear()
+    return found
+
+
+def test_what_runs_while_ranks_wait_for_each_other() -> None:
+    linear_ = "gather weight product scatter wait product wait"  # y8; dgrad and its sum; wgrad; the norm's backward
+    mlp_ = "max weight wait gather wait product gather product weight product scatter wait product wait"
+    assert run_ranks(2, order) == [[linear_, mlp_]] * 2
 
 
 def test_no_rooms_on_a_cpu() -> None:
