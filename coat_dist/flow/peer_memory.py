@@ -26,10 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Fetched", "PeerMemory", "peer_memory"]
+from ..config import CoatConfigError
+
+__all__ = ["Fetched", "PeerMemory", "check_switch", "peer_memory"]
 
 SMALLEST = 2**20
 """Bytes below which a collective is not worth a barrier of our own."""
+SWITCH = "COAT_PEER_MEMORY"
 _ALIGNMENT = 512
 
 
@@ -157,14 +160,30 @@ def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.devi
     """The rooms of this group where its GPUs can read each other's memory and ``nbytes`` are worth it; else None.
 
     The first call with enough bytes is a collective.
+
+    Raises:
+        CoatConfigError: ``COAT_PEER_MEMORY`` is neither 0 nor 1, or not the same on all ranks.
     """
-    if group is None or device.type != "cuda" or nbytes < SMALLEST or os.environ.get("COAT_PEER_MEMORY") == "0":
+    if group is None or device.type != "cuda" or nbytes < SMALLEST:
         return None
     if group not in _of_group:
         if torch.cuda.is_current_stream_capturing():
             return None
+        check_switch(group)
         _of_group[group] = _try(group, device) if _all_can_read(group, device) else None
-    return _of_group[group]
+    return None if os.environ.get(SWITCH) == "0" else _of_group[group]
+
+
+def check_switch(group: dist.ProcessGroup) -> None:
+    """A collective. Raises CoatConfigError on all ranks where one has another ``COAT_PEER_MEMORY`` than it should."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, os.environ.get(SWITCH, "1"), group=group)
+    for rank, value in enumerate(everyone):
+        if value not in ("0", "1") or value != everyone[0]:
+            raise CoatConfigError(
+                f"{SWITCH}: got {value!r} on tensor-parallel rank {rank} and {everyone[0]!r} on rank 0, accepted: 0 or "
+                "1 (the default), the same on all ranks"
+            )
 
 
 def _all_can_read(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -182,6 +201,7 @@ def _all_can_read(group: dist.ProcessGroup, device: torch.device) -> bool:
         len({machine for *machine_, _ in everyone for machine in [tuple(machine_)]}) == 1
         and all(usable for usable, *_ in everyone)
         and len(others) == len(everyone) - 1
+        and all(other < torch.cuda.device_count() for other in others)
         and all(torch.cuda.can_device_access_peer(device, other) for other in others)
     )
     dist.all_gather_object(everyone, able, group=group)

@@ -25,7 +25,7 @@ from coat_dist.flow import (
     tensor_parallel,
 )
 from coat_dist.flow import weights as weights_module
-from coat_dist.flow.peer_memory import Fetched, PeerMemory, peer_memory
+from coat_dist.flow.peer_memory import Fetched, PeerMemory, check_switch, peer_memory
 from coat_dist.flow.tensor_parallel import Pending
 from tests.support import run_ranks
 
@@ -142,6 +142,29 @@ def test_what_runs_while_ranks_wait_for_each_other() -> None:
     linear_ = "gather weight product scatter wait product wait"  # y8; dgrad and its sum; wgrad; the norm's backward
     mlp_ = "max weight wait gather wait product gather product weight product scatter wait product wait"
     assert run_ranks(2, order) == [[linear_, mlp_]] * 2
+
+
+def switched(rank, world, values):
+    """What every rank says to ``COAT_PEER_MEMORY`` with these values."""
+    with mock.patch.dict("os.environ", {"COAT_PEER_MEMORY": values[rank]}):
+        try:
+            check_switch(dist.group.WORLD)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def switches(rank, world):
+    return [switched(rank, world, values) for values in (("1", "1"), ("0", "0"), ("1", "0"), ("no", "no"))]
+
+
+def test_the_switch_is_the_same_on_all_ranks() -> None:
+    end = "accepted: 0 or 1 (the default), the same on all ranks"
+    wrong = [
+        f"COAT_PEER_MEMORY: got {a!r} on tensor-parallel rank {r} and {b!r} on rank 0, {end}"
+        for a, r, b in (("0", 1, "1"), ("no", 0, "no"))
+    ]
+    assert run_ranks(2, switches) == [[None, None, *wrong]] * 2
 
 
 def test_no_rooms_on_a_cpu() -> None:
