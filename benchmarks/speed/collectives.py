@@ -101,9 +101,9 @@ class recorded(TorchDispatchMode):  # noqa: N801 - used as a context
             self._note("gather" + COPIES, peers.size * sum(t.nbytes for t in tensors), tensors[0].dtype)
             return gather(peers, tensors)
 
-        def noting_product(peers: PeerMemory, a: Any, multiply: Any, n: int, dtype: torch.dtype) -> Any:
+        def noting_product(peers: PeerMemory, a: Any, multiply: Any, n: int, dtype: torch.dtype, cut: bool) -> Any:
             self._note("reduce-scatter" + COPIES, a.codes.shape[0] * n * dtype.itemsize, dtype)
-            return product(peers, a, multiply, n, dtype)
+            return product(peers, a, multiply, n, dtype, cut)
 
         self._patches = ExitStack()
         self._patches.enter_context(mock.patch.object(dist, "all_reduce", self._noting_maximum))
@@ -293,7 +293,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384, help="a multiple of --sequence")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="a multiple of the number of ranks")
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=TP_VARIANTS)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--name", default="collectives", help="of the JSON result")
     arguments = parser.parse_args(given)

@@ -243,7 +243,7 @@ class _MLP(torch.autograd.Function):
         del inner
         dinput = None
         if any(wanted := ctx.needs_input_grad[:3]):
-            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
+            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings, cut=False)
             dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
         del d8

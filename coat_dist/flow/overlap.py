@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..formats import QuantizedTensor
-from .peer_memory import PeerMemory
+from .peer_memory import ALIGNMENT, PeerMemory
 from .tensor_parallel import Pending
 
 __all__ = ["Product", "Rows", "scattered_product"]
@@ -62,34 +62,47 @@ class Rows:
 
 
 def scattered_product(
-    peers: PeerMemory, a: QuantizedTensor, product: Product, n: int, dtype: torch.dtype
+    peers: PeerMemory, a: QuantizedTensor, product: Product, n: int, dtype: torch.dtype, cut: bool = True
 ) -> Pending[torch.Tensor]:
     """This rank's rows of the sum over ranks of the product with a, ``[m / ranks, n]``, under way.
 
-    Others' rows are multiplied first and fetched while the rest is. Two ranks' parts are added as a reduce-scatter adds
-    them; of more, the sum is fp32 and rounded once.
+    Two ranks' parts are added as a reduce-scatter adds them; of more, the sum is fp32 and rounded once.
+
+    Args:
+        cut: others' rows are multiplied first and fetched while the rest is. Without, the product is one and what
+            follows hides the copies; the result is to be waited for before the exchange after the next.
     """
     m, rank, size = a.codes.shape[0] // peers.size, peers.rank, peers.size
-    own, *others = (torch.empty(m, n, dtype=dtype, device=a.codes.device) for _ in range(size))
-    sizes = (own.nbytes,) * (size - 1)
-    room = peers.room(*sizes)
+    others = [torch.empty(m, n, dtype=dtype, device=a.codes.device) for _ in range(size - 1)]
+    part = others[0].nbytes
     fetched = []
-    peers.fork()
-    for step in range(1, size):
-        to, source = (rank + step) % size, (rank - step) % size
-        product(rows_of(a, to * m, m), room[step - 1].view(dtype).view(m, n))
-        if step == 1:
-            with peers.beside():
-                product(rows_of(a, rank * m, m), own)
+    if cut or part % ALIGNMENT:
+        own = torch.empty_like(others[0])
+        sizes = (part,) * (size - 1)
+        room = peers.room(*sizes)
+        peers.fork()
+        for step, other in enumerate(others, 1):
+            to, source = (rank + step) % size, (rank - step) % size
+            product(rows_of(a, to * m, m), room[step - 1].view(dtype).view(m, n))
+            if step == 1:
+                with peers.beside():
+                    product(rows_of(a, rank * m, m), own)
+            peers.written()
+            fetched.append(peers.fetch(source, sizes, {step - 1: other}))
+        peers.join()
+    else:
+        whole = peers.room(part * size)[0].view(dtype).view(size * m, n)
+        product(a, whole)
+        own = whole[rank * m : (rank + 1) * m]
         peers.written()
-        fetched.append(peers.fetch(source, sizes, {step - 1: others[step - 1]}))
-    peers.join()
+        for step, other in enumerate(others, 1):
+            fetched.append(peers.fetch((rank + step) % size, (part,) * size, {rank: other}))
 
     def total() -> torch.Tensor:
         if size == 2:
-            return own.add_(others[0])
-        sums = own.float()
-        for other in others:
+            return torch.add(own, others[0], out=others[0])
+        sums = own.float() + others[0]
+        for other in others[1:]:
             sums += other
         return sums.to(dtype)
 

@@ -33,7 +33,7 @@ __all__ = ["Fetched", "PeerMemory", "check_switch", "peer_memory"]
 SMALLEST = 2**20
 """Bytes below which a collective is not worth a barrier of our own."""
 SWITCH = "COAT_PEER_MEMORY"
-_ALIGNMENT = 512
+ALIGNMENT = 512
 
 
 class Fetched:
@@ -136,7 +136,7 @@ class PeerMemory:
     def _offsets(sizes: tuple[int, ...]) -> list[int]:
         offsets = [0]
         for n in sizes:
-            offsets.append(offsets[-1] + -(-n // _ALIGNMENT) * _ALIGNMENT)
+            offsets.append(offsets[-1] + -(-n // ALIGNMENT) * ALIGNMENT)
         return offsets
 
     def _grow(self, nbytes: int) -> None:
@@ -212,7 +212,7 @@ def _try(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     """The rooms, if every rank can make small ones: a container may forbid what they take."""
     peers, able = PeerMemory(group, device), True
     try:
-        peers.room(_ALIGNMENT)
+        peers.room(ALIGNMENT)
     except RuntimeError as error:
         warnings.warn(f"tensor-parallel ranks exchange rows by NCCL alone: {error}", stacklevel=2)
         able = False

@@ -58,6 +58,11 @@ def exchanges(rank, world):
         theirs = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(theirs, torch.cat(parts))
         wrong += (pending.wait() != theirs).sum()
+
+        pending = scattered_product(peers, x8, product, n, torch.bfloat16, cut=False)
+        torch.mm(x, x.t())
+        dist.reduce_scatter_tensor(theirs, scaled_mm(x8, w8, torch.bfloat16, True))
+        wrong += (pending.wait() != theirs).sum()
     return wrong.item()
 
 

@@ -50,7 +50,7 @@ class Rooms(PeerMemory):
         dist.all_gather(self.rooms, mine, group=self.group)
 
     def fetch(self, rank, sizes, wanted):
-        assert sizes == tuple(p.numel() for p in self.parts)
+        assert sum(sizes) == sum(p.numel() for p in self.parts)
         for part, out in wanted.items():
             assert out.is_contiguous()
             theirs = self.rooms[rank].split(list(sizes))[part].view(out.dtype).view(out.shape)
