@@ -90,8 +90,10 @@ def measure(model: ModelConfig, tokens: int, variants: Sequence[str], te: Any, a
                 with context():
                     result[name]["rounds"].append([t / model.num_layers for t in times(forward, arguments.repeats)])
     for one in result.values():
-        one["forward_ms"], one["backward_ms"] = (median(stage) for stage in zip(*one["rounds"], strict=True))
-        one["ms"] = median([sum(both) for both in one["rounds"]])
+        rounds = one.pop("rounds")
+        one["forward_ms"], one["backward_ms"] = (median(stage) for stage in zip(*rounds, strict=True))
+        sums = sorted(map(sum, rounds))
+        one["ms"], one["fastest_round_ms"], one["slowest_round_ms"] = median(sums), sums[0], sums[-1]
     return result
 
 
@@ -109,7 +111,7 @@ def report(preset: str, model: ModelConfig, tokens: int, found: dict[str, dict[s
                 f"{name:<20} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} "
                 f"total {one['ms']:7.3f} ms  {one['ratio_to_bf16']:.3f} x bf16  {to_te:.3f} x TE fp8  "
                 f"{one['tflops']:4.0f} TFLOP/s/GPU  saved {one['saved_bytes_per_token']:,.0f} B/token  "
-                f"rounds {' '.join(f'{sum(r):.2f}' for r in one['rounds'])}",
+                f"rounds {one['fastest_round_ms']:.2f} to {one['slowest_round_ms']:.2f}",
                 flush=True,
             )
 
