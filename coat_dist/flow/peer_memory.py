@@ -142,8 +142,6 @@ class PeerMemory:
     def _grow(self, nbytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a CUDA graph is being captured; run the same shapes once before")
         torch.cuda.synchronize(self.device)
         dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
         torch.cuda.synchronize(self.device)  # nobody reads the old rooms any more
@@ -166,9 +164,9 @@ def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.devi
     """
     if group is None or device.type != "cuda" or nbytes < SMALLEST:
         return None
+    if torch.cuda.is_current_stream_capturing():  # a graph may not wait for copies that it does not hold
+        return None
     if group not in _of_group:
-        if torch.cuda.is_current_stream_capturing():
-            return None
         check_switch(group)
         _of_group[group] = _try(group, device) if _all_can_read(group, device) else None
     return None if os.environ.get(SWITCH) == "0" else _of_group[group]
