@@ -25,8 +25,11 @@ from coat_dist.flow import (
     tensor_parallel,
 )
 from coat_dist.flow import weights as weights_module
+from coat_dist.flow.overlap import Rows, scattered_product
 from coat_dist.flow.peer_memory import Fetched, PeerMemory, check_switch, peer_memory
 from coat_dist.flow.tensor_parallel import Pending
+from coat_dist.formats import QuantizedTensor
+from coat_dist.ops import scaled_mm
 from tests.support import run_ranks
 
 H, F, S, B = 64, 96, 8, 3
@@ -107,6 +110,37 @@ def test_parts_are_the_whole(changes) -> None:
             rows = S // 2 * B
             gathered = 3 * (rows * H + 4 * rows) + 6 * rows * H  # forward with scales; y and gradients
             assert found[torch.bfloat16, "bytes"] == gathered + 6 * rows * H * 2
+
+
+def four(rank, world):
+    """On four ranks, with numbers whose sums are exact: what of rows that come and of sums that go is wrong."""
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(rank)
+    rooms, tp = Rooms(group), TensorParallel(group, True)
+
+    def ones(rows):
+        codes = torch.randint(-1, 2, (rows, H), generator=generator).to(torch.float8_e4m3fn)
+        return QuantizedTensor(codes, torch.ones(rows, 1), "row")
+
+    a, b, own = ones(16), ones(H), ones(4)
+    wrong = []
+    for dtype in (torch.bfloat16, torch.float32):
+
+        def product(part, out, dtype=dtype):
+            scaled_mm(part, b, dtype, out=out)
+
+        expected = tp.reduce_scatter_rows(scaled_mm(a, b, torch.float32)).to(dtype)
+        for cut in (True, False):
+            got = scattered_product(rooms, a, product, H, dtype, cut).wait()
+            wrong += [(dtype, cut)] * (not torch.equal(got, expected) or got.dtype != dtype)
+        whole = tp.start_gather_quantized(own).wait()
+        rows = Rows(rooms, own)
+        wrong += ["rows"] * (not torch.equal(rows.multiply(product, H, dtype), scaled_mm(whole, b, dtype)))
+        wrong += ["codes"] * (not torch.equal(rows.whole().codes.view(torch.uint8), whole.codes.view(torch.uint8)))
+    return wrong
+
+
+def test_four_ranks() -> None:
+    assert run_ranks(4, four) == [[]] * 4
 
 
 def order(rank, world):
