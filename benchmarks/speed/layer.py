@@ -78,13 +78,17 @@ def plan(arguments: argparse.Namespace) -> list[Case]:
     return found
 
 
-def stack(model: ModelConfig, tokens: int) -> tuple[Callable[[], torch.Tensor], Any, torch.Tensor]:
-    """A function that runs the layers once, the model they belong to, and their input ``[s, b, h]``."""
-    gpt: Any = build_model(model.model_copy(update={"vocab_size": 128}))
+def stack(
+    model: ModelConfig, tokens: int, tp: int = 1, sequence: int = SEQUENCE
+) -> tuple[Callable[[], torch.Tensor], Any, torch.Tensor]:
+    """A function that runs the layers once, the model they belong to, and their input ``[s / tp, b, h]``; several
+    tensor-parallel ranks split the sequence."""
+    gpt: Any = build_model(model.model_copy(update={"vocab_size": 128}), tp=tp, sequence_parallel=tp > 1)
     gpt.train()
-    rope, layers = gpt.rotary_pos_emb(SEQUENCE), list(gpt.decoder.layers)
-    shape = (SEQUENCE, tokens // SEQUENCE, model.hidden_size)
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    rope, layers = gpt.rotary_pos_emb(sequence), list(gpt.decoder.layers)
+    shape = (sequence // tp, tokens // sequence, model.hidden_size)
+    device = next(gpt.parameters()).device
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def forward() -> torch.Tensor:
         y = x

@@ -41,8 +41,9 @@ from ..ops import (
 )
 from ..ops import transpose as transposed
 from .norm import Norm, ParameterGrads, finish_grads
-from .scaling import row_operand, saved_format, shared_scale
-from .tensor_parallel import TensorParallel
+from .overlap import Rows
+from .scaling import gather_operand, reserve_codes, reserve_rows, row_operand, saved_format, shared_scale, whole
+from .tensor_parallel import Pending, TensorParallel
 
 __all__ = ["NormedInput", "PlainInput", "check_normed", "quantized_input", "residual_alias", "restore_input"]
 
@@ -64,8 +65,11 @@ class NormedInput:
     @classmethod
     def forward(
         cls, x: torch.Tensor, norm: Norm, tp: TensorParallel, settings: ActivationConfig
-    ) -> tuple[NormedInput, QuantizedTensor]:
-        """From x ``[rows, h]``: what to save, and y8 ``[all rows, h]``; sequence parallelism gathers the rows."""
+    ) -> tuple[NormedInput, QuantizedTensor | Rows]:
+        """From x ``[rows, h]``: what to save, and y8 ``[all rows, h]``; sequence parallelism gathers the rows.
+
+        Rows that are still coming are to be given to :meth:`received` after the product.
+        """
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
         groups = settings.group_size, settings.scale
         given = x, norm.kind, norm.eps, norm.weight, norm.bias, fmt, *groups, exact, saved_format(settings)
@@ -73,29 +77,40 @@ class NormedInput:
             if tp.sharded and not settings.fp8_gather:
                 x8, stats, _ = norm_compress(*given)
                 y = norm_apply(x if exact else x8, stats, norm.weight, norm.bias).to(x.dtype)
-                y8 = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
+                rows: QuantizedTensor | Rows = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
             else:
-                x8, stats, y8 = norm_compress_rows(*given)
-                y8 = tp.gather_quantized(y8) if tp.sharded else y8
-            y8, scale = row_operand(y8, tp, settings)
-            return cls(x8, stats, scale, norm, tp, settings, x.dtype), y8
+                x8, stats, y8 = norm_compress_rows(*given, reserve_rows(x, fmt, tp, settings))
+                rows = gather_operand(y8, tp, settings) if tp.sharded else y8
+            this = cls(x8, stats, rows.scales, norm, tp, settings, x.dtype)
+            if not isinstance(rows, Rows):
+                this.received(rows)
+            return this, rows
         found = norm_compress(*given)
         scale = shared_scale(found.amax, fmt, tp, tp.sharded)
         this = cls(found.x8, found.stats, scale, norm, tp, settings, x.dtype)
-        return this, this.y8(x if exact else found.x8)
+        return this, this.y8(x if exact else found.x8).wait()
 
-    def y8(self, source: torch.Tensor | QuantizedTensor, transpose: bool = False) -> QuantizedTensor:
-        """y in per-tensor FP8 from x or x8: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``."""
-        fmt = fp8_format(self.settings.format)
+    def received(self, y8: QuantizedTensor | Rows) -> None:
+        """All rows of y8 are here: with row scales the largest is backward's."""
+        if self.settings.forward_scales == "row":
+            self.scale = row_operand(whole(y8), self.tp, self.settings).scale
+
+    def y8(self, source: torch.Tensor | QuantizedTensor, transpose: bool = False) -> Pending[QuantizedTensor]:
+        """y in per-tensor FP8 from x or x8: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``.
+
+        A gather is under way; where there is none, nothing is computed before the result is asked for.
+        """
+        fmt, scale = fp8_format(self.settings.format), self.scale
         parameters = self.norm.weight, self.norm.bias
         if not self.tp.sharded:
-            return norm_quantize(source, self.stats, *parameters, fmt, self.scale, transpose)
+            return Pending(lambda: norm_quantize(source, self.stats, *parameters, fmt, scale, transpose))
         if not self.settings.fp8_gather:
-            y = self.tp.gather_rows(norm_apply(source, self.stats, *parameters).to(self.dtype))
-            return quantize_tensor(y, fmt, self.scale, transpose)
-        local = norm_quantize(source, self.stats, *parameters, fmt, self.scale)
-        y8 = QuantizedTensor(self.tp.gather_rows(local.codes), self.scale, "tensor")
-        return transposed(y8) if transpose else y8
+            y = norm_apply(source, self.stats, *parameters).to(self.dtype)
+            return self.tp.start_gather(y).then(lambda t: quantize_tensor(t[0], fmt, scale, transpose))
+        x = source if isinstance(source, torch.Tensor) else source.codes
+        room = reserve_codes(x, fmt, self.tp, self.settings)
+        local = norm_quantize(source, self.stats, *parameters, fmt, scale, out=room)
+        return _gathered(self.tp, local.codes, scale, transpose)
 
     def backward(
         self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
@@ -157,22 +172,26 @@ class PlainInput:
         fmt = fp8_format(settings.format)
         if settings.forward_scales == "row":
             if tp.sharded and settings.fp8_gather:
-                y8 = tp.gather_quantized(quantize_rows(x, fmt, aligned=True))
+                y8 = whole(gather_operand(quantize_rows(x, fmt, aligned=True), tp, settings))
             else:
                 y8 = quantize_rows(tp.gather_rows(x) if tp.sharded else x, fmt, aligned=True)
             y8, scale = row_operand(y8, tp, settings)
             return cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype), y8
         this = cls(quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, tp.sharded)), tp, settings, x.dtype)
-        return this, this.y8(this.x8)
+        return this, this.y8(this.x8).wait()
 
-    def y8(self, source: QuantizedTensor, transpose: bool = False) -> QuantizedTensor:
-        """The linear's input: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``."""
-        if self.tp.sharded and not self.settings.fp8_gather:  # rounding to BF16 and back gives the same codes
-            x = self.tp.gather_rows(dequantize(source).to(self.dtype))
-            return quantize_tensor(x, fp8_format(self.settings.format), source.scales, transpose)
-        codes = self.tp.gather_rows(source.codes) if self.tp.sharded else source.codes
-        y8 = QuantizedTensor(codes, source.scales, "tensor")
-        return transposed(y8) if transpose else y8
+    def received(self, y8: QuantizedTensor | Rows) -> None:
+        """As :meth:`NormedInput.received`; all rows were waited for."""
+
+    def y8(self, source: QuantizedTensor, transpose: bool = False) -> Pending[QuantizedTensor]:
+        """As :meth:`NormedInput.y8`: codes ``[all rows, h]``, or ``[h, all rows]`` if ``transpose``."""
+        if not self.tp.sharded:
+            return Pending(lambda: transposed(source) if transpose else source)
+        if not self.settings.fp8_gather:  # rounding to BF16 and back gives the same codes
+            fmt, scale = fp8_format(self.settings.format), source.scales
+            x = dequantize(source).to(self.dtype)
+            return self.tp.start_gather(x).then(lambda t: quantize_tensor(t[0], fmt, scale, transpose))
+        return _gathered(self.tp, source.codes, source.scales, transpose)
 
     def backward(
         self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
@@ -189,9 +208,21 @@ class PlainInput:
         return None, self.tp, self.settings, self.dtype
 
 
+def _gathered(
+    tp: TensorParallel, codes: torch.Tensor, scale: torch.Tensor, transpose: bool
+) -> Pending[QuantizedTensor]:
+    """All ranks' rows of codes with one scale, under way; transposed when they have come."""
+
+    def finish(tensors: tuple[torch.Tensor, ...]) -> QuantizedTensor:
+        q8 = QuantizedTensor(tensors[0], scale, "tensor")
+        return transposed(q8) if transpose else q8
+
+    return tp.start_gather(codes).then(finish)
+
+
 def quantized_input(
     x: torch.Tensor, norm: Norm | None, tp: TensorParallel, settings: ActivationConfig
-) -> tuple[NormedInput | PlainInput, QuantizedTensor]:
+) -> tuple[NormedInput | PlainInput, QuantizedTensor | Rows]:
     """From x ``[rows, h]``, with the norm or without: what backward needs, and the FP8 tensor that the linear reads."""
     if norm is None:
         return PlainInput.forward(x, tp, settings)

@@ -12,7 +12,7 @@ from ..formats import QuantizedTensor, fp8_format
 from ..ops import dequantize, exact_mm, quantize_tensor
 from .function import shaped, without_autocast
 from .products import check_input, gemm, summed_gemm
-from .scaling import quantize_gradient, quantize_input
+from .scaling import gradient_amax, quantize_gradient, quantize_input, turned
 from .tensor_parallel import TensorParallel
 from .weights import Weight
 
@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
         w8, w_scale = ctx.weight.quantized()
         ctx.save_for_backward(x if codes is None else None, weight, x_scale, w_scale, codes, scales)
         ctx.args = x.shape, x.dtype, group_size, tp, settings
-        out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True)
+        out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True).wait()
         return shaped(out, x.shape[0] // (tp.size if tp.sharded else 1), *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
@@ -75,9 +75,15 @@ class _Linear(torch.autograd.Function):
         x, weight, x_scale, w_scale, codes, scales = ctx.saved_tensors
         shape, dtype, group_size, tp, settings = ctx.args
         dx = dweight = None
-        d8, d8_t = quantize_gradient(dout.reshape(-1, weight.shape[0]), tp, settings, gather=True)
-        if ctx.needs_input_grad[0]:
-            dx = gemm(d8, ctx.weight.transposed(weight, w_scale), dtype, settings).view(shape)
+        dout = dout.reshape(-1, weight.shape[0])
+        top = gradient_amax(dout, tp, settings, gather=True)
+        # While ranks agree on the scale.
+        w8_t = ctx.weight.transposed(weight, w_scale) if ctx.needs_input_grad[0] else None
+        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=top)
+        if w8_t is not None:
+            dx = gemm(d8, w8_t, dtype, settings).view(shape)
+        del w8_t
+        d8_t = turned(d8, d8_t)
         del d8
         if ctx.needs_input_grad[1]:
             if codes is not None:

@@ -28,8 +28,18 @@ from ..ops import (
 from .function import shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
+from .overlap import Rows
 from .products import check_input, gemm, summed_gemm
-from .scaling import Operand, quantize_gradient, row_operand, saved_format, share_rows, shared_scale
+from .scaling import (
+    Operand,
+    gradient_amax,
+    quantize_gradient,
+    row_operand,
+    saved_format,
+    share_rows,
+    shared_scale,
+    turned,
+)
 from .tensor_parallel import TensorParallel
 from .weights import Weight
 
@@ -173,11 +183,13 @@ class _MLP(torch.autograd.Function):
         ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings, split=True)
         w1, w1_scale = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
+        if isinstance(y8, Rows):
+            block_input.received(y8)
         del y8
         pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
         del pre
         w2, w2_scale = ctx.fc2.quantized()
-        out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True)
+        out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
         ctx.save_for_backward(
             *block_input.save(),
             pre8.codes,
@@ -208,9 +220,13 @@ class _MLP(torch.autograd.Function):
         pre8 = QuantizedTensor(codes, scales, "group", settings.group_size)
         dx = dnorm_weight = dnorm_bias = dfc1 = dfc1_bias = dfc2 = None
 
-        d8, d8_t = quantize_gradient(dout.reshape(-1, fc2_weight.shape[0]), tp, settings, gather=True)
-        da = gemm(d8, ctx.fc2.transposed(fc2_weight, w2_scale), dtype, settings)
-        del d8  # like all that follow: the peak of a step is in this function
+        dout = dout.reshape(-1, fc2_weight.shape[0])
+        agreed = gradient_amax(dout, tp, settings, gather=True)
+        w2_t = ctx.fc2.transposed(fc2_weight, w2_scale)  # while ranks agree on the scale
+        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=agreed)
+        da = gemm(d8, w2_t, dtype, settings)
+        d8_t = turned(d8, d8_t)
+        del w2_t, d8  # like all that follow: the peak of a step is in this function
         top = activation_grad_amax(da, pre8, activation)
         d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, aligned=False)
         bias_sum = None
@@ -220,18 +236,23 @@ class _MLP(torch.autograd.Function):
         del da
         if inner.dbias is not None:
             dfc1_bias = inner.dbias.to(fc1_bias.dtype)
+        # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while wgrad is.
+        y8_t = block_input.y8(block_input.x8, transpose=True) if ctx.needs_input_grad[3] else None
         if ctx.needs_input_grad[5]:
             dfc2 = ctx.fc2.gradient(d8_t, inner.a8_t)
         d8, d8_t = inner.d8, inner.d8_t
         del inner
-        if any(ctx.needs_input_grad[:3]):
-            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
-            del d8
-            dx, (dnorm_weight, dnorm_bias) = block_input.backward(dy, ctx.needs_input_grad[:3], residual)
+        dinput = None
+        if any(wanted := ctx.needs_input_grad[:3]):
+            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings, cut=False)
+            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
+        del d8
+        if y8_t is not None:
+            dfc1 = ctx.fc1.gradient(d8_t, y8_t.wait())
+        if dinput is not None:
+            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
             dx = None if dx is None else dx.view(shape)
-        if ctx.needs_input_grad[3]:
-            dfc1 = ctx.fc1.gradient(d8_t, block_input.y8(block_input.x8, transpose=True))
         return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None, None
 
 

@@ -21,8 +21,9 @@ from ..ops import Heads, RopeTable, split_rope, split_rope_backward
 from .function import shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
+from .overlap import Rows
 from .products import check_input, gemm, summed_gemm
-from .scaling import quantize_gradient
+from .scaling import gradient_amax, quantize_gradient
 from .tensor_parallel import TensorParallel
 from .weights import Weight
 
@@ -150,6 +151,8 @@ class _NormLinear(torch.autograd.Function):
         ctx.weight = Weight(weight, tp, settings)
         w8, w_scale = ctx.weight.quantized()
         out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
+        if isinstance(y8, Rows):
+            block_input.received(y8)
         if bias is not None:
             out += bias
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
@@ -183,18 +186,25 @@ class _NormLinear(torch.autograd.Function):
             table = None if cos is None else RopeTable(cos, sin, interleaved)
             dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
         dout = dout.reshape(-1, weight.shape[0])
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=top)
+        # Other ranks' rows of y8 come while dgrad is computed, and dgrad's sum is made while wgrad is.
+        y8_t = block_input.y8(block_input.x8, transpose=True) if ctx.needs_input_grad[3] else None
+        d8, d8_t = quantize_gradient(
+            dout, tp, settings, gather=False, top=gradient_amax(dout, tp, settings, False, top)
+        )
         if ctx.needs_input_grad[4]:
             dbias = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).to(bias.dtype)
         del dout
-        if any(ctx.needs_input_grad[:3]):
-            dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), block_input.dtype, tp, settings)
-            del d8
-            dx, (dnorm_weight, dnorm_bias) = block_input.backward(dy, ctx.needs_input_grad[:3], residual)
+        dinput = None
+        if any(wanted := ctx.needs_input_grad[:3]):
+            dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), block_input.dtype, tp, settings, cut=False)
+            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
+        del d8
+        if y8_t is not None:
+            dweight = ctx.weight.gradient(d8_t, y8_t.wait())
+        if dinput is not None:
+            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
             dx = None if dx is None else dx.view(shape)
-        if ctx.needs_input_grad[3]:
-            dweight = ctx.weight.gradient(d8_t, block_input.y8(block_input.x8, transpose=True))
         return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None, None, None
 
 

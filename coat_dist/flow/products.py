@@ -7,15 +7,23 @@ import torch
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor
 from ..ops import code_products, scale_and_round, scaled_mm
-from .tensor_parallel import TensorParallel
+from .overlap import Rows, scattered_product
+from .tensor_parallel import Pending, TensorParallel
 
 __all__ = ["check_input", "gemm", "summed_gemm"]
 
 
 def gemm(
-    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, settings: ActivationConfig, fast_accum: bool = False
+    a: QuantizedTensor | Rows,
+    b: QuantizedTensor,
+    dtype: torch.dtype,
+    settings: ActivationConfig,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
-    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``."""
+    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``. Rows that are still coming
+    are multiplied as they come."""
+    if isinstance(a, Rows):
+        return a.multiply(lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), b.codes.shape[0], dtype)
     if settings.tp_invariant:  # fp32 sums of tensor cores depend on the shape, and so on the number of ranks
         return scale_and_round(code_products(a, b), a.scales, b.scales, dtype)
     return scaled_mm(a, b, dtype, fast_accum)
@@ -28,16 +36,24 @@ def summed_gemm(
     tp: TensorParallel,
     settings: ActivationConfig,
     fast_accum: bool = False,
-) -> torch.Tensor:
-    """``a @ b.T`` where the summed dimension is split over ranks.
+    cut: bool = True,
+) -> Pending[torch.Tensor]:
+    """``a @ b.T`` where the summed dimension is split over ranks; the sum over ranks is under way.
+
+    Args:
+        cut: the sum is waited for at once, and the product may be cut into parts to hide it.
 
     Returns:
         The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.
     """
-    reduce = tp.reduce_scatter_rows if tp.sharded else tp.sum
+    reduce = tp.start_reduce_scatter if tp.sharded else tp.start_sum
     if settings.tp_invariant and tp.size > 1:  # codes first, scales last: then the sum over ranks is exact
         a_scales = tp.own_rows(a.scales) if a.layout == "row" else a.scales
-        return scale_and_round(reduce(code_products(a, b)), a_scales, b.scales, dtype)
+        b_scales = b.scales
+        return reduce(code_products(a, b)).then(lambda sums: scale_and_round(sums, a_scales, b_scales, dtype))
+    m, n = a.codes.shape[0], b.codes.shape[0]
+    if tp.sharded and m % tp.size == 0 and (peers := tp.peers(m // tp.size * n * dtype.itemsize, a.codes.device)):
+        return scattered_product(peers, a, lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), n, dtype, cut)
     return reduce(gemm(a, b, dtype, settings, fast_accum))
 
 

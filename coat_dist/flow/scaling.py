@@ -24,7 +24,7 @@ each rank holds a part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 
@@ -40,16 +40,23 @@ from ..ops import (
     tensor_scale,
     transpose,
 )
-from .tensor_parallel import TensorParallel
+from .overlap import Rows
+from .tensor_parallel import Pending, TensorParallel
 
 __all__ = [
     "Operand",
+    "gather_operand",
+    "gradient_amax",
     "quantize_gradient",
     "quantize_input",
+    "reserve_codes",
+    "reserve_rows",
     "row_operand",
     "saved_format",
     "share_rows",
     "shared_scale",
+    "turned",
+    "whole",
 ]
 
 
@@ -129,20 +136,86 @@ def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConf
     return Operand(quantize_tensor(x, fmt, scale), scale)
 
 
-def quantize_gradient(
+def gather_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor | Rows:
+    """All ranks' rows of an operand, or what will be them: rows that come while products run, where they can."""
+    if not settings.tp_invariant and (peers := tp.peers(q8.codes.nbytes, q8.codes.device)) is not None:
+        return Rows(peers, q8)
+    if q8.layout == "row":
+        return tp.start_gather_quantized(q8).wait()
+    return QuantizedTensor(tp.gather_rows(q8.codes), q8.scales, q8.layout)
+
+
+def reserve_codes(
+    x: torch.Tensor, fmt: FP8Format, tp: TensorParallel, settings: ActivationConfig
+) -> torch.Tensor | None:
+    """Where codes of the shape of x are to be written that ranks gather next, if they read them there."""
+    room = reserve_rows(x, fmt, tp, settings, scales=False)
+    return None if room is None else room.codes
+
+
+def reserve_rows(
+    x: torch.Tensor, fmt: FP8Format, tp: TensorParallel, settings: ActivationConfig, scales: bool = True
+) -> QuantizedTensor | None:
+    """As :func:`reserve_codes`, with scales of rows."""
+    peers = tp.peers(x.numel(), x.device) if tp.sharded and settings.fp8_gather and not settings.tp_invariant else None
+    if peers is None:
+        return None
+    kinds = [(x.shape, fmt.dtype), *([((*x.shape[:-1], 1), torch.float32)] if scales else [])]
+    room = peers.reserve(*kinds)
+    return QuantizedTensor(room[0], room[-1], "row")
+
+
+def whole(q8: QuantizedTensor | Rows) -> QuantizedTensor:
+    """All rows, waited for."""
+    return q8.whole() if isinstance(q8, Rows) else q8
+
+
+def turned(d8: QuantizedTensor | Rows, d8_t: QuantizedTensor | None) -> QuantizedTensor:
+    """wgrad's operand of what :func:`quantize_gradient` returned."""
+    return transpose(whole(d8)) if d8_t is None else d8_t
+
+
+def gradient_amax(
     dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: torch.Tensor | None = None
-) -> tuple[QuantizedTensor, QuantizedTensor]:
+) -> Pending[torch.Tensor]:
+    """The amax for :func:`quantize_gradient`, on which ranks are agreeing where they have to.
+
+    Args:
+        top: dy's own amax where the pass that made dy took it (overwritten).
+    """
+    top = amax(dy) if top is None else top
+    return tp.start_max(top) if gather and tp.sharded or settings.tp_invariant else Pending(lambda: top)
+
+
+@overload
+def quantize_gradient(
+    dy: torch.Tensor,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    gather: Literal[False],
+    top: Pending[torch.Tensor],
+) -> tuple[QuantizedTensor, QuantizedTensor]: ...
+@overload
+def quantize_gradient(
+    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: Pending[torch.Tensor]
+) -> tuple[QuantizedTensor | Rows, QuantizedTensor | None]: ...
+def quantize_gradient(
+    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: Pending[torch.Tensor]
+) -> tuple[QuantizedTensor | Rows, QuantizedTensor | None]:
     """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]`` for wgrad.
+
+    Rows that are still coming have no other order yet; :func:`turned` makes it after dgrad.
 
     Args:
         dy: ``[rows, n]``; with sequence parallelism and ``gather``, this rank's rows only.
         gather: the output was scattered over ranks (row-parallel GEMM), so its gradient is gathered.
-        top: dy's amax where the pass that made dy took it (overwritten).
+        top: of :func:`gradient_amax` for the same arguments.
     """
     fmt = fp8_format(settings.grad_format)
     gather = gather and tp.sharded
-    scale = shared_scale(amax(dy) if top is None else top, fmt, tp, gather or settings.tp_invariant, aligned=False)
+    scale = tensor_scale(top.wait(), fmt)
     if gather and settings.fp8_gather:
-        d8 = QuantizedTensor(tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor")
-        return d8, transpose(d8)
+        room = reserve_codes(dy, fmt, tp, settings)
+        rows = gather_operand(quantize_tensor(dy, fmt, scale, out=room), tp, settings)
+        return rows, None if isinstance(rows, Rows) else transpose(rows)
     return quantize_both(tp.gather_rows(dy) if gather else dy, fmt, scale)

@@ -1,16 +1,26 @@
-"""The ranks that share a layer, and the collectives that the flow runs over them."""
+"""The ranks that share a layer, and the collectives that the flow runs over them.
+
+Large collectives are started and waited for apart: ``start_...`` gives a :class:`Pending`, and what is computed before
+its ``wait()`` hides them. On a GPU waiting is the current stream's; the host goes on.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..formats import QuantizedTensor
+from .peer_memory import PeerMemory, peer_memory
 
-__all__ = ["TensorParallel", "gather_into"]
+__all__ = ["Pending", "TensorParallel", "gather_into"]
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 # torch 2.13 renamed both collectives and deprecated the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -20,6 +30,39 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def gather_into(out: torch.Tensor, t: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Begin to gather all ranks' ``t`` ``[n]`` into ``out`` ``[size * n]``."""
     return _all_gather(out, t, group=group, async_op=True)
+
+
+class Pending(Generic[T]):
+    """What a collective under way will have made, or a result that waits for none.
+
+    Holds the collective's operands, which nobody may change or free before :meth:`wait`.
+    """
+
+    def __init__(self, result: Callable[[], T], works: tuple[Any, ...] = (), operands: Any = None) -> None:
+        self._result: Callable[[], T] | None = result
+        self._works = works
+        self._operands = operands
+
+    def wait(self) -> T:
+        """The result; to be called once."""
+        for work in self._works:
+            work.wait()
+        result, self._result, self._operands = self._result, None, None
+        assert result is not None
+        return result()
+
+    def then(self, function: Callable[[T], U]) -> Pending[U]:
+        """``function`` of the result, when that is waited for. Takes the place of this object."""
+        assert self._result is not None
+        result = self._result
+        return Pending(lambda: function(result()), self._works, self._operands)
+
+    def settled(self) -> Pending[T]:
+        """This; computed at once where no other rank takes part, so that what it is computed from can be freed."""
+        if self._works:
+            return self
+        value = self.wait()
+        return Pending(lambda: value)
 
 
 @dataclass(frozen=True)
@@ -55,32 +98,58 @@ class TensorParallel:
     def _switched(self) -> TensorParallel:
         return TensorParallel(self.group, not self.sequence_parallel)
 
+    def peers(self, nbytes: int, device: torch.device) -> PeerMemory | None:
+        """Memory that these ranks read from each other, if they can and ``nbytes`` are worth it."""
+        return None if self.size == 1 else peer_memory(self.group, nbytes, device)
+
     def max_(self, t: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""
-        if self.size > 1:
-            dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group)
-        return t
+        return self.start_max(t).wait()
+
+    def start_max(self, t: torch.Tensor) -> Pending[torch.Tensor]:
+        """:meth:`max_`, under way."""
+        if self.size == 1:
+            return Pending(lambda: t)
+        return Pending(lambda: t, (dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group, async_op=True),))
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
         """The sum over ranks. Overwrites ``t``, which must be contiguous, and returns it."""
-        if self.size > 1:
-            dist.all_reduce(t, group=self.group)
-        return t
+        return self.start_sum(t).wait()
+
+    def start_sum(self, t: torch.Tensor) -> Pending[torch.Tensor]:
+        """:meth:`sum`, under way."""
+        if self.size == 1:
+            return Pending(lambda: t)
+        return Pending(lambda: t, (dist.all_reduce(t, group=self.group, async_op=True),))
 
     def gather_rows(self, t: torch.Tensor) -> torch.Tensor:
         """All ranks' ``t`` one after the other along dimension 0. FP8 travels as bytes: not every backend knows it."""
-        if self.size == 1:
-            return t
-        payload = t.contiguous()
-        if payload.dtype.itemsize == 1:
-            payload = payload.view(torch.uint8)
-        out = payload.new_empty(self.size * t.shape[0], *t.shape[1:])
-        _all_gather(out, payload, group=self.group)
-        return out.view(t.dtype)
+        return self.start_gather(t).wait()[0]
 
-    def gather_quantized(self, q: QuantizedTensor) -> QuantizedTensor:
-        """All ranks' rows of a tensor quantized by rows, codes and scales."""
-        return QuantizedTensor(self.gather_rows(q.codes), self.gather_rows(q.scales), q.layout)
+    def start_gather(self, *tensors: torch.Tensor) -> Pending[tuple[torch.Tensor, ...]]:
+        """:meth:`gather_rows` of several tensors in one collective, under way."""
+        if self.size == 1:
+            return Pending(lambda: tensors)
+        if (peers := self.peers(tensors[0].nbytes, tensors[0].device)) is not None:
+            whole, coming = peers.gather([t.contiguous() for t in tensors])
+            return Pending(lambda: tuple(whole), tuple(coming.values()))
+        payloads = [_payload(t, len(tensors) > 1) for t in tensors]
+        outs = [p.new_empty(self.size * p.shape[0], *p.shape[1:]) for p in payloads]
+        works: tuple[Any, ...]
+        if len(tensors) == 1:
+            works = (_all_gather(outs[0], payloads[0], group=self.group, async_op=True),)
+        else:
+            with dist._coalescing_manager(self.group, async_ops=True) as together:
+                for out, payload in zip(outs, payloads, strict=True):
+                    _all_gather(out, payload, group=self.group, async_op=True)
+            works = (together,)
+        dtypes = [t.dtype for t in tensors]
+        gathered = lambda: tuple(out.view(dtype) for out, dtype in zip(outs, dtypes, strict=True))  # noqa: E731
+        return Pending(gathered, works, payloads)
+
+    def start_gather_quantized(self, q: QuantizedTensor) -> Pending[QuantizedTensor]:
+        """All ranks' rows of a tensor quantized by rows, codes and scales in one collective, under way."""
+        return self.start_gather(q.codes, q.scales).then(lambda t: QuantizedTensor(t[0], t[1], q.layout))
 
     def all_rows(self, x: torch.Tensor) -> torch.Tensor:
         """x ``[..., h]`` as rows ``[rows, h]``, those of all ranks where they are split."""
@@ -97,10 +166,19 @@ class TensorParallel:
         Raises:
             ValueError: dimension 0 is no multiple of the number of ranks.
         """
+        return self.start_reduce_scatter(t).wait()
+
+    def start_reduce_scatter(self, t: torch.Tensor) -> Pending[torch.Tensor]:
+        """:meth:`reduce_scatter_rows`, under way."""
         if self.size == 1:
-            return t
+            return Pending(lambda: t)
         if t.shape[0] % self.size:
             raise ValueError(f"sequence parallelism: got {t.shape[0]} rows, accepted: a multiple of {self.size} ranks")
-        out = t.new_empty(t.shape[0] // self.size, *t.shape[1:])
-        _reduce_scatter(out, t.contiguous(), group=self.group)
-        return out
+        out, t = t.new_empty(t.shape[0] // self.size, *t.shape[1:]), t.contiguous()
+        return Pending(lambda: out, (_reduce_scatter(out, t, group=self.group, async_op=True),), t)
+
+
+def _payload(t: torch.Tensor, together: bool) -> torch.Tensor:
+    """What travels: FP8 as bytes, as not every backend knows it; several tensors too, as gloo wants one type."""
+    t = t.contiguous()
+    return t.view(torch.uint8) if together or t.dtype.itemsize == 1 else t

@@ -129,11 +129,14 @@ def norm_compress_rows(
     scale: str,
     exact: bool,
     saved: FP8Format | None = None,
+    out: QuantizedTensor | None = None,
 ) -> NormRows:
     """See :func:`coat_dist.reference.norm.norm_compress_rows`."""
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    y8 = QuantizedTensor(codes, scales, "row")
+    y8 = out
+    if y8 is None:
+        codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+        scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        y8 = QuantizedTensor(codes, scales, "row")
     found = _compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, None, y8)
     return NormRows(*found, y8)
 
@@ -231,13 +234,15 @@ def norm_quantize(
     fmt: FP8Format,
     scale: torch.Tensor,
     transpose: bool = False,
+    out: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.norm.norm_quantize`."""
     source, scales, size, form = unpack(x)
     mean = stats.mean if scales is None else None  # x8 has none
     flat = launch_rows(source)
     rows, columns = flat.shape
-    out = torch.empty((columns, rows) if transpose else source.shape, dtype=fmt.dtype, device=source.device)
+    if out is None:
+        out = torch.empty((columns, rows) if transpose else source.shape, dtype=fmt.dtype, device=source.device)
     bm, bn, warps = TURNED_TILE if transpose else ROWS_TILE
     bn = max(bn, size)
     pack, word = packet(rows) if transpose else (0, fmt.dtype)

@@ -137,12 +137,16 @@ def packet(rows: int) -> tuple[int, torch.dtype]:
     return (4, torch.int32) if rows and rows % 4 == 0 else (1, torch.uint8)
 
 
-def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False) -> QuantizedTensor:
+def quantize_tensor(
+    x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False, out: torch.Tensor | None = None
+) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.quantize_tensor`."""
     flat = launch_rows(x)
-    codes = torch.empty(flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device)
-    out, turned = (None, codes) if transpose else (codes, None)
-    launch_quantize(flat, scale, out, turned, constants(fmt, x))
+    codes = out
+    if codes is None:
+        codes = torch.empty(flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device)
+    rows, turned = (None, codes) if transpose else (codes, None)
+    launch_quantize(flat, scale, rows, turned, constants(fmt, x))
     return QuantizedTensor(codes, scale, "tensor")
 
 

@@ -17,7 +17,13 @@ _ALIGNMENT = 16
 """cuBLASLt takes FP8 operands whose k and n are multiples of 16. Zero codes fill up others without changing a sum."""
 
 
-def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool = False) -> torch.Tensor:
+def scaled_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """As :func:`coat_dist.reference.gemm.scaled_mm`.
 
     On a GPU sums are fp32. ``fast_accum`` leaves them in the tensor cores' shorter accumulators: 2 to 10 % faster, good
@@ -27,8 +33,17 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fa
     BF16 product, and of passes that convert both operands and scale the sums.
     """
     if not (a.codes.is_cuda and use_kernels(a.codes)):
-        return reference.scaled_mm(a, b, out_dtype, fast_accum)
+        return reference.scaled_mm(a, b, out_dtype, fast_accum, out)
     check_operands(a, b)
+    direct = out is not None and a.codes.shape[1] % _ALIGNMENT == 0 and b.codes.shape[0] % _ALIGNMENT == 0
+    result = _scaled_mm(a, b, out_dtype, fast_accum, out if direct else None)
+    return result if out is None or result is out else out.copy_(result)
+
+
+def _scaled_mm(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool, out: torch.Tensor | None
+) -> torch.Tensor:
+    """The product, in ``out`` where one call can write it there."""
     n, k = b.codes.shape
     if not (a.codes.numel() and n):  # an expert without tokens: a sum over none is zero
         return a.codes.new_zeros(a.codes.shape[0], n, dtype=out_dtype)
@@ -46,8 +61,9 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fa
     b_scales = b.scales
     if a.layout == "row":
         b_scales = torch.nn.functional.pad(b_scales, (0, 0, 0, n_fill)).t() if n_fill else b_scales.t()
-    out = torch._scaled_mm(left, right, a.scales, b_scales, out_dtype=out_dtype, use_fast_accum=fast_accum)
-    return out[:, :n].contiguous() if n_fill else out
+    given = {} if out is None else {"out": out}
+    result = torch._scaled_mm(left, right, a.scales, b_scales, out_dtype=out_dtype, use_fast_accum=fast_accum, **given)
+    return result[:, :n].contiguous() if n_fill else result
 
 
 def _apply_scales(sums: torch.Tensor, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:

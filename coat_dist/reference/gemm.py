@@ -74,13 +74,21 @@ def scale_and_round(
     return (sums * (a_scale.double() * b_scale.double().t())).float().to(dtype)
 
 
-def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool = False) -> torch.Tensor:
+def scaled_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """``a @ b.T`` with the scales applied, ``[m, n]`` of ``out_dtype`` (fp32 or a 16-bit float).
 
     Args:
         fast_accum: allow an implementation to keep fewer bits in its running sums; the definition does not.
+        out: contiguous ``[m, n]`` of ``out_dtype`` that takes the result.
 
     Raises:
         ValueError: see :func:`check_operands`.
     """
-    return scale_and_round(code_products(a, b), a.scales, b.scales, out_dtype)
+    result = scale_and_round(code_products(a, b), a.scales, b.scales, out_dtype)
+    return result if out is None else out.copy_(result)

@@ -127,10 +127,16 @@ def norm_compress_rows(
     scale: str,
     exact: bool,
     saved: FP8Format | None = None,
+    out: QuantizedTensor | None = None,
 ) -> NormRows:
-    """:func:`norm_compress`, and y in FP8 with one scale per row, the power of two for the row's own amax."""
+    """:func:`norm_compress`, and y in FP8 with one scale per row, the power of two for the row's own amax; in ``out``
+    where that is given."""
     x8, stats, y = _compressed(x, kind, eps, weight, bias, saved or fmt, group_size, scale, exact)
-    return NormRows(x8, stats, quantize_rows(y, fmt, aligned=True))
+    y8 = quantize_rows(y, fmt, aligned=True)
+    if out is not None:
+        out.codes.copy_(y8.codes)
+        out.scales.copy_(y8.scales)
+    return NormRows(x8, stats, y8 if out is None else out)
 
 
 def norm_quantize(
@@ -141,9 +147,11 @@ def norm_quantize(
     fmt: FP8Format,
     scale: torch.Tensor,
     transpose: bool = False,
+    out: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """y of x or x8 in per-tensor FP8 with the given scale; codes ``[..., h]``, or ``[h, rows]`` if ``transpose``."""
-    return quantize_tensor(norm_apply(x, stats, weight, bias), fmt, scale, transpose)
+    """y of x or x8 in per-tensor FP8 with the given scale; codes ``[..., h]``, or ``[h, rows]`` if ``transpose``; in
+    ``out`` where that is given."""
+    return quantize_tensor(norm_apply(x, stats, weight, bias), fmt, scale, transpose, out)
 
 
 def norm_backward(

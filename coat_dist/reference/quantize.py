@@ -77,7 +77,9 @@ def power_of_two(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale.isnan(), scale, bits.view(torch.float32))
 
 
-def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False) -> QuantizedTensor:
+def quantize_tensor(
+    x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False, out: torch.Tensor | None = None
+) -> QuantizedTensor:
     """Quantize with one given scale; what it maps beyond F saturates, NaN stays NaN.
 
     Args:
@@ -85,11 +87,12 @@ def quantize_tensor(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transp
         scale: fp32 scalar.
         transpose: return codes ``[n, rows]`` of the tensor seen as ``[rows, n]``, contiguous: the layout in which FP8
             GEMMs want an operand whose summed dimension is ``rows``.
+        out: contiguous, takes the codes.
     """
     codes = _codes(x.float(), scale, fmt)
     if transpose:
         codes = codes.flatten(0, -2).t().contiguous()
-    return QuantizedTensor(codes, scale, "tensor")
+    return QuantizedTensor(codes if out is None else out.copy_(codes), scale, "tensor")
 
 
 def quantize_both(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:

@@ -244,7 +244,7 @@ def scale_edges(rank, scales):
         linear(middle, back, sp, config)
         norm_mlp(x, one, fc1, fc2, "swiglu", sp, config)
         mlp(x, up, down, "gelu", sp, config)
-    codes, rows = (torch.uint8, (S // 2 * B, H)), (torch.float32, (S // 2 * B, 1))
+    codes, rows = (torch.uint8, (S // 2 * B, H)), (torch.uint8, (S // 2 * B, 4))
     facts["collectives, sequence parallel"] = seen == 3 * ([codes, rows] if scales == "row" else ["max", codes])
     return facts
 

@@ -1,0 +1,327 @@
+"""What tensor-parallel ranks say to each other in a layer: how many collectives, of how many bytes, how well hidden.
+
+    torchrun --nproc_per_node 2 -m benchmarks.speed.collectives [--presets llama2-13b llama3-8b] [--tokens 16384]
+
+Runs Megatron layers with sequence parallelism, as BF16 and patched. Collectives are counted as torch.distributed
+dispatches them, so that nothing is left out; their bytes are those of the whole tensor: what a gather makes, what a
+reduction reads. On GPUs a profiler's trace says how long each takes and how much of that lies under kernels that
+compute. With gloo there are counts and bytes only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.speed.layer import SEQUENCE, VARIANTS, stack
+from coat_dist import CoatConfig
+from coat_dist.flow import products
+from coat_dist.flow.peer_memory import PeerMemory
+from launch.model.gpt import load_model_config
+from megatron_patches import initialize_model_parallel, patched
+
+KINDS = {
+    "_allgather_base_": "gather",
+    "allgather_": "gather",
+    "allgather_into_tensor_coalesced_": "gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "allreduce_": "sum",
+    "allreduce_coalesced_": "sum",
+    "broadcast_": "broadcast",
+    "alltoall_": "all-to-all",
+    "alltoall_base_": "all-to-all",
+    "send": "send",
+    "recv_": "receive",
+    "barrier": "barrier",
+}
+"""torch.distributed's operations by what they do; an all-reduce for a maximum is called "max"."""
+KERNELS = {
+    "ncclDevKernel_AllGather": "gather",
+    "ncclDevKernel_ReduceScatter": "reduce-scatter",
+    "ncclDevKernel_AllReduce": "all-reduce",
+    "ncclDevKernel_SendRecv": "send",
+    "nccl": "other",
+    "Memcpy PtoP": "copy",
+    "Memcpy DtoD": "copy",
+    "barrier_kernel": "barrier",
+}
+"""What a trace calls communication, by what it does. Copies within a GPU are of rooms that other GPUs read."""
+COPIES = " by copies"
+"""Said of what :mod:`coat_dist.flow.peer_memory` moves."""
+
+
+NCCL_ONLY = " over NCCL"
+TP_VARIANTS = [*VARIANTS, *(name + NCCL_ONLY for name in VARIANTS)]
+"""What can be measured: the variants of ``layer.py``, and each without memory that ranks read from each other."""
+
+
+@contextmanager
+def variant(gpt: torch.nn.Module, name: str) -> Iterator[None]:
+    """The layers patched as one of :data:`TP_VARIANTS` says."""
+    settings = CoatConfig.parse({"activation": VARIANTS[name.removesuffix(NCCL_ONLY)]}).activation
+    way = {"COAT_PEER_MEMORY": "0"} if name.endswith(NCCL_ONLY) else {}
+    with mock.patch.dict(os.environ, way), patched(gpt, settings):
+        yield
+
+
+class Collective(NamedTuple):
+    """One call: what it does, bytes of its whole tensor, and the largest tensor's dtype."""
+
+    kind: str
+    nbytes: int
+    dtype: str
+
+
+class recorded(TorchDispatchMode):  # noqa: N801 - used as a context
+    """Collectives that are called inside, backward's too, in order: ``with recorded() as seen`` gives their list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Collective] = []
+        self._maximum = False
+        self._all_reduce = dist.all_reduce
+
+    def __enter__(self) -> list[Collective]:
+        super().__enter__()
+        gather, product = PeerMemory.gather, products.scattered_product
+
+        def noting_gather(peers: PeerMemory, tensors: list[torch.Tensor]) -> Any:
+            self._note("gather" + COPIES, peers.size * sum(t.nbytes for t in tensors), tensors[0].dtype)
+            return gather(peers, tensors)
+
+        def noting_product(peers: PeerMemory, a: Any, multiply: Any, n: int, dtype: torch.dtype, cut: bool) -> Any:
+            self._note("reduce-scatter" + COPIES, a.codes.shape[0] * n * dtype.itemsize, dtype)
+            return product(peers, a, multiply, n, dtype, cut)
+
+        self._patches = ExitStack()
+        self._patches.enter_context(mock.patch.object(dist, "all_reduce", self._noting_maximum))
+        self._patches.enter_context(mock.patch.object(PeerMemory, "gather", noting_gather))
+        self._patches.enter_context(mock.patch.object(products, "scattered_product", noting_product))
+        return self.seen
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+        super().__exit__(*error)
+
+    def _note(self, kind: str, nbytes: int, dtype: torch.dtype) -> None:
+        self.seen.append(Collective(kind, nbytes, str(dtype).removeprefix("torch.")))
+
+    def _noting_maximum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any) -> Any:
+        """``all_reduce``; what is dispatched holds the operation in an object that Python cannot open."""
+        self._maximum = op == dist.ReduceOp.MAX
+        try:
+            return self._all_reduce(tensor, op, *rest, **named)
+        finally:
+            self._maximum = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.seen.append(_collective(func, args, self._maximum))
+        return func(*args, **(kwargs or {}))
+
+
+def _collective(func: Any, args: Sequence[Any], maximum: bool) -> Collective:
+    name = func._schema.name.split("::")[1]
+    kind = "max" if maximum else KINDS.get(name, name)
+    outputs = list(_tensors(args[0])) if args else []
+    inputs = list(_tensors(args[1])) if len(args) > 1 else []
+    whole = max(outputs, inputs, key=lambda ts: sum(t.nbytes for t in ts))
+    largest = max(whole, key=lambda t: t.nbytes, default=None)
+    dtype = "" if largest is None else str(largest.dtype).removeprefix("torch.")
+    return Collective(kind, sum(t.nbytes for t in whole), dtype)
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def table(seen: Sequence[Collective], layers: int = 1) -> list[dict[str, Any]]:
+    """Equal collectives together: ``{"kind", "dtype", "bytes", "count"}``, the count a layer, large ones first."""
+    rows = [{**one._asdict(), "count": n / layers} for one, n in Counter(seen).items()]
+    return sorted(({"bytes": r.pop("nbytes"), **r} for r in rows), key=lambda r: (-r["bytes"], r["kind"]))
+
+
+def count(forward: Callable[[], torch.Tensor], layers: int) -> dict[str, Any]:
+    """Collectives of one forward and one backward, a layer, and the sum of gathered bytes."""
+    with recorded() as first:
+        y = forward()
+    dy = torch.ones_like(y)
+    with recorded() as second:
+        y.backward(dy)
+    gathered = sum(c.nbytes for c in (*first, *second) if c.kind.startswith("gather"))
+    return {
+        "forward": table(first, layers),
+        "backward": table(second, layers),
+        "calls": (len(first) + len(second)) / layers,
+        "gathered_bytes": gathered / layers,
+    }
+
+
+def trace(forward: Callable[[], torch.Tensor], layers: int) -> dict[str, Any]:
+    """GPU time of the collectives of one forward and of one backward, and how much of it is hidden, µs a layer.
+
+    A collective's kernel also runs while it waits for the other ranks.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    def spans(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
+        dist.barrier()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as record:
+            call()
+            torch.cuda.synchronize()
+        return [
+            (e.name, e.time_range.start, e.time_range.end)
+            for e in record.events()
+            if e.device_type == DeviceType.CUDA and e.time_range.end > e.time_range.start
+        ]
+
+    y = forward()
+    dy = torch.ones_like(y)
+    y.backward(dy)
+    outputs: list[torch.Tensor] = []
+    parts = {"forward": lambda: outputs.append(forward()), "backward": lambda: outputs.pop().backward(dy)}
+    return {part: hidden(spans(call), layers) for part, call in parts.items()}
+
+
+def hidden(spans: Sequence[tuple[str, float, float]], layers: int = 1) -> dict[str, Any]:
+    """What ``spans``, (kernel, start, end) in µs, say of the collectives among them, a layer.
+
+    Returns:
+        By kind ``{"calls", "us", "hidden_us"}`` in ``"kinds"``; the sum of all as ``"us"`` and ``"hidden_us"``; from
+        the first kernel's start to the last one's end ``"span_us"``, in which ``"idle_us"`` nothing ran.
+    """
+    known = [(next((k for part, k in KERNELS.items() if part in name), None), a, b) for name, a, b in spans]
+    compute = _union((start, end) for kind, start, end in known if kind is None)
+    kinds: dict[str, dict[str, float]] = {}
+    for kind, start, end in known:
+        if kind is None:
+            continue
+        row = kinds.setdefault(kind, {"calls": 0, "us": 0.0, "hidden_us": 0.0})
+        row["calls"] += 1 / layers
+        row["us"] += (end - start) / layers
+        row["hidden_us"] += sum(max(0.0, min(end, e) - max(start, s)) for s, e in compute) / layers
+    busy = _union((start, end) for _, start, end in spans)
+    span = max((e for _, e in busy), default=0.0) - min((s for s, _ in busy), default=0.0)
+    return {
+        "kinds": kinds,
+        "us": sum(row["us"] for row in kinds.values()),
+        "hidden_us": sum(row["hidden_us"] for row in kinds.values()),
+        "span_us": span / layers,
+        "idle_us": (span - sum(e - s for s, e in busy)) / layers,
+    }
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time as intervals that do not overlap, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def show(name: str, one: dict[str, Any]) -> None:
+    """Print one variant's collectives."""
+    print(f"{name}: {one['calls']:g} collectives a layer, {one['gathered_bytes']:,.0f} B gathered")
+    for part in ("forward", "backward"):
+        rows = [f"{r['count']:g} x {r['kind']} {r['bytes']:,} B {r['dtype']}" for r in one[part]]
+        print(f"  {part}: {'; '.join(rows) or 'none'}")
+        if timed := one.get("times", {}).get(part):
+            print(
+                f"    {timed['us']:.0f} us of collectives, {timed['hidden_us']:.0f} hidden, "
+                f"{timed['us'] - timed['hidden_us']:.0f} not; {timed['idle_us']:.0f} us idle of {timed['span_us']:.0f}"
+            )
+            for kind, row in timed["kinds"].items():
+                print(
+                    f"      {row['calls']:4.1f} x {kind:<15} {row['us']:7.0f} us, {row['hidden_us']:7.0f} hidden",
+                    flush=True,
+                )
+
+
+def start_ranks() -> int:
+    """Join the ranks of torchrun, on GPUs where there are any; the number of ranks."""
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    initialize_model_parallel(dist.get_world_size(), create_gloo_process_groups=False)
+    return dist.get_world_size()
+
+
+def measure(preset: str, tokens: int, sequence: int, variants: Sequence[str], layers: int, overrides: Sequence[str]):
+    """``{variant: what is to be said of it}`` of one model's layers on the ranks that there are."""
+    ranks = dist.get_world_size()
+    model = load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={layers}", *overrides])
+    forward, gpt, _ = stack(model, tokens, ranks, sequence)
+
+    def one() -> dict[str, Any]:
+        forward().sum().backward()
+        found = count(forward, layers)
+        return found | ({"times": trace(forward, layers)} if torch.cuda.is_available() else {})
+
+    found = {"bf16": one()}
+    for name in variants:
+        with variant(gpt, name):
+            found[name] = one()
+    return found
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--presets", nargs="+", default=["llama2-13b", "llama3-8b"], help="names in configs/models")
+    parser.add_argument("--tokens", type=int, default=16384, help="a multiple of --sequence")
+    parser.add_argument("--sequence", type=int, default=SEQUENCE, help="a multiple of the number of ranks")
+    parser.add_argument("--variants", nargs="+", default=["coat"], choices=TP_VARIANTS)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--name", default="collectives", help="of the JSON result")
+    arguments = parser.parse_args(given)
+    if arguments.tokens <= 0 or arguments.sequence <= 0 or arguments.tokens % arguments.sequence:
+        parser.error(f"--tokens: got {arguments.tokens}, accepted: a multiple of --sequence, {arguments.sequence}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    ranks = start_ranks()
+    results = []
+    for preset in arguments.presets:
+        shape = arguments.tokens, arguments.sequence, arguments.variants, arguments.layers, arguments.model_override
+        found = measure(preset, *shape)
+        results.append({"preset": preset, "ranks": ranks, "runs": found})
+        if dist.get_rank() == 0:
+            print(f"== {preset}, {arguments.tokens} tokens, {ranks} ranks")
+            for name, one in found.items():
+                show(name, one)
+                if one is not found["bf16"]:
+                    ratio = one["gathered_bytes"] / found["bf16"]["gathered_bytes"]
+                    print(f"  gathered bytes: {ratio:.4f} of BF16's", flush=True)
+    if dist.get_rank() == 0:
+        found = {"settings": options(arguments), "results": results}
+        print("wrote", write_result(f"speed/{arguments.name}", found, arguments.output))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Rows that ranks of one machine read from each other's memory, beside products.
+
+A kernel of NCCL occupies multiprocessors; a product that is started beside it lacks them, or keeps NCCL waiting until
+it ends. Here the GPUs' copy engines move data: a rank writes what others need into its own *room*, a barrier says that
+all rooms are written, and copies on a stream of their own fetch from the others' rooms what this rank needs. NVLink
+multicast is not used. ``COAT_PEER_MEMORY=0`` switches it off: NCCL does the same.
+
+**Rooms are written again** when it is certain that they were read. There are two, taken in turn. All barriers are on
+the stream that computes, and before barrier ``k`` it waits for this rank's copies of exchange ``k - 1``. So behind
+barrier ``k`` all copies up to ``k - 1`` are done on all ranks, and what they read may be written: by exchange
+``k + 1``. These waits cost nothing, as copies are done long before the next exchange.
+
+Memory: two rooms of the largest exchange for each group, outside of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import CoatConfigError
+
+__all__ = ["Fetched", "PeerMemory", "check_switch", "peer_memory"]
+
+SMALLEST = 2**20
+"""Bytes below which a collective is not worth a barrier of our own."""
+SWITCH = "COAT_PEER_MEMORY"
+ALIGNMENT = 512
+
+
+class Fetched:
+    """Copies under way; ``wait()`` makes the current stream wait for them."""
+
+    def __init__(self, done: torch.cuda.Event) -> None:
+        self.done = done
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.done)
+
+
+class PeerMemory:
+    """The rooms of one process group, whose ranks all call the same methods with the same sizes in the same order."""
+
+    _reserved: list[torch.Tensor] | None = None
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._bytes = self._turn = 0
+        self._buffer: torch.Tensor | None = None
+        self._handle: Any = None
+        self._copies, self._products = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._last: Fetched | None = None
+        self._before: Fetched | None = None
+
+    def room(self, *nbytes: int) -> list[torch.Tensor]:
+        """A new exchange: parts of this rank's room, uint8, to be written on the current stream."""
+        offsets = self._offsets(nbytes)
+        if offsets[-1] > self._bytes:
+            self._grow(offsets[-1])
+        self._turn ^= 1
+        self._before = self._last
+        assert self._buffer is not None
+        first = self._turn * self._bytes
+        return [self._buffer[first + at : first + at + n] for at, n in zip(offsets[:-1], nbytes, strict=True)]
+
+    def reserve(self, *kinds: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:
+        """A new exchange: tensors in this rank's room, to be written on the current stream and given to :meth:`gather`,
+        which has nothing to copy then. They last until the exchange after the next."""
+        parts = self.room(*(math.prod(shape) * dtype.itemsize for shape, dtype in kinds))
+        self._reserved = [p.view(dtype).view(*shape) for p, (shape, dtype) in zip(parts, kinds, strict=True)]
+        return self._reserved
+
+    def written(self) -> None:
+        """A barrier: what ranks wrote into their rooms until now can be fetched."""
+        if self._before is not None:
+            self._before.wait()
+            self._before = None
+        self._handle.barrier(channel=0)
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+
+    def fetch(self, rank: int, sizes: tuple[int, ...], wanted: dict[int, torch.Tensor]) -> Fetched:
+        """Start copying parts of a rank's room into contiguous tensors.
+
+        Args:
+            sizes: as :meth:`room` was given them.
+            wanted: part -> where it goes.
+        """
+        offsets, first = self._offsets(sizes), self._turn * self._bytes
+        with torch.cuda.stream(self._copies):
+            for part, out in wanted.items():
+                bytes_ = out.view(-1).view(torch.uint8)
+                theirs = self._handle.get_buffer(rank, bytes_.shape, torch.uint8, first + offsets[part])
+                bytes_.copy_(theirs, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._copies)
+        self._last = Fetched(done)
+        return self._last
+
+    def gather(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, Fetched]]:
+        """All ranks' tensors one after the other along dimension 0, and by rank when they will have come."""
+        sizes = tuple(t.nbytes for t in tensors)
+        if self._reserved is None or self._reserved[0] is not tensors[0]:
+            for part, t in zip(self.room(*sizes), tensors, strict=True):
+                part.copy_(t.view(-1).view(torch.uint8))
+        self._reserved = None
+        self.written()
+        outs = [t.new_empty(self.size * t.shape[0], *t.shape[1:]) for t in tensors]
+        coming = {}
+        for step in range(1, self.size + 1):  # this rank's own last
+            rank = (self.rank + step) % self.size
+            coming[rank] = self.fetch(rank, sizes, {i: out.chunk(self.size)[rank] for i, out in enumerate(outs)})
+        return outs, coming
+
+    def fork(self) -> None:
+        """What is computed :meth:`beside` the current stream may begin when this has come here."""
+        self._products.wait_stream(torch.cuda.current_stream(self.device))
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """What is computed inside runs beside the current stream, between :meth:`fork` and :meth:`join`."""
+        return torch.cuda.stream(self._products)
+
+    def join(self) -> None:
+        """The current stream waits for what ran :meth:`beside` it."""
+        torch.cuda.current_stream(self.device).wait_stream(self._products)
+
+    @staticmethod
+    def _offsets(sizes: tuple[int, ...]) -> list[int]:
+        offsets = [0]
+        for n in sizes:
+            offsets.append(offsets[-1] + -(-n // ALIGNMENT) * ALIGNMENT)
+        return offsets
+
+    def _grow(self, nbytes: int) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        torch.cuda.synchronize(self.device)
+        dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
+        torch.cuda.synchronize(self.device)  # nobody reads the old rooms any more
+        self._buffer = self._handle = self._last = self._before = None
+        self._bytes = nbytes
+        self._buffer = symmetric.empty(2 * nbytes, dtype=torch.uint8, device=self.device)
+        self._handle = symmetric.rendezvous(self._buffer, self.group.group_name)
+
+
+_of_group: dict[dist.ProcessGroup, PeerMemory | None] = {}
+
+
+def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.device) -> PeerMemory | None:
+    """The rooms of this group where its GPUs can read each other's memory and ``nbytes`` are worth it; else None.
+
+    The first call with enough bytes is a collective.
+
+    Raises:
+        CoatConfigError: ``COAT_PEER_MEMORY`` is neither 0 nor 1, or not the same on all ranks.
+    """
+    if group is None or device.type != "cuda" or nbytes < SMALLEST:
+        return None
+    if torch.cuda.is_current_stream_capturing():  # a graph may not wait for copies that it does not hold
+        return None
+    if group not in _of_group:
+        check_switch(group)
+        _of_group[group] = _try(group, device) if _all_can_read(group, device) else None
+    return None if os.environ.get(SWITCH) == "0" else _of_group[group]
+
+
+def check_switch(group: dist.ProcessGroup) -> None:
+    """A collective. Raises CoatConfigError on all ranks where one has another ``COAT_PEER_MEMORY`` than it should."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, os.environ.get(SWITCH, "1"), group=group)
+    for rank, value in enumerate(everyone):
+        if value not in ("0", "1") or value != everyone[0]:
+            raise CoatConfigError(
+                f"{SWITCH}: got {value!r} on tensor-parallel rank {rank} and {everyone[0]!r} on rank 0, accepted: 0 or "
+                "1 (the default), the same on all ranks"
+            )
+
+
+def _all_can_read(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks are on one machine, each with a GPU of its own that reads those of the others."""
+    try:
+        import torch.distributed._symmetric_memory  # noqa: F401
+
+        usable = dist.get_backend(group) == "nccl" and torch.version.hip is None
+    except ImportError:
+        usable = False
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (usable, socket.gethostname(), _boot(), device.index), group=group)
+    others = [index for *_, index in everyone if index != device.index]
+    able = (
+        len({machine for *machine_, _ in everyone for machine in [tuple(machine_)]}) == 1
+        and all(usable for usable, *_ in everyone)
+        and len(others) == len(everyone) - 1
+        and all(other < torch.cuda.device_count() for other in others)
+        and all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    )
+    dist.all_gather_object(everyone, able, group=group)
+    return all(everyone)
+
+
+def _try(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+    """The rooms, if every rank can make small ones: a container may forbid what they take."""
+    peers, able = PeerMemory(group, device), True
+    try:
+        peers.room(ALIGNMENT)
+    except RuntimeError as error:
+        warnings.warn(f"tensor-parallel ranks exchange rows by NCCL alone: {error}", stacklevel=2)
+        able = False
+    everyone: list[Any] = [None] * peers.size
+    dist.all_gather_object(everyone, able, group=group)
+    return peers if all(everyone) else None
+
+
+def _boot() -> str:
+    """What tells machines of one name apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,207 @@
+"""Products part by part, as rows come from other ranks or go to them, are the products that collectives around a whole
+one give: to the bit. Rooms that gloo fills stand in for memory that GPUs read from each other."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coat_dist.config import ActivationConfig
+from coat_dist.flow import (
+    Heads,
+    Norm,
+    TensorParallel,
+    linear,
+    mlp,
+    norm_linear,
+    norm_mlp,
+    norm_qkv,
+    products,
+    rope_table,
+    tensor_parallel,
+)
+from coat_dist.flow import weights as weights_module
+from coat_dist.flow.overlap import Rows, scattered_product
+from coat_dist.flow.peer_memory import Fetched, PeerMemory, check_switch, peer_memory
+from coat_dist.flow.tensor_parallel import Pending
+from coat_dist.formats import QuantizedTensor
+from coat_dist.ops import scaled_mm
+from tests.support import run_ranks
+
+H, F, S, B = 64, 96, 8, 3
+
+
+class Rooms(PeerMemory):
+    """Rooms on the CPU. What nobody fetched in time is overwritten, as on GPUs."""
+
+    def __init__(self, group):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.bytes = 0
+
+    def room(self, *nbytes):
+        parts = [torch.full((n,), 255, dtype=torch.uint8) for n in nbytes]
+        self.parts = parts
+        return parts
+
+    def written(self):
+        mine = torch.cat(self.parts)
+        self.rooms = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(self.rooms, mine, group=self.group)
+
+    def fetch(self, rank, sizes, wanted):
+        assert sum(sizes) == sum(p.numel() for p in self.parts)
+        for part, out in wanted.items():
+            assert out.is_contiguous()
+            theirs = self.rooms[rank].split(list(sizes))[part].view(out.dtype).view(out.shape)
+            out.copy_(theirs)
+            self.bytes += out.nbytes if rank != self.rank else 0
+        return mock.create_autospec(Fetched, instance=True)
+
+    def fork(self):
+        pass
+
+    join = fork
+
+    def beside(self):
+        return contextlib.nullcontext()
+
+
+def layer(tp, config, dtype, seed):
+    """Outputs and gradients of every kind of block."""
+    generator = torch.Generator().manual_seed(seed * tp.size + tp.rank)
+
+    def made(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    x, gain = made(S // tp.size, B, H), torch.linspace(0.5, 1.5, H).to(dtype).requires_grad_()
+    weights = made(H, H), made(H, H // 2), made(F, H), made(H, F // 2), made(F // 2, H), made(H, F // 2)
+    norm = Norm("rmsnorm", 1e-5, gain, reduce_grad=True)
+    table = rope_table(torch.linspace(0, 3, S)[:, None, None, None].expand(S, 1, 1, H // 4).contiguous())
+    q, k, v = norm_qkv(x, norm, weights[0], None, Heads(1, 2, H // 4), table, tp, config)
+    y = linear((q.flatten(2) * torch.cat([k, v], -1).flatten(2)).contiguous(), weights[1], tp, config) + x
+    y = norm_mlp(y, norm, weights[2], weights[3], "swiglu", tp, config) + y
+    y = mlp(y, weights[4], weights[5], "gelu", tp, config) + y
+    grads = torch.autograd.grad(y.square().sum(), [x, gain, *weights])
+    return [y.detach(), *grads]
+
+
+def both(rank, world, changes):
+    """Of each dtype: which results differ between rooms and collectives; bytes fetched."""
+    tp, config, found = TensorParallel(dist.group.WORLD, True), ActivationConfig(**changes), {}
+    for dtype in (torch.bfloat16, torch.float32):
+        rooms = Rooms(dist.group.WORLD)
+        plain = layer(tp, config, dtype, 3)
+        with mock.patch.object(TensorParallel, "peers", lambda *_, rooms=rooms: rooms):
+            parted = layer(tp, config, dtype, 3)
+        found[dtype] = [i for i, pair in enumerate(zip(plain, parted, strict=True)) if not torch.equal(*pair)]
+        found[dtype, "bytes"] = rooms.bytes
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, {"forward_scales": "tensor", "grad_format": "e5m2", "fp8_gather": False}])
+def test_parts_are_the_whole(changes) -> None:
+    for found in run_ranks(2, both, changes):
+        assert found[torch.bfloat16] == found[torch.float32] == []
+        if not changes:
+            rows = S // 2 * B
+            gathered = 3 * (rows * H + 4 * rows) + 6 * rows * H  # forward with scales; y and gradients
+            assert found[torch.bfloat16, "bytes"] == gathered + 6 * rows * H * 2
+
+
+def four(rank, world):
+    """On four ranks, with numbers whose sums are exact: what of rows that come and of sums that go is wrong."""
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(rank)
+    rooms, tp = Rooms(group), TensorParallel(group, True)
+
+    def ones(rows):
+        codes = torch.randint(-1, 2, (rows, H), generator=generator).to(torch.float8_e4m3fn)
+        return QuantizedTensor(codes, torch.ones(rows, 1), "row")
+
+    a, b, own = ones(16), ones(H), ones(4)
+    wrong = []
+    for dtype in (torch.bfloat16, torch.float32):
+
+        def product(part, out, dtype=dtype):
+            scaled_mm(part, b, dtype, out=out)
+
+        expected = tp.reduce_scatter_rows(scaled_mm(a, b, torch.float32)).to(dtype)
+        for cut in (True, False):
+            got = scattered_product(rooms, a, product, H, dtype, cut).wait()
+            wrong += [(dtype, cut)] * (not torch.equal(got, expected) or got.dtype != dtype)
+        whole = tp.start_gather_quantized(own).wait()
+        rows = Rows(rooms, own)
+        wrong += ["rows"] * (not torch.equal(rows.multiply(product, H, dtype), scaled_mm(whole, b, dtype)))
+        wrong += ["codes"] * (not torch.equal(rows.whole().codes.view(torch.uint8), whole.codes.view(torch.uint8)))
+    return wrong
+
+
+def test_four_ranks() -> None:
+    assert run_ranks(4, four) == [[]] * 4
+
+
+def order(rank, world):
+    """What backward of a column-parallel linear and of an MLP starts, computes and waits for, in this order."""
+    seen = []
+
+    def noting(name, real):
+        return lambda *args, **kwargs: (seen.append(name), real(*args, **kwargs))[1]
+
+    wait = Pending.wait
+    tp, config = TensorParallel(dist.group.WORLD, True), ActivationConfig()
+    norm = Norm("rmsnorm", 1e-5, torch.ones(H))
+    x = torch.randn(S // 2, B, H, requires_grad=True)
+    weights = [torch.randn(shape, requires_grad=True) for shape in ((H, H), (F, H), (H, F // 2))]
+    outputs = norm_linear(x, norm, weights[0], None, tp, config), norm_mlp(x, norm, *weights[1:], "swiglu", tp, config)
+    found = []
+    with (
+        mock.patch.object(tensor_parallel, "_all_gather", noting("gather", tensor_parallel._all_gather)),
+        mock.patch.object(tensor_parallel, "_reduce_scatter", noting("scatter", tensor_parallel._reduce_scatter)),
+        mock.patch.object(dist, "all_reduce", noting("max", dist.all_reduce)),
+        mock.patch.object(products, "scaled_mm", noting("product", products.scaled_mm)),
+        mock.patch.object(weights_module, "quantize_tensor", noting("weight", weights_module.quantize_tensor)),
+        mock.patch.object(Pending, "wait", lambda p: (seen.append("wait") if p._works else None, wait(p))[1]),
+    ):
+        for out in outputs:
+            out.sum().backward()
+            found.append(" ".join(seen))
+            seen.clear()
+    return found
+
+
+def test_what_runs_while_ranks_wait_for_each_other() -> None:
+    linear_ = "gather weight product scatter wait product wait"  # y8; dgrad and its sum; wgrad; the norm's backward
+    mlp_ = "max weight wait gather wait product gather product weight product scatter wait product wait"
+    assert run_ranks(2, order) == [[linear_, mlp_]] * 2
+
+
+def switched(rank, world, values):
+    """What every rank says to ``COAT_PEER_MEMORY`` with these values."""
+    with mock.patch.dict("os.environ", {"COAT_PEER_MEMORY": values[rank]}):
+        try:
+            check_switch(dist.group.WORLD)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def switches(rank, world):
+    return [switched(rank, world, values) for values in (("1", "1"), ("0", "0"), ("1", "0"), ("no", "no"))]
+
+
+def test_the_switch_is_the_same_on_all_ranks() -> None:
+    end = "accepted: 0 or 1 (the default), the same on all ranks"
+    wrong = [
+        f"COAT_PEER_MEMORY: got {a!r} on tensor-parallel rank {r} and {b!r} on rank 0, {end}"
+        for a, r, b in (("0", 1, "1"), ("no", 0, "no"))
+    ]
+    assert run_ranks(2, switches) == [[None, None, *wrong]] * 2
+
+
+def test_no_rooms_on_a_cpu() -> None:
+    assert peer_memory(None, 2**30, torch.device("cuda")) is None
+    assert TensorParallel().peers(2**30, torch.device("cuda")) is None
+    assert peer_memory(object(), 2**30, torch.device("cpu")) is None
