@@ -81,8 +81,9 @@ def gather(shards: Sequence[Shard], fmt: FP8Format, group: dist.ProcessGroup) ->
     """
     device = shards[0].values.device
     counts = [shard.shape[0] if shard.layout == "row" else 1 for shard in shards]
-    largest = torch.zeros(sum(counts), dtype=torch.float32, device=device)
-    scales = list(largest.split(counts))
+    rooms = [-(-count // 4) * 4 for count in counts]  # cuBLASLt takes scales at multiples of 16 bytes only
+    largest = torch.zeros(sum(rooms), dtype=torch.float32, device=device)
+    scales = [part[:count] for part, count in zip(largest.split(rooms), counts, strict=True)]
     payload = torch.empty(sum(shard.room for shard in shards), dtype=torch.uint8, device=device)
     codes = payload.split([shard.room for shard in shards])
     for shard, scale, out in zip(shards, scales, codes, strict=True):
