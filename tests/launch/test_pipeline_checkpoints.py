@@ -1,4 +1,4 @@
-"""Checkpoints of pipeline stages become universal ones and Hugging Face folders, and continue at any number of stages."""
+"""Checkpoints of pipeline stages become universal ones and Hugging Face folders, and continue at other sizes."""
 
 import shutil
 
