@@ -19,6 +19,7 @@ from typing import Any
 from ..optim.state import EARLIER, LAYOUT_KEYS
 from .expert_names import divided_experts
 from .load_checks import Request, check_before_load
+from .other_engines import pipeline_stages
 from .zero_files import MODEL, MODEL3, read
 from .zero_partitions import base_optimizer
 
@@ -82,8 +83,7 @@ def _problems(engine: Any, request: Request) -> list[str]:
 
 def _model_parallel(saved: Mapping[str, Any], engine: Any) -> dict[str, tuple[Any, Any]]:
     """Tensor-parallel size and, where either has several, pipeline stages: theirs and ours."""
-    told = getattr(getattr(engine, "module", None), "universal_checkpoint_info", None) or {}
-    ours = int((told.get("pipeline") or {}).get("stages", 1))
+    ours = pipeline_stages(engine)
     theirs = int(((saved.get("universal_checkpoint_info") or {}).get("pipeline") or {}).get("stages", 1))
     size = saved.get("mp_world_size")
     found = {"tensor-parallel size": (None if size is None else size // theirs, engine.mp_world_size // ours)}

@@ -18,7 +18,7 @@ from .load_checks import Request, check_before_load
 from .manifest import MANIFEST
 from .publish import LATEST
 
-__all__ = ["name_of_optimizer", "refuse_compressed_moments"]
+__all__ = ["name_of_optimizer", "pipeline_stages", "refuse_compressed_moments"]
 
 _OPTIMIZER = "optimizer"
 
@@ -31,6 +31,12 @@ def name_of_optimizer(optimizer: Any) -> dict[str, str | None]:
     inner = getattr(optimizer, "optimizer", optimizer)
     name = CoatAdamW.__name__ if isinstance(inner, CoatAdamW) else type(inner).__name__
     return {_OPTIMIZER: None if inner is None else name}
+
+
+def pipeline_stages(engine: Any) -> int:
+    """Stages of the Megatron pipeline of which an engine holds one; 1 of any other engine."""
+    told = getattr(getattr(engine, "module", None), "universal_checkpoint_info", None) or {}
+    return int((told.get("pipeline") or {}).get("stages", 1))
 
 
 def refuse_compressed_moments(engine: Any) -> None:

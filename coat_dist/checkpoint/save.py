@@ -22,7 +22,7 @@ from ..ranks import attempt, gather, rank_and_world
 from .engine_writes import Writes, watch_writes
 from .expert_names import divided_experts
 from .manifest import FORMAT, CheckpointError, sync_files
-from .other_engines import name_of_optimizer
+from .other_engines import name_of_optimizer, pipeline_stages
 from .publish import LATEST, begin, finish, name_latest, retire, unfinished
 from .tags import agree, check_tag
 from .team import Team, team_of
@@ -110,13 +110,20 @@ def describe(engine: Any) -> dict[str, Any]:
         "world_size": rank_and_world()[1],
         "zero_stage": getattr(engine, "zero_optimization_stage", None),
         "data_parallel": getattr(engine, "dp_world_size", None),
-        "tensor_parallel": getattr(engine, "mp_world_size", None),
+        **_model_parallel(engine),
         "global_steps": getattr(engine, "global_steps", None),
         **name_of_optimizer(engine.optimizer),
     }
     divided, _ = divided_experts(getattr(getattr(engine, "module", None), "universal_checkpoint_info", None))
     known |= {"expert_parallel": divided} if divided > 1 else {}
     return {key: value() if callable(value) else value for key, value in known.items()}
+
+
+def _model_parallel(engine: Any) -> dict[str, Any]:
+    size, stages = getattr(engine, "mp_world_size", None), pipeline_stages(engine)
+    if stages == 1:
+        return {"tensor_parallel": size}
+    return {"tensor_parallel": engine.mp_world_size // stages, "pipeline_stages": stages}
 
 
 def _check(save_dir: Any, tag: str, client_state: Any) -> None:

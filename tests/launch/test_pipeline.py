@@ -89,6 +89,10 @@ def test_resuming_is_exact_and_other_layouts_are_refused(work, tmp_path):
     folder = save / "step00000002"
     listed = json.loads((folder / "manifest.json").read_text())
     assert {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"} <= listed["files"].keys()
+    assert {k: listed["engine"][k] for k in ("tensor_parallel", "pipeline_stages")} == {
+        "tensor_parallel": 1,
+        "pipeline_stages": 2,
+    }
     told = [torch.load(folder / f"mp_rank_0{i}_model_states.pt", weights_only=False) for i in (0, 1)]
     stage = [one["universal_checkpoint_info"]["pipeline"] for one in told]
     assert [(s["stage"], s["stages"], s["virtual_stages"]) for s in stage] == [(0, 2, 2), (1, 2, 2)]
@@ -225,3 +229,16 @@ def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
     ):
         assert main(line) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_stages_is_no_checkpoint_of_tensor_parallel_ranks():
+    """Two ranks that divide the layers, two that share every layer: refused both ways."""
+    from types import SimpleNamespace
+
+    from coat_dist.checkpoint.native_check import _model_parallel
+
+    staged, plain = {"pipeline": {"stages": 2}}, {}
+    for theirs, ours, sizes in ((staged, plain, ((1, 2), (2, 1))), (plain, staged, ((2, 1), (1, 2)))):
+        engine = SimpleNamespace(mp_world_size=2, module=SimpleNamespace(universal_checkpoint_info=ours))
+        found = _model_parallel({"mp_world_size": 2, "universal_checkpoint_info": theirs}, engine)
+        assert found == {"tensor-parallel size": sizes[0], "pipeline stages": sizes[1]}
