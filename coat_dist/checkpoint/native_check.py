@@ -83,7 +83,7 @@ def _problems(engine: Any, request: Request) -> list[str]:
 
 
 def _other_stages(engine: Any, folder: Path) -> list[str]:
-    """Whether weights are of another number of pipeline stages, which DeepSpeed would take for tensor-parallel ranks."""
+    """Whether weights are of other pipeline stages, which DeepSpeed would take for tensor-parallel ranks."""
     path = next(iter(sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
     saved = {} if path is None else read(path)
     theirs, ours = _model_parallel(saved, engine).get("pipeline stages", (1, 1))
