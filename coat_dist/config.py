@@ -118,6 +118,11 @@ class ActivationConfig(_Block):
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
 
+    @property
+    def dispatches_fp8(self) -> bool:
+        """Whether tokens travel to experts of other ranks in FP8."""
+        return self.expert_dispatch == "fp8" or (self.expert_dispatch == "auto" and self.forward_scales == "row")
+
     @field_validator("z_loss", mode="before")
     @classmethod
     def _finite(cls, value: Any) -> Any:
@@ -131,17 +136,10 @@ class ActivationConfig(_Block):
             raise ValueError(
                 "tp_invariant: got true with fp8_gather false, accepted: tp_invariant needs fp8_gather true"
             )
-        if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":
-            raise ValueError(
-                'expert_dispatch: got "fp8" with forward_scales "tensor", accepted: "auto" or "bf16" (row scales on '
-                "the way and one scale afterwards would round twice)"
-            )
-        sends = self.expert_dispatch == "fp8" or (self.expert_dispatch == "auto" and self.forward_scales == "row")
-        if self.expert_dispatch_grad == "fp8" and not sends:
-            raise ValueError(
-                f'expert_dispatch_grad: got "fp8" with expert_dispatch "{self.expert_dispatch}" and forward_scales '
-                f'"{self.forward_scales}", accepted: "bf16", or tokens that travel in FP8'
-            )
+        if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":  # would round twice
+            raise ValueError('expert_dispatch: got "fp8" with forward_scales "tensor", accepted: "auto" or "bf16"')
+        if self.expert_dispatch_grad == "fp8" and not self.dispatches_fp8:
+            raise ValueError('expert_dispatch_grad: got "fp8" where tokens travel in BF16, accepted: "bf16"')
         if self.z_loss and (self.loss == "plain" or not self.enabled):
             why = 'loss "plain"' if self.enabled else "enabled false"
             raise ValueError(f'z_loss: got {self.z_loss} with {why}, accepted: 0, or loss "chunked" with enabled true')

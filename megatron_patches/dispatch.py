@@ -32,8 +32,5 @@ class FP8AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
 
 def may_send_fp8(dispatcher: Any, settings: ActivationConfig) -> bool:
     """Whether tokens go to experts of other ranks, by Megatron's alltoall dispatcher, and FP8 is wanted."""
-    wanted = settings.expert_dispatch == "fp8" or (
-        settings.expert_dispatch == "auto" and settings.forward_scales == "row"
-    )
     divided = type(dispatcher) is MoEAlltoAllTokenDispatcher and dispatcher.ep_size > 1
-    return wanted and divided and not dispatcher.drop_and_pad
+    return settings.dispatches_fp8 and divided and not dispatcher.drop_and_pad

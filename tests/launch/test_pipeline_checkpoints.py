@@ -9,7 +9,7 @@ from coat_dist import convert_to_universal
 from launch import convert_hf, to_universal
 from launch.weights import open_weights
 from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses
-from tests.launch.test_pipeline import NO_NOISE, weights_after
+from tests.launch.test_pipeline import EXPERTS, NO_NOISE, weights_after
 from tests.support import run_ranks
 
 TIED = ["--model-override", "hidden_dropout=0", "num_layers=4", "tie_embeddings=true"]
@@ -196,3 +196,19 @@ def test_fp32_sums_of_gradients(work, tmp_path):
         for world, more in ((1, []), (2, TWO))
     ]
     assert begun[0][0][0][1] == begun[1][0][0][1] < straight[0][0][1] and equal(begun[0][1], begun[1][1])
+
+
+@pytest.mark.slow
+def test_experts_of_stages_and_other_zero_stages(work, tmp_path):
+    """Two stages with experts go on as one stage under ZeRO-1 and 3, as one stage that never stopped."""
+    config = configuration(tmp_path, 1, NO_NOISE)
+    model = [*APART, *EXPERTS]
+    straight = train(work, tmp_path / "straight", config, 1, *model)
+    train(work, tmp_path / "first", config, 2, *model, *TWO, "--save", tmp_path / "save", "--stop-at-step", "2")
+    made = universal(tmp_path / "save", tmp_path / "universal")
+    assert equal(whole(made), whole(tmp_path / "save"))
+    one = train(work, tmp_path / "to1", config, 1, *model, "--load", made)
+    assert one[0] == straight[0][2:] and equal(one[1], straight[1])
+    sharded = configuration(tmp_path, 3, NO_NOISE)
+    run_ranks(1, weights_after, command(work, tmp_path / "zero3", sharded, *model, "--load", made, steps=4))
+    assert [r[1] for r in losses(tmp_path / "zero3")] == pytest.approx([r[1] for r in straight[0][2:]], rel=1e-4)

@@ -72,8 +72,14 @@ def test_rows_arrive_as_if_quantized_there():
     ("options", "told"),
     [
         ({"expert_dispatch": "fp8", "forward_scales": "tensor"}, 'expert_dispatch: got "fp8" with forward_scales'),
-        ({"expert_dispatch_grad": "fp8", "expert_dispatch": "bf16"}, 'expert_dispatch_grad: got "fp8" with'),
-        ({"expert_dispatch_grad": "fp8", "forward_scales": "tensor"}, 'expert_dispatch_grad: got "fp8" with'),
+        (
+            {"expert_dispatch_grad": "fp8", "expert_dispatch": "bf16"},
+            'expert_dispatch_grad: got "fp8" where tokens travel in BF16',
+        ),
+        (
+            {"expert_dispatch_grad": "fp8", "forward_scales": "tensor"},
+            'expert_dispatch_grad: got "fp8" where tokens travel in BF16',
+        ),
     ],
 )
 def test_what_would_round_twice_is_refused(options, told):
