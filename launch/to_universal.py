@@ -10,8 +10,8 @@ DeepSpeed's own ds_to_universal.py are taken too:
 
 The output is in DeepSpeed's universal format, with a manifest of checksums. One process, no GPU; needs memory for the
 largest parameter (twice for a tied embedding of pipeline stages) and disk space for 14 bytes a parameter (12 from
-fp32 moments). FP8 moments are decoded to fp32; groups of codes that the loading run finds again keep their bytes, others are
-encoded again then.
+fp32 moments). FP8 moments are decoded to fp32; groups of codes that the loading run finds again keep their bytes,
+others are encoded again then.
 Exit status: 0 done, 2 a checkpoint that cannot be converted, 130 interrupted.
 """
 

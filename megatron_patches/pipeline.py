@@ -255,7 +255,7 @@ def whole_names(model: nn.Module) -> dict[str, str]:
 def prefixes_in_whole(model: nn.Module) -> dict[str, str]:
     """How names of layers, and of everything in a chunk, begin in the whole model, by how they begin here."""
     several = isinstance(model, nn.ModuleList)
-    found = {f"{i}.": "" for i in range(len(model))} if several else {}
+    found = {f"{i}.": "" for i, _ in enumerate(chunks_of(model))} if several else {}
     for name, layer in model.named_modules():
         if hasattr(layer, "layer_number") and name.split(".")[-2:-1] == ["layers"]:
             path = (name.partition(".")[2] if several else name).rpartition(".")[0]
