@@ -1,4 +1,4 @@
-"""Convert a checkpoint of DeepSpeed's ZeRO so that it continues at another number of ranks, ZeRO stage or optimizer.
+"""Convert a checkpoint of DeepSpeed's ZeRO for other numbers of ranks and pipeline stages, ZeRO stages and optimizers.
 
     python launch/to_universal.py --load runs/first/checkpoints --output runs/first/universal
     deepspeed --num_gpus 4 launch/pretrain.py ... --load runs/first/universal
@@ -9,8 +9,9 @@ DeepSpeed's own ds_to_universal.py are taken too:
     python launch/to_universal.py --input_folder out/global_step100 --output_folder out/global_step100_universal
 
 The output is in DeepSpeed's universal format, with a manifest of checksums. One process, no GPU; needs memory for the
-largest parameter and disk space for 14 bytes a parameter (12 from fp32 moments). FP8 moments are decoded to fp32;
-groups of codes that the loading run finds again keep their bytes, others are encoded again then.
+largest parameter (twice for a tied embedding of pipeline stages) and disk space for 14 bytes a parameter (12 from
+fp32 moments). FP8 moments are decoded to fp32; groups of codes that the loading run finds again keep their bytes,
+others are encoded again then.
 Exit status: 0 done, 2 a checkpoint that cannot be converted, 130 interrupted.
 """
 

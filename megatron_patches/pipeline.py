@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
+from coat_dist.checkpoint.stage_names import in_whole
 from coat_dist.config import CoatConfigError
 from coat_dist.deepspeed.pipeline import accumulate, accumulated, reduce_gradients
 from coat_dist.ops.dispatch import use_kernels
@@ -247,21 +248,19 @@ def chunks_of(model: nn.Module) -> list[nn.Module]:
 
 def whole_names(model: nn.Module) -> dict[str, str]:
     """Names of parameters in the whole model by those of this pipeline stage, or of its chunks."""
-    names = {}
+    rename = in_whole({"pipeline": {"prefixes": prefixes_in_whole(model)}})
+    return {name: rename(name) for name, _ in model.named_parameters()}
+
+
+def prefixes_in_whole(model: nn.Module) -> dict[str, str]:
+    """How names of layers, and of everything in a chunk, begin in the whole model, by how they begin here."""
     several = isinstance(model, nn.ModuleList)
-    numbers = {
-        f"{name}.": layer.layer_number - 1
-        for name, layer in model.named_modules()
-        if hasattr(layer, "layer_number") and name.split(".")[-2:-1] == ["layers"]
-    }
-    for name, _ in model.named_parameters():
-        whole = name
-        for prefix, number in numbers.items():
-            if name.startswith(prefix):
-                path = prefix.rstrip(".").rpartition(".")[0]
-                whole = f"{path}.{number}.{name.removeprefix(prefix)}"
-        names[name] = whole.partition(".")[2] if several else whole
-    return names
+    found = {f"{i}.": "" for i, _ in enumerate(chunks_of(model))} if several else {}
+    for name, layer in model.named_modules():
+        if hasattr(layer, "layer_number") and name.split(".")[-2:-1] == ["layers"]:
+            path = (name.partition(".")[2] if several else name).rpartition(".")[0]
+            found[f"{name}."] = f"{path}.{layer.layer_number - 1}."
+    return found
 
 
 def mark_stage(model: nn.Module) -> None:

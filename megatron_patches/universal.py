@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import nn
 
 from .blocks import pipelined
-from .pipeline import whole_names
+from .pipeline import prefixes_in_whole, whole_names
 
 __all__ = ["universal_checkpoint_info"]
 
@@ -38,8 +38,8 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         Lists of regular expressions, each of which matches one parameter's name. Of a pipeline stage also ``pipeline``:
-        ``stages``, ``stage`` (from 0), ``virtual_stages``, and ``names``, a dict of the names in the whole model by
-        those of this stage.
+        ``stages``, ``stage`` (from 0), ``virtual_stages``, and ``names`` and ``prefixes``, which give names in the
+        whole model by those of this stage (``coat_dist/checkpoint/stage_names.py``).
 
     Raises:
         ValueError: experts in grouped products that tensor-parallel ranks divide; names the parameter.
@@ -78,11 +78,16 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
             continue
         info[kind] += [f"^{re.escape(whole)}$" for whole in experts.get(name, [name])]
     if pipelined(model):
+        names = whole_names(model)
+        for name, p in model.named_parameters():
+            if getattr(p, "shared_embedding", False):  # a whole model has it once
+                names[name] = re.sub(r"\boutput_layer\.weight$", "embedding.word_embeddings.weight", names[name])
         info["pipeline"] = {
             "stages": parallel_state.get_pipeline_model_parallel_world_size(),
             "stage": parallel_state.get_pipeline_model_parallel_rank(),
             "virtual_stages": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-            "names": whole_names(model),
+            "names": names,
+            "prefixes": prefixes_in_whole(model),
         }
     return info
 

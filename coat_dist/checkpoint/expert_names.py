@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .stage_names import in_whole
+
 __all__ = ["divided_experts", "joined_experts", "larger", "names_in_whole", "part_of_joined", "whole_names"]
 
 
@@ -49,7 +51,8 @@ def names_in_whole(engine: Any) -> dict[Any, str]:
     info = getattr(engine.module, "universal_checkpoint_info", None) or {}
     size, names = divided_experts(info)
     if size == 1:
-        return engine.param_names
+        rename = in_whole(info)
+        return {p: rename(name) for p, name in engine.param_names.items()}
     place = info["expert_parallel"]["rank"]
     return {p: names[name][place] if name in names else name for p, name in engine.param_names.items()}
 

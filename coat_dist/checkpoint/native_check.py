@@ -20,6 +20,7 @@ from ..optim.state import EARLIER, LAYOUT_KEYS
 from .expert_names import divided_experts
 from .load_checks import Request, check_before_load
 from .other_engines import pipeline_stages
+from .stage_names import place_in_pipeline
 from .zero_files import MODEL, MODEL3, read
 from .zero_partitions import base_optimizer
 
@@ -48,7 +49,7 @@ def _problems(engine: Any, request: Request) -> list[str]:
     ours, _ = divided_experts(getattr(engine.module, "universal_checkpoint_info", None))
     if not request.states:
         lacking = "load_optimizer_states: got False, and the experts of other ranks are in the optimizer's files alone"
-        return [f"{folder}: {lacking}"] if ours > 1 else []
+        return [f"{folder}: {lacking}"] if ours > 1 else _other_stages(engine, folder)
     if (folder / "zero").is_dir():
         return [f"checkpoint.load_universal: got false, but {folder} is a universal checkpoint"]
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -81,10 +82,18 @@ def _problems(engine: Any, request: Request) -> list[str]:
     return _storage(engine.optimizer, path, saved) or _layout(engine.optimizer, path, saved)
 
 
+def _other_stages(engine: Any, folder: Path) -> list[str]:
+    """Whether weights are of other pipeline stages, which DeepSpeed would take for tensor-parallel ranks."""
+    path = next(iter(sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
+    saved = {} if path is None else read(path)
+    theirs, ours = _model_parallel(saved, engine).get("pipeline stages", (1, 1))
+    return [] if theirs == ours else [f"{folder}: pipeline stages: checkpoint has {theirs}, this run has {ours}"]
+
+
 def _model_parallel(saved: Mapping[str, Any], engine: Any) -> dict[str, tuple[Any, Any]]:
     """Tensor-parallel size and, where either has several, pipeline stages: theirs and ours."""
     ours = pipeline_stages(engine)
-    theirs = int(((saved.get("universal_checkpoint_info") or {}).get("pipeline") or {}).get("stages", 1))
+    theirs = place_in_pipeline(saved.get("universal_checkpoint_info"))[1]
     size = saved.get("mp_world_size")
     found = {"tensor-parallel size": (None if size is None else size // theirs, engine.mp_world_size // ours)}
     return found if ours == theirs == 1 else {**found, "pipeline stages": (theirs, ours)}

@@ -17,6 +17,7 @@ from ..ranks import raise_everywhere
 from .load_checks import Request, check_before_load
 from .manifest import MANIFEST
 from .publish import LATEST
+from .stage_names import place_in_pipeline
 
 __all__ = ["name_of_optimizer", "pipeline_stages", "refuse_compressed_moments"]
 
@@ -35,8 +36,7 @@ def name_of_optimizer(optimizer: Any) -> dict[str, str | None]:
 
 def pipeline_stages(engine: Any) -> int:
     """Stages of the Megatron pipeline of which an engine holds one; 1 of any other engine."""
-    told = getattr(getattr(engine, "module", None), "universal_checkpoint_info", None) or {}
-    return int((told.get("pipeline") or {}).get("stages", 1))
+    return place_in_pipeline(getattr(getattr(engine, "module", None), "universal_checkpoint_info", None))[1]
 
 
 def refuse_compressed_moments(engine: Any) -> None:

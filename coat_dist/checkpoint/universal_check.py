@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .expert_names import names_in_whole, part_of_joined, whole_names
+from .stage_names import in_whole, names_of_stages
 from .universal_codes import check_codes
 from .universal_folder import UniversalFolder
 from .zero_files import KEYS
 from .zero_partitions import members, partitions
 
-__all__ = ["modules_with_extra_state", "find_problems", "untrained_tensors"]
+__all__ = ["find_problems", "modules_with_extra_state", "renamed", "untrained_tensors"]
 
 _ACCEPTED = "accepted: a universal checkpoint of this model, as launch/to_universal.py writes it"
 _LENIENT = "or load_module_strict=False, which passes over them"
@@ -38,14 +40,19 @@ def find_problems(engine: Any, source: UniversalFolder, moments: bool, strict: b
 
 
 def untrained_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Parameters of the model that no optimizer steps, and buffers, by name."""
+    """Parameters of the model that no optimizer steps, and buffers, by their own names."""
     stepped = {id(p) for params in members(engine.optimizer) for p in params}
     found: dict[str, torch.Tensor] = {n: p for n, p in engine.module.named_parameters() if id(p) not in stepped}
     return found | dict(engine.module.named_buffers())
 
 
+def renamed(engine: Any) -> Callable[[str], str]:
+    """What gives names in the whole model of what this engine's pipeline stage holds."""
+    return in_whole(getattr(engine.module, "universal_checkpoint_info", None))
+
+
 def modules_with_extra_state(engine: Any) -> dict[str, torch.nn.Module]:
-    """Modules by the key that their extra state has in the model's state dict."""
+    """Modules by the key that their extra state has in the state dict of the model (of its stage)."""
     plain = torch.nn.Module.set_extra_state
     found = {f"{n}.".lstrip(".") + "_extra_state": m for n, m in engine.module.named_modules()}
     return {n: m for n, m in found.items() if getattr(type(m), "set_extra_state", plain) is not plain}
@@ -92,28 +99,30 @@ def _check_trained(engine: Any, source: UniversalFolder, moments: bool) -> list[
 
 def _check_untrained(engine: Any, source: UniversalFolder, strict: bool) -> list[str]:
     """Frozen parameters and buffers."""
-    mine = untrained_tensors(engine)
+    mine, rename = untrained_tensors(engine), renamed(engine)
     for name, target in mine.items():
-        if source.has(name):
-            source.weights(name, getattr(target, "ds_shape", target.shape))
+        if source.has(rename(name)):
+            source.weights(rename(name), getattr(target, "ds_shape", target.shape))
     if not strict or not source.complete:  # DeepSpeed's converter writes trained parameters only
         return []
     found = []
-    trained = {engine.param_names[p] for params in members(engine.optimizer) for p in params} | whole_names(engine)
-    if unknown := sorted((source.rest.keys() | source.trained()) - trained - mine.keys()):
+    names = names_in_whole(engine)
+    known = {names[p] for params in members(engine.optimizer) for p in params} | {rename(name) for name in mine}
+    known |= whole_names(engine) | names_of_stages(engine)
+    if unknown := sorted((source.rest.keys() | source.trained()) - known):
         found.append(
             f"{source.folder}: got {_some(unknown)}, accepted: parameters and buffers of this model, {_LENIENT}"
         )
     saved = set(engine._get_buffer_names()) | {n for n, t in mine.items() if isinstance(t, torch.nn.Parameter)}
-    if missing := sorted(n for n in saved if not source.has(n)):
+    if missing := sorted({rename(n) for n in saved if not source.has(rename(n))}):
         found.append(f"{source.folder}: missing {_some(missing)}, {_ACCEPTED}, {_LENIENT}")
     return found
 
 
 def _check_extra_states(engine: Any, source: UniversalFolder, strict: bool) -> list[str]:
-    mine = modules_with_extra_state(engine)
-    unknown = sorted(source.extra.keys() - mine.keys())
-    for name in source.extra.keys() & mine.keys():
+    mine = {renamed(engine)(name) for name in modules_with_extra_state(engine)}
+    unknown = sorted(source.extra.keys() - mine - names_of_stages(engine))
+    for name in source.extra.keys() & mine:
         source.extra_state(name)
     if not unknown or not strict:
         return []

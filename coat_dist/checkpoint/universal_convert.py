@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
+from .stage_names import place_in_pipeline
 from .universal_codes import CODES_FILE, write_codes
+from .universal_folder import same
 from .zero_checkpoint import ZeroCheckpoint, is_extra_state
 from .zero_files import EXTRA_STATE, KEYS, Shard
 
@@ -39,12 +41,12 @@ def convert_to_universal(
 
     Args:
         source: what ``engine.save_checkpoint`` wrote (a tag's folder): ZeRO stage 1, 2 or 3 or BF16_Optimizer, any
-            data- and tensor-parallel size. With more than one tensor-parallel rank its model files hold
-            ``universal_checkpoint_info`` (``megatron_patches.universal_checkpoint_info`` makes it), which says how each
-            parameter is divided.
+            data- and tensor-parallel size and number of pipeline stages of ``megatron_patches``. With more than one
+            tensor-parallel rank or stage its model files hold ``universal_checkpoint_info``
+            (``megatron_patches.universal_checkpoint_info`` makes it), which says how each parameter is divided and
+            what it is called in the whole model. A tied embedding, of which two stages have copies, is written once.
         target: is created where absent; empty, and not in ``source``.
-        on_progress: called after each parameter with its number of elements and that of all (of the first
-            tensor-parallel rank).
+        on_progress: called after each parameter with its number of elements and that of all.
 
     Returns:
         The number of parameters written.
@@ -57,17 +59,16 @@ def convert_to_universal(
     if used or target.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"target: got {target}, accepted: an empty or a new folder outside of {source}")
     checkpoint = ZeroCheckpoint(source)
-    shards, shapes = checkpoint.shards, checkpoint.shapes
-    elements = {name: math.prod(shape) for name, shape in shapes[0].items()}
-    for name in shapes[0]:
+    elements = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names}
+    for name in elements:
         _write_parameter(target / "zero" / name, name, checkpoint)
         if on_progress is not None:
             on_progress(elements[name], sum(elements.values()))
     torch.save(checkpoint.untrained(), _in_new_folder(target / "zero" / "rest.pt"))
-    if extra := _extra_states(checkpoint.models):
+    if extra := _extra_states(checkpoint):
         torch.save(extra, target / "zero" / EXTRA_STATE)
-    _write_globals(target, shards[0][0], checkpoint.models[0][0])
-    return len(shapes[0])
+    _write_globals(target, checkpoint.shards[0][0], checkpoint.models[0][0])
+    return len(elements)
 
 
 def _write_parameter(folder: Path, name: str, checkpoint: ZeroCheckpoint) -> None:
@@ -79,7 +80,7 @@ def _write_parameter(folder: Path, name: str, checkpoint: ZeroCheckpoint) -> Non
         whole, layout = checkpoint.whole(name, partial(Shard.part, name=name, key=key), key)
         torch.save({"param": whole, **layout}, _in_new_folder(folder / f"{key}.pt"))
     if name not in checkpoint.joined:
-        _write_codes(folder / CODES_FILE, name, shards)
+        _write_codes(folder / CODES_FILE, name, shards[checkpoint.ranks(name)])
     # torch's optimizers want a tensor; ours takes either.
     torch.save(torch.tensor(float(steps.pop())), _in_new_folder(folder / "step.pt"))
 
@@ -99,13 +100,21 @@ def _write_codes(path: Path, name: str, shards: list[list[Shard]]) -> None:
     write_codes(path, layout, ranks)
 
 
-def _extra_states(models: list[list[dict[str, Any]]]) -> dict[str, list[Any]]:
+def _extra_states(checkpoint: ZeroCheckpoint) -> dict[str, list[Any]]:
     """What modules' ``get_extra_state`` gave, tensors or not, by name; of each tensor-parallel rank."""
-    rows = [
-        {n: v for n, v in row[0]["module"].items() if is_extra_state(n) and v is not None}  # None: there is none
-        for row in models
-    ]
-    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)}
+    found: dict[str, list[Any]] = {}
+    for first, rename in checkpoint.stages():
+        rows = [
+            {rename(n): v for n, v in row[0]["module"].items() if is_extra_state(n) and v is not None}  # None: no state
+            for row in checkpoint.models[first : first + checkpoint.tensor_parallel]
+        ]
+        for name in dict.fromkeys(n for row in rows for n in row):
+            values = [row.get(name) for row in rows]
+            if not all(map(same, found.setdefault(name, values), values)):
+                raise ValueError(
+                    f"{checkpoint.source}: {name} differs between pipeline stages, accepted: the same on all"
+                )
+    return found
 
 
 def _write_globals(target: Path, shard: Shard, model: Mapping[str, Any]) -> None:
@@ -123,6 +132,8 @@ def _write_globals(target: Path, shard: Shard, model: Mapping[str, Any]) -> None
     }
     torch.save(kept, _in_new_folder(target / "zero" / "optimizer_state.pt"))
     counters = {k: v for k, v in model.items() if k not in _OF_MODEL} | {"module": {}, "mp_world_size": 1}
+    if place_in_pipeline(counters.get("universal_checkpoint_info"))[1] > 1:
+        del counters["universal_checkpoint_info"]  # what it says is of one stage
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # ZeRO-1, 2 and ZeRO-3
         torch.save(counters, target / name)
 

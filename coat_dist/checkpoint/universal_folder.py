@@ -11,7 +11,7 @@ import torch
 from .universal_codes import CODES_FILE
 from .zero_files import EXTRA_STATE
 
-__all__ = ["UniversalFolder"]
+__all__ = ["UniversalFolder", "same"]
 
 
 class UniversalFolder:
@@ -83,7 +83,7 @@ class UniversalFolder:
         values = self.extra[name]
         if len(values) == self.tp[1]:
             return values[self.tp[0]]
-        if not all(_same(value, values[0]) for value in values):
+        if not all(same(value, values[0]) for value in values):
             raise ValueError(
                 f"{self.folder / EXTRA_STATE}: {name}: got one for each of {len(values)} tensor-parallel ranks, "
                 f"accepted with {self.tp[1]}: the same on all"
@@ -145,7 +145,8 @@ def divide(saved: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], whe
     return local
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two extra states are known to be equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     try:

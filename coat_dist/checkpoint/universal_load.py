@@ -24,7 +24,8 @@ from ..ranks import raise_everywhere
 from .expert_names import names_in_whole, part_of_joined
 from .load_checks import Request, check_before_load
 from .schedule import find_schedule_problems, renew_rates
-from .universal_check import find_problems, modules_with_extra_state, untrained_tensors
+from .stage_names import learn_names
+from .universal_check import find_problems, modules_with_extra_state, renamed, untrained_tensors
 from .universal_codes import read_codes
 from .universal_folder import UniversalFolder
 from .zero_files import KEYS
@@ -54,6 +55,7 @@ def enable_universal_load(engine: Any) -> None:
             f"{type(zero).__name__}: has no _load_universal_checkpoint, accepted: DeepSpeed 0.19; universal "
             "checkpoints cannot be loaded"
         )
+    learn_names(engine)
     checked: dict[Path, Request] = {}
 
     def check(request: Request) -> list[str]:
@@ -97,6 +99,7 @@ def load_universal(engine: Any, folder: str | Path, moments: bool = True, strict
     Raises:
         ValueError: files are missing or of another model; names them. On every rank, and nothing has been changed then.
     """
+    learn_names(engine)
     raise_everywhere(lambda: find_problems(engine, _open_folder(engine, folder), moments, strict))
     _fill_engine(engine, _open_folder(engine, folder), moments)
 
@@ -109,9 +112,10 @@ def _open_folder(engine: Any, folder: str | Path) -> UniversalFolder:
 def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
     zero, names = engine.optimizer, names_in_whole(engine)
     parts = list(partitions(zero))
-    modules = modules_with_extra_state(engine)
-    for name in source.extra.keys() & modules.keys():  # first: this is the model's own code, which may refuse
-        modules[name].set_extra_state(source.extra_state(name))
+    rename = renamed(engine)
+    for name, module in modules_with_extra_state(engine).items():  # first: the model's own code, which may refuse
+        if rename(name) in source.extra:
+            module.set_extra_state(source.extra_state(rename(name)))
     for part, params in zip(parts, members(zero), strict=True):
         weights = _read_partition(engine, part, source, names, "fp32")
         if moments:
@@ -124,8 +128,8 @@ def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
     _load_loss_scale(zero, source.globals)
     _renew_stage3(zero)
     for name, target in untrained_tensors(engine).items():
-        if source.has(name):
-            _fill_untrained(target, source.weights(name, getattr(target, "ds_shape", target.shape)))
+        if source.has(rename(name)):
+            _fill_untrained(target, source.weights(rename(name), getattr(target, "ds_shape", target.shape)))
 
 
 def _fill_state(engine: Any, part: Partition, source: UniversalFolder, names: Mapping, step: int) -> None:

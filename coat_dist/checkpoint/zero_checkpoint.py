@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .expert_names import divided_experts, joined_experts, larger
+from .stage_names import in_whole, place_in_pipeline, ranks_of_a_stage
 from .zero_files import MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
 __all__ = ["ZeroCheckpoint", "is_extra_state"]
@@ -19,9 +20,10 @@ class ZeroCheckpoint:
     """The folder that ``engine.save_checkpoint`` wrote; tensors are memory-mapped, and joined one at a time.
 
     Args:
-        source: the folder: ZeRO stage 1, 2 or 3 or BF16_Optimizer, any data- and tensor-parallel size. With more than
-            one tensor-parallel rank its model files hold ``universal_checkpoint_info``, which says how each parameter
-            is divided.
+        source: the folder: ZeRO stage 1, 2 or 3 or BF16_Optimizer, any data- and tensor-parallel size, and any number
+            of pipeline stages. With more than one tensor-parallel rank or stage its model files hold
+            ``universal_checkpoint_info``, which says how each parameter is divided, and what a stage's parameters are
+            called in the whole model.
 
     Raises:
         ValueError: names the file, what is wrong with it and what is accepted.
@@ -40,28 +42,26 @@ class ZeroCheckpoint:
                 f"{len(optimizer_files)}, accepted: equally many"
             )
         self.models = [[read(path) for path in row] for row in model_files]
-        """Contents of the model files by [tensor-parallel rank][data-parallel rank]; of ZeRO-1 and 2 of rank 0 only."""
+        """Contents of the model files by [model-parallel rank][data-parallel rank]; of ZeRO-1 and 2 of rank 0 only.
+        The tensor-parallel ranks of one pipeline stage follow those of the one before."""
         self.shards = [
             [Shard(path, d, len(row), self.models[t][0]["param_shapes"]) for d, path in enumerate(row)]
             for t, row in enumerate(optimizer_files)
         ]
-        """Optimizer files by [tensor-parallel rank][data-parallel rank]."""
+        """Optimizer files by [model-parallel rank][data-parallel rank]."""
         first = self.models[0][0]
         if first.get("ds_autoep_layers"):
             raise ValueError(
                 f"{source}: holds expert-parallel layers, accepted: checkpoints without expert parallelism"
             )
-        if (first.get("universal_checkpoint_info") or {}).get("pipeline"):
-            raise ValueError(
-                f"{source}: is of a pipeline-parallel model, accepted: checkpoints without pipeline parallelism"
-            )
         wanted, given = (first["mp_world_size"], first["dp_world_size"]), (len(self.shards), len(self.shards[0]))
+        rules = first.get("universal_checkpoint_info")
         if given != wanted:
+            kind = "model" if place_in_pipeline(rules)[1] > 1 else "tensor"
             raise ValueError(
-                f"{source}: got optimizer files of {given[0]} tensor- x {given[1]} data-parallel ranks, accepted: of "
+                f"{source}: got optimizer files of {given[0]} {kind}- x {given[1]} data-parallel ranks, accepted: of "
                 f"{wanted[0]} x {wanted[1]}, which wrote it"
             )
-        rules = first.get("universal_checkpoint_info")
         if len(self.shards) > 1 and rules is None:
             raise ValueError(
                 f"{model_files[0][0]}: of {len(self.shards)} tensor-parallel ranks and without "
@@ -72,11 +72,19 @@ class ZeroCheckpoint:
         self.shapes = [
             {name: s for group in row[0]["param_shapes"] for name, s in group.items()} for row in self.models
         ]
-        """Shapes of the trained parameters of each tensor-parallel rank."""
+        """Shapes of the trained parameters of each model-parallel rank."""
         self._name_experts()
         for row, model in zip(self.shards, self.models, strict=True):
             if row[0].round_robin:
                 _check_places(row, model[0])
+        self.tensor_parallel = ranks_of_a_stage(
+            source, [row[0].get("universal_checkpoint_info") for row in self.models]
+        )
+        """Tensor-parallel ranks of each pipeline stage."""
+        self._own: dict[str, list[tuple[int, str]]] = {}
+        self._name_stages()
+        self.names = list(self._own)
+        """Trained parameters, those of the first pipeline stage first."""
 
     def _name_experts(self) -> None:
         """Call experts that ranks divide by their names in the whole model; a shard holds those of its rank."""
@@ -96,6 +104,32 @@ class ZeroCheckpoint:
             for shapes in self.shapes
         ]
 
+    def _name_stages(self) -> None:
+        """Call what pipeline stages hold by the names in the whole model, and note which stages hold it as what."""
+        for first, rename in self.stages():
+            for row in range(first, first + self.tensor_parallel):
+                if self.shapes[row].keys() != self.shapes[first].keys():
+                    raise ValueError(
+                        f"{self.source}: tensor-parallel ranks {first} and {row} hold different parameters, accepted: "
+                        "the same, or pipeline stages whose universal_checkpoint_info says so"
+                    )
+                for shard in self.shards[row]:
+                    shard.rename({name: rename(name) for name in shard.names})
+            for name in self.shapes[first]:
+                self._own.setdefault(rename(name), []).append((first, name))
+            for row in range(first, first + self.tensor_parallel):
+                self.shapes[row] = {rename(name): shape for name, shape in self.shapes[row].items()}
+
+    def stages(self) -> Iterator[tuple[int, Callable[[str], str]]]:
+        """The first model-parallel rank of each pipeline stage, and what gives whole names of what is there."""
+        for first in range(0, len(self.models), self.tensor_parallel):
+            yield first, in_whole(self.models[first][0].get("universal_checkpoint_info"))
+
+    def ranks(self, name: str) -> slice:
+        """The model-parallel ranks that divide a trained parameter; of a tied one those of the first stage."""
+        first, _ = self._own[name][0]
+        return slice(first, first + self.tensor_parallel)
+
     def whole(self, name: str, part: Callable[[Shard], torch.Tensor], key: str) -> tuple[torch.Tensor, dict[str, Any]]:
         """One tensor of a trained parameter, of all ranks.
 
@@ -106,9 +140,22 @@ class ZeroCheckpoint:
 
         Returns:
             The tensor, and how it is divided over tensor-parallel ranks, in DeepSpeed's keys.
+
+        Raises:
+            ValueError: pieces of another size than the parameter; two pipeline stages that hold it differ.
         """
+        held = [self._of_stage(name, first, part, key) for first, _ in self._own[name]]
+        if not all(_same_bits(pieces, held[0]) for pieces in held[1:]):
+            raise ValueError(
+                f"{self.source}: {name} {key}: differs between the first and the last pipeline stage, accepted: equal "
+                "copies of a tied embedding"
+            )
+        return self.join(name, held[0])
+
+    def _of_stage(self, name: str, first: int, part: Callable[[Shard], torch.Tensor], key: str) -> list[torch.Tensor]:
+        """What each tensor-parallel rank of a stage has, by the stage's first rank."""
         pieces = []
-        for row, shapes in zip(self.shards, self.shapes, strict=True):
+        for row, shapes in list(zip(self.shards, self.shapes, strict=True))[first : first + self.tensor_parallel]:
             # Tensors in which experts are joined: one expert-parallel rank's after the other's.
             step = self.expert_parallel if name in self.joined else 1
             flat = torch.cat([part(shard) for first in range(step) for shard in row[first::step]])
@@ -118,15 +165,22 @@ class ZeroCheckpoint:
                     f"{shapes[name].numel()}"
                 )
             pieces.append(flat.view(shapes[name]))
-        return self.join(name, pieces)
+        return pieces
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a trained parameter, whole."""
+        meta = [torch.empty(shapes[name], device="meta") for shapes in self.shapes[self.ranks(name)]]
+        return tuple(self.join(name, meta)[0].shape)
 
     def join(self, name: str, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """The tensor of all tensor-parallel ranks, and how to divide it again, in DeepSpeed's keys."""
+        first, own = self._own.get(name, [(0, name)])[0]
+        rules = self.models[first][0].get("universal_checkpoint_info") or {}
 
         def listed(key: str) -> bool:
-            return any(re.match(pattern, name) for pattern in self.rules.get(key, ()))
+            return any(re.match(pattern, own) for pattern in rules.get(key, ()))
 
-        if not self.rules or listed("tp_replicated_parameter_patterns"):
+        if not rules or listed("tp_replicated_parameter_patterns"):
             return pieces[0].contiguous(), {}
         if listed("parameter_with_2_sub_params_cat_dim_0"):
             halves = [piece.chunk(2, 0) for piece in pieces]
@@ -136,17 +190,38 @@ class ZeroCheckpoint:
         return torch.cat(pieces, dim), {"cat_dim": dim}
 
     def untrained(self) -> dict[str, dict[str, Any]]:
-        """Frozen parameters and buffers, in their own dtype: ``{name: {"param": tensor, ...}}``."""
+        """Frozen parameters and buffers, in their own dtype: ``{name: {"param": tensor, ...}}``.
+
+        Raises:
+            ValueError: a buffer, or what several pipeline stages hold, is not the same everywhere.
+        """
         found: dict[str, dict[str, Any]] = {}
-        first = self.models[0][0]
+        for first, rename in self.stages():
+            for own, value in self._untrained(first, rename).items():
+                there = found.setdefault(rename(own), value)
+                if not _same_bits([there["param"]], [value["param"]]):
+                    raise ValueError(
+                        f"{self.source}: {rename(own)} differs between pipeline stages, accepted: the same on all"
+                    )
+        return found
+
+    def buffers(self) -> set[str]:
+        """Names of the buffers among :meth:`untrained`."""
+        return {rename(name) for first, rename in self.stages() for name in self.models[first][0]["buffer_names"]}
+
+    def _untrained(self, rank: int, rename: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+        """Those of one stage, by the stage's own names."""
+        found: dict[str, dict[str, Any]] = {}
+        first = self.models[rank][0]
         aliases = set(first.get("shared_params") or {})
-        per_rank = [_outside_optimizer(row) for row in self.models]
+        per_rank = [_outside_optimizer(row) for row in self.models[rank : rank + self.tensor_parallel]]
         for name in per_rank[0]:
-            if name in self.shapes[0] or name in aliases:
+            if rename(name) in self.shapes[rank] or name in aliases:
                 continue
             pieces = [one[name] for one in per_rank]
             if name not in first["buffer_names"] or not self.rules:  # frozen_param_shapes are not saved at stage 1
-                whole, layout = self.join(name, pieces)
+                self._own.setdefault(rename(name), [(rank, name)])
+                whole, layout = self.join(rename(name), pieces)
                 whole = whole.clone() if whole is pieces[0] else whole  # of its own, for it may be a view
             elif all(torch.equal(piece, pieces[0]) for piece in pieces):
                 whole, layout = pieces[0].clone(), {}
@@ -178,6 +253,18 @@ def _refuse_other_kinds(source: Path) -> None:
             f"{source}: has model files and no zero_pp_rank_*_optim_states.pt of ZeRO, accepted: checkpoints of "
             "zero_optimization.stage 1, 2 or 3, with the optimizer's files"
         )
+
+
+def _same_bits(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
+    """Whether tensors are equal to the bit, NaN with NaN, too."""
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+        for a, b in zip(these, those, strict=True)
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:

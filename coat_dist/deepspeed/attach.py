@@ -163,8 +163,11 @@ ATTACHMENTS = (
         "after the places, which say what part of a parameter this rank loads",
     ),
     Attachment(
-        "experts of other ranks are missed",
-        lambda b: divided_experts(getattr(b.engine.module, "universal_checkpoint_info", None))[0] > 1,
+        "experts or layers of other ranks are missed",
+        lambda b: (
+            pipeline.is_stage(b.engine)
+            or divided_experts(getattr(b.engine.module, "universal_checkpoint_info", None))[0] > 1
+        ),
         lambda b: expert_parallel.refuse_single_files(b.engine),
         ("engine.save_16bit_model", "engine.save_fp16_model"),
         "anywhere: nothing else is put around these",

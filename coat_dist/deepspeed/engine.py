@@ -181,11 +181,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     check(optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     check_settings(settings, stages(mpu))
     ep = _size(mpu, "get_expert_model_parallel_world_size")
-    check_expert_parallel(settings, ep, optimizer)
-    if ep > 1 and stages(mpu) > 1:
-        raise CoatConfigError(
-            f"mpu: got {ep} expert-parallel ranks and {stages(mpu)} pipeline stages, accepted: one of both"
-        )
+    check_expert_parallel(settings, ep, optimizer, stages(mpu))
     if not pipeline:
         check_replicated_grads(model, mpu, tp)
     compressed = look_up(settings, "optimizer.type") == "CoatAdamW"
@@ -214,8 +210,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         _warn_of_no_effect(coat, given_type or named)
     else:
         answer(False, given)
-    if stages(mpu) > 1:
-        check_one_model_a_stage(model, mpu)
+    check_one_model_a_stage(model, mpu)
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:

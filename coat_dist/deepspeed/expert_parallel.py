@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..config import CoatConfigError, look_up
+from .pipeline import is_stage
 
 __all__ = ["announced_experts", "check_expert_parallel", "mark_experts", "refuse_single_files"]
 
@@ -45,13 +46,16 @@ def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
     return found
 
 
-def check_expert_parallel(settings: Mapping[str, Any], size: int, optimizer: Any = None) -> None:
+def check_expert_parallel(
+    settings: Mapping[str, Any], size: int, optimizer: Any = None, pipeline_stages: int = 1
+) -> None:
     """Refuse what experts that ranks divide cannot be trained with.
 
     Args:
         settings: DeepSpeed's configuration.
         size: ranks that divide the experts; 1 = none do.
         optimizer: handed to DeepSpeed, if it is one.
+        pipeline_stages: of the mpu.
 
     Raises:
         CoatConfigError: names each key, what was given and what is accepted.
@@ -73,6 +77,8 @@ def check_expert_parallel(settings: Mapping[str, Any], size: int, optimizer: Any
         device = (zero.get(key) or {}).get("device") or "none"
         require(f"zero_optimization.{key}", device == "none", "absent")
     require("zero_optimization.round_robin_gradients", not zero.get("round_robin_gradients"), "false")
+    if pipeline_stages > 1:
+        problems.append(f"mpu: got {pipeline_stages} pipeline stages, accepted: 1 with expert parallelism")
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     if not all(_one_kind(group) for group in groups):
         problems.append(
@@ -87,9 +93,11 @@ def check_expert_parallel(settings: Mapping[str, Any], size: int, optimizer: Any
 def refuse_single_files(engine: Any) -> None:
     """Let methods of the engine that write one rank's weights as those of the model raise a ``ValueError``."""
 
+    divided = "layers are divided over pipeline stages" if is_stage(engine) else "experts are divided over ranks"
+
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError(
-            "save_16bit_model: got a model whose experts are divided over ranks, of which this would save one rank's; "
+            f"save_16bit_model: got a model whose {divided}, of which this would save one rank's; "
             "accepted: save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
         )
 

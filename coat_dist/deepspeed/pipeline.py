@@ -102,11 +102,13 @@ def check_settings(settings: Mapping[str, Any], count: int) -> None:
 
 
 def check_one_model_a_stage(model: torch.nn.Module, mpu: Any) -> None:
-    """Refuse ranks of one stage that hold different models; collective over all ranks.
+    """Refuse ranks of one stage that hold different models; collective over all ranks of several stages.
 
     Raises:
         CoatConfigError: on every rank; names the stage.
     """
+    if stages(mpu) == 1:
+        return
     here = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
     found: dict[int, list[Any]] = {}
     for stage, parameters in gather((mpu.get_pipeline_model_parallel_rank(), json.dumps(here))):

@@ -128,17 +128,12 @@ class _Zero:
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.checkpoint, self.dtype = ZeroCheckpoint(path), dtype
         self.rest = {n: v["param"] for n, v in self.checkpoint.untrained().items() if v["param"].is_floating_point()}
-        buffers = set(self.checkpoint.models[0][0]["buffer_names"])
-        self.shapes = {name: self._shape(name) for name in self.checkpoint.shapes[0]}
+        buffers = self.checkpoint.buffers()
+        self.shapes = {name: self.checkpoint.shape(name) for name in self.checkpoint.names}
         self.shapes |= {name: tuple(value.shape) for name, value in self.rest.items() if name not in buffers}
 
     def divided(self, name: str) -> bool:
-        return len(self.checkpoint.shards) > 1
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        shapes = [shapes[name] for shapes in self.checkpoint.shapes]
-        meta = [torch.empty(shape, device="meta") for shape in shapes]
-        return tuple(self.checkpoint.join(name, meta)[0].shape)
+        return self.checkpoint.tensor_parallel > 1
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.rest:

@@ -70,6 +70,9 @@ def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
         assert one[0] == two[0]
     valid = [[r.get("valid_loss") for r in read_metrics(tmp_path / name)] for name in ("one", "two")]
     assert valid[0] == valid[1] and valid[0][1] is not None
+    if model == EXPERTS:
+        routers = [[r["load_balancing_loss"] for r in read_metrics(tmp_path / name)] for name in ("one", "two")]
+        assert routers[0] == pytest.approx(routers[1], rel=1e-6) and min(routers[0]) > 0
     tied = {"output_layer.weight"} if "tie_embeddings=true" in model else set()
     assert two[1].keys() - one[1].keys() == tied
     for name, value in one[1].items():
@@ -191,6 +194,12 @@ def test_weights_to_start_with_fill_every_stage(work, tmp_path):
         (3, ["--pipeline-parallel", "3"], {}, r"accepted: a divisor of the model's layers \(2\)"),
         (2, ["--virtual-stages", "2"], {}, "--virtual-stages: got 2, accepted: 1 without --pipeline-parallel"),
         (2, ["--pipeline-parallel", "2", "--virtual-stages", "2"], {}, r"a divisor of the layers of a stage \(1\)"),
+        (
+            4,
+            ["--pipeline-parallel", "2", "--expert-parallel", "2"],
+            {},
+            "--expert-parallel: got 2, accepted: 1 with --p",
+        ),
         (
             2,
             ["--pipeline-parallel", "2", "--virtual-stages", "2", "--model-override", "num_layers=4"],

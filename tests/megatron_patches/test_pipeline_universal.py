@@ -1,0 +1,129 @@
+"""Universal checkpoints of engines that hold pipeline stages: frozen parameters, buffers, extra states, other names."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import run_ranks
+
+from .test_pipeline_engine import CONFIG, batches, forward_step, stage_of
+from .tiny import tiny_gpt
+
+
+class Note(nn.Module):
+    """Has an extra state."""
+
+    value = 0
+
+    def get_extra_state(self):
+        return {"value": self.value}
+
+    def set_extra_state(self, state):
+        self.value = state["value"]
+
+
+def noted(chunk, sign):
+    """A chunk with frozen layers' weights, a buffer and an extra state in each layer, and a buffer of its own."""
+    chunk.register_buffer("common", torch.tensor([7 * sign]))
+    for layer in chunk.decoder.layers:
+        layer.mlp.linear_fc2.weight.requires_grad_(False)
+        layer.mlp.linear_fc2.weight.data.mul_(1 + sign)
+        layer.register_buffer("seen", torch.tensor([sign * layer.layer_number]))
+        layer.note = Note()
+        layer.note.value = sign * layer.layer_number
+    return chunk
+
+
+def build(rank, stages, parts, sign, load):
+    import megatron_patches as mp
+
+    mp.initialize_model_parallel(
+        1, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=parts, seed=1
+    )
+    whole = tiny_gpt(num_layers=4)
+    if stages == 1:
+        model = noted(whole, sign)
+    elif parts is None:
+        model = noted(stage_of(whole, stages, rank), sign)
+    else:
+        model = [noted(stage_of(whole, stages, rank, part, parts), sign) for part in range(parts)]
+    config = {**CONFIG, "checkpoint": {"load_universal": load}}
+    return mp.initialize(model=model, config=config, dist_init_required=False)[0]
+
+
+def held(engine):
+    """What this rank has of everything, by whole names."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import coat_dist
+    from megatron_patches.pipeline import chunks_of, whole_names
+
+    names, found = whole_names(engine.module), {}
+    for name, p in engine.module.named_parameters():
+        found[names[name]] = [p.detach().clone()]
+        if p.requires_grad:
+            both = [coat_dist.safe_get_full_moment(p, which) for which in ("first", "second")]
+            found[names[name]] += [safe_get_full_fp32_param(p).clone(), *both]
+    for chunk in chunks_of(engine.module):
+        found["common"] = [chunk.common.clone()]
+        for layer in chunk.decoder.layers:
+            found[f"layer {layer.layer_number}"] = [layer.seen.clone(), torch.tensor(layer.note.value)]
+    return found
+
+
+def programs(rank, world, folder):
+    import deepspeed
+    import torch.distributed as dist
+
+    import megatron_patches as mp
+    from coat_dist import convert_to_universal
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    from megatron.core import parallel_state
+
+    engine = build(rank, 2, 2, 1, False)
+    mp.train_batch(engine, batches(), forward_step)
+    engine.save_checkpoint(folder, "two")
+    found, said = [held(engine)], {}
+    parallel_state.destroy_model_parallel()
+    if rank == 0:
+        convert_to_universal(folder / "two", folder / "universal")
+        shutil.copytree(folder / "universal", folder / "strange")
+        fp32 = folder / "strange" / "zero" / "decoder.final_layernorm.weight"
+        shutil.copytree(fp32, fp32.with_name("decoder.layers.9.weight"))
+    dist.barrier()
+    for stages, parts in ((2, None), (1, None)):
+        engine = build(rank, stages, parts, -1, True)
+        with pytest.raises(ValueError) as problem:
+            engine.load_checkpoint(folder, "strange")
+        said[stages] = str(problem.value)
+        engine.load_checkpoint(folder, "universal")
+        found.append(held(engine))
+        parallel_state.destroy_model_parallel()
+    engine = build(rank, 1, None, -1, False)
+    for weights_only in (False, True):
+        with pytest.raises(ValueError) as problem:
+            engine.load_checkpoint(folder, "two", load_module_only=weights_only)
+        said[weights_only, "native"] = str(problem.value)
+    return found, said
+
+
+def test_all_that_stages_hold_is_found_again(tmp_path):
+    ranks = run_ranks(2, programs, tmp_path)
+    saved = {**ranks[0][0][0], **ranks[1][0][0]}
+    assert saved["common"][0] == 7
+    assert [saved[f"layer {i}"] for i in range(1, 5)] == [[torch.tensor([i]), torch.tensor(i)] for i in range(1, 5)]
+    assert len(saved["decoder.layers.3.mlp.linear_fc2.weight"]) == 1  # frozen
+    for i in (1, 2):
+        for found, _ in ranks if i == 1 else ranks[:1]:
+            for name, tensors in found[i].items():
+                assert all(map(torch.equal, tensors, saved[name])), name
+    assert ranks[0][0][2].keys() == ranks[0][0][1].keys() | ranks[1][0][1].keys() == saved.keys()
+    for _, said in ranks:
+        for stages in (1, 2):
+            assert "got decoder.layers.9.weight, accepted: parameters and buffers of this model" in said[stages]
+        assert all(
+            "pipeline stages: checkpoint has 2, this run has 1" in said[key] for key in said if key not in (1, 2)
+        )
