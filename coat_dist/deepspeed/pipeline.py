@@ -61,6 +61,12 @@ _REFUSED = (
         lambda value: value is False,
         "true (its default) with pipeline stages: a step is gradient_accumulation_steps micro-batches",
     ),
+    ("torch_autocast.enabled", lambda value: value is True, "false with pipeline stages"),
+    (
+        "checkpoint.use_node_local_storage",
+        lambda value: value is True,
+        "false with pipeline stages (DeepSpeed would write the model states of each node's first rank alone)",
+    ),
     (
         "flops_profiler.enabled",
         lambda value: value is True,
