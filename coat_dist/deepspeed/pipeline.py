@@ -196,7 +196,7 @@ def _norm_over_stages(engine: Any) -> Any:
     own = [str(g.get("name", i)).removesuffix(TIED) for i, g in enumerate(engine.optimizer.optimizer.param_groups)]
     every: list[Any] = [None] * over_stages.size()
     dist.all_gather_object(every, own, group=over_stages)
-    labels = sorted({x for one in every for x in one}, key=lambda x: max(o.index(x) for o in every if x in o))
+    labels = sorted({x for one in every for x in one}, key=lambda x: (max(o.index(x) for o in every if x in o), x))
     places = [labels.index(label) for label in own]
 
     def scaled_global_norm(zero: Any, norm_type: float = 2) -> torch.Tensor:
