@@ -247,6 +247,20 @@ def test_layers_to_recompute_are_a_stages(work, tmp_path, parallel, more, said):
             pretrain.plan(arguments.parse(line), 2)
 
 
+def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monkeypatch):
+    from megatron.core import parallel_state
+
+    from launch.training.runtime import get_random_state, reseed, set_random_state
+
+    before, drawn = get_random_state(), []
+    for stage in (0, 1, 0):
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage)
+        reseed(7)
+        drawn.append(torch.rand(4).tolist())
+    set_random_state(before)
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
     from launch import finetune, planner, pretrain
 
