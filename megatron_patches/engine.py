@@ -21,6 +21,7 @@ from .patch import patch_model, unpatch_model
 from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
 from .report import PatchReport
+from .stage_check import check_stage
 from .universal import universal_checkpoint_info
 
 __all__ = ["initialize"]
@@ -68,6 +69,7 @@ def initialize(
         RuntimeError: Megatron's groups do not exist yet.
     """
     model = _one_module(model)
+    check_stage(model)
     mark_stage(model)
     if isinstance(mpu, ModuleType):
         raise CoatConfigError(

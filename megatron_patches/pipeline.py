@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
@@ -49,8 +50,9 @@ def train_batch(
         data_iterator: gives micro-batches to ``forward_step_func``; None on stages that need none. With interleaved
             stages one for each model chunk, or a single one, whose micro-batches every chunk then gets.
         forward_step_func: Megatron's: ``(data_iterator, model) -> (output, loss_func)``, where ``loss_func(output)`` is
-            the mean loss of a micro-batch, or a tuple that begins with it. What follows in the tuple is not used. It
-            is divided by the number of micro-batches here.
+            the mean loss of a micro-batch, or a tuple of it and what is not used here; or Megatron's tuple of three,
+            of which the first two are the sum of the losses and the number of tokens. The mean is divided by the number
+            of micro-batches here.
         seq_length, micro_batch_size: of the hidden states that stages send one another (default: the model's
             ``max_sequence_length``, and the engine's ``train_micro_batch_size_per_gpu``). All micro-batches have them.
         before_step: called when all gradients are there and ``engine.step()`` is about to be called.
@@ -67,6 +69,8 @@ def train_batch(
     count, chunks = engine.gradient_accumulation_steps(), chunks_of(engine.module)
     run = Losses(forward_step_func, count)
     if not _several_stages():
+        # As Megatron's schedules do: losses of routers are added inside backward, out of reach of the engine.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=engine.device) / count)
         iterator = data_iterator[0] if isinstance(data_iterator, Sequence) else data_iterator
         for index in range(count):
             output, loss_func = run.step(iterator, engine)
@@ -131,7 +135,7 @@ class Losses:
     def _loss(self, loss_func: Callable[[torch.Tensor], Any], output: torch.Tensor) -> tuple[torch.Tensor, None]:
         loss = loss_func(output)
         if isinstance(loss, tuple):
-            loss = loss[0]
+            loss = loss[0] / torch.as_tensor(loss[1]).clamp(min=1) if len(loss) == 3 else loss[0]
         # A copy, as the schedule divides the loss in place.
         value = loss.detach().to(torch.float64, copy=True)
         self._sum = value if self._sum is None else self._sum + value
@@ -194,6 +198,10 @@ def _check(config: Any, chunks: int, count: int) -> None:
         raise CoatConfigError(
             "config.deallocate_pipeline_outputs: got True with overlap_p2p_comm, accepted: False (Megatron's schedule "
             "would drop outputs while they are being sent, and stages would receive other numbers)"
+        )
+    if config.calculate_per_token_loss:
+        raise CoatConfigError(
+            "config.calculate_per_token_loss: got True, accepted: False under DeepSpeed, which takes means over ranks"
         )
     for name in ("finalize_model_grads_func", "grad_sync_func", "param_sync_func", "grad_scale_func"):
         if getattr(config, name, None) is not None:

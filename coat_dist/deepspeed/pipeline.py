@@ -61,6 +61,12 @@ _REFUSED = (
         lambda value: value is False,
         "true (its default) with pipeline stages: a step is gradient_accumulation_steps micro-batches",
     ),
+    ("torch_autocast.enabled", lambda value: value is True, "false with pipeline stages"),
+    (
+        "checkpoint.use_node_local_storage",
+        lambda value: value is True,
+        "false with pipeline stages (DeepSpeed would write the model states of each node's first rank alone)",
+    ),
     (
         "flops_profiler.enabled",
         lambda value: value is True,
@@ -192,7 +198,7 @@ def _norm_over_stages(engine: Any) -> Any:
     own = [str(g.get("name", i)).removesuffix(TIED) for i, g in enumerate(engine.optimizer.optimizer.param_groups)]
     every: list[Any] = [None] * over_stages.size()
     dist.all_gather_object(every, own, group=over_stages)
-    labels = sorted({x for one in every for x in one}, key=lambda x: max(o.index(x) for o in every if x in o))
+    labels = sorted({x for one in every for x in one}, key=lambda x: (max(o.index(x) for o in every if x in o), x))
     places = [labels.index(label) for label in own]
 
     def scaled_global_norm(zero: Any, norm_type: float = 2) -> torch.Tensor:

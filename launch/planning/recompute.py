@@ -80,9 +80,16 @@ def recompute_options(args: argparse.Namespace, model: ModelConfig, coat: CoatCo
                 f"--recompute-modules: got {found[0]}, accepted: {possible}; in BF16 layers Megatron's {found[0]} {why}"
             )
         return {"recompute_granularity": "selective", "recompute_modules": modules}
-    layers = args.recompute_num_layers or 1
+    layers, whose = args.recompute_num_layers or 1, "the model's"
+    if (parts := getattr(args, "pipeline_parallel", 1) * getattr(args, "virtual_stages", 1)) > 1:
+        num_layers, whose = max(num_layers // parts, 1), "a stage's" if args.virtual_stages == 1 else "a stage part's"
     if layers > num_layers:
-        raise CoatConfigError(f"--recompute-num-layers: got {layers}, accepted: up to the model's {num_layers} layers")
+        raise CoatConfigError(f"--recompute-num-layers: got {layers}, accepted: up to {whose} {num_layers} layers")
+    if args.recompute_method != "block" and num_layers % layers:  # Megatron's last unit would go beyond the last layer
+        raise CoatConfigError(
+            f"--recompute-num-layers: got {layers}, accepted: a divisor of {whose} {num_layers} layers, or "
+            "--recompute-method block"
+        )
     return {
         "recompute_granularity": "full",
         "recompute_method": args.recompute_method or "uniform",

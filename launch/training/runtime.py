@@ -91,10 +91,12 @@ def seed_python_and_numpy(seed: int) -> None:
 
 
 def reseed(seed: int) -> None:
-    """Seed every generator that training draws from; Megatron's groups exist."""
+    """Seed every generator that training draws from; Megatron's groups exist. Pipeline stages differ, for dropout."""
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     seed_python_and_numpy(seed)
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 

@@ -30,6 +30,12 @@ def forward_step(batches, model):
     return output, lambda output: (output.mean(), {"lm loss": output.detach().mean()})
 
 
+def summed(batches, model):
+    """The same loss as Megatron's programs give it: a sum, the number of tokens, and what is reported."""
+    output, _ = forward_step(batches, model)
+    return output, lambda output: (output.sum(), torch.tensor(output.numel()), {})
+
+
 def batches():
     return (tiny_batch(i, "cpu") for i in range(100))
 
@@ -68,6 +74,7 @@ def programs(rank, world, virtual):
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     found = []
     for stages in (1, 2):
@@ -87,7 +94,9 @@ def programs(rank, world, virtual):
         read = batches()
         losses = [float(mp.train_batch(engine, read, forward_step))]
         losses.append(float(mp.eval_batch(engine, batches(), forward_step, num_microbatches=2)))
-        losses.append(float(mp.train_batch(engine, read, forward_step)))
+        if stages == 1:  # as a schedule of several stages divides losses of routers
+            assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == 1 / COUNT
+        losses.append(float(mp.train_batch(engine, read, summed if stages == 2 else forward_step)))
         assert engine.was_step_applied() and (engine.global_steps, engine.micro_steps) == (2, 2 * COUNT)
         found.append((losses, float(engine.get_global_grad_norm())))
         if stages == 1:
@@ -108,6 +117,9 @@ def programs(rank, world, virtual):
     config.finalize_model_grads_func = print
     refused("finalize", lambda: mp.train_batch(engine, read, forward_step))
     config.finalize_model_grads_func = None
+    config.calculate_per_token_loss = True
+    refused("per token", lambda: mp.train_batch(engine, read, forward_step))
+    config.calculate_per_token_loss = False
     config.overlap_p2p_comm = False
     if virtual:
         refused("batch", lambda: mp.train_batch(engine, read, forward_step))
@@ -116,6 +128,13 @@ def programs(rank, world, virtual):
     for key, value in {"stage": 2, "overlap_comm": True}.items():
         zero = {**CONFIG["zero_optimization"], key: value}
         refused(key, lambda zero=zero: mp.initialize(model=model, config={**CONFIG, "zero_optimization": zero}))
+    local = {**CONFIG, "checkpoint": {"use_node_local_storage": True}}
+    refused("local", lambda: mp.initialize(model=model, config=local))
+    chunk = model if virtual is None else model[-1]
+    chunk.post_process = not chunk.post_process
+    refused("ends", lambda: mp.initialize(model=model, config=CONFIG))
+    config.pipeline_model_parallel_size = 1
+    refused("sizes", lambda: mp.initialize(model=model, config=CONFIG))
     return found, said
 
 
@@ -132,6 +151,14 @@ def test_a_megatron_program_over_two_stages(virtual):
     assert "gradients are disabled" in said["no_grad"]
     assert said["finalize"].startswith("config.finalize_model_grads_func: got a function, accepted: None")
     assert said["deallocate"].startswith("config.deallocate_pipeline_outputs: got True with overlap_p2p_comm")
+    assert said["per token"].startswith("config.calculate_per_token_loss: got True, accepted: False")
+    assert said["local"].startswith("checkpoint.use_node_local_storage: got true, accepted: false with pipeline stages")
+    where = "" if virtual is None else ", chunk 1"
+    for stage, given in enumerate((True, False)):  # both ranks hear of both
+        for _, heard in ranks:
+            line = f"model on pipeline stage {stage}{where}: got post_process={given}, accepted: {not given}"
+            assert line in heard["ends"].splitlines()
+    assert "config.pipeline_model_parallel_size: got 1, accepted: 2" in said["sizes"]
     if virtual:
         assert said["batch"].startswith("config.overlap_p2p_comm: got False with two interleaved stages")
     assert said["stage"].startswith("zero_optimization.stage: got 2, accepted: 1 with pipeline stages")
