@@ -271,7 +271,8 @@ def run(
         make_plan: what is to be done, of the arguments and the number of ranks; touches no device.
         work: does it; how it ended, a sentence.
     """
-    rank = 0
+    task = os.environ.get("SLURM_PROCID", "")
+    rank = int(task) if task.isdecimal() else 0  # until it is known: all tasks may find the same wrong
     try:
         take_ranks()
         rank = int(os.environ.get("RANK", 0))

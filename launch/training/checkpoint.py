@@ -157,7 +157,8 @@ def examine(checkpoint: Path, run: Mapping[str, Any], team: Team | None = None) 
         hint = "" if any(_among(key, _UNIVERSAL_STRUCTURE) for key in changed) else f"\n{_CONVERSION}"
         raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal) + hint)
     verify(checkpoint, manifest["files"], team)
-    return Examined(checkpoint, manifest, run, [line for key, line in changed.items() if not _among(key, structure)])
+    told = [line for key, line in changed.items() if not _among(key, structure) and key != "batch.given"]
+    return Examined(checkpoint, manifest, run, told)
 
 
 def _own_manifest(checkpoint: Path, team: Team) -> dict[str, Any]:

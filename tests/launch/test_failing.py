@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from launch import pretrain
 from launch.training import failing
 from tests.support import run_ranks
 
@@ -58,3 +59,15 @@ def test_the_line_does_not_wait_for_a_store_that_has_gone(monkeypatch, capsys):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     failing.end("one", 1)
     assert capsys.readouterr().err == "rank 1: error: one\n"
+
+
+def test_tasks_of_slurm_that_find_the_same_wrong_say_it_once(monkeypatch):
+    """They have no ranks yet, and no store: each knows its number, and all but the first let it speak."""
+    for name in ("RANK", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS"):
+        monkeypatch.delenv(name, raising=False)
+    said = []
+    monkeypatch.setattr(pretrain.failing, "end", lambda line, rank: said.append((line.partition(":")[0], rank)))
+    for task in ("0", "3", "x"):
+        monkeypatch.setenv("SLURM_PROCID", task)
+        assert pretrain.run(list, list, list) == 2
+    assert said == [("SLURM_NTASKS", 0), ("SLURM_NTASKS", 3), ("SLURM_NTASKS", 0)]
