@@ -71,7 +71,7 @@ def keep_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int, auto
     saved, batch = (run or {}).get("parallel", {}).get("data"), (run or {}).get("batch", {})
     total, given = settings.get(TOTAL) or batch.get("total"), [settings.get(key) for key in (MICRO, STEPS, TOTAL)]
     again = saved == dp and batch.get("given") == given
-    if saved is None or (saved == dp and not again) or not isinstance(total, int) or isinstance(total, bool) or total < 1:
+    if saved is None or (saved == dp and not again) or type(total) is not int or total < 1:
         return None
     if total % dp:
         whose = "the DeepSpeed file" if settings.get(TOTAL) else f"{source}, by {saved} data-parallel ranks"
