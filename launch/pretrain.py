@@ -301,6 +301,9 @@ def run(
         failing.end(str(problem), rank, once=True)
         return exhausted.STATUS
     except (torch.distributed.DistError, RuntimeError) as problem:
+        if failing.of_a_port(problem):
+            failing.end(failing.PORT.format(port=os.environ.get("MASTER_PORT")), rank)
+            return 2
         if not failing.of_another_rank(problem):
             raise
         failing.end_of_collective(problem, rank)

@@ -42,7 +42,7 @@ _STRUCTURE = (
 _UNIVERSAL_STRUCTURE = ("model.", "format")
 _CONVERSION = (
     "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers; --load auto does so by "
-    "itself for parallel sizes and ZeRO stages"
+    "itself for parallel sizes and ZeRO stages (not with checkpoint.use_node_local_storage)"
 )
 _LAYOUT = (
     "parallel.",
