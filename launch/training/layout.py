@@ -85,7 +85,9 @@ def keep_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int, auto
         return KeptBatch(f"batch: {total} samples a step, as {source} has them", given)
     if not isinstance(micro, int) or isinstance(micro, bool) or micro < 1:
         return None
-    micro = next(m for m in range(min(micro, each), 0, -1) if each % m == 0)
+    divisors = [m for m in range(min(micro, each), 0, -1) if each % m == 0]
+    stages = args.pipeline_parallel if args.virtual_stages > 1 else 1  # parts of stages take turns: check_micro_batches
+    micro = next((m for m in divisors if each // m % stages == 0), divisors[0])
     settings[MICRO], settings[STEPS] = micro, each // micro
     before = f"as {source} has them" if again else f"as with {saved} data-parallel ranks; now {dp}"
     line = f"batch: {total} samples a step, {before}, with micro-batches of {micro} and {each // micro} of them a step"

@@ -136,7 +136,8 @@ def kept(tmp_path, settings, dp, saved=2, total=8, micro=2, auto=False, given=No
         "run": {"parallel": {"data": saved}, "batch": {"micro": micro, "total": total, "given": given}},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    args = argparse.Namespace(**{"load": "auto", "save": str(tmp_path), "micro_batch": None, **options})
+    stages = {"pipeline_parallel": 1, "virtual_stages": 1}
+    args = argparse.Namespace(**{"load": "auto", "save": str(tmp_path), "micro_batch": None, **stages, **options})
     found = layout.keep_batch(args, settings, dp, auto)
     return found and found.line, [settings.get(k) for k in (layout.MICRO, layout.STEPS, layout.TOTAL)]
 
@@ -180,6 +181,13 @@ def test_a_plan_is_made_twice_of_the_same_settings(work, tmp_path):
     one, other = assemble(*known), assemble(*known)
     assert one.kept == other.kept and one.kept.given == [2, 2, None] and one.identity() == other.identity()
     assert one.identity()["batch"] == {"micro": 2, "accumulation": 4, "total": 8, "given": [2, 2, None]}
+
+
+def test_interleaved_stages_get_micro_batches_that_they_can_run(tmp_path):
+    interleaved = {"pipeline_parallel": 2, "virtual_stages": 2}
+    assert kept(tmp_path, {layout.MICRO: 3, layout.STEPS: 2}, 1, total=6, **interleaved)[1] == [3, 2, 6]
+    assert kept(tmp_path, {layout.MICRO: 2, layout.STEPS: 2}, 1, total=6, **interleaved)[1] == [1, 6, 6]
+    assert kept(tmp_path, {layout.MICRO: 2, layout.STEPS: 2}, 1, total=6)[1] == [2, 3, 6]
 
 
 def test_ranks_that_do_not_divide_the_samples_are_one_error(tmp_path):
