@@ -271,7 +271,8 @@ def run(
         make_plan: what is to be done, of the arguments and the number of ranks; touches no device.
         work: does it; how it ended, a sentence.
     """
-    rank = 0
+    task = os.environ.get("SLURM_PROCID", "")
+    rank = int(task) if task.isdecimal() else 0  # until it is known: all tasks may find the same wrong
     try:
         take_ranks()
         rank = int(os.environ.get("RANK", 0))
@@ -300,6 +301,9 @@ def run(
         failing.end(str(problem), rank, once=True)
         return exhausted.STATUS
     except (torch.distributed.DistError, RuntimeError) as problem:
+        if failing.of_a_port(problem):
+            failing.end(failing.PORT.format(port=os.environ.get("MASTER_PORT")), rank)
+            return 2
         if not failing.of_another_rank(problem):
             raise
         failing.end_of_collective(problem, rank)

@@ -57,7 +57,8 @@ def take_ranks() -> bool:
     here = _tasks_here(world)
     if here is not None and local >= here:
         raise CoatConfigError(f"SLURM_LOCALID: got {local}, accepted: below the {here} tasks of this node")
-    os.environ.setdefault("MASTER_ADDR", _first_host() if world > 1 else "127.0.0.1")
+    if "MASTER_ADDR" not in os.environ:  # else SLURM's list of hosts may be missing, or of any form
+        os.environ["MASTER_ADDR"] = _first_host() if world > 1 else "127.0.0.1"
     os.environ.setdefault("MASTER_PORT", str(_port()))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local))
     if here is not None:

@@ -42,7 +42,7 @@ _STRUCTURE = (
 _UNIVERSAL_STRUCTURE = ("model.", "format")
 _CONVERSION = (
     "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers; --load auto does so by "
-    "itself for parallel sizes and ZeRO stages"
+    "itself for parallel sizes and ZeRO stages (not with checkpoint.use_node_local_storage)"
 )
 _LAYOUT = (
     "parallel.",
@@ -157,7 +157,8 @@ def examine(checkpoint: Path, run: Mapping[str, Any], team: Team | None = None) 
         hint = "" if any(_among(key, _UNIVERSAL_STRUCTURE) for key in changed) else f"\n{_CONVERSION}"
         raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal) + hint)
     verify(checkpoint, manifest["files"], team)
-    return Examined(checkpoint, manifest, run, [line for key, line in changed.items() if not _among(key, structure)])
+    told = [line for key, line in changed.items() if not _among(key, structure) and key != "batch.given"]
+    return Examined(checkpoint, manifest, run, told)
 
 
 def _own_manifest(checkpoint: Path, team: Team) -> dict[str, Any]:

@@ -21,8 +21,12 @@ from coat_dist.deepspeed.missing import of_another_rank, who
 from coat_dist.ranks import tell_torchrun
 from launch.training import joining
 
-__all__ = ["end", "end_of_collective", "of_another_rank"]
+__all__ = ["PORT", "end", "end_of_collective", "of_a_port", "of_another_rank"]
 
+PORT = (
+    "MASTER_PORT: got {port}, where another program on this host listens, accepted: a free port (--master_port of the "
+    "launcher, or in the environment)"
+)
 KEY = "coat_dist/error"
 WAIT = 1.5
 """Seconds in which the rank that fails first has said what it has to say."""
@@ -64,6 +68,11 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False, els
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if rank == 0 and store is not None and dist.get_world_size() > 1:
         time.sleep(2 * WAIT)
+
+
+def of_a_port(problem: BaseException) -> bool:
+    """Whether the store could not be opened because its port is taken."""
+    return "failed to listen" in str(problem) and "EADDRINUSE" in str(problem)
 
 
 def _host(rank: int) -> str:

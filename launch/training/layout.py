@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, verify
@@ -25,7 +25,7 @@ from launch.model.sizes import parameter_count
 from launch.training import checkpoint
 from launch.training.settings import MICRO, STEPS, TOTAL
 
-__all__ = ["FOLDER", "fitting", "forget", "keep_batch"]
+__all__ = ["FOLDER", "KeptBatch", "fitting", "forget", "keep_batch"]
 
 FOLDER = ".converted"
 """In ``--save``. Nothing but conversions is in it, and all of it may be removed at any time."""
@@ -35,8 +35,19 @@ _BYTES = 14
 """Of a parameter in a universal checkpoint: fp32 weight and moments, FP8 codes."""
 
 
-def keep_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int, auto: bool) -> str | None:
+class KeptBatch(NamedTuple):
+    """What :func:`keep_batch` has done."""
+
+    line: str
+    """For the log."""
+    given: list[Any]
+    """The three batch sizes of the configuration, which are not those of the run."""
+
+
+def keep_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int, auto: bool) -> KeptBatch | None:
     """Keep the samples of a step where ``--load auto`` continues a run of another number of data-parallel ranks.
+
+    Or of as many, where that run had kept its samples and is started with the same configuration again.
 
     ``settings`` get the three batch sizes: train_batch_size as they have it, or else the checkpoint's; the micro-batch
     they have, or the largest smaller one that divides what a rank has to do; and the accumulation that follows.
@@ -45,7 +56,7 @@ def keep_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int, auto
         auto: the micro-batch is to be found: only the samples of a step are set.
 
     Returns:
-        A line for the log; None where nothing is to be kept. A checkpoint that cannot be read is told later.
+        None where nothing is to be kept. A checkpoint that cannot be read is told later.
 
     Raises:
         CoatConfigError: the ranks do not divide the samples of a step.
@@ -58,8 +69,9 @@ def keep_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int, auto
     except CheckpointError:
         return None
     saved, batch = (run or {}).get("parallel", {}).get("data"), (run or {}).get("batch", {})
-    total = settings.get(TOTAL) or batch.get("total")
-    if saved in (None, dp) or not isinstance(total, int) or isinstance(total, bool) or total < 1:
+    total, given = settings.get(TOTAL) or batch.get("total"), [settings.get(key) for key in (MICRO, STEPS, TOTAL)]
+    again = saved == dp and batch.get("given") == given
+    if saved is None or (saved == dp and not again) or type(total) is not int or total < 1:
         return None
     if total % dp:
         whose = "the DeepSpeed file" if settings.get(TOTAL) else f"{source}, by {saved} data-parallel ranks"
@@ -70,15 +82,16 @@ def keep_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int, auto
     settings[TOTAL], each, micro = total, total // dp, settings.get(MICRO) or batch.get("micro")
     if auto:
         settings.pop(STEPS, None)
-        return f"batch: {total} samples a step, as {source} has them"
+        return KeptBatch(f"batch: {total} samples a step, as {source} has them", given)
     if not isinstance(micro, int) or isinstance(micro, bool) or micro < 1:
         return None
-    micro = next(m for m in range(min(micro, each), 0, -1) if each % m == 0)
+    divisors = [m for m in range(min(micro, each), 0, -1) if each % m == 0]
+    stages = args.pipeline_parallel if args.virtual_stages > 1 else 1  # parts of stages take turns: check_micro_batches
+    micro = next((m for m in divisors if each // m % stages == 0), divisors[0])
     settings[MICRO], settings[STEPS] = micro, each // micro
-    return (
-        f"batch: {total} samples a step, as with {saved} data-parallel ranks; now {dp}, with micro-batches of {micro} "
-        f"and {each // micro} of them a step"
-    )
+    before = f"as {source} has them" if again else f"as with {saved} data-parallel ranks; now {dp}"
+    line = f"batch: {total} samples a step, {before}, with micro-batches of {micro} and {each // micro} of them a step"
+    return KeptBatch(line, given)
 
 
 def fitting(source: Path, p: Any) -> Path:
@@ -95,30 +108,29 @@ def fitting(source: Path, p: Any) -> Path:
     """
     if p.args.load != "auto" or look_up(p.settings, "checkpoint.use_node_local_storage"):
         return source  # of nodes' own disks no process sees all: the layout is refused
-    manifest, there = on_rank_0(lambda: _look(source, p))
+    another, files, there = on_rank_0(lambda: _look(source, p))
     if there is not None:
         try:
-            verify(there, manifest["files"])
+            verify(there, files)
             say(f"{source.name} was converted before: continuing from {there}")
             return there
         except CheckpointError as problem:
             say(f"warning: a conversion that was there is converted again: {problem}", "warning")
-    if not checkpoint.of_another_layout(read_manifest(source), p.identity()):
-        return source
-    return on_rank_0(lambda: _convert(source, p), patient=True)
+    return on_rank_0(lambda: _convert(source, p), patient=True) if another else source
 
 
-def _look(source: Path, p: Any) -> tuple[dict[str, Any], Path | None]:
-    """A finished conversion of ``source`` and its manifest, if that is what is needed. All others are removed."""
+def _look(source: Path, p: Any) -> tuple[bool, dict[str, list[int]], Path | None]:
+    """Whether ``source`` is to be converted, and a finished conversion of it with its files. All others are removed."""
     manifest = read_manifest(source)
     there = source.parent / FOLDER / name_of(manifest["progress"]["step"])
-    if checkpoint.of_another_layout(manifest, p.identity()) and (there / MANIFEST).is_file():
+    another = bool(checkpoint.of_another_layout(manifest, p.identity()))
+    if another and (there / MANIFEST).is_file():
         with suppress(CheckpointError):
             found = read_manifest(there)
             if found.get("universal") and all(found[key] == manifest[key] for key in ("run", "progress")):
-                return found, there
+                return another, found["files"], there
     forget(source.parent)
-    return {}, None
+    return another, {}, None
 
 
 def _convert(source: Path, p: Any) -> Path:

@@ -17,7 +17,7 @@ from launch.model.gpt import ModelConfig, parameter_count
 from launch.planning.recompute import recompute_options
 from launch.training import checkpoint
 from launch.training.initial import initial_weights, tokenizer_warning
-from launch.training.layout import keep_batch
+from launch.training.layout import KeptBatch, keep_batch
 from launch.training.schedule import Schedule
 from launch.training.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
 from launch.training.stages import check_micro_batches, check_stages
@@ -49,8 +49,8 @@ class Plan:
 
     warning: str | None = None
     """A line for the log."""
-    kept: str | None = None
-    """Another one, where batch sizes are those of a checkpoint of another number of ranks."""
+    kept: KeptBatch | None = None
+    """Where batch sizes are those of a checkpoint of another number of ranks; with a line for the log."""
     auto: bool = False
     """The micro-batch is to be found, or was."""
     recompute: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Plan:
         """One line for the log, and others before it where there is a warning or another batch than was set."""
         ep = self.args.expert_parallel
         divided = f", experts divided over {ep}" if ep > 1 else ""
-        return "".join(f"{line}\n" for line in (self.warning, self.kept) if line is not None) + (
+        return "".join(f"{line}\n" for line in (self.warning, self.kept and self.kept.line) if line is not None) + (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
             f"tensor-parallel ranks{self._stages()}{divided}; {self.batch.total} samples of {self.model.seq_length} "
             f"tokens a step ({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
@@ -110,7 +110,9 @@ class Plan:
             },
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
-            "batch": asdict(self.batch) | ({"found": "auto"} if self.auto else {}),
+            "batch": asdict(self.batch)
+            | ({"found": "auto"} if self.auto else {})
+            | ({"given": self.kept.given} if self.kept else {}),
             "data": self.data_identity(),
             "seed": a.seed,
         }
@@ -171,7 +173,7 @@ def assemble(
     Raises:
         CoatConfigError: names what cannot be used.
     """
-    tp = args.tensor_parallel
+    tp, settings = args.tensor_parallel, {**settings}  # batch sizes are set below
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
     model.check_parallel(tp, args.sequence_parallel)

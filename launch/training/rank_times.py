@@ -7,7 +7,6 @@ forward pass, in which all ranks take as long as the slowest: then only what com
 
 from __future__ import annotations
 
-import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from coat_dist import nodes
 from coat_dist.ranks import gather, rank_and_world
 from launch.log_level import say
 
@@ -37,7 +37,7 @@ class RankTimes:
 
     def __init__(self, device: torch.device, *, whole_forward: bool) -> None:
         self._whole, self._on_gpu = whole_forward, whole_forward and device.type == "cuda"
-        self._hosts = gather(socket.gethostname())
+        self._hosts = gather(nodes.host())
         self._seconds, self._began = 0.0, 0.0
         self._events: list[tuple[Any, Any]] = []
         self._used = 0

@@ -14,9 +14,9 @@ from tests.support import Program, free_port
 pytestmark = pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="starts ranks on the CPU")
 
 
-def torchrun(folder, options, argv):
+def torchrun(folder, options, argv, **environment):
     start = ["-m", "torch.distributed.run", *map(str, options), str(ROOT / "launch" / "pretrain.py"), *map(str, argv)]
-    return Program(start, folder, ROOT, **ENVIRONMENT)
+    return Program(start, folder, ROOT, **ENVIRONMENT, **environment)
 
 
 def ranks_of(launcher):
@@ -42,18 +42,24 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(work, tmp_path):
     assert [r["consumed_samples"] for r in records] == [8 * step for step in range(1, 41)]
 
 
-@pytest.mark.slow
-def test_a_node_that_goes_leaves_the_run_to_the_other(work, tmp_path):
-    """Two launchers of one rank each, then one of them: first two ranks, then one, in one run."""
-    run, save, port = tmp_path / "run", tmp_path / "save", free_port()
-    more = ["--save", save, "--save-interval", "4", "--load", "auto"]
-    argv = command(work, run, configuration(tmp_path, 2), *more, steps=80)
+def launchers_of_one_rank(folder, argv, **environment):
+    """A function that starts torchrun on another node of a job, which goes on with one node or two."""
+    port = free_port()
     quick = "last_call_timeout=8,keep_alive_interval=2,keep_alive_max_attempt=3"
     options = ["--nnodes", "1:2", "--nproc_per_node", 1, "--max-restarts", 3, "--monitor-interval", 0.2]
     options += ["--rdzv-backend", "c10d", "--rdzv-id", port, "--rdzv-conf", quick, "--rdzv-endpoint"]
-    first = torchrun(tmp_path, [*options, f"127.0.0.1:{port}"], argv)  # has the store
+    return lambda: torchrun(folder, [*options, f"127.0.0.1:{port}"], argv, **environment)
+
+
+@pytest.mark.slow
+def test_a_node_that_goes_leaves_the_run_to_the_other(work, tmp_path):
+    """Two launchers of one rank each, then one of them: first two ranks, then one, in one run."""
+    run, save = tmp_path / "run", tmp_path / "save"
+    more = ["--save", save, "--save-interval", "4", "--load", "auto"]
+    node = launchers_of_one_rank(tmp_path, command(work, run, configuration(tmp_path, 2), *more, steps=80))
+    first = node()  # has the store
     time.sleep(1.0)
-    second = torchrun(tmp_path, [*options, f"127.0.0.1:{port}"], argv)
+    second = node()
     wait_for_steps(first, run, 6)
     for process in (*ranks_of(second).values(), psutil.Process(second.pid)):
         process.kill()  # as when its host goes
@@ -65,3 +71,20 @@ def test_a_node_that_goes_leaves_the_run_to_the_other(work, tmp_path):
     records = read_metrics(run)
     assert [r["step"] for r in records] == list(range(1, 81))
     assert [r["consumed_samples"] for r in records] == [8 * r["step"] for r in records]
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_later_joins(work, tmp_path):
+    """First one rank, then two, in one run."""
+    run, save = tmp_path / "run", tmp_path / "save"
+    argv = command(work, run, configuration(tmp_path, 2), "--save", save, "--load", "auto", steps=120)
+    node = launchers_of_one_rank(tmp_path, argv, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    first = node()
+    wait_for_steps(first, run, 2)
+    second = node()
+    text = output_of(first) + output_of(second)
+    assert (first.returncode, second.returncode) == (0, 0) and "finished 120 steps" in text, text
+    assert text.count("converting ") == 1 and "parallel.data: checkpoint has 1, this run has 2" in text, text
+    assert "now 2, with micro-batches of 2 and 1 of them a step" in text, text
+    records = read_metrics(run)
+    assert [(r["step"], r["consumed_samples"]) for r in records] == [(step, 4 * step) for step in range(1, 121)]

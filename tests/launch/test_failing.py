@@ -1,13 +1,16 @@
 """The line of a rank that fails is printed once, by one rank."""
 
+import argparse
 import io
 import json
 import os
+import socket
 import sys
 
 import pytest
 import torch.distributed as dist
 
+from launch import pretrain
 from launch.training import failing
 from tests.support import run_ranks
 
@@ -58,3 +61,32 @@ def test_the_line_does_not_wait_for_a_store_that_has_gone(monkeypatch, capsys):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     failing.end("one", 1)
     assert capsys.readouterr().err == "rank 1: error: one\n"
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    """Two jobs on one machine: not another rank that has ended."""
+    given = argparse.Namespace(log_level="info", dry_run=False, gpus=None, local_rank=0, distributed_timeout_minutes=1)
+    said = []
+    monkeypatch.setattr(pretrain.failing, "end", lambda line, rank: said.append(line))
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in ranks.items():
+            monkeypatch.setenv(name, value)
+        assert pretrain.run(lambda: given, lambda args, world: None, list) == 2
+    (line,) = said
+    assert line.startswith(f"MASTER_PORT: got {port}, where another program on this host listens, accepted: "), line
+
+
+def test_tasks_of_slurm_that_find_the_same_wrong_say_it_once(monkeypatch):
+    """They have no ranks yet, and no store: each knows its number, and all but the first let it speak."""
+    for name in ("RANK", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS"):
+        monkeypatch.delenv(name, raising=False)
+    said = []
+    monkeypatch.setattr(pretrain.failing, "end", lambda line, rank: said.append((line.partition(":")[0], rank)))
+    for task in ("0", "3", "x"):
+        monkeypatch.setenv("SLURM_PROCID", task)
+        assert pretrain.run(list, list, list) == 2
+    assert said == [("SLURM_NTASKS", 0), ("SLURM_NTASKS", 3), ("SLURM_NTASKS", 0)]

@@ -11,8 +11,10 @@ import coat_dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from launch.model.config import ModelConfig
-from launch.training import checkpoint, layout
+from launch.training import arguments, checkpoint, layout
 from launch.training.metrics import read_metrics
+from launch.training.plan import assemble
+from launch.training.settings import load_settings
 from tests.launch.pretrain_runs import FP32_GRADIENTS, MODEL, command, configuration, losses, rank_main
 from tests.support import run_ranks
 
@@ -43,7 +45,7 @@ def test_two_ranks_then_one_then_two_are_one_run(work, tmp_path):
     config = configuration(tmp_path, 2, ROUNDED_TO_NEAREST, **EXACT)
     straight = tmp_path / "straight"
     assert "finished 6" in run_ranks(2, rank_main, command(work, straight, config, *NO_DROPOUT, steps=6))[0]
-    legs(work, tmp_path, config, [(2, 2), (1, 4), (2, 6)], *NO_DROPOUT, steps=6)
+    legs(work, tmp_path, config, [(2, 2), (1, 3), (1, 4), (2, 6)], *NO_DROPOUT, steps=6)
     assert not (tmp_path / "save" / layout.FOLDER).exists(), "the first checkpoint of a leg takes its place"
     assert [(s, loss, lr) for s, loss, _, lr in losses(tmp_path / "run")] == [
         (s, loss, lr) for s, loss, _, lr in losses(straight)
@@ -125,18 +127,19 @@ def test_stages_and_tensor_parallel_sizes(work, tmp_path):
     assert worst < 4e-4
 
 
-def kept(tmp_path, settings, dp, saved=2, total=8, micro=2, auto=False, **options):
+def kept(tmp_path, settings, dp, saved=2, total=8, micro=2, auto=False, given=None, **options):
     """Of a checkpoint with ``total`` samples a step of ``saved`` ranks, what ``settings`` become."""
     folder = tmp_path / "step00000001"
     folder.mkdir(exist_ok=True)
     manifest = {
         **{"format": 1, "files": {}, "progress": {"step": 1}},
-        "run": {"parallel": {"data": saved}, "batch": {"micro": micro, "total": total}},
+        "run": {"parallel": {"data": saved}, "batch": {"micro": micro, "total": total, "given": given}},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    args = argparse.Namespace(**{"load": "auto", "save": str(tmp_path), "micro_batch": None, **options})
-    line = layout.keep_batch(args, settings, dp, auto)
-    return line, [settings.get(k) for k in (layout.MICRO, layout.STEPS, layout.TOTAL)]
+    stages = {"pipeline_parallel": 1, "virtual_stages": 1}
+    args = argparse.Namespace(**{"load": "auto", "save": str(tmp_path), "micro_batch": None, **stages, **options})
+    found = layout.keep_batch(args, settings, dp, auto)
+    return found and found.line, [settings.get(k) for k in (layout.MICRO, layout.STEPS, layout.TOTAL)]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +158,36 @@ def test_a_step_keeps_its_samples(tmp_path, given, dp, expected):
     settings = {k: v for k, v in zip((layout.MICRO, layout.STEPS, layout.TOTAL), given, strict=True) if v is not None}
     line, values = kept(tmp_path, settings, dp)
     assert values == expected and (line is None) == (dp == 2)
+
+
+@pytest.mark.parametrize(("given", "auto"), [((2, 2, None), False), ((2, 2, 8), False), ((1, 2, None), True)])
+def test_a_second_start_on_as_many_ranks_keeps_them_too(tmp_path, given, auto):
+    """The same command: what two ranks had is still not what the one has."""
+    keys = (layout.MICRO, layout.STEPS, layout.TOTAL)
+    settings = {k: v for k, v in zip(keys, given, strict=True) if v is not None}
+    line, values = kept(tmp_path, settings, 1, saved=1, given=list(given), auto=auto)
+    assert values == ([1, None, 8] if auto else [2, 4, 8]) and "8 samples a step, as" in line
+    changed = {layout.MICRO: 4, layout.STEPS: 1}
+    assert kept(tmp_path, changed, 1, saved=1, given=list(given), auto=auto) == (None, [4, 1, None]), "as wanted"
+
+
+def test_a_plan_is_made_twice_of_the_same_settings(work, tmp_path):
+    """``finetune.py`` does, before and after it knows the number of steps."""
+    kept(tmp_path, {}, 1)  # a checkpoint of two ranks
+    config = configuration(tmp_path, 2)
+    args = arguments.parse(command(work, tmp_path / "run", config, "--save", tmp_path, "--load", "auto"))
+    settings, coat = load_settings(config, tp=1)
+    known = args, 1, settings, coat, ModelConfig(**MODEL).with_vocab(250)
+    one, other = assemble(*known), assemble(*known)
+    assert one.kept == other.kept and one.kept.given == [2, 2, None] and one.identity() == other.identity()
+    assert one.identity()["batch"] == {"micro": 2, "accumulation": 4, "total": 8, "given": [2, 2, None]}
+
+
+def test_interleaved_stages_get_micro_batches_that_they_can_run(tmp_path):
+    interleaved = {"pipeline_parallel": 2, "virtual_stages": 2}
+    assert kept(tmp_path, {layout.MICRO: 3, layout.STEPS: 2}, 1, total=6, **interleaved)[1] == [3, 2, 6]
+    assert kept(tmp_path, {layout.MICRO: 2, layout.STEPS: 2}, 1, total=6, **interleaved)[1] == [1, 6, 6]
+    assert kept(tmp_path, {layout.MICRO: 2, layout.STEPS: 2}, 1, total=6)[1] == [2, 3, 6]
 
 
 def test_ranks_that_do_not_divide_the_samples_are_one_error(tmp_path):

@@ -75,3 +75,8 @@ def test_a_rank_that_sleeps_is_named(work, tmp_path):
     records = read_metrics(tmp_path / "run")[1:]
     assert {r["slowest_rank"] for r in records} == {1}
     assert all(r["slowest_rank_time_ratio"] > rank_times.THRESHOLD for r in records), records
+
+
+def test_the_host_has_the_name_that_messages_have(monkeypatch):
+    monkeypatch.setenv("COAT_HOST", "node-07")
+    assert RankTimes(torch.device("cpu"), whole_forward=True)._hosts == ["node-07"]
