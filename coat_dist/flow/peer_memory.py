@@ -45,6 +45,7 @@ class Fetched:
     def __init__(self, done: torch.cuda.Event) -> None:
         self.done = done
 
+    @torch.compiler.disable
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.done)
 
@@ -88,6 +89,7 @@ class PeerMemory:
         first = self._turn * self._bytes
         return [self._buffer[first + at : first + at + n] for at, n in zip(offsets[:-1], nbytes, strict=True)]
 
+    @torch.compiler.disable
     def reserve(self, *kinds: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:
         """A new exchange: tensors in this rank's room, to be written on the current stream and given to :meth:`gather`,
         which has nothing to copy then. They last until the exchange after the next."""
@@ -122,6 +124,7 @@ class PeerMemory:
         self._last = Fetched(done)
         return self._last
 
+    @torch.compiler.disable
     def gather(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, Fetched]]:
         """All ranks' tensors one after the other along dimension 0, and by rank when they will have come."""
         sizes = tuple(t.nbytes for t in tensors)

@@ -173,10 +173,10 @@ class Block:
     def __call__(self, x):
         return norm_mlp(x, self.norm, *self.weights, "swiglu", self.tp, ActivationConfig())
 
-    def result(self, rows, recomputed=False):
+    def result(self, rows, recomputed=False, call=None):
         x = torch.linspace(-1, 1, rows * B * H).sin().view(rows, B, H) + dist.get_rank()
         x.requires_grad_()
-        y = checkpoint(self, x, use_reentrant=False) if recomputed else self(x)
+        y = checkpoint(self, x, use_reentrant=False) if recomputed else (call or self)(x)
         return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *self.weights])]
 
 
@@ -243,3 +243,21 @@ def test_a_rank_without_memory_sends_all_to_nccl() -> None:
     with tempfile.TemporaryDirectory() as folder:
         expected = [False, True, False, False]
         assert run_ranks(2, without_memory, folder) == [(expected, 0, True), (expected, 1, True)]
+
+
+def compiled(rank, world, folder):
+    """Whether a compiled block has the results of one that is not, for several sizes, without rooms and with them."""
+    block, found = Block(TensorParallel(dist.group.WORLD, True)), []
+    plain = {rows: block.result(rows) for rows in (4, 8)}
+    with Machine(folder).here():
+        for peers in (None, PeerMemory(dist.group.WORLD, CPU)):
+            torch.compiler.reset()
+            call = torch.compile(block.__call__, backend="eager")
+            with through(peers):
+                found += [same(block.result(rows, call=call), plain[rows]) for rows in (4, 8, 4)]
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_for_several_lengths(tmp_path) -> None:
+    assert run_ranks(2, compiled, str(tmp_path)) == [[True] * 6] * 2
