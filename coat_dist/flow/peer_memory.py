@@ -203,6 +203,8 @@ class PeerMemory:
 
 
 _of_group: dict[dist.ProcessGroup, PeerMemory | None] = {}
+_switched: set[dist.ProcessGroup] = set()
+"""Groups whose ranks have the same ``COAT_PEER_MEMORY``."""
 
 
 def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.device) -> PeerMemory | None:
@@ -220,11 +222,14 @@ def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.devi
         return None
     if torch.cuda.is_current_stream_capturing():  # a graph may not wait for copies that it does not hold
         return None
-    if group not in _of_group:
+    if group not in _switched:
         check_switch(group)
+        _switched.add(group)
+    if os.environ.get(SWITCH) == "0":  # nothing is tried then
+        return None
+    if group not in _of_group:
         _of_group[group] = _try(group, device) if _all_can_read(group, device) else None
-    peers = _of_group[group]
-    if peers is None or os.environ.get(SWITCH) == "0":
+    if (peers := _of_group[group]) is None:
         return None
     if not peers.holds(peers.size * nbytes):  # more than any exchange of parts of this size takes
         _of_group[group] = None
