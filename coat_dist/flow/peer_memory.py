@@ -172,10 +172,10 @@ class PeerMemory:
         self._bytes, self._begun = 0, False
         with torch.inference_mode(False):  # a room that evaluation makes is written in training
             buffer = self._allocate(2 * nbytes)
-        if not self._all(buffer is not None):
+        if not self._all(buffer is not None) or buffer is None:
             return False
         self._buffer, self._bytes = buffer, nbytes
-        self._handle = symmetric.rendezvous(self._buffer, self.group.group_name)
+        self._handle = symmetric.rendezvous(buffer, self.group.group_name)
         return True
 
     def _allocate(self, nbytes: int) -> torch.Tensor | None:
