@@ -41,6 +41,7 @@ class Rows:
             coming.wait()
         return self._whole
 
+    @torch.compiler.disable
     def multiply(self, product: Product, n: int, dtype: torch.dtype) -> torch.Tensor:
         """The product with all rows, ``[rows, n]``."""
         m, rank = self.own.codes.shape[0], self.peers.rank
@@ -61,6 +62,7 @@ class Rows:
         product(rows_of(self._whole, rank * m, m), out[rank * m : (rank + 1) * m])
 
 
+@torch.compiler.disable
 def scattered_product(
     peers: PeerMemory, a: QuantizedTensor, product: Product, n: int, dtype: torch.dtype, cut: bool = True
 ) -> Pending[torch.Tensor]:

@@ -8,9 +8,12 @@ multicast is not used. ``COAT_PEER_MEMORY=0`` switches it off: NCCL does the sam
 **Rooms are written again** when it is certain that they were read. There are two, taken in turn. All barriers are on
 the stream that computes, and before barrier ``k`` it waits for this rank's copies of exchange ``k - 1``. So behind
 barrier ``k`` all copies up to ``k - 1`` are done on all ranks, and what they read may be written: by exchange
-``k + 1``. These waits cost nothing, as copies are done long before the next exchange.
+``k + 1``. These waits cost nothing, as copies are done long before the next exchange. Where another stream computes
+than before, it waits for that one first. An exchange that ended before its barrier, by an exception, gives its room to
+the next.
 
-Memory: two rooms of the largest exchange for each group, outside of torch's allocator.
+Memory: two rooms of the largest exchange for each group, outside of torch's allocator. Where a rank has none left for
+larger rooms, all ranks of the group go on over NCCL.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class Fetched:
     def __init__(self, done: torch.cuda.Event) -> None:
         self.done = done
 
+    @torch.compiler.disable
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.done)
 
@@ -50,6 +54,9 @@ class PeerMemory:
     """The rooms of one process group, whose ranks all call the same methods with the same sizes in the same order."""
 
     _reserved: list[torch.Tensor] | None = None
+    _stream: torch.cuda.Stream | None = None
+    _begun = False
+    """Whether a room was taken whose barrier has not come yet."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -62,16 +69,27 @@ class PeerMemory:
         self._before: Fetched | None = None
 
     def room(self, *nbytes: int) -> list[torch.Tensor]:
-        """A new exchange: parts of this rank's room, uint8, to be written on the current stream."""
+        """A new exchange: parts of this rank's room, uint8, to be written on the current stream.
+
+        Raises:
+            RuntimeError: there is no memory for a room of this size, on all ranks.
+        """
         offsets = self._offsets(nbytes)
-        if offsets[-1] > self._bytes:
-            self._grow(offsets[-1])
-        self._turn ^= 1
-        self._before = self._last
+        if not self.holds(offsets[-1]):
+            raise RuntimeError(f"no memory for two rooms of {offsets[-1]} bytes on all ranks")
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        if not self._begun:
+            self._turn ^= 1
+            self._before = self._last
+        self._begun = True
         assert self._buffer is not None
         first = self._turn * self._bytes
         return [self._buffer[first + at : first + at + n] for at, n in zip(offsets[:-1], nbytes, strict=True)]
 
+    @torch.compiler.disable
     def reserve(self, *kinds: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:
         """A new exchange: tensors in this rank's room, to be written on the current stream and given to :meth:`gather`,
         which has nothing to copy then. They last until the exchange after the next."""
@@ -84,6 +102,7 @@ class PeerMemory:
         if self._before is not None:
             self._before.wait()
             self._before = None
+        self._begun = False
         self._handle.barrier(channel=0)
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -105,6 +124,7 @@ class PeerMemory:
         self._last = Fetched(done)
         return self._last
 
+    @torch.compiler.disable
     def gather(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, Fetched]]:
         """All ranks' tensors one after the other along dimension 0, and by rank when they will have come."""
         sizes = tuple(t.nbytes for t in tensors)
@@ -112,8 +132,9 @@ class PeerMemory:
             for part, t in zip(self.room(*sizes), tensors, strict=True):
                 part.copy_(t.view(-1).view(torch.uint8))
         self._reserved = None
-        self.written()
+        # Before the barrier: with deterministic algorithms torch fills new memory, and copies must come after that.
         outs = [t.new_empty(self.size * t.shape[0], *t.shape[1:]) for t in tensors]
+        self.written()
         coming = {}
         for step in range(1, self.size + 1):  # this rank's own last
             rank = (self.rank + step) % self.size
@@ -139,25 +160,60 @@ class PeerMemory:
             offsets.append(offsets[-1] + -(-n // ALIGNMENT) * ALIGNMENT)
         return offsets
 
-    def _grow(self, nbytes: int) -> None:
+    def holds(self, nbytes: int) -> bool:
+        """Whether a room has this many bytes, made larger if not, which is a collective. The same on all ranks."""
+        if nbytes <= self._bytes:
+            return True
         import torch.distributed._symmetric_memory as symmetric
 
         torch.cuda.synchronize(self.device)
-        dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
-        torch.cuda.synchronize(self.device)  # nobody reads the old rooms any more
-        self._buffer = self._handle = self._last = self._before = None
-        self._bytes = nbytes
-        self._buffer = symmetric.empty(2 * nbytes, dtype=torch.uint8, device=self.device)
-        self._handle = symmetric.rendezvous(self._buffer, self.group.group_name)
+        self._all(True)  # nobody reads the old rooms any more
+        self._buffer = self._handle = self._last = self._before = self._reserved = None
+        self._bytes, self._begun = 0, False
+        with torch.inference_mode(False):  # a room that evaluation makes is written in training
+            buffer = self._allocate(2 * nbytes)
+        if not self._all(buffer is not None) or buffer is None:
+            return False
+        self._buffer, self._bytes = buffer, nbytes
+        self._handle = symmetric.rendezvous(buffer, self.group.group_name)
+        return True
+
+    def _allocate(self, nbytes: int) -> torch.Tensor | None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        try:
+            return symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError:  # the driver has none left; torch may keep some that nobody uses
+            torch.cuda.empty_cache()
+        try:
+            return symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            warnings.warn(
+                f"tensor-parallel ranks exchange rows by NCCL alone from now on: rank {self.rank} of the group has no "
+                f"{nbytes} bytes for others to read: {error}",
+                stacklevel=2,
+            )
+            return None
+
+    def _all(self, mine: bool) -> bool:
+        """Whether it is so on all ranks. The host waits."""
+        everyone = torch.tensor(float(mine), device=self.device)
+        dist.all_reduce(everyone, dist.ReduceOp.MIN, group=self.group)
+        return bool(everyone.item())
 
 
 _of_group: dict[dist.ProcessGroup, PeerMemory | None] = {}
+_switched: set[dist.ProcessGroup] = set()
+"""Groups whose ranks have the same ``COAT_PEER_MEMORY``."""
 
 
 def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.device) -> PeerMemory | None:
     """The rooms of this group where its GPUs can read each other's memory and ``nbytes`` are worth it; else None.
 
-    The first call with enough bytes is a collective.
+    Args:
+        nbytes: of what one rank sends to another.
+
+    The first call with enough bytes is a collective, and so is one with more than any before.
 
     Raises:
         CoatConfigError: ``COAT_PEER_MEMORY`` is neither 0 nor 1, or not the same on all ranks.
@@ -166,10 +222,18 @@ def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.devi
         return None
     if torch.cuda.is_current_stream_capturing():  # a graph may not wait for copies that it does not hold
         return None
-    if group not in _of_group:
+    if group not in _switched:
         check_switch(group)
+        _switched.add(group)
+    if os.environ.get(SWITCH) == "0":  # nothing is tried then
+        return None
+    if group not in _of_group:
         _of_group[group] = _try(group, device) if _all_can_read(group, device) else None
-    return None if os.environ.get(SWITCH) == "0" else _of_group[group]
+    if (peers := _of_group[group]) is None:
+        return None
+    if not peers.holds(peers.size * nbytes):  # more than any exchange of parts of this size takes
+        _of_group[group] = None
+    return _of_group[group]
 
 
 def check_switch(group: dist.ProcessGroup) -> None:
@@ -208,9 +272,9 @@ def _all_can_read(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _try(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     """The rooms, if every rank can make small ones: a container may forbid what they take."""
-    peers, able = PeerMemory(group, device), True
+    peers = PeerMemory(group, device)
     try:
-        peers.room(ALIGNMENT)
+        able = peers.holds(ALIGNMENT)
     except RuntimeError as error:
         warnings.warn(f"tensor-parallel ranks exchange rows by NCCL alone: {error}", stacklevel=2)
         able = False

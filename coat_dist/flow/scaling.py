@@ -41,7 +41,7 @@ from ..ops import (
     transpose,
 )
 from .overlap import Rows
-from .tensor_parallel import Pending, TensorParallel
+from .tensor_parallel import Pending, TensorParallel, nbytes
 
 __all__ = [
     "Operand",
@@ -138,7 +138,7 @@ def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConf
 
 def gather_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor | Rows:
     """All ranks' rows of an operand, or what will be them: rows that come while products run, where they can."""
-    if not settings.tp_invariant and (peers := tp.peers(q8.codes.nbytes, q8.codes.device)) is not None:
+    if not settings.tp_invariant and (peers := tp.peers(nbytes(q8.codes), q8.codes.device)) is not None:
         return Rows(peers, q8)
     if q8.layout == "row":
         return tp.start_gather_quantized(q8).wait()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..formats import QuantizedTensor
 from .peer_memory import PeerMemory, peer_memory
 
-__all__ = ["Pending", "TensorParallel", "gather_into"]
+__all__ = ["Pending", "TensorParallel", "gather_into", "nbytes"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -25,6 +25,10 @@ U = TypeVar("U")
 # torch 2.13 renamed both collectives and deprecated the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_outside_of_graphs = torch.compiler.disable(peer_memory)
+"""Ranks have to find the same: also where torch.compile traces a call on one of them and not on another."""
 
 
 def gather_into(out: torch.Tensor, t: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -100,7 +104,10 @@ class TensorParallel:
 
     def peers(self, nbytes: int, device: torch.device) -> PeerMemory | None:
         """Memory that these ranks read from each other, if they can and ``nbytes`` are worth it."""
-        return None if self.size == 1 else peer_memory(self.group, nbytes, device)
+        if self.size == 1:
+            return None
+        find = _outside_of_graphs if torch.compiler.is_compiling() else peer_memory
+        return find(self.group, nbytes, device)
 
     def max_(self, t: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""
@@ -130,7 +137,7 @@ class TensorParallel:
         """:meth:`gather_rows` of several tensors in one collective, under way."""
         if self.size == 1:
             return Pending(lambda: tensors)
-        if (peers := self.peers(tensors[0].nbytes, tensors[0].device)) is not None:
+        if (peers := self.peers(nbytes(tensors[0]), tensors[0].device)) is not None:
             whole, coming = peers.gather([t.contiguous() for t in tensors])
             return Pending(lambda: tuple(whole), tuple(coming.values()))
         payloads = [_payload(t, len(tensors) > 1) for t in tensors]
@@ -176,6 +183,11 @@ class TensorParallel:
             raise ValueError(f"sequence parallelism: got {t.shape[0]} rows, accepted: a multiple of {self.size} ranks")
         out, t = t.new_empty(t.shape[0] // self.size, *t.shape[1:]), t.contiguous()
         return Pending(lambda: out, (_reduce_scatter(out, t, group=self.group, async_op=True),), t)
+
+
+def nbytes(t: torch.Tensor) -> int:
+    """``t.nbytes``, which torch.compile cannot trace with dimensions that it does not know."""
+    return t.numel() * t.itemsize
 
 
 def _payload(t: torch.Tensor, together: bool) -> torch.Tensor:
