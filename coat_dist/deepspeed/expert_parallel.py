@@ -8,7 +8,8 @@ ones, and everything else over all data-parallel ranks. Gradients of both are di
 data-parallel ranks: an expert has met the tokens of all ranks that share it out.
 
 Afterwards the engine is told that it has no such layers. Otherwise it would save and load experts by names of
-DeepSpeed's own layers; ZeRO's shards hold them whole.
+DeepSpeed's own layers; ZeRO's shards hold them whole. With BF16_Optimizer it is the engine that reduces gradients, and
+it would leave out experts then: :func:`reduce_experts` adds them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from ..config import CoatConfigError, look_up
 
-__all__ = ["announced_experts", "check_expert_parallel", "mark_experts", "refuse_single_files"]
+__all__ = ["announced_experts", "check_expert_parallel", "left_unreduced", "mark_experts", "reduce_experts", "refuse_single_files"]
 
 _MARKER = "coat_experts"
 
@@ -82,6 +83,24 @@ def check_expert_parallel(settings: Mapping[str, Any], size: int, optimizer: Any
         )
     if problems:
         raise CoatConfigError("\n".join(problems))
+
+
+def left_unreduced(engine: Any) -> bool:
+    """Whether the engine reduces gradients (BF16_Optimizer), and would leave out those of experts."""
+    told = getattr(engine.optimizer, "expert_gradients", None)
+    return bool(told) and hasattr(engine.optimizer, "get_grads_for_reduction") and not engine.has_moe_layers
+
+
+def reduce_experts(engine: Any) -> None:
+    """Let the engine's reduction take experts, too: sums over the ranks that hold them, divided by the number of all
+    data-parallel ranks."""
+    others = engine.buffered_allreduce_fallback
+
+    def reduce(grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
+        others(grads=grads, elements_per_buffer=elements_per_buffer)
+        engine._reduce_expert_gradients(engine.optimizer.expert_gradients, elements_per_buffer)
+
+    engine.buffered_allreduce_fallback = reduce
 
 
 def refuse_single_files(engine: Any) -> None:
