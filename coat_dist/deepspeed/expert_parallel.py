@@ -23,7 +23,14 @@ import torch
 
 from ..config import CoatConfigError, look_up
 
-__all__ = ["announced_experts", "check_expert_parallel", "left_unreduced", "mark_experts", "reduce_experts", "refuse_single_files"]
+__all__ = [
+    "announced_experts",
+    "check_expert_parallel",
+    "left_unreduced",
+    "mark_experts",
+    "reduce_experts",
+    "refuse_single_files",
+]
 
 _MARKER = "coat_experts"
 
@@ -132,9 +139,18 @@ def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[l
 
     Yields:
         A list, to which the caller adds the engine.
+
+    Raises:
+        CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the optimizer's files none.
     """
     built: list[Any] = []
     experts = mark_experts(model, size) if size > 1 else []
+    for name, p in model.named_parameters() if experts else ():
+        if not p.requires_grad and not getattr(p, "allreduce", True):
+            raise CoatConfigError(
+                f"{name}: got requires_grad False, accepted: True with expert parallelism (no checkpoint would hold "
+                "the frozen experts of all ranks)"
+            )
     if not experts:
         yield built
         return
