@@ -163,6 +163,13 @@ ATTACHMENTS = (
         "after the places, which say what part of a parameter this rank loads",
     ),
     Attachment(
+        "experts are reduced with BF16_Optimizer",
+        lambda b: expert_parallel.left_unreduced(b.engine),
+        lambda b: expert_parallel.reduce_experts(b.engine),
+        ("engine.buffered_allreduce_fallback",),
+        "anywhere: nothing else is put around it",
+    ),
+    Attachment(
         "experts or layers of other ranks are missed",
         lambda b: (
             pipeline.is_stage(b.engine)

@@ -8,7 +8,8 @@ ones, and everything else over all data-parallel ranks. Gradients of both are di
 data-parallel ranks: an expert has met the tokens of all ranks that share it out.
 
 Afterwards the engine is told that it has no such layers. Otherwise it would save and load experts by names of
-DeepSpeed's own layers; ZeRO's shards hold them whole.
+DeepSpeed's own layers; ZeRO's shards hold them whole. With BF16_Optimizer it is the engine that reduces gradients, and
+it would leave out experts then: :func:`reduce_experts` adds them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ import torch
 from ..config import CoatConfigError, look_up
 from .pipeline import is_stage
 
-__all__ = ["announced_experts", "check_expert_parallel", "mark_experts", "refuse_single_files"]
+__all__ = [
+    "announced_experts",
+    "check_expert_parallel",
+    "left_unreduced",
+    "mark_experts",
+    "reduce_experts",
+    "refuse_single_files",
+]
 
 _MARKER = "coat_experts"
 
@@ -90,6 +98,24 @@ def check_expert_parallel(
         raise CoatConfigError("\n".join(problems))
 
 
+def left_unreduced(engine: Any) -> bool:
+    """Whether the engine reduces gradients (BF16_Optimizer), and would leave out those of experts."""
+    told = getattr(engine.optimizer, "expert_gradients", None)
+    return bool(told) and hasattr(engine.optimizer, "get_grads_for_reduction") and not engine.has_moe_layers
+
+
+def reduce_experts(engine: Any) -> None:
+    """Let the engine's reduction take experts, too: sums over the ranks that hold them, divided by the number of all
+    data-parallel ranks."""
+    others = engine.buffered_allreduce_fallback
+
+    def reduce(grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
+        others(grads=grads, elements_per_buffer=elements_per_buffer)
+        engine._reduce_expert_gradients(engine.optimizer.expert_gradients, elements_per_buffer)
+
+    engine.buffered_allreduce_fallback = reduce
+
+
 def refuse_single_files(engine: Any) -> None:
     """Let methods of the engine that write one rank's weights as those of the model raise a ``ValueError``."""
 
@@ -121,9 +147,18 @@ def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[l
 
     Yields:
         A list, to which the caller adds the engine.
+
+    Raises:
+        CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the optimizer's files none.
     """
     built: list[Any] = []
     experts = mark_experts(model, size) if size > 1 else []
+    for name, p in model.named_parameters() if experts else ():
+        if not p.requires_grad and not getattr(p, "allreduce", True):
+            raise CoatConfigError(
+                f"{name}: got requires_grad False, accepted: True with expert parallelism (no checkpoint would hold "
+                "the frozen experts of all ranks)"
+            )
     if not experts:
         yield built
         return

@@ -9,7 +9,7 @@ import torch
 from coat_dist import CoatConfigError
 from launch import convert_hf, to_universal
 from launch.weights import open_weights
-from tests.launch.pretrain_runs import command, configuration, losses, rank_main
+from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses, rank_main
 from tests.support import run_ranks
 
 EXPERTS = ["num_moe_experts=4", "moe_ffn_hidden_size=128", "moe_aux_loss_coeff=0.01", "hidden_dropout=0.0"]
@@ -76,10 +76,13 @@ def settings(tmp_path, stage, activation=None, **more):
     return configuration(tmp_path, stage, coat=coat, **more)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_divided_experts_train_as_whole_ones_to_the_bit(work, tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "sums"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, {}), pytest.param(1, FP32_GRADIENTS, marks=pytest.mark.slow)],
+)
+def test_divided_experts_train_as_whole_ones_to_the_bit(work, tmp_path, stage, sums):
     """Losses and all weights after two steps, of each expert where it is; norms but for the order of sums."""
-    config = settings(tmp_path, stage, gradient_clipping=0.0)
+    config = settings(tmp_path, stage, gradient_clipping=0.0, **sums)
     runs = {
         ep: trained(work, tmp_path / str(ep), config, "--expert-parallel", ep, own_experts=True, steps=2)
         for ep in (1, 2)

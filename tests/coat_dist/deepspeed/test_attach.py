@@ -23,6 +23,7 @@ CASES = {
     "zero-2, round robin, remainders": {**ROUND_ROBIN, **REMAINDERS},
     "zero-2, cached weights": {"zero_optimization": {"stage": 2}, "coat": {"activation": {"weights": "cached"}}},
     "zero-2, experts divided": {"zero_optimization": {"stage": 2}},
+    "BF16_Optimizer, experts divided": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
     "zero-3": {"zero_optimization": {"stage": 3}},
     "zero-3, codes": {"zero_optimization": {"stage": 3}, "coat": {}},
     "zero-3, remainders": {"zero_optimization": {"stage": 3}, **REMAINDERS},
@@ -46,6 +47,15 @@ class TwoStages:
         if name.endswith("world_size"):
             return lambda: 2 if "pipeline" in name else 1
         return lambda: [0] if name.endswith("ranks") else 0
+
+
+class TwoExpertRanks(TwoStages):
+    """An mpu of two ranks that divide experts, of which this process is the first and no other runs."""
+
+    def __getattr__(self, name):
+        if name.endswith("world_size"):
+            return lambda: 2 if name == "get_expert_model_parallel_world_size" else 1
+        return super().__getattr__(name)
 
 
 class Patched(torch.nn.Linear):
@@ -74,6 +84,8 @@ def build(case):
         kept = {"master_weights": "bf16_remainder"} if "remainders" in case else {}
         config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 1e-3, **kept}}
     mpu = {"mpu": TwoStages()} if "pipeline" in case else {}
+    if "BF16_Optimizer, experts" in case:
+        net.weight.allreduce, mpu = False, {"mpu": TwoExpertRanks()}
     return coat_dist.initialize(model=net, config=config, optimizer=given, **mpu)[0]
 
 
