@@ -69,12 +69,26 @@ def _measure(args: Any) -> int:
 
 
 def _publish(args: Any, there: Mapping[str, Any], folder: str | None) -> None:
-    """Print the tables, and write them with a picture."""
-    found = analyse(there, args.predict, arguments.links(args), args.gpus_per_node, args.hold_out)
+    """Print the tables, and write them with a picture.
+
+    Raises:
+        CoatConfigError: something that was asked for cannot be predicted; after all else was printed and written.
+    """
+    wrong = None
+    try:
+        found = analyse(there, args.predict, arguments.links(args), args.gpus_per_node, args.hold_out)
+    except CoatConfigError as problem:
+        wrong = problem
+        found = analyse(there, (), arguments.links(args), args.gpus_per_node)
     text = markdown(found)
     say(text)
-    if folder is None:
-        return
+    if folder is not None:
+        _write(found, text, there, folder)
+    if wrong is not None:
+        raise wrong
+
+
+def _write(found: Mapping[str, Any], text: str, there: Mapping[str, Any], folder: str) -> None:
     place = Path(folder)
     make_folder(place)
     write_text(place / "scaling.json", json.dumps(found, indent=1))

@@ -77,6 +77,39 @@ def test_a_measurement_that_failed_is_said_and_the_rest_is_there():
     assert text.count("| coat | 2 |") == 2 and "| bf16 | 4 |" in text
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("shows", [0.0, 1.0])
+def test_one_size_leaves_open_how_much_communication_shows(ranks, shows):
+    truth = Cluster(shows=shows, bandwidth=20e9)
+    given = parse_links(["nvlink=20GB/s,8us"])
+    for row in analyse(truth.measured(ranks), predict=[4], links=given)["predictions"]:
+        assert row["seconds"]["low"] < truth.step(row["variant"], 4, 1) < row["seconds"]["high"]
+
+
+@pytest.mark.parametrize("broken", [(2,), (2, 4)])
+def test_collectives_that_failed_take_no_table_of_training_away(broken, tmp_path, capsys):
+    there = Cluster().measured(1, 2, 4)
+    for record in there["records"]:
+        if record["key"]["what"] == "collectives" and record["ranks"] in broken:
+            record.pop("samples")
+            record["failed"] = "rank 1 on a: out of memory"
+    text = markdown(analyse(there))
+    assert (
+        "| coat | 4 |" in text and "Left out: bf16, the check on 4 ranks: --link: nothing known within a node" in text
+    )
+    assert ("Steps, coat" in text) == (broken == (2,)) == ("Left out: coat, what steps are made of" not in text)
+    # What was asked for and cannot be said is an error, after all else.
+    (tmp_path / "measured.json").write_text(json.dumps(there))
+    asked = ["--predict", "8"] if broken == (2, 4) else ["--hold-out", "4"]
+    assert scaling.main(["--measured", str(tmp_path), *asked, "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert (
+        "| coat | 4 |" in said.out
+        and said.err.startswith("error: --link: nothing known")
+        and (tmp_path / "out").exists()
+    )
+
+
 def test_earlier_measurements_are_predicted_from(tmp_path, capsys):
     (tmp_path / "measured.json").write_text(json.dumps(Cluster().measured(1, 2)))
     assert scaling.main(["--measured", str(tmp_path), "--predict", "4,8", "--output", str(tmp_path / "out")]) == 0
