@@ -182,6 +182,18 @@ def test_a_measurement_that_fails_fails_alone():
         ([*TINY, "--output", "o", "--steps", "0"], "--steps: got 0, accepted: an integer >= 1"),
         ([*TINY, "--output", "/dev/null/x"], "--output: got /dev/null/x, accepted: a folder to write to"),
         (["--paper", "--measured", "o"], "--measured: got 'o', accepted: not with --paper"),
+        (["--paper", "--gpus", "8"], "--gpus: got 8, accepted: not with --paper, which measures nothing and finds"),
+        (["--paper", "--tensor-parallel", "2"], "--tensor-parallel: got 2, accepted: not with --paper"),
+        (
+            ["--measured", "o", "--micro-batch", "2"],
+            "--micro-batch: got 2, accepted: not with --measured, which has its",
+        ),
+        (["--measured", "o", "--no-strong"], "--no-strong: given, accepted: not with --measured"),
+        ([*TINY, "--output", "o", "--gpu", "h200"], "--gpu: got 'h200', accepted: only with --paper"),
+        (
+            ["--only", "collectives", "--output", "o", "--predict", "8"],
+            "--predict: got (8,), accepted: not with --only c",
+        ),
         (["--world-size", "4"], "--world-size: no such option (did you mean --ranks?)"),
         (
             ["--model", "tiny-moe", "--vocab-size", "128", "--output", "o"],
