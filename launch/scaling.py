@@ -50,11 +50,11 @@ def _measure(args: Any) -> int:
     here = args.gpus or (max(args.ranks) if args.ranks else max(1, torch.cuda.device_count()))
     if not launched and torch.cuda.is_available() and here > torch.cuda.device_count():
         raise CoatConfigError(f"--gpus: got {here}, accepted: up to {torch.cuda.device_count()}, the GPUs here")
-    world = int(os.environ["WORLD_SIZE"]) if launched else here
+    world = int(os.environ["WORLD_SIZE"]) if launched and args.gpus is None else here
     sizes = arguments.sub_groups(args, world)
     identity = measuring.identity_of(args)
     measuring.check(args, identity, sizes)
-    crew = Crew(None if launched and world > 1 else here)
+    crew = Crew(None if launched and args.gpus is None and world > 1 else world)
     if not crew.first:
         crew.follow()
         return 0

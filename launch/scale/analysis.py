@@ -120,12 +120,18 @@ def _tokens(identity: Mapping[str, Any], ranks: int, accumulation: int) -> int:
 def _steps(training: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of the tables of weak and strong scaling, each with its efficiency against the fewest ranks."""
     rows = []
+    largest = max((one["key"]["most"] for one in training), default=0)
     for one in training:
         most = one["key"]["most"]
         for measured in one["steps"]:
             accumulation, seconds = measured["accumulation"], statistics.median(measured["seconds"])
             modes = ["weak"] if accumulation == identity["accumulation"] else []
-            if one["key"]["strong"] and accumulation * one["ranks"] == identity["accumulation"] * most:
+            # Of an earlier call with fewer ranks at most, the batch of strong scaling was another.
+            if (
+                one["key"]["strong"]
+                and most == largest
+                and accumulation * one["ranks"] == identity["accumulation"] * most
+            ):
                 modes.append("strong")
             for mode in modes:
                 tokens = _tokens(identity, one["ranks"], accumulation)

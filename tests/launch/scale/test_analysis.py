@@ -55,6 +55,15 @@ def test_efficiency_is_against_the_fewest_ranks():
     assert weak[2]["tokens_per_second"] == pytest.approx(2 * 2 * 4096 / truth.step("coat", 2, 1), rel=1e-3)
 
 
+def test_strong_scaling_is_of_one_batch():
+    there = Cluster().measured(1, 2, 4)
+    for record in there["records"]:  # as left by a call with two ranks at most
+        if record["ranks"] == 2 and record["key"]["what"] == "training":
+            record["key"]["most"] = 2
+    strong = {row["ranks"] for row in analyse(there)["steps"] if row["mode"] == "strong"}
+    assert strong == {1, 4}
+
+
 def test_more_nodes_need_their_link():
     there = Cluster(node=2).measured(1, 2)
     with pytest.raises(CoatConfigError, match="--link: nothing known between nodes, accepted: nic=BANDWIDTH"):

@@ -217,6 +217,14 @@ def test_measurements_of_another_run_stay(tmp_path, capsys):
 
     Records(tmp_path, {"model": "a", "device": "cpu"}).add({"what": "x"}, {"ranks": 1, "a_node": 1})
     assert Records(tmp_path, {"model": "a", "device": "cpu"}).done({"what": "x"})
+    again = Records(tmp_path, {"model": "a", "device": "cpu"})
+    for steps in (5, 10):  # the longer one takes the place of the other, which its tables would count as well
+        again.add({"what": "training", "variant": "coat", "group": [0], "steps": steps}, {"ranks": 1, "a_node": 1})
+    assert [one["key"].get("steps") for one in again.found] == [None, 10]
+    again.add(
+        {"what": "training", "variant": "coat", "group": [0], "steps": 20}, {"ranks": 1, "a_node": 1, "failed": "x"}
+    )
+    assert [one["key"].get("steps") for one in again.found] == [None, 10, 20]
     with pytest.raises(ValueError, match="holds measurements with another model, accepted: another folder, or --over"):
         Records(tmp_path, {"model": "b", "device": "cpu"})
     assert not Records(tmp_path, {"model": "b", "device": "cpu"}, fresh=True).found
