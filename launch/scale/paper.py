@@ -135,7 +135,7 @@ def _row(one: Layout | None, gpu: GPU, network: Network) -> dict[str, Any]:
 
 def _plain(one: Layout) -> Layout:
     """The same layout without the block: what its links would carry in BF16."""
-    return replace(one, run=without_block(one.run), fp8_weights=False)
+    return replace(one, run=without_block(one.run), fp8_weights=None)
 
 
 _WIRE_GROUPS = (

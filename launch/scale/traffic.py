@@ -84,14 +84,16 @@ def tensor_parallel(run: Run) -> list[Part]:
     return found
 
 
-def data_parallel(run: Run, fp8_weights: bool = False) -> list[Part]:
+def data_parallel(run: Run, fp8_weights: bool | None = None) -> list[Part]:
     """Of one rank's share of the model.
 
     Args:
-        fp8_weights: ZeRO-3 gathers codes and row scales of the layers' matrices instead of BF16.
+        fp8_weights: ZeRO-3 gathers codes of the layers' matrices instead of BF16. None = as the block says.
     """
     if run.dp == 1:
         return []
+    if fp8_weights is None:
+        fp8_weights = run.flow is not None and run.flow.fp8_weight_gather
     found = states(run)
     elements, times = found.elements, run.accumulation
     buckets = max(1, ceil(elements / found.bucket))

@@ -4,11 +4,15 @@ import json
 
 import pytest
 
-from coat_dist import CoatConfigError
+from coat_dist import CoatConfig, CoatConfigError
 from launch import scaling
+from launch.model.gpt import load_model_config
+from launch.planning.run import Run
 from launch.scale.analysis import analyse
 from launch.scale.links import SHAPES, parse_links
 from launch.scale.report import markdown
+from launch.scale.traffic import data_parallel
+from launch.training.settings import load_settings
 from tests.launch.scale.cluster import Cluster
 
 
@@ -62,6 +66,16 @@ def test_strong_scaling_is_of_one_batch():
             record["key"]["most"] = 2
     strong = {row["ranks"] for row in analyse(there)["steps"] if row["mode"] == "strong"}
     assert strong == {1, 4}
+
+
+def test_weights_that_travel_in_fp8_are_counted_so():
+    settings, coat = load_settings("zero3", tp=1)
+    run = Run(model=load_model_config("llama2-7b"), settings=settings, coat=coat, dp=8)
+    block = {"activation": {"fp8_weight_gather": True}}
+    on = data_parallel(run.but(coat=CoatConfig.parse(block)))
+    assert on == data_parallel(run, fp8_weights=True) != data_parallel(run) == data_parallel(run, fp8_weights=False)
+    gathered = [sum(p.size * p.count for p in parts if p.kind == "all_gather") for parts in (on, data_parallel(run))]
+    assert 0.5 < gathered[0] / gathered[1] < 0.53  # the embedding and the output layer stay BF16
 
 
 def test_more_nodes_need_their_link():
