@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results")
 PATHS = "--peers", "--data", "--extend", "--folder", "--plot", "--output"
 """Options whose value is a path of this machine."""
-WIDTH = 300
+WIDTH = 400
 """Characters up to which nested JSON stays on one line."""
 
 

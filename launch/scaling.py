@@ -50,11 +50,11 @@ def _measure(args: Any) -> int:
     here = args.gpus or (max(args.ranks) if args.ranks else max(1, torch.cuda.device_count()))
     if not launched and torch.cuda.is_available() and here > torch.cuda.device_count():
         raise CoatConfigError(f"--gpus: got {here}, accepted: up to {torch.cuda.device_count()}, the GPUs here")
-    world = int(os.environ["WORLD_SIZE"]) if launched else here
+    world = int(os.environ["WORLD_SIZE"]) if launched and args.gpus is None else here
     sizes = arguments.sub_groups(args, world)
     identity = measuring.identity_of(args)
     measuring.check(args, identity, sizes)
-    crew = Crew(None if launched and world > 1 else here)
+    crew = Crew(None if launched and args.gpus is None and world > 1 else world)
     if not crew.first:
         crew.follow()
         return 0
@@ -69,12 +69,26 @@ def _measure(args: Any) -> int:
 
 
 def _publish(args: Any, there: Mapping[str, Any], folder: str | None) -> None:
-    """Print the tables, and write them with a picture."""
-    found = analyse(there, args.predict, arguments.links(args), args.gpus_per_node, args.hold_out)
+    """Print the tables, and write them with a picture.
+
+    Raises:
+        CoatConfigError: something that was asked for cannot be predicted; after all else was printed and written.
+    """
+    wrong = None
+    try:
+        found = analyse(there, args.predict, arguments.links(args), args.gpus_per_node, args.hold_out)
+    except CoatConfigError as problem:
+        wrong = problem
+        found = analyse(there, (), arguments.links(args), args.gpus_per_node)
     text = markdown(found)
     say(text)
-    if folder is None:
-        return
+    if folder is not None:
+        _write(found, text, there, folder)
+    if wrong is not None:
+        raise wrong
+
+
+def _write(found: Mapping[str, Any], text: str, there: Mapping[str, Any], folder: str) -> None:
     place = Path(folder)
     make_folder(place)
     write_text(place / "scaling.json", json.dumps(found, indent=1))

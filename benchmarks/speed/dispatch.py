@@ -8,6 +8,7 @@ timed with events on a GPU. Bytes are those that one rank hands to the collectiv
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -85,14 +86,19 @@ def measure(rows: int, hidden: int, device: torch.device, repeats: int) -> dict[
     return found
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    """Measure, print a table on rank 0 and write the result."""
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="of a rank")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--topk", type=int, default=2, help="experts of a token")
     parser.add_argument("--repeats", type=int, default=20)
-    arguments = parser.parse_args(given)
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure, print a table on rank 0 and write the result."""
+    arguments = parse(given)
     device = start(None)
     world, results = dist.get_world_size(), []
     for tokens in arguments.tokens:

@@ -33,7 +33,7 @@ def analyse(
         hold_out: ranks that are predicted from fewer and compared; None = the most, if three sizes were measured.
 
     Raises:
-        CoatConfigError: ``hold_out`` was not measured; a prediction needs a link that nothing is known of.
+        CoatConfigError: ``hold_out`` was not measured; ``predict`` or ``hold_out`` needs a link that nobody knows.
     """
     identity, good = there["identity"], [one for one in there["records"] if "failed" not in one]
     node = gpus_per_node or (identity["gpus_per_node"] if identity["nodes"] > 1 else max(8, identity["gpus_per_node"]))
@@ -59,6 +59,7 @@ def analyse(
             {**one["key"], "ranks": one["ranks"], "why": one["failed"]} for one in there["records"] if "failed" in one
         ],
         "missing": {kind: why for one in collectives for kind, why in one["missing"].items()},
+        "left_out": {},
     }
     if held is not None:
         found["held_out"] += _held_collectives(collectives, held, node)
@@ -66,9 +67,20 @@ def analyse(
         own = [one for one in training if one["key"]["variant"] == variant]
         if held is not None and any(one["ranks"] < held for one in own):
             known = of_records([one for one in collectives if one["ranks"] < held], node, links or {})
-            fitted = _fit([one for one in own if one["ranks"] < held], there, variant, known)
-            found["held_out"] += _held_steps([one for one in own if one["ranks"] == held], fitted, variant)
-        fitted = _fit(own, there, variant, network)
+            try:
+                fitted = _fit([one for one in own if one["ranks"] < held], there, variant, known)
+                found["held_out"] += _held_steps([one for one in own if one["ranks"] == held], fitted, variant)
+            except CoatConfigError as problem:  # collectives were not measured, or failed
+                if hold_out is not None:
+                    raise
+                found["left_out"][f"{variant}, the check on {held} ranks"] = str(problem)
+        try:
+            fitted = _fit(own, there, variant, network)
+        except CoatConfigError as problem:
+            if predict:
+                raise
+            found["left_out"][f"{variant}, what steps are made of"] = str(problem)
+            continue
         found["fits"][variant] = {"micro_batch": fitted.micro, "update": fitted.update, "shows": fitted.shows}
         found["predictions"] += _predictions(fitted, variant, predict, found["steps"], identity)
     return found
@@ -108,12 +120,18 @@ def _tokens(identity: Mapping[str, Any], ranks: int, accumulation: int) -> int:
 def _steps(training: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of the tables of weak and strong scaling, each with its efficiency against the fewest ranks."""
     rows = []
+    largest = max((one["key"]["most"] for one in training), default=0)
     for one in training:
         most = one["key"]["most"]
         for measured in one["steps"]:
             accumulation, seconds = measured["accumulation"], statistics.median(measured["seconds"])
             modes = ["weak"] if accumulation == identity["accumulation"] else []
-            if one["key"]["strong"] and accumulation * one["ranks"] == identity["accumulation"] * most:
+            # Of an earlier call with fewer ranks at most, the batch of strong scaling was another.
+            if (
+                one["key"]["strong"]
+                and most == largest
+                and accumulation * one["ranks"] == identity["accumulation"] * most
+            ):
                 modes.append("strong")
             for mode in modes:
                 tokens = _tokens(identity, one["ranks"], accumulation)

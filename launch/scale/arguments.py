@@ -47,6 +47,12 @@ _MEANT = {
 }
 
 
+_ALWAYS = ("deepspeed", "log_level", "output", "predict", "link", "gpus_per_node")
+_PAPER = "paper gpu model model_override vocab_size deepspeed_config"
+_MEASURED = "measured hold_out"
+"""Options of each of the three things that the program does, beside :data:`_ALWAYS`."""
+
+
 def _several(one: Callable[[str], int], name: str) -> Callable[[str], tuple[int, ...]]:
     def read(text: str) -> tuple[int, ...]:
         try:
@@ -158,7 +164,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         CoatConfigError: a line for each argument.
     """
-    args = parser().parse_args(_without_local_rank(argv))
+    options = parser()
+    args = options.parse_args(_without_local_rank(argv))
     problems = check_recompute(args)
 
     def require(name: str, good: bool, accepted: str) -> None:
@@ -180,15 +187,25 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
     require("gpus", args.gpus is None or not launched, "only without a launcher, which says how many there are")
+
+    def only(names: str, why: str) -> None:
+        """Nothing that was given is ignored."""
+        for name, value in vars(args).items():
+            if name not in (*_ALWAYS, *names.split()) and value != options.get_default(name):
+                shown = name if name == "deepspeed_config" else name.replace("_", "-")
+                given = shown if value is True else f"{shown}: got {value!r}"
+                problems.append(f"--{given}{': given' if value is True else ''}, accepted: not with {why}")
+
     if args.paper:
-        require("measured", args.measured is None, "not with --paper")
-        require("ranks", args.ranks is None, "not with --paper, which measures nothing (--predict)")
+        only(_PAPER, "--paper, which measures nothing and finds layouts for --predict GPUs")
     elif args.measured is not None:
-        require("ranks", args.ranks is None, "not with --measured")
-        require("model", args.model is None, "absent with --measured, whose model it is")
+        only(_MEASURED, "--measured, which has its own")
     else:
+        training = args.only != "collectives"
+        require("predict", training or not args.predict, "not with --only collectives: steps are predicted")
+        require("gpu", args.gpu == options.get_default("gpu"), "only with --paper")
         require("output", args.output is not None, "a folder, for measurements (or --measured DIR, or --paper)")
-        if args.only != "collectives":
+        if training:
             require("model", args.model is not None, "a description (or --only collectives)")
     if problems:
         raise CoatConfigError("\n".join(problems))

@@ -42,8 +42,8 @@ class Layout:
     """The whole model's; ``accumulation`` are the micro-batches of a step on each pipeline."""
     pp: int = 1
     virtual: int = 1
-    fp8_weights: bool = False
-    """ZeRO-3 gathers FP8 codes of the layers' matrices."""
+    fp8_weights: bool | None = None
+    """ZeRO-3 gathers FP8 codes of the layers' matrices. None = as the block says."""
 
     @property
     def gpus(self) -> int:

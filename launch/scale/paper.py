@@ -135,7 +135,7 @@ def _row(one: Layout | None, gpu: GPU, network: Network) -> dict[str, Any]:
 
 def _plain(one: Layout) -> Layout:
     """The same layout without the block: what its links would carry in BF16."""
-    return replace(one, run=without_block(one.run), fp8_weights=False)
+    return replace(one, run=without_block(one.run), fp8_weights=None)
 
 
 _WIRE_GROUPS = (
@@ -148,14 +148,14 @@ _WIRE_GROUPS = (
 
 
 def _wire(network: Network) -> list[dict[str, Any]]:
-    """Gathers of BF16 and of FP8 codes with their scales, the latter a collective of its own."""
+    """Gathers of BF16, of FP8 codes, and of FP8 codes after the all-reduce by which ranks agree on their scales."""
     found = []
     for name, group in _WIRE_GROUPS:
-        scales = network.seconds("all_gather", group, 0).middle
+        scales = network.seconds("all_reduce", group, 0).middle
         for size in (2**20, 2**24, 2**26, 2**28):
             wide, narrow = (network.seconds("all_gather", group, size / part).middle for part in (1, 2))
             found.append(
-                {"group": name, "bytes": size, "bf16": wide, "fp8": narrow, "fp8_with_scales": narrow + scales}
+                {"group": name, "bytes": size, "bf16": wide, "fp8": narrow, "fp8_after_scales": narrow + scales}
             )
     return found
 

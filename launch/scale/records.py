@@ -52,9 +52,13 @@ class Records:
         return any(one["key"] == wanted and "failed" not in one for one in self.found)
 
     def add(self, key: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Keep a measurement in place of an earlier one; on disk when this returns."""
+        """Keep a measurement in place of an earlier one, also with other steps or sizes; on disk when this returns.
+
+        One that failed takes no good one's place.
+        """
         wanted = json.loads(json.dumps(key))
-        self.found = [one for one in self.found if one["key"] != wanted]
+        stays = lambda one: "failed" in record and "failed" not in one  # noqa: E731
+        self.found = [one for one in self.found if stays(one) or not _same(one["key"], wanted)]
         self.found.append({"key": wanted, **record})
         self._write()
 
@@ -62,6 +66,11 @@ class Records:
         write_text(
             self.path, json.dumps({"format": _FORMAT, "identity": self.identity, "records": self.found}, indent=1)
         )
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two keys are of the same measurement, however long it was."""
+    return all(one.get(name) == other.get(name) for name in ("what", "variant", "group"))
 
 
 def read(folder: str | Path, option: str = "--measured") -> dict[str, Any]:

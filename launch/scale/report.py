@@ -142,6 +142,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines += ["", f"Failed: {one['what']} {one.get('variant', '')} on {one['ranks']} ranks: {one['why']}"]
     for kind, why in found["missing"].items():
         lines += ["", f"Not measured: {kind}: {why}"]
+    for what, why in found["left_out"].items():
+        lines += ["", f"Left out: {what}: {why}"]
     return "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import log
 
 import numpy as np
@@ -23,6 +24,8 @@ __all__ = ["Cost", "Point", "StepFit", "fit_steps", "spread_of"]
 
 _LEAST = 0.03
 """Relative error below which no prediction is believed."""
+_SHOWS = (0.5, 0.0, 1.0)
+"""Part of communication that shows, where measurements say nothing of it; the middle one first."""
 
 
 @dataclass(frozen=True)
@@ -128,17 +131,26 @@ def fit_steps(points: Sequence[Point], cost: Callable[[int, int], Cost]) -> Step
     spread = float(np.median([p.spread for p in points]))
     # Of a median of n steps, the error is 1.25 / sqrt(n) of one's.
     noise = float(np.mean([1.25 * p.spread / np.sqrt(p.steps) for p in points]))
+    costs = [cost(p.ranks, p.accumulation) for p in points]
+    sent = np.array([one.communication.middle for one in costs])
+    # One number of ranks cannot tell communication from the rest: half of it, none or all of it may show.
+    shown = (None,) if len({p.ranks for p in points}) > 1 else _SHOWS
     found = []
-    for shared in (True, False):
-        rows = []
-        for p in points:
-            one = cost(p.ranks, p.accumulation)
-            rows.append(
-                [p.accumulation * one.slowdown.middle, 1 / one.share if shared else 1.0, one.communication.middle]
-            )
-        factors, covariance, squares = solve(np.array(rows) / seconds[:, None], np.ones(len(points)))
+    for shows, shared in product(shown, (True, False)):
+        rows = [
+            [p.accumulation * one.slowdown.middle, 1 / one.share if shared else 1.0]
+            for p, one in zip(points, costs, strict=True)
+        ]
+        columns, target = np.array(rows), seconds
+        if shows is None:
+            columns = np.column_stack([columns, sent])
+        else:
+            target = seconds - shows * sent
+        factors, covariance, squares = solve(columns / seconds[:, None], target / seconds)
         freedom = len(points) - int((factors > 0).sum())
         scatter = max(_LEAST, noise, float(np.sqrt(squares / max(freedom, 1))))
+        if shows is not None:
+            factors, covariance = np.append(factors, shows), np.pad(covariance, (0, 1))
         found.append(_One(shared, factors, covariance, scatter))
     found.sort(key=lambda one: one.scatter)  # shared first where both are as good
     near = tuple(one for one in found if one.scatter <= 1.5 * found[0].scatter)

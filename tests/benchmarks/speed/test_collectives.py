@@ -8,7 +8,11 @@ import torch.distributed as dist
 
 from benchmarks.speed import collectives
 from benchmarks.speed.collectives import hidden, recorded
+from coat_dist import CoatConfig
 from coat_dist.flow import TensorParallel
+from launch.model.gpt import load_model_config
+from launch.planning.run import Run
+from launch.scale.traffic import tensor_parallel
 from megatron_patches import initialize_model_parallel
 from tests.support import run_ranks
 
@@ -55,6 +59,32 @@ def test_collectives_of_a_layer() -> None:
         assert (base["calls"], ours["calls"], tensor["calls"]) == (10, 12, 14)
         assert seen == [("max", 12, "float32"), ("sum", 20, "float32"), ("max", 28, "float32")]
         assert nothing == []
+        # launch/scaling.py counts on paper what is sent here.
+        for name, one in found.items():
+            parts = tensor_parallel(planned(name))[: -2 if name != "bf16" else -1]
+            assert sum(p.count * p.size for p in parts if p.kind == "all_gather") == one["gathered_bytes"] * 2
+            largest = [p for p in tensor_parallel(planned(name)) if p.kind == "all_reduce"]
+            calls = sum(p.count for p in (*parts, *largest))
+            assert calls == one["calls"] * 2, name
+
+
+def planned(name: str, **more) -> Run:
+    """The run whose two layers :func:`measured` counts."""
+    layers = ["num_layers=2", f"seq_length={ROWS // 2}", *SMALL]
+    model = load_model_config("llama2-7b", layers)
+    scales = "tensor" if name == "coat tensor scales" else "row"
+    coat = None if name == "bf16" else CoatConfig.parse({"activation": {"forward_scales": scales}})
+    return Run(model=model, settings={}, coat=coat, tp=2, sequence_parallel=True, micro=2, **more)
+
+
+def test_recomputed_layers_send_forwards_collectives_again() -> None:
+    once, again = (
+        {p.name: p.count for p in tensor_parallel(planned("coat", recompute=recompute))}
+        for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform"})
+    )
+    more = {name: again[name] - count for name, count in once.items()}
+    assert more.pop("gathers, forward") == more.pop("scatters, forward and backward") == 4
+    assert not any(more.values()) and once["largest values"] == 4
 
 
 def test_hidden_time() -> None:

@@ -4,11 +4,15 @@ import json
 
 import pytest
 
-from coat_dist import CoatConfigError
+from coat_dist import CoatConfig, CoatConfigError
 from launch import scaling
+from launch.model.gpt import load_model_config
+from launch.planning.run import Run
 from launch.scale.analysis import analyse
 from launch.scale.links import SHAPES, parse_links
 from launch.scale.report import markdown
+from launch.scale.traffic import data_parallel
+from launch.training.settings import load_settings
 from tests.launch.scale.cluster import Cluster
 
 
@@ -55,6 +59,25 @@ def test_efficiency_is_against_the_fewest_ranks():
     assert weak[2]["tokens_per_second"] == pytest.approx(2 * 2 * 4096 / truth.step("coat", 2, 1), rel=1e-3)
 
 
+def test_strong_scaling_is_of_one_batch():
+    there = Cluster().measured(1, 2, 4)
+    for record in there["records"]:  # as left by a call with two ranks at most
+        if record["ranks"] == 2 and record["key"]["what"] == "training":
+            record["key"]["most"] = 2
+    strong = {row["ranks"] for row in analyse(there)["steps"] if row["mode"] == "strong"}
+    assert strong == {1, 4}
+
+
+def test_weights_that_travel_in_fp8_are_counted_so():
+    settings, coat = load_settings("zero3", tp=1)
+    run = Run(model=load_model_config("llama2-7b"), settings=settings, coat=coat, dp=8)
+    block = {"activation": {"fp8_weight_gather": True}}
+    on = data_parallel(run.but(coat=CoatConfig.parse(block)))
+    assert on == data_parallel(run, fp8_weights=True) != data_parallel(run) == data_parallel(run, fp8_weights=False)
+    gathered = [sum(p.size * p.count for p in parts if p.kind == "all_gather") for parts in (on, data_parallel(run))]
+    assert 0.5 < gathered[0] / gathered[1] < 0.53  # the embedding and the output layer stay BF16
+
+
 def test_more_nodes_need_their_link():
     there = Cluster(node=2).measured(1, 2)
     with pytest.raises(CoatConfigError, match="--link: nothing known between nodes, accepted: nic=BANDWIDTH"):
@@ -75,6 +98,39 @@ def test_a_measurement_that_failed_is_said_and_the_rest_is_there():
     text = markdown(analyse(there, predict=[4]))
     assert "Failed: training bf16 on 2 ranks: rank 1 on a: out of memory" in text
     assert text.count("| coat | 2 |") == 2 and "| bf16 | 4 |" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("shows", [0.0, 1.0])
+def test_one_size_leaves_open_how_much_communication_shows(ranks, shows):
+    truth = Cluster(shows=shows, bandwidth=20e9)
+    given = parse_links(["nvlink=20GB/s,8us"])
+    for row in analyse(truth.measured(ranks), predict=[4], links=given)["predictions"]:
+        assert row["seconds"]["low"] < truth.step(row["variant"], 4, 1) < row["seconds"]["high"]
+
+
+@pytest.mark.parametrize("broken", [(2,), (2, 4)])
+def test_collectives_that_failed_take_no_table_of_training_away(broken, tmp_path, capsys):
+    there = Cluster().measured(1, 2, 4)
+    for record in there["records"]:
+        if record["key"]["what"] == "collectives" and record["ranks"] in broken:
+            record.pop("samples")
+            record["failed"] = "rank 1 on a: out of memory"
+    text = markdown(analyse(there))
+    assert (
+        "| coat | 4 |" in text and "Left out: bf16, the check on 4 ranks: --link: nothing known within a node" in text
+    )
+    assert ("Steps, coat" in text) == (broken == (2,)) == ("Left out: coat, what steps are made of" not in text)
+    # What was asked for and cannot be said is an error, after all else.
+    (tmp_path / "measured.json").write_text(json.dumps(there))
+    asked = ["--predict", "8"] if broken == (2, 4) else ["--hold-out", "4"]
+    assert scaling.main(["--measured", str(tmp_path), *asked, "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert (
+        "| coat | 4 |" in said.out
+        and said.err.startswith("error: --link: nothing known")
+        and (tmp_path / "out").exists()
+    )
 
 
 def test_earlier_measurements_are_predicted_from(tmp_path, capsys):

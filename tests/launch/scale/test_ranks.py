@@ -182,6 +182,18 @@ def test_a_measurement_that_fails_fails_alone():
         ([*TINY, "--output", "o", "--steps", "0"], "--steps: got 0, accepted: an integer >= 1"),
         ([*TINY, "--output", "/dev/null/x"], "--output: got /dev/null/x, accepted: a folder to write to"),
         (["--paper", "--measured", "o"], "--measured: got 'o', accepted: not with --paper"),
+        (["--paper", "--gpus", "8"], "--gpus: got 8, accepted: not with --paper, which measures nothing and finds"),
+        (["--paper", "--tensor-parallel", "2"], "--tensor-parallel: got 2, accepted: not with --paper"),
+        (
+            ["--measured", "o", "--micro-batch", "2"],
+            "--micro-batch: got 2, accepted: not with --measured, which has its",
+        ),
+        (["--measured", "o", "--no-strong"], "--no-strong: given, accepted: not with --measured"),
+        ([*TINY, "--output", "o", "--gpu", "h200"], "--gpu: got 'h200', accepted: only with --paper"),
+        (
+            ["--only", "collectives", "--output", "o", "--predict", "8"],
+            "--predict: got (8,), accepted: not with --only c",
+        ),
         (["--world-size", "4"], "--world-size: no such option (did you mean --ranks?)"),
         (
             ["--model", "tiny-moe", "--vocab-size", "128", "--output", "o"],
@@ -205,6 +217,14 @@ def test_measurements_of_another_run_stay(tmp_path, capsys):
 
     Records(tmp_path, {"model": "a", "device": "cpu"}).add({"what": "x"}, {"ranks": 1, "a_node": 1})
     assert Records(tmp_path, {"model": "a", "device": "cpu"}).done({"what": "x"})
+    again = Records(tmp_path, {"model": "a", "device": "cpu"})
+    for steps in (5, 10):  # the longer one takes the place of the other, which its tables would count as well
+        again.add({"what": "training", "variant": "coat", "group": [0], "steps": steps}, {"ranks": 1, "a_node": 1})
+    assert [one["key"].get("steps") for one in again.found] == [None, 10]
+    again.add(
+        {"what": "training", "variant": "coat", "group": [0], "steps": 20}, {"ranks": 1, "a_node": 1, "failed": "x"}
+    )
+    assert [one["key"].get("steps") for one in again.found] == [None, 10, 20]
     with pytest.raises(ValueError, match="holds measurements with another model, accepted: another folder, or --over"):
         Records(tmp_path, {"model": "b", "device": "cpu"})
     assert not Records(tmp_path, {"model": "b", "device": "cpu"}, fresh=True).found
