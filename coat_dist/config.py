@@ -21,6 +21,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from .config_errors import explain, keys_of
 from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
 
 __all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "explain", "load_json", "look_up"]
@@ -180,7 +181,7 @@ class CoatConfig(_Block):
         if isinstance(block, CoatConfig):
             return block
         if not isinstance(block, Mapping):
-            raise CoatConfigError(f"coat: got {block!r}, accepted: an object with keys {_keys(cls)}")
+            raise CoatConfigError(f"coat: got {block!r}, accepted: an object with keys {keys_of(cls)}")
         try:
             return cls.model_validate(dict(block))
         except ValidationError as error:
@@ -260,50 +261,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise CoatConfigError(f"config: key {key!r} is given twice")
         seen[key] = value
     return seen
-
-
-def _keys(model: type[BaseModel]) -> str:
-    return ", ".join(model.model_fields)
-
-
-def explain(name: str, model: type[BaseModel], error: Any) -> str:
-    """One line for one of pydantic's errors: the key, what was given and what is accepted.
-
-    Args:
-        name: what stands before the key, "coat" for this block.
-        model: what was validated.
-        error: one of ``ValidationError.errors()``.
-    """
-    location = [str(part) for part in error["loc"]]
-    key = ".".join([name, *location])
-    kind, given = error["type"], error.get("input")
-    if kind == "value_error":  # our own validators word the whole line
-        return f"{key}.{error['ctx']['error']}"
-    if kind == "missing":
-        return f"{key}: missing, accepted: a value (no default)"
-    if kind == "extra_forbidden":
-        owner = model
-        for part in location[:-1]:
-            owner = owner.model_fields[part].annotation  # type: ignore[assignment]
-        close = difflib.get_close_matches(location[-1], owner.model_fields, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        return f"{key}: unknown key{hint}, accepted: {_keys(owner)}"
-    if kind == "literal_error":
-        accepted = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
-    elif kind == "model_type":
-        accepted = f"an object with keys {_keys(model.model_fields[location[0]].annotation)}"  # type: ignore[arg-type]
-    else:
-        accepted = _ACCEPTED.get(kind) or error["msg"].removeprefix("Input should be ")
-    return f"{key}: got {json.dumps(given, default=str)}, accepted: {accepted}"
-
-
-_ACCEPTED = {
-    "bool_type": "true or false",
-    "tuple_type": "a list of integers",
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-}
-"""Where pydantic's own words are about Python."""
 
 
 def look_up(config: Any, key: str) -> Any:

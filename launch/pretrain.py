@@ -65,7 +65,7 @@ from launch.training.node_folders import open_on_nodes, team_of_checkpoints
 from launch.training.plan import Plan, plan
 from launch.training.profile import StepProfiler, parse_steps
 from launch.training.rank_times import RankTimes
-from launch.training.wandb_log import WandbLog
+from launch.training.wandb_log import start_wandb
 
 __all__ = ["USER_ERRORS", "main", "run", "say", "train"]
 
@@ -228,30 +228,6 @@ def make_loop(
         max_bad_steps=a.max_bad_steps,
         profiler=StepProfiler(parse_steps(a.profile_steps), a.output, active) if a.profile_steps else None,
     )
-
-
-def start_wandb(p: Plan, continues: bool) -> WandbLog | None:
-    """The run at Weights & Biases, on rank 0, if it was asked for; an error of it on all ranks."""
-    a = p.args
-    if a.wandb is None:
-        return None
-    made: list[WandbLog] = []
-
-    def start() -> None:  # what it returns would be sent to the other ranks
-        made.append(
-            WandbLog(
-                a.wandb,
-                name=a.wandb_name,
-                entity=a.wandb_entity,
-                mode=a.wandb_mode,
-                folder=a.output,
-                continues=continues,
-                config={**p.identity(), "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}},
-            )
-        )
-
-    on_rank_0(start)
-    return made[0] if made else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,7 @@ LAYERS = (
     ("coat_dist.ranks",),
     ("coat_dist.nodes",),
     ("coat_dist.config",),
-    ("coat_dist.formats",),
+    ("coat_dist.formats", "coat_dist.config_errors"),
 )
 """A room imports itself and rooms of the rows below it. Of rooms in one row none imports another."""
 SAME_ROW = {("benchmarks", "launch")}

@@ -24,5 +24,5 @@ Universal checkpoints, for another layout (ZeRO stage, numbers of ranks, optimiz
    ``universal_codes`` adds the FP8 codes of moments, so that they need not be decoded and encoded again.
 2. ``universal_folder``: reads such a checkpoint, and gives one tensor-parallel rank its part of each tensor.
 3. ``universal_check``: what in it does not fit the engine; called through ``load_checks``.
-4. ``universal_load``: fills the engine (``zero_partitions``: where a parameter lies in ZeRO's memory).
+4. ``universal_load``: fills the engine (``zero_partitions``, ``zero_shards``: where a parameter lies in ZeRO's memory).
 """

@@ -19,6 +19,7 @@ from .shared import check_there
 from .tags import find_tag
 from .team import team_of
 from .whole import check_whole
+from .zero_shards import forget_second_shard
 
 __all__ = ["Request", "check_before_load", "load_whole_checkpoints"]
 
@@ -103,6 +104,8 @@ def load_whole_checkpoints(engine: Any) -> None:
             load_module_only,
             custom_load_fn,
         )
+        for parameter in engine.module.parameters():
+            forget_second_shard(parameter)
         if not universal and divided_experts(getattr(engine.module, "universal_checkpoint_info", None))[0] > 1:
             engine.optimizer.update_lp_params()  # the model's file holds the experts of one rank
         return found

@@ -30,6 +30,7 @@ from .universal_codes import read_codes
 from .universal_folder import UniversalFolder
 from .zero_files import KEYS
 from .zero_partitions import Partition, members, partitions
+from .zero_shards import copy_into
 
 __all__ = ["enable_universal_load", "load_universal"]
 
@@ -129,7 +130,7 @@ def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
     _renew_stage3(zero)
     for name, target in untrained_tensors(engine).items():
         if source.has(rename(name)):
-            _fill_untrained(target, source.weights(rename(name), getattr(target, "ds_shape", target.shape)))
+            copy_into(target, source.weights(rename(name), getattr(target, "ds_shape", target.shape)))
 
 
 def _fill_state(engine: Any, part: Partition, source: UniversalFolder, names: Mapping, step: int) -> None:
@@ -206,18 +207,6 @@ def _load_loss_scale(zero: Any, saved: Mapping[str, Any]) -> None:
     for key in ("loss_scaler", "dynamic_loss_scale"):
         if key in saved and type(saved[key]) is type(getattr(zero, key, None)):
             setattr(zero, key, saved[key])
-
-
-def _fill_untrained(target: Any, whole: torch.Tensor) -> None:
-    """Replace a frozen parameter or a buffer."""
-    if not hasattr(target, "ds_tensor"):
-        target.data.copy_(whole)
-        return
-    # ZeRO-3. Parameters are in pieces while a checkpoint is loaded, also those that it else keeps whole.
-    part = target.ds_tensor.ds_numel
-    first = part * torch.distributed.get_rank(target.ds_process_group)
-    mine = whole.reshape(-1)[first : first + part]
-    target.ds_tensor.data.view(-1)[: mine.numel()].copy_(mine)
 
 
 def _tensor_parallel(engine: Any) -> tuple[int, int]:

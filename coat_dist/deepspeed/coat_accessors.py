@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checkpoint.zero_partitions import Fragment, Partition, base_optimizer, members, partitions
+from ..checkpoint.zero_shards import forget_second_shard
 from ..ops import split
 from ..optim.master import read_master, write_master
 from ..optim.moments import read_moment, write_moment
@@ -139,8 +140,7 @@ def set_full_master(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         state = ensure_state(zero.optimizer.state, part.flat, part.group)
         write_master(part.flat, state, f.start, whole[f.first : f.first + f.numel])
     let_go(param)
-    if getattr(param, "ds_secondary_tensor", None) is not None:  # of hpZ, made of the old weight
-        param.ds_secondary_tensor = None  # type: ignore[attr-defined]
+    forget_second_shard(param)
     if param.numel() == shape.numel():  # not a ZeRO-3 parameter that is in pieces now: its pieces have been written
         param.data.copy_(split(whole)[0].view(shape))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,9 @@ import torch
 from ..checkpoint.zero_partitions import base_optimizer
 from ..config import CoatConfig, CoatConfigError, load_json, look_up
 from ..optim import CoatAdamW
-from ..ranks import on_rank_0, rank_and_world
+from ..ranks import on_rank_0
 from .attach import attach
+from .belongs_together import check_foreign, check_patched, is_patched, warn_of_no_effect
 from .compare_ranks import compare_ranks
 from .expert_parallel import announced_experts, check_expert_parallel
 from .monitors import make_folders
@@ -145,7 +145,7 @@ def _is_ours(given: Mapping[str, Any]) -> bool:
     """
     if isinstance(given.get("optimizer"), CoatAdamW) or getattr(given.get("mpu"), "coat_mpu", False):
         return True
-    if isinstance(given.get("model"), torch.nn.Module) and _is_patched(given["model"]):
+    if isinstance(given.get("model"), torch.nn.Module) and is_patched(given["model"]):
         return True
     for source in configurations(given):
         settings = _read(source) or {}
@@ -188,7 +188,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     block = coat is not None and "optimizer" in coat.model_fields_set
     if coat is not None:
         del settings["coat"]
-        _check_patched(model, coat)
+        check_patched(model, coat)
     if block and optimizer is None and not compressed and not _only_evaluates(given, settings):
         raise CoatConfigError('optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"')
     stage, named = (look_up(settings, key) for key in ("zero_optimization.stage", "optimizer.type"))
@@ -198,7 +198,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
             "argument"
         )
     if isinstance(optimizer, torch.optim.Optimizer):
-        _check_foreign(optimizer, block, compressed)
+        check_foreign(optimizer, block, compressed)
     elif callable(optimizer):
         given["optimizer"] = _checked(optimizer, block, compressed, check)
     if (parameters := given.get("model_parameters")) is not None:
@@ -207,7 +207,7 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         compare_ranks(settings, coat, None if pipeline or stages(mpu) > 1 else model, given)
         on_rank_0(lambda: make_folders(settings))
         given_type = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
-        _warn_of_no_effect(coat, given_type or named)
+        warn_of_no_effect(coat, given_type or named)
     else:
         answer(False, given)
     check_one_model_a_stage(model, mpu)
@@ -245,55 +245,17 @@ def _without_configuration(args: Any) -> Any:
     return args
 
 
-def _check_foreign(optimizer: torch.optim.Optimizer, block: bool, compressed: bool) -> None:
-    """Refuse an optimizer that DeepSpeed would take in the place of the CoatAdamW that the configuration asks for."""
-    if (block or compressed) and not isinstance(optimizer, CoatAdamW):
-        key, given = ("coat.optimizer", "a block") if block else ("optimizer.type", '"CoatAdamW"')
-        raise CoatConfigError(
-            f"{key}: got {given} beside optimizer={type(optimizer).__name__}, accepted: "
-            "no optimizer argument, or a CoatAdamW"
-        )
-
-
 def _checked(make: Callable, block: bool, compressed: bool, check: Callable[..., None]) -> Callable:
     """A callable for DeepSpeed whose optimizer is checked as one that is given, before ZeRO is built around it."""
 
     @functools.wraps(make, updated=())
     def make_and_check(parameters: Any) -> Any:
         optimizer = make(parameters)
-        _check_foreign(optimizer, block, compressed)
+        check_foreign(optimizer, block, compressed)
         check(optimizer=optimizer)
         return optimizer
 
     return make_and_check
-
-
-def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
-    patched = _is_patched(model)
-    if coat.activation.enabled and not patched:
-        raise CoatConfigError(
-            f"coat.activation.enabled: got true, but no module of {type(model).__name__} is patched; accepted: call "
-            "megatron_patches.patch_model(model, config) first, or megatron_patches.initialize instead of this, or set "
-            "it to false"
-        )
-    if patched and not coat.activation.enabled:
-        raise CoatConfigError(
-            "coat.activation.enabled: got false, but the model is patched; accepted: true, or an unpatched model"
-        )
-
-
-def _warn_of_no_effect(coat: CoatConfig | None, optimizer: str | None) -> None:
-    if coat is None or coat.activation.enabled or optimizer in (None, "CoatAdamW") or rank_and_world()[0] != 0:
-        return
-    warnings.warn(
-        f'coat: nothing is compressed, as activation.enabled is false and the optimizer is "{optimizer}"; FP8 '
-        'moments need "optimizer": {"type": "CoatAdamW"}',
-        stacklevel=4,
-    )
-
-
-def _is_patched(model: torch.nn.Module) -> bool:
-    return any(getattr(type(m), "coat_patched", False) for m in model.modules())
 
 
 def _size(mpu: Any, *names: str) -> int:

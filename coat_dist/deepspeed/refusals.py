@@ -20,7 +20,8 @@ from .known_keys import unknown_keys
 from .monitors import missing_packages
 from .near_misses import check_names
 from .optimizer_from_json import check_params
-from .refusal_rules import RULES, Facts
+from .refusal_facts import Facts
+from .refusal_rules import RULES
 
 __all__ = ["check_deepspeed"]
 

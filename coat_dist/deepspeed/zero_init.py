@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.zero_shards import copy_into
 from ..config import CoatConfig, load_json, look_up
 from .refusals import check_deepspeed
 from .without_launcher import leave_out_compiled_operation
@@ -71,20 +72,3 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
     }
     with InitAs(tensor_overrides=[], **options):
         yield True
-
-
-@torch.no_grad()
-def copy_into(parameter: Any, whole: torch.Tensor) -> None:
-    """Copy a whole tensor into a parameter; of one that ZeRO-3 has divided, this rank's part.
-
-    Not collective. For parameters that nothing has gathered, before ``initialize``.
-
-    Args:
-        whole: of the parameter's whole shape, any device and floating dtype.
-    """
-    if not hasattr(parameter, "ds_tensor"):
-        parameter.copy_(whole)
-        return
-    part = parameter.ds_tensor.ds_numel  # padded at the parameter's end
-    mine = whole.reshape(-1)[part * torch.distributed.get_rank(parameter.ds_process_group) :][:part]
-    parameter.ds_tensor.data.view(-1)[: mine.numel()].copy_(mine)

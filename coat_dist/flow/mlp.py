@@ -281,12 +281,11 @@ class _ScaleRows(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, y, factor, settings: ActivationConfig) -> torch.Tensor:
-        codes = scales = None
+        codes, scales, ctx.group_size = None, None, settings.group_size
         if ctx.needs_input_grad[1]:
             y8 = quantize_groups(y, saved_format(settings), settings.group_size, settings.scale)
             codes, scales = y8.codes, y8.scales
         ctx.save_for_backward(codes, scales, factor)
-        ctx.group_size = settings.group_size
         return shaped(take_rows(y.reshape(-1, y.shape[-1]), None, factor.reshape(-1)).contiguous(), *y.shape)
 
     @staticmethod

@@ -64,8 +64,7 @@ def _amax_kernel(x, out, n, TILE: tl.constexpr):
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """See :func:`coat_dist.reference.quantize.amax` (over everything)."""
-    x = x.contiguous()
-    out = amax_buffer(x.device)
+    x, out = x.contiguous(), amax_buffer(x.device)
     tile, warps = AMAX_TILE
     if x.numel():
         _amax_kernel[(cdiv(x.numel(), tile),)](x, out, x.numel(), TILE=tile, num_warps=warps)

@@ -10,9 +10,10 @@ from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import write_text
+from coat_dist.ranks import on_rank_0
 from launch.log_level import shows
 
-__all__ = ["WandbLog"]
+__all__ = ["WandbLog", "start_wandb"]
 
 
 class WandbLog:
@@ -90,3 +91,27 @@ def _run_id(path: Path) -> str | None:
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def start_wandb(p: Any, continues: bool) -> WandbLog | None:
+    """The run of a plan at Weights & Biases, on rank 0, if it was asked for; an error of it on all ranks."""
+    a = p.args
+    if a.wandb is None:
+        return None
+    made: list[WandbLog] = []
+
+    def start() -> None:  # what it returns would be sent to the other ranks
+        made.append(
+            WandbLog(
+                a.wandb,
+                name=a.wandb_name,
+                entity=a.wandb_entity,
+                mode=a.wandb_mode,
+                folder=a.output,
+                continues=continues,
+                config={**p.identity(), "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}},
+            )
+        )
+
+    on_rank_0(start)
+    return made[0] if made else None

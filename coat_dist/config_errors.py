@@ -1,0 +1,56 @@
+"""Pydantic's errors as lines that name the key, what was given and what is accepted."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any
+
+from pydantic import BaseModel
+
+__all__ = ["explain", "keys_of"]
+
+
+def keys_of(model: type[BaseModel]) -> str:
+    """The names of a block's keys."""
+    return ", ".join(model.model_fields)
+
+
+def explain(name: str, model: type[BaseModel], error: Any) -> str:
+    """One line for one of pydantic's errors: the key, what was given and what is accepted.
+
+    Args:
+        name: what stands before the key, "coat" for this block.
+        model: what was validated.
+        error: one of ``ValidationError.errors()``.
+    """
+    location = [str(part) for part in error["loc"]]
+    key = ".".join([name, *location])
+    kind, given = error["type"], error.get("input")
+    if kind == "value_error":  # our own validators word the whole line
+        return f"{key}.{error['ctx']['error']}"
+    if kind == "missing":
+        return f"{key}: missing, accepted: a value (no default)"
+    if kind == "extra_forbidden":
+        owner = model
+        for part in location[:-1]:
+            owner = owner.model_fields[part].annotation  # type: ignore[assignment]
+        close = difflib.get_close_matches(location[-1], owner.model_fields, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        return f"{key}: unknown key{hint}, accepted: {keys_of(owner)}"
+    if kind == "literal_error":
+        accepted = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
+    elif kind == "model_type":
+        accepted = f"an object with keys {keys_of(model.model_fields[location[0]].annotation)}"  # type: ignore[arg-type]
+    else:
+        accepted = _ACCEPTED.get(kind) or error["msg"].removeprefix("Input should be ")
+    return f"{key}: got {json.dumps(given, default=str)}, accepted: {accepted}"
+
+
+_ACCEPTED = {
+    "bool_type": "true or false",
+    "tuple_type": "a list of integers",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+}
+"""Where pydantic's own words are about Python."""
