@@ -30,7 +30,7 @@ def test_the_writer_keeps_everything(value) -> None:
 
 
 def test_a_record_or_a_curve_is_a_line() -> None:
-    record = {"name": "x" * 150, "shape": [1, 2]}
+    record = {"name": "x" * 250, "shape": [1, 2]}
     curve = list(range(1000))
     lines = common.dumps({"records": [record] * 2, "curve": curve}).splitlines()
     shown = json.dumps(record)

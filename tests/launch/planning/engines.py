@@ -65,7 +65,9 @@ def measured(rank, world, model, settings, tp=1, recompute=None):
     config = ModelConfig.model_validate(model)
     p = SimpleNamespace(
         model=config,
-        args=SimpleNamespace(tensor_parallel=tp, sequence_parallel=tp > 1),
+        args=SimpleNamespace(
+            tensor_parallel=tp, sequence_parallel=tp > 1, expert_parallel=1, pipeline_parallel=1, virtual_stages=1
+        ),
         batch=batch_sizes(settings, world // tp),
         settings=settings,
         coat=CoatConfig.from_deepspeed(settings),
