@@ -122,7 +122,8 @@ def test_e8m0_is_the_smallest_power_of_two_that_fits(fmt):
     scale = scale_values(stored).double()
     assert torch.equal(scale, torch.exp2(stored.double() - 127))
     assert (scale * fmt.max >= largest).all()
-    assert (scale / 2 * fmt.max < largest).all()
+    assert (stored > 1).sum() > 5000  # 1 is the smallest there is, whatever the elements are
+    assert (scale / 2 * fmt.max < largest)[stored > 1].all()
 
 
 def test_e8m0_extremes():
