@@ -6,17 +6,32 @@ All times are milliseconds, and where a call is repeated they are medians. What 
 * :func:`graph_ms`: the kernels alone, where starting them would take longer than they do;
 * :func:`stages_ms`: several calls that follow each other, each on its own (forward, backward);
 * :func:`wall_ms`: one call by the host's clock, with or without the GPU work that it started.
+
+Spans of time that a profiler found are put together by :func:`union`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["copy_bandwidth", "graph_ms", "median", "stages_ms", "timed", "wall_ms"]
+__all__ = ["copy_bandwidth", "graph_ms", "median", "stages_ms", "timed", "union", "wall_ms"]
+
+Time = TypeVar("Time", int, float)
+
+
+def union(spans: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
+    """The same time, (start, end) each, as spans that do not overlap, in order."""
+    found: list[tuple[Time, Time]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
 
 
 def median(values: Sequence[float]) -> float:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.speed.layer import SEQUENCE, VARIANTS, stack
+from benchmarks.timing import union
 from coat_dist import CoatConfig
 from coat_dist.flow import products
 from coat_dist.flow.peer_memory import PeerMemory
@@ -209,7 +210,7 @@ def hidden(spans: Sequence[tuple[str, float, float]], layers: int = 1) -> dict[s
         the first kernel's start to the last one's end ``"span_us"``, in which ``"idle_us"`` nothing ran.
     """
     known = [(next((k for part, k in KERNELS.items() if part in name), None), a, b) for name, a, b in spans]
-    compute = _union((start, end) for kind, start, end in known if kind is None)
+    compute = union((start, end) for kind, start, end in known if kind is None)
     kinds: dict[str, dict[str, float]] = {}
     for kind, start, end in known:
         if kind is None:
@@ -218,7 +219,7 @@ def hidden(spans: Sequence[tuple[str, float, float]], layers: int = 1) -> dict[s
         row["calls"] += 1 / layers
         row["us"] += (end - start) / layers
         row["hidden_us"] += sum(max(0.0, min(end, e) - max(start, s)) for s, e in compute) / layers
-    busy = _union((start, end) for _, start, end in spans)
+    busy = union((start, end) for _, start, end in spans)
     span = max((e for _, e in busy), default=0.0) - min((s for s, _ in busy), default=0.0)
     return {
         "kinds": kinds,
@@ -227,17 +228,6 @@ def hidden(spans: Sequence[tuple[str, float, float]], layers: int = 1) -> dict[s
         "span_us": span / layers,
         "idle_us": (span - sum(e - s for s, e in busy)) / layers,
     }
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time as intervals that do not overlap, in order."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
 
 
 def show(name: str, one: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
 """End to end: the same pretraining run with and without the "coat" block, through DeepSpeed's launcher.
 
     python -m benchmarks.speed.train --ranks 1 [--steps 50] [--layers 8] [--model configs/models/llama2-7b.json]
+    python -m benchmarks.speed.train --ranks 2 --tensor-parallel 2 --micro-batch 2 4 \\
+        --configs 'TE bf16' zero2 'zero2 over NCCL' --peers DIR
 
 Each run is `launch/pretrain.py` with one configuration of `configs/deepspeed`; text is the running Python's standard
-library. Prints, for each configuration, the median step, tokens/s/GPU, peak memory and final loss, and the ratio to the
-first one (the baseline); writes `speed/train-N-ranks.json`.
+library. A peer's name runs the same program with Transformer Engine's layers (`te_train.py`) and `--peer-config`; DIR
+has the package, or an archive of it. Prints, for each run, the median step, tokens/s/GPU, peak memory and final loss,
+and the ratio to the first one (the baseline) of the same micro-batch; writes `speed/train-N-ranks.json`.
 """
 
 from __future__ import annotations
@@ -20,22 +23,36 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, argument_parser, options, prepare_text, python_path, write_result
+from benchmarks.speed.collectives import NCCL_ONLY
+from benchmarks.speed.te_layer import unpack
+from benchmarks.speed.te_train import ENVIRONMENT, RECIPES
 from benchmarks.timing import median
 
 WARM_UP = 10
 
 
-def run(config: str, data: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def run(
+    name: str, micro_batch: int, data: str, folder: Path, te: Path | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """One pretraining run; its records and what its memory table says."""
-    out = folder / config
+    config = arguments.peer_config if name in RECIPES else name.removesuffix(NCCL_ONLY)
+    out = folder / f"{name}-{micro_batch}".replace(" ", "-")
     settings = json.loads((ROOT / f"configs/deepspeed/{config}.json").read_text())
-    settings["train_micro_batch_size_per_gpu"] = arguments.micro_batch
+    settings["train_micro_batch_size_per_gpu"] = micro_batch
     settings["gradient_accumulation_steps"] = arguments.accumulation
-    path = folder / f"{config}.json"
+    path = folder / f"{out.name}.json"
     path.write_text(json.dumps(settings))
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    program = ["launch/pretrain.py"]
+    if name in RECIPES:
+        assert te is not None  # see parse
+        program = ["benchmarks/speed/te_train.py", "--fp8-recipe", RECIPES[name]]
+        environment |= {**ENVIRONMENT, "PYTHONPATH": python_path(ROOT, te, te / "deps")}
+    elif name.endswith(NCCL_ONLY):
+        environment["COAT_PEER_MEMORY"] = "0"
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(arguments.ranks)]
-    command += ["--log_level", "error"]
-    command += ["--master_port", "29517", "launch/pretrain.py", "--deepspeed", "--deepspeed_config", str(path)]
+    command += ["--log_level", "error", "--master_port", "29517", *program]
+    command += ["--deepspeed", "--deepspeed_config", str(path)]
     command += ["--model", arguments.model, "--data", data, "--output", str(out), "--train-steps", str(arguments.steps)]
     command += ["--lr", str(arguments.lr), "--warmup-steps", str(max(1, arguments.steps // 2))]
     command += ["--tensor-parallel", str(arguments.tensor_parallel)]
@@ -43,13 +60,13 @@ def run(config: str, data: str, folder: Path, arguments: argparse.Namespace) -> 
     overrides = [f"num_layers={arguments.layers}"] if arguments.layers else []
     overrides += arguments.model_override
     command += ["--model-override", *overrides] if overrides else []
-    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-    print(f"== {config}", flush=True)
+    print(f"== {name}, micro-batch {micro_batch}", flush=True)
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steady = records[min(WARM_UP, len(records) - 1) :]
     return {
-        "config": config,
+        "config": name,
+        "micro_batch": micro_batch,
         "losses": [r["loss"] for r in records],
         "grad_norms": [r["grad_norm"] for r in records],
         "step_ms": 1e3 * median([r["step_time"] for r in steady]),
@@ -63,11 +80,20 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--configs", nargs="+", default=["zero2-bf16", "zero2"], help="the first one is the baseline")
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        default=["zero2-bf16", "zero2"],
+        metavar="NAME",
+        help="files of configs/deepspeed, also followed by ' over NCCL' (COAT_PEER_MEMORY=0), and peers: "
+        f"{', '.join(map(repr, RECIPES))}; the first one is the baseline",
+    )
+    parser.add_argument("--peer-config", default="zero2-bf16", help="of configs/deepspeed, for peers")
+    parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     parser.add_argument("--model", default="configs/models/llama2-7b.json")
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--layers", type=int, default=8, help="layers of that model; 0 = all")
-    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--micro-batch", type=int, nargs="+", default=[2])
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50)
@@ -76,29 +102,47 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--name", default=None, help="of the JSON result (default: train-N-ranks)")
-    return parser.parse_args(given)
+    arguments = parser.parse_args(given)
+    if any(name in RECIPES for name in arguments.configs) and arguments.peers is None:
+        parser.error("--configs: got a peer without --peers, accepted: with a folder that has Transformer Engine")
+    for name in [*arguments.configs, arguments.peer_config]:
+        file = ROOT / f"configs/deepspeed/{name.removesuffix(NCCL_ONLY)}.json"
+        if name not in RECIPES and not file.is_file():
+            parser.error(f"--configs: got {name!r}, accepted: a name of configs/deepspeed, or {', '.join(RECIPES)}")
+    return arguments
+
+
+def compare(one: dict[str, Any], base: dict[str, Any]) -> None:
+    """Add to a run its ratios to, and gaps from, the baseline, and print it."""
+    one["step_time_ratio"] = one["step_ms"] / base["step_ms"]
+    one["tokens_per_second_ratio"] = one["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+    one["peak_memory_ratio"] = one["peak_memory_gib"] / base["peak_memory_gib"]
+    gaps = [abs(a - b) / b for a, b in zip(one["losses"], base["losses"], strict=True)]
+    one["largest_loss_gap"], one["final_loss_gap"] = max(gaps), gaps[-1]
+    last, last_base = (sum(r["losses"][-10:]) / len(r["losses"][-10:]) for r in (one, base))
+    one["last_ten_loss_gap"] = last / last_base - 1
+    print(
+        f"{one['config']:<16} micro-batch {one['micro_batch']}  step {one['step_ms']:8.1f} ms "
+        f"({one['step_time_ratio']:.2f}x)  {one['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU "
+        f"({one['tokens_per_second_ratio']:.2f}x)  peak {one['peak_memory_gib']:6.1f} GiB "
+        f"({one['peak_memory_ratio']:.2f}x)  loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.4f} "
+        f"(gap: largest {one['largest_loss_gap']:.2%}, mean of the last ten {one['last_ten_loss_gap']:+.2%})",
+        flush=True,
+    )
 
 
 def main() -> None:
     arguments = parse()
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        te = unpack(arguments.peers, str(folder / "te")) if arguments.peers else None
         prepare_text(folder / "stdlib", f"bpe:{arguments.vocabulary}", ["stdlib"])
-        runs = [run(config, str(folder / "stdlib"), folder, arguments) for config in arguments.configs]
-    base = runs[0]
-    for one in runs:
-        one["step_time_ratio"] = one["step_ms"] / base["step_ms"]
-        one["peak_memory_ratio"] = one["peak_memory_gib"] / base["peak_memory_gib"]
-        gaps = [abs(a - b) / b for a, b in zip(one["losses"], base["losses"], strict=True)]
-        one["largest_loss_gap"], one["final_loss_gap"] = max(gaps), gaps[-1]
-        last, last_base = (sum(r["losses"][-10:]) / len(r["losses"][-10:]) for r in (one, base))
-        one["last_ten_loss_gap"] = last / last_base - 1
-        print(
-            f"{one['config']:<14} step {one['step_ms']:8.1f} ms ({one['step_time_ratio']:.2f}x)  "
-            f"{one['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU  peak {one['peak_memory_gib']:6.1f} GiB "
-            f"({one['peak_memory_ratio']:.2f}x)  loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.4f} "
-            f"(gap: largest {one['largest_loss_gap']:.2%}, mean of the last ten {one['last_ten_loss_gap']:+.2%})"
-        )
+        for micro_batch in arguments.micro_batch:
+            base = len(runs)
+            for name in arguments.configs:
+                runs.append(run(name, micro_batch, str(folder / "stdlib"), folder, te, arguments))
+                compare(runs[-1], runs[base])
     name = arguments.name or f"train-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
     print("wrote", write_result(f"speed/{name}", {"settings": options(arguments), "runs": runs}, arguments.output))
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import ROOT, argument_parser, options, write_result
-from benchmarks.timing import median, wall_ms
+from benchmarks.timing import median, union, wall_ms
 from launch.model.gpt import build_model, load_model_config
 from launch.training.runtime import start
 
@@ -70,20 +70,9 @@ def settings(variant: str, micro_batch: int, distance: int | None) -> dict[str, 
     }
 
 
-def covered(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of spans of time, in order and apart."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found
-
-
 def exposed_ms(gathers: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> tuple[float, float]:
     """How long any of ``gathers`` ran, and how long while none of ``others`` did; spans are nanoseconds."""
-    waits, work = covered(gathers), covered(others)
+    waits, work = union(gathers), union(others)
     total = sum(end - begin for begin, end in waits)
     hidden = sum(max(0, min(e, f) - max(b, c)) for b, e in waits for c, f in work if c < e and f > b)
     return total / 1e6, (total - hidden) / 1e6

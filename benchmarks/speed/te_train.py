@@ -1,0 +1,82 @@
+"""Pretraining with Transformer Engine's layers: `launch/pretrain.py` with Megatron's own specification of a model.
+
+    deepspeed benchmarks/speed/te_train.py --fp8-recipe {none,delayed,tensorwise} OPTIONS OF launch/pretrain.py
+
+``train.py`` starts it as a peer. Data, loss, optimizer, DeepSpeed's engine and what is logged are those of the same
+program without a "coat" block; the layers and Megatron's fusions for them are what Transformer Engine's users run.
+Its packages have to be importable; ``ENVIRONMENT`` is to be set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:  # started by its path
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from launch.planning.allocator import expandable_segments  # noqa: E402
+
+if __name__ == "__main__":
+    expandable_segments()  # as pretrain.py does
+
+from launch.model import gpt  # noqa: E402
+from launch.model.config import ModelConfig  # noqa: E402
+
+__all__ = ["ENVIRONMENT", "RECIPES", "main"]
+
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "UB_SKIPMC": "1"}
+"""What Megatron wants with tensor parallelism, and Transformer Engine without NVLink multicast."""
+
+RECIPES = {"TE bf16": "none", "TE fp8 delayed": "delayed", "TE fp8 tensorwise": "tensorwise"}
+"""What ``train.py`` calls a run, and Megatron's ``fp8_recipe``."""
+
+
+def spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
+    """In place of ``launch.model.gpt.layer_spec``.
+
+    Raises:
+        ValueError: a model that Megatron's specification with Transformer Engine does not build.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    other = {
+        "norm_placement": (model.norm_placement, "pre"),
+        "norm_affine": (model.norm_affine, True),
+        "qk_norm": (model.qk_norm, False),
+        "num_moe_experts": (model.num_moe_experts, None),
+    }
+    for key, (given, accepted) in other.items():
+        if given != accepted:
+            raise ValueError(f"{key}: got {given!r}, accepted with Transformer Engine's layers: {accepted!r}")
+    return get_gpt_layer_with_transformer_engine_spec()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``launch.pretrain.main`` with other layers; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, add_help=False)
+    parser.add_argument("--fp8-recipe", choices=[*RECIPES.values()], required=True)
+    own, rest = parser.parse_known_args(argv)
+    from launch import pretrain
+
+    fused = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
+    fp8 = {} if own.fp8_recipe == "none" else {"fp8": "hybrid", "fp8_recipe": own.fp8_recipe}
+    built = gpt.transformer_config
+
+    def config(model: ModelConfig, **given: Any) -> Any:
+        return built(model, **given, **fused, **fp8)
+
+    with mock.patch.object(gpt, "transformer_config", config), mock.patch.object(gpt, "layer_spec", spec):
+        return pretrain.main(rest)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    if status:
+        os._exit(status)
