@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..formats import QuantizedTensor
+from .function import outside_of_graphs
 from .peer_memory import ALIGNMENT, PeerMemory
 from .tensor_parallel import Pending
 
@@ -41,7 +42,7 @@ class Rows:
             coming.wait()
         return self._whole
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def multiply(self, product: Product, n: int, dtype: torch.dtype) -> torch.Tensor:
         """The product with all rows, ``[rows, n]``."""
         m, rank = self.own.codes.shape[0], self.peers.rank
@@ -62,7 +63,7 @@ class Rows:
         product(rows_of(self._whole, rank * m, m), out[rank * m : (rank + 1) * m])
 
 
-@torch.compiler.disable
+@outside_of_graphs
 def scattered_product(
     peers: PeerMemory, a: QuantizedTensor, product: Product, n: int, dtype: torch.dtype, cut: bool = True
 ) -> Pending[torch.Tensor]:
@@ -90,15 +91,16 @@ def scattered_product(
                 with peers.beside():
                     product(rows_of(a, rank * m, m), own)
             peers.written()
-            fetched.append(peers.fetch(source, sizes, {step - 1: other}))
+            fetched.append(peers.fetch(sizes, {source: {step - 1: other}})[source])
         peers.join()
     else:
         whole = peers.room(part * size)[0].view(dtype).view(size * m, n)
         product(a, whole)
         own = whole[rank * m : (rank + 1) * m]
         peers.written()
-        for step, other in enumerate(others, 1):
-            fetched.append(peers.fetch((rank + step) % size, (part,) * size, {rank: other}))
+        sources = [(rank + step) % size for step in range(1, size)]
+        wanted = {source: {rank: other} for source, other in zip(sources, others, strict=True)}
+        fetched += peers.fetch((part,) * size, wanted).values()
 
     def total() -> torch.Tensor:
         if size == 2:

@@ -14,6 +14,9 @@ the next.
 
 Memory: two rooms of the largest exchange for each group, outside of torch's allocator. Where a rank has none left for
 larger rooms, all ranks of the group go on over NCCL.
+
+A layer has a dozen exchanges, whose cost is the host's: views of rooms are made once, streams are asked for by the
+device's number, and are switched by :class:`On`. torch finds out the current device each time otherwise.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import CoatConfigError
+from .function import outside_of_graphs
 
 __all__ = ["Fetched", "PeerMemory", "check_switch", "peer_memory"]
 
@@ -40,14 +44,28 @@ ALIGNMENT = 512
 
 
 class Fetched:
-    """Copies under way; ``wait()`` makes the current stream wait for them."""
+    """Copies under way to GPU ``device``; ``wait()`` makes the current stream wait for them."""
 
-    def __init__(self, done: torch.cuda.Event) -> None:
-        self.done = done
+    def __init__(self, done: torch.cuda.Event, device: int | None) -> None:
+        self.done, self.device = done, device
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.done)
+        torch.cuda.current_stream(self.device).wait_event(self.done)
+
+
+class On:
+    """As ``torch.cuda.stream``, for a stream of the current device; to be entered again and again."""
+
+    def __init__(self, stream: torch.cuda.Stream, device: int | None) -> None:
+        self.stream, self.device = stream, device
+
+    def __enter__(self) -> None:
+        self.before = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self.before)
 
 
 class PeerMemory:
@@ -64,7 +82,10 @@ class PeerMemory:
         self._bytes = self._turn = 0
         self._buffer: torch.Tensor | None = None
         self._handle: Any = None
+        self._theirs: list[torch.Tensor] = []
+        """Every rank's rooms, as bytes."""
         self._copies, self._products = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._on_copies, self._on_products = On(self._copies, device.index), On(self._products, device.index)
         self._last: Fetched | None = None
         self._before: Fetched | None = None
 
@@ -77,7 +98,7 @@ class PeerMemory:
         offsets = self._offsets(nbytes)
         if not self.holds(offsets[-1]):
             raise RuntimeError(f"no memory for two rooms of {offsets[-1]} bytes on all ranks")
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self.device.index)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream
@@ -89,7 +110,7 @@ class PeerMemory:
         first = self._turn * self._bytes
         return [self._buffer[first + at : first + at + n] for at, n in zip(offsets[:-1], nbytes, strict=True)]
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def reserve(self, *kinds: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:
         """A new exchange: tensors in this rank's room, to be written on the current stream and given to :meth:`gather`,
         which has nothing to copy then. They last until the exchange after the next."""
@@ -99,32 +120,36 @@ class PeerMemory:
 
     def written(self) -> None:
         """A barrier: what ranks wrote into their rooms until now can be fetched."""
+        stream = torch.cuda.current_stream(self.device.index)
         if self._before is not None:
-            self._before.wait()
+            stream.wait_event(self._before.done)
             self._before = None
         self._begun = False
         self._handle.barrier(channel=0)
-        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        self._copies.wait_stream(stream)
 
-    def fetch(self, rank: int, sizes: tuple[int, ...], wanted: dict[int, torch.Tensor]) -> Fetched:
-        """Start copying parts of a rank's room into contiguous tensors.
+    def fetch(self, sizes: tuple[int, ...], wanted: dict[int, dict[int, torch.Tensor]]) -> dict[int, Fetched]:
+        """Start copying parts of ranks' rooms into contiguous tensors, one rank's after the other's.
 
         Args:
             sizes: as :meth:`room` was given them.
-            wanted: part -> where it goes.
-        """
-        offsets, first = self._offsets(sizes), self._turn * self._bytes
-        with torch.cuda.stream(self._copies):
-            for part, out in wanted.items():
-                bytes_ = out.view(-1).view(torch.uint8)
-                theirs = self._handle.get_buffer(rank, bytes_.shape, torch.uint8, first + offsets[part])
-                bytes_.copy_(theirs, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._copies)
-        self._last = Fetched(done)
-        return self._last
+            wanted: rank -> part -> where it goes.
 
-    @torch.compiler.disable
+        Returns:
+            rank -> what has to be waited for.
+        """
+        offsets, first, coming = self._offsets(sizes), self._turn * self._bytes, {}
+        with self._on_copies:
+            for rank, parts in wanted.items():
+                for part, out in parts.items():
+                    theirs = self._theirs[rank].narrow(0, first + offsets[part], sizes[part])
+                    out.view(-1).view(torch.uint8).copy_(theirs, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(self._copies)
+                self._last = coming[rank] = Fetched(done, self.device.index)
+        return coming
+
+    @outside_of_graphs
     def gather(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, Fetched]]:
         """All ranks' tensors one after the other along dimension 0, and by rank when they will have come."""
         sizes = tuple(t.nbytes for t in tensors)
@@ -135,23 +160,21 @@ class PeerMemory:
         # Before the barrier: with deterministic algorithms torch fills new memory, and copies must come after that.
         outs = [t.new_empty(self.size * t.shape[0], *t.shape[1:]) for t in tensors]
         self.written()
-        coming = {}
-        for step in range(1, self.size + 1):  # this rank's own last
-            rank = (self.rank + step) % self.size
-            coming[rank] = self.fetch(rank, sizes, {i: out.chunk(self.size)[rank] for i, out in enumerate(outs)})
-        return outs, coming
+        parts = [out.chunk(self.size) for out in outs]
+        order = [(self.rank + step) % self.size for step in range(1, self.size + 1)]  # this rank's own last
+        return outs, self.fetch(sizes, {rank: {i: part[rank] for i, part in enumerate(parts)} for rank in order})
 
     def fork(self) -> None:
         """What is computed :meth:`beside` the current stream may begin when this has come here."""
-        self._products.wait_stream(torch.cuda.current_stream(self.device))
+        self._products.wait_stream(torch.cuda.current_stream(self.device.index))
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
         """What is computed inside runs beside the current stream, between :meth:`fork` and :meth:`join`."""
-        return torch.cuda.stream(self._products)
+        return self._on_products
 
     def join(self) -> None:
         """The current stream waits for what ran :meth:`beside` it."""
-        torch.cuda.current_stream(self.device).wait_stream(self._products)
+        torch.cuda.current_stream(self.device.index).wait_stream(self._products)
 
     @staticmethod
     def _offsets(sizes: tuple[int, ...]) -> list[int]:
@@ -169,6 +192,7 @@ class PeerMemory:
         torch.cuda.synchronize(self.device)
         self._all(True)  # nobody reads the old rooms any more
         self._buffer = self._handle = self._last = self._before = self._reserved = None
+        self._theirs = []
         self._bytes, self._begun = 0, False
         with torch.inference_mode(False):  # a room that evaluation makes is written in training
             buffer = self._allocate(2 * nbytes)
@@ -176,6 +200,8 @@ class PeerMemory:
             return False
         self._buffer, self._bytes = buffer, nbytes
         self._handle = symmetric.rendezvous(buffer, self.group.group_name)
+        with torch.inference_mode(False):
+            self._theirs = [self._handle.get_buffer(r, buffer.shape, torch.uint8, 0) for r in range(self.size)]
         return True
 
     def _allocate(self, nbytes: int) -> torch.Tensor | None:

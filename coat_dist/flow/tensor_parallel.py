@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..formats import QuantizedTensor
+from .function import outside_of_graphs
 from .peer_memory import PeerMemory, peer_memory
 
 __all__ = ["Pending", "TensorParallel", "gather_into", "nbytes"]
@@ -27,7 +28,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_outside_of_graphs = torch.compiler.disable(peer_memory)
+_find_peers = outside_of_graphs(peer_memory)
 """Ranks have to find the same: also where torch.compile traces a call on one of them and not on another."""
 
 
@@ -106,8 +107,7 @@ class TensorParallel:
         """Memory that these ranks read from each other, if they can and ``nbytes`` are worth it."""
         if self.size == 1:
             return None
-        find = _outside_of_graphs if torch.compiler.is_compiling() else peer_memory
-        return find(self.group, nbytes, device)
+        return _find_peers(self.group, nbytes, device)
 
     def max_(self, t: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""

@@ -19,6 +19,7 @@ from .fp8 import (
     amax_buffer,
     atomic_amax,
     constants,
+    from_fp8,
     inverse,
     magnitude_bits,
     pack_rows,
@@ -284,16 +285,30 @@ def _dequantize_groups_kernel(
     tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
 
 
+@fast_launch
+@triton.jit
+def _dequantize_rows_kernel(codes, scales, out, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
+    inside = (row < rows) & (column < columns)
+    value = from_fp8(tl.load(codes + row * columns + column, mask=inside, other=0.0))
+    scale = tl.load(scales + row, mask=row < rows, other=0.0)
+    tl.store(out + row * columns + column, (value * scale).to(out.dtype.element_ty), mask=inside)
+
+
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """See :func:`coat_dist.reference.quantize.dequantize`; the kernel is for groups, other layouts are one product."""
-    if q.layout != "group":
+    """See :func:`coat_dist.reference.quantize.dequantize`; kernels are for groups and for rows."""
+    if q.layout == "tensor":
         return reference.dequantize(q, dtype)
     codes, scales = launch_rows(q.codes), launch_rows(q.scales)
     rows, columns = codes.shape
     out = torch.empty(q.codes.shape, dtype=dtype, device=codes.device)
     bm, bn, warps = GROUPS_TILE
-    if codes.numel():
-        _dequantize_groups_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
+    grid = cdiv(rows, bm), cdiv(columns, bn)
+    if codes.numel() and q.layout == "row":
+        _dequantize_rows_kernel[grid](codes, scales, out, rows, columns, BM=bm, BN=bn, num_warps=warps)
+    elif codes.numel():
+        _dequantize_groups_kernel[grid](
             codes, scales, out, rows, columns, scales.shape[1], G=q.group_size, S=unpack(q)[3],
             BM=bm, BN=max(bn, q.group_size), num_warps=warps,
         )  # fmt: skip

@@ -52,14 +52,15 @@ class Rooms(PeerMemory):
         self.rooms = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(self.rooms, mine, group=self.group)
 
-    def fetch(self, rank, sizes, wanted):
+    def fetch(self, sizes, wanted):
         assert sum(sizes) == sum(p.numel() for p in self.parts)
-        for part, out in wanted.items():
-            assert out.is_contiguous()
-            theirs = self.rooms[rank].split(list(sizes))[part].view(out.dtype).view(out.shape)
-            out.copy_(theirs)
-            self.bytes += out.nbytes if rank != self.rank else 0
-        return mock.create_autospec(Fetched, instance=True)
+        for rank, parts in wanted.items():
+            for part, out in parts.items():
+                assert out.is_contiguous()
+                theirs = self.rooms[rank].split(list(sizes))[part].view(out.dtype).view(out.shape)
+                out.copy_(theirs)
+                self.bytes += out.nbytes if rank != self.rank else 0
+        return {rank: mock.create_autospec(Fetched, instance=True) for rank in wanted}
 
     def fork(self):
         pass

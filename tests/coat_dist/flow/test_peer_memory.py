@@ -127,11 +127,11 @@ class Machine:
                 "Stream": Stream,
                 "Event": Event,
                 "current_stream": lambda *_: Stream.current,
-                "stream": lambda stream: contextlib.nullcontext() if stream is Stream.current else Late(stream),
                 "synchronize": Stream.synchronize,
                 "empty_cache": lambda: None,
             }.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+            stack.enter_context(mock.patch.object(peer_memory, "On", lambda stream, _: Late(stream)))
             stack.enter_context(mock.patch.object(symmetric, "empty", self.empty))
             stack.enter_context(mock.patch.object(symmetric, "rendezvous", self.rendezvous))
             # Parts that run beside each other here run one after the other.

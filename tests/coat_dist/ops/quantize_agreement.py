@@ -88,16 +88,20 @@ def check_dequantize(device="cpu", shapes=((3, 72), (2, 5, 40))):
     """Any code at any scale: NaN, denormals and both zeros."""
     for shape, (fmt, scale, size) in itertools.product(
         shapes,
-        ((E4M3, "e8m0", 32), (E5M2, "e8m0", 16), (E4M3, "bf16", 64), *((f, *s) for f in (E3M4, INT8) for s in SCALES)),
+        (
+            *((E4M3, "e8m0", 32), (E5M2, "e8m0", 16), (E4M3, "bf16", 64), (E4M3, "fp32", 0), (E5M2, "fp32", 0)),
+            *((f, *s) for f in (E3M4, INT8) for s in SCALES),
+        ),
     ):
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(fmt.dtype)
         if not codes.is_cuda:  # the interpreter reads these as numbers; quantizers write NaN scales beside them
             codes.view(torch.uint8)[~codes.float().isfinite()] = 0
-        groups = (*shape[:-1], -(-shape[-1] // size))
+        groups = (*shape[:-1], -(-shape[-1] // size) if size else 1)
         scales = torch.randint(0, 256, groups, dtype=torch.uint8, device=device)
-        if scale == "bf16":
-            scales = torch.randn(groups, device=device).mul(30).exp2().bfloat16()
-        q = QuantizedTensor(codes, scales, "group", size)
+        if scale != "e8m0":
+            scales = torch.randn(groups, device=device).mul(30).exp2()
+            scales = scales.bfloat16() if size else scales.index_fill(0, torch.tensor([0], device=device), torch.nan)
+        q = QuantizedTensor(codes, scales, "group" if size else "row", size)
         wanted = reference.dequantize(q)
         same_values(quantize.dequantize(q), wanted)
         if codes.is_cuda:
