@@ -1,27 +1,32 @@
 """ZeRO-3: steps with BF16 layers, and with the flow whose weights are gathered as BF16 or as FP8 codes.
 
-    torchrun --nproc_per_node 2 -m benchmarks.speed.zero3 [--layers 8] [--micro-batches 1 2] [--output DIR]
+    python -m benchmarks.speed.zero3 [--ranks 2] [--layers 8] [--micro-batches 1 2 4] [--output DIR]
 
-Layers of Llama-2-7B in one process group. `--max-reuse-distance 0` makes ZeRO-3 let go of every weight after its use,
-as it does with most weights of a large model; DeepSpeed's default keeps the last ones from forward to backward.
-Times are by the host's clock until the GPU is done, medians of 8 steps after 4 to warm up. A profile of one step more
-says for how long all-gathers ran, and for how long nothing else did (exposed). Bytes are what a rank gives to gathers
-of weights in one step. Models are built in shards; `--build` measures the peak of that, and of building a whole one.
+Layers of Llama-2-7B; each case in processes of its own, since DeepSpeed keeps hold of engines that were destroyed.
+`--max-reuse-distance 0` makes ZeRO-3 let go of every weight after its use, as it does with most weights of a large
+model; DeepSpeed's default keeps the last ones from forward to backward. Times are by the host's clock until the GPU is
+done, medians of 8 steps after 4 to warm up. A profile of one step more says for how long all-gathers ran, and for how
+long nothing else did (exposed). Bytes are what a rank gives to gathers of weights in one step. Models are built in
+shards; `--build` measures the peak of that, and of building a whole one.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.common import ROOT, argument_parser, options, python_path, write_result
 from benchmarks.timing import median, union, wall_ms
 from launch.model.gpt import build_model, load_model_config
 from launch.training.runtime import start
@@ -105,16 +110,14 @@ def free() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def measure(variant: str, micro_batch: int, arguments: argparse.Namespace, counters: list[Given]) -> dict[str, Any]:
+def measure(variant: str, micro_batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
     import megatron_patches
 
     config = settings(variant, micro_batch, arguments.max_reuse_distance)
     with megatron_patches.zero_init(config):
         built = model(arguments)
     engine, *_ = megatron_patches.initialize(model=built, config=config)
-    if not counters:
-        counters.append(Given())
-    given = counters[0]
+    given = Given()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     length = load_model_config(ROOT / arguments.model, arguments.model_override).seq_length
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -169,49 +172,66 @@ def built_peaks(arguments: argparse.Namespace) -> dict[str, float]:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--model", default="configs/models/llama2-7b.json")
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--max-reuse-distance", type=int, default=None, help="elements; default: DeepSpeed's")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--build", action="store_true", help="also measure the peak of building models")
     parser.add_argument("--name", default=None, help="of the JSON result (default: zero3-N-ranks)")
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)  # of a rank: what it measures, and its file
     return parser.parse_args(given)
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    """One rank of one case."""
+    start(int(os.environ["LOCAL_RANK"]))
+    from megatron_patches import initialize_model_parallel
+
+    initialize_model_parallel(1)
+    *case, file = arguments.case
+    found = measure(*case, arguments) if case else built_peaks(arguments)
+    if dist.get_rank() == 0:
+        Path(file).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def in_processes(arguments: argparse.Namespace, *case: Any) -> dict[str, Any]:
+    """What ranks of their own find."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/found.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+        command += [str(arguments.ranks), "-m", "benchmarks.speed.zero3", *sys.argv[1:]]
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+        subprocess.run([*command, "--case", json.dumps([*case, file])], check=True, env=environment)
+        return json.loads(Path(file).read_text())
 
 
 def main() -> None:
     arguments = parse()
-    start(int(os.environ["LOCAL_RANK"]))
-    from megatron_patches import initialize_model_parallel, rng_state, set_rng_state
-
-    initialize_model_parallel(1)
-    builds = built_peaks(arguments) if arguments.build else None
-    if builds and dist.get_rank() == 0:
+    if arguments.case is not None:
+        return rank(arguments)
+    builds = in_processes(arguments) if arguments.build else None
+    if builds:
         print(builds, flush=True)
-    state = rng_state()
-    counters, rows = list[Given](), list[dict[str, Any]]()
+    rows = []
     for micro_batch in arguments.micro_batches:
         for variant in arguments.variants:
-            set_rng_state(state)  # the same model each time
-            row = measure(variant, micro_batch, arguments, counters)
-            free()
+            row = in_processes(arguments, variant, micro_batch)
             rows.append(row)
-            if dist.get_rank() == 0:
-                print(
-                    f"micro-batch {micro_batch}  {variant:<18} {row['step_ms']:8.1f} ms  gives "
-                    f"{row['given_bytes'] / 2**20:8.1f} MiB  gathers {row.get('gathering_ms', 0):7.2f} ms, exposed "
-                    f"{row.get('exposed_ms', 0):7.2f} ms  peak {row.get('peak_gib', 0):5.1f} GiB  "
-                    f"loss {row['losses'][-1]:.6f}",
-                    flush=True,
-                )
-    world = dist.get_world_size()
-    if dist.get_rank() == 0:
-        result = {"ranks": world, "settings": options(arguments), "build": builds, "steps": rows}
-        name = arguments.name or f"zero3-{world}-rank{'s' * (world > 1)}"
-        print("wrote", write_result(f"speed/{name}", result, arguments.output))
-    dist.destroy_process_group()
+            print(
+                f"micro-batch {micro_batch}  {variant:<18} {row['step_ms']:8.1f} ms  gives "
+                f"{row['given_bytes'] / 2**20:8.1f} MiB  gathers {row.get('gathering_ms', 0):7.2f} ms, exposed "
+                f"{row.get('exposed_ms', 0):7.2f} ms  peak {row.get('peak_gib', 0):5.1f} GiB  "
+                f"loss {row['losses'][-1]:.6f}",
+                flush=True,
+            )
+    result = {"settings": options(arguments, "case"), "build": builds, "steps": rows}
+    name = arguments.name or f"zero3-{arguments.ranks}-rank{'s' * (arguments.ranks > 1)}"
+    print("wrote", write_result(f"speed/{name}", result, arguments.output))
 
 
 if __name__ == "__main__":
