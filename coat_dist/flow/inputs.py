@@ -134,7 +134,7 @@ class NormedInput:
 
     def options(self) -> tuple[Norm, TensorParallel, ActivationConfig, torch.dtype]:
         """All else, for the autograd context; no tensor among it."""
-        return self.norm.without_parameters(), self.tp, self.settings, self.dtype
+        return self.norm.without_parameters(), self.tp.for_backward, self.settings, self.dtype
 
     @classmethod
     def restore(
@@ -205,7 +205,7 @@ class PlainInput:
 
     def options(self) -> tuple[None, TensorParallel, ActivationConfig, torch.dtype]:
         """All else, for the autograd context; no tensor among it."""
-        return None, self.tp, self.settings, self.dtype
+        return None, self.tp.for_backward, self.settings, self.dtype
 
 
 def _gathered(

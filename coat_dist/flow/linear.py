@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight = Weight(weight, tp, settings, split=True)
         w8, w_scale = ctx.weight.quantized()
         ctx.save_for_backward(x if codes is None else None, weight, x_scale, w_scale, codes, scales)
-        ctx.args = x.shape, x.dtype, group_size, tp, settings
+        ctx.args = x.shape, x.dtype, group_size, tp.for_backward, settings
         out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True).wait()
         return shaped(out, x.shape[0] // (tp.size if tp.sharded else 1), *x.shape[1:-1], weight.shape[0])
 

@@ -77,10 +77,12 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
     """None means one rank, never the default group."""
     sequence_parallel: bool = False
+    reads_peers: bool = True
+    """Whether large collectives may go through memory that ranks read from each other (``peer_memory.py``)."""
 
     def __post_init__(self) -> None:
         # Looked up here, for torch.compile: before Python 3.12 a cached property takes a lock, which it cannot trace.
-        _ = self.size, self.rank
+        _ = self.size, self.rank, self.for_backward
 
     @cached_property
     def size(self) -> int:
@@ -101,11 +103,19 @@ class TensorParallel:
 
     @cached_property
     def _switched(self) -> TensorParallel:
-        return TensorParallel(self.group, not self.sequence_parallel)
+        return TensorParallel(self.group, not self.sequence_parallel, self.reads_peers)
+
+    @cached_property
+    def for_backward(self) -> TensorParallel:
+        """The same ranks, who leave backward's collectives to the backend: other products hide them there as well, and
+        the host has less to do."""
+        if self.group is None or not self.reads_peers:
+            return self
+        return TensorParallel(self.group, self.sequence_parallel, False)
 
     def peers(self, nbytes: int, device: torch.device) -> PeerMemory | None:
         """Memory that these ranks read from each other, if they can and ``nbytes`` are worth it."""
-        if self.size == 1:
+        if self.size == 1 or not self.reads_peers:
             return None
         return _find_peers(self.group, nbytes, device)
 
