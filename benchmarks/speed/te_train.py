@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     built = gpt.transformer_config
 
     def config(model: ModelConfig, **given: Any) -> Any:
-        return built(model, **given, **fused, **fp8)
+        return built(model, **{**given, **fused, **fp8})
 
     with mock.patch.object(gpt, "transformer_config", config), mock.patch.object(gpt, "layer_spec", spec):
         return pretrain.main(rest)

@@ -193,7 +193,7 @@ def rank(arguments: argparse.Namespace) -> None:
 
     initialize_model_parallel(1)
     *case, file = arguments.case
-    found = measure(*case, arguments) if case else built_peaks(arguments)
+    found = measure(case[0], case[1], arguments) if case else built_peaks(arguments)
     if dist.get_rank() == 0:
         Path(file).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -1,12 +1,17 @@
 """DeepSpeed's ZeRO step without the passes that CoatAdamW makes itself: methods overridden on one instance.
 
 ZeRO-1 and 2 make three passes over the fp32 gradients before the optimizer sees them: a check for infinities, the norm,
-and a multiplication that unscales and clips. The norm is needed. The check is not, because ZeRO then looks at the norm,
-which is non-finite if any gradient that it counts is; of those that it does not count (copies of a parameter on other
-ranks of a model-parallel group), the check stays. The multiplication is not needed, because the step reads every
-gradient anyway. After the optimizer, ZeRO reads its fp32 partition once more to write the 16-bit one; the step can
-write it, too. All three are left out by the entries of ``attach.py`` whose names begin with "step", and only with a
-DeepSpeed that was read (``reviewed.py``). Results are the same bits.
+and a multiplication that unscales and clips. The norm is needed, but not its copy of every gradient in fp64. The check
+is not, because ZeRO then looks at the norm, which is non-finite if any gradient that it counts is; those that it does
+not count (copies of a parameter on other ranks of a model-parallel group) can be looked at with it. The multiplication
+is not needed, because the step reads every gradient anyway. After the optimizer, ZeRO reads its fp32 partition once
+more to write the 16-bit one; the step can write it, too.
+
+ZeRO also has the host wait for the GPU: at the end of backward, and in each norm. The GPU then idles until the host has
+started what comes next. One wait is left, for the norm: the host has to know whether the step is skipped.
+
+All of this is left out by the entries of ``attach.py`` whose names begin with "step", and only with a DeepSpeed that
+was read (``reviewed.py``). Results are the same bits.
 """
 
 from __future__ import annotations
@@ -23,10 +28,15 @@ __all__ = [
     "check_what_the_norm_leaves_out",
     "has_16_bit_copy",
     "leave_all_to_the_norm",
+    "has_reduction_stream",
     "may_leave_out_passes",
     "norm_finds_all",
     "norm_leaves_out",
+    "norm_known",
+    "read_gradients_once",
+    "throughput_without_waiting",
     "unscale_and_clip_in_the_step",
+    "wait_on_the_gpu",
     "write_16_bit_weights_in_the_step",
 ]
 
@@ -41,13 +51,18 @@ def may_leave_out_passes(zero: Any) -> bool:
     return bool(not zero.cpu_offload and zero.compute_grad_norm and zero.check_grad_overflow)
 
 
-# The check for infinities. Loss scaling (fp16) reacts to the check itself, ahead of the norm; without it, the norm does
-# all the work.
+# The norm, and the check for infinities. Loss scaling (fp16) reacts to the check itself, ahead of the norm; without it,
+# the norm does all the work.
 
 
-def norm_finds_all(zero: Any) -> bool:
-    """Whether a gradient that is not finite always makes the norm so: the check can be left out."""
-    return may_leave_out_passes(zero) and zero.dtype == torch.bfloat16 and not _some_are_not_counted(zero)
+def norm_finds_all(zero: Any, stage: bool) -> bool:
+    """Whether a gradient that is not finite always makes the norm so: the check can be left out.
+
+    ``stage``: of a pipeline, whose norm is another one (``pipeline.py``).
+    """
+    if not may_leave_out_passes(zero) or zero.dtype != torch.bfloat16:
+        return False
+    return not stage or not _some_are_not_counted(zero)
 
 
 def leave_all_to_the_norm(zero: Any) -> None:
@@ -55,9 +70,10 @@ def leave_all_to_the_norm(zero: Any) -> None:
     zero.check_overflow = types.MethodType(_no_check, zero)
 
 
-def norm_leaves_out(zero: Any) -> bool:
+def norm_leaves_out(zero: Any, stage: bool) -> bool:
     """Whether the norm does not count some gradients, so that these have to be checked still."""
-    return may_leave_out_passes(zero) and zero.dtype == torch.bfloat16 and _some_are_not_counted(zero)
+    bf16 = may_leave_out_passes(zero) and zero.dtype == torch.bfloat16
+    return stage and bf16 and _some_are_not_counted(zero)
 
 
 def check_what_the_norm_leaves_out(zero: Any) -> None:
@@ -76,6 +92,39 @@ def _some_are_not_counted(zero: Any) -> bool:
 
     replicated = any(_in_a_pipeline(p) for params in zero.bit16_groups for p in params)
     return replicated or pg_utils.is_parallel(zero.model_parallel_group)
+
+
+def read_gradients_once(zero: Any) -> None:
+    """Let the norm read each gradient once and in its own type, and be infinite where one that it does not count is not
+    finite."""
+    zero.get_grad_norm_direct = types.MethodType(_norm, zero)
+
+
+def _norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
+    """In place of ``get_grad_norm_direct``: the same norm over ranks, fp32, -1 where it is not finite. ZeRO converts
+    each gradient to fp64 first, and has the host wait where it looks for what is not finite."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+    from deepspeed.runtime.zero.utils import get_norm_dtype
+
+    if norm_type != 2:
+        return type(zero).get_grad_norm_direct(zero, gradients, params, norm_type)
+    zero.coat_norm_known = None
+    counted: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    gradients = (g for g in gradients if not getattr(g, "_zero_padding", False))
+    for gradient, param in zip(gradients, params, strict=False):  # what follows the last gradient is padding, too
+        own = is_model_parallel_parameter(param) or zero.model_parallel_rank == 0
+        norms = counted if own and not _in_a_pipeline(param) else others
+        norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=get_norm_dtype()))
+    total = torch.zeros((), dtype=torch.float32, device=zero.device)
+    if counted:
+        total = torch.stack(counted).pow(2.0).sum().float()
+    if others:
+        total = torch.where(torch.stack(others).isfinite().all(), total, torch.inf)
+    torch.distributed.all_reduce(total, group=zero.dp_process_group)
+    zero._model_parallel_all_reduce(tensor=total, op=torch.distributed.ReduceOp.SUM)
+    norm = total.pow(0.5)
+    return torch.where(norm.isfinite(), norm, -1.0)
 
 
 def _in_a_pipeline(param: torch.nn.Parameter) -> bool:
@@ -109,6 +158,9 @@ def unscale_and_clip_in_the_step(zero: Any) -> None:
 
 def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
     """In place of ``unscale_and_clip_grads``: the same factor, computed the same way, handed to the optimizer."""
+    if total_norm.is_cuda and vars(zero).get("coat_norm_known", ...) is None:  # the first group, after our norm
+        zero.coat_norm_known = torch.cuda.Event()
+        zero.coat_norm_known.record()
     if zero.clip_grad == 0.0 and zero.loss_scale == 1.0:
         zero.optimizer.grad_factor = None
         return
@@ -117,6 +169,49 @@ def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
         scale = torch.clamp((total_norm / zero.loss_scale + 1e-6) / zero.clip_grad, min=1.0) * zero.loss_scale
     factor = torch.as_tensor(1.0 / scale, dtype=torch.float32, device=zero.device)
     zero.optimizer.grad_factor = factor.reshape(())
+
+
+def norm_known(engine: Any) -> torch.cuda.Event | None:
+    """After ``engine.step()``: when the GPU knew the gradient norm, and all that was computed before the step. The
+    optimizer's work comes later. None where nothing is known before the end of it."""
+    return getattr(engine.optimizer, "coat_norm_known", None)
+
+
+# Waiting.
+
+
+def has_reduction_stream(zero: Any) -> bool:
+    """Whether gradients are reduced on a stream of their own, for which the host waits at the end of backward."""
+    return may_leave_out_passes(zero) and bool(zero.overlap_comm) and zero.reduction_stream is not None
+
+
+def wait_on_the_gpu(zero: Any) -> None:
+    """Let the stream that computes wait at the end of backward, and not the host."""
+    zero.independent_gradient_partition_epilogue = types.MethodType(_epilogue, zero)
+
+
+def _epilogue(zero: Any) -> None:
+    """In place of ``independent_gradient_partition_epilogue``, whose one wait is for the reductions that were started.
+
+    What is freed after it belongs to the stream that computes, or to the one that reduces; the first has waited for the
+    second, and the second waits for the first before each reduction.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    # An attribute of the instance hides the method.
+    accelerator.synchronize = lambda *_: accelerator.current_stream().wait_stream(zero.reduction_stream)
+    try:
+        type(zero).independent_gradient_partition_epilogue(zero)
+    finally:
+        del accelerator.synchronize
+
+
+def throughput_without_waiting(engine: Any) -> None:
+    """Let DeepSpeed's samples a second be those that the host sees, unless the configuration has ``timers``. The host
+    waits for the GPU once in a step anyway, so their mean is the same."""
+    if "timers" not in engine._config._param_dict:
+        engine.tput_timer.config = engine.tput_timer.config.model_copy(update={"synchronized": False})
 
 
 # The 16-bit weights.

@@ -6,12 +6,13 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from coat_dist.deepspeed.step import norm_known
 from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog, peak_memory_bytes
 from launch.training.pipeline import PipelineSteps, nan_if_not_finite
@@ -89,6 +90,8 @@ class Loop:
     """Runs micro-batches where the model is divided over stages; ``loss`` is not used then."""
     doing: str = "before the first step"
     """What is going on, for messages."""
+    _numbers: Any = field(default=None, init=False)
+    """The stream of :meth:`_beside_the_optimizer`."""
 
     def run(self) -> str | None:
         """Train to the last step and evaluate on the test split.
@@ -143,14 +146,18 @@ class Loop:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        mean = self._micro_batches() if self.pipeline is None else self.pipeline.step(self.train, self.memory)
+        if self.pipeline is None:
+            losses, count = self._micro_batches(), self.accumulation
+        else:
+            losses, count = self.pipeline.step(self.train, self.memory), 1
         applied = bool(self.engine.was_step_applied())
-        norm = float(self.engine.get_global_grad_norm())
         requested = 1.0 if self.stop is not None and self.stop.requested() else 0.0
-        more = self.more() if self.more is not None else {}
-        (mean_loss, stopping, *means), seconds = mean_and_each(
-            [mean, requested, *more.values()], self.times.seconds(), self.device
-        )
+        with self._beside_the_optimizer():
+            norm = float(self.engine.get_global_grad_norm())
+            more = self.more() if self.more is not None else {}
+            (mean_loss, stopping, *means), seconds = mean_and_each(
+                [losses / count, requested, *more.values()], self.times.seconds(), self.device
+            )
         took = time.perf_counter() - began
 
         progress.step += 1
@@ -185,7 +192,7 @@ class Loop:
         return record
 
     def _micro_batches(self) -> torch.Tensor:
-        """Forward and backward of a step's micro-batches, and the engine's step. Their mean loss, fp64."""
+        """Forward and backward of a step's micro-batches, and the engine's step. The sum of their losses, fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(self.accumulation):
             self.times.begin()
@@ -199,7 +206,21 @@ class Loop:
             if self.memory is not None and index == self.accumulation - 1:
                 self.memory.backward_done()
             self.engine.step()
-        return total / self.accumulation
+        return total
+
+    @contextlib.contextmanager
+    def _beside_the_optimizer(self) -> Iterator[None]:
+        """Where a step's numbers are read while a GPU still writes weights, so that the next step follows without a
+        pause: on a stream of their own, which waits for what was computed before the optimizer began."""
+        known = norm_known(self.engine)
+        if known is None:
+            yield
+            return
+        if self._numbers is None:
+            self._numbers = torch.cuda.Stream()
+        self._numbers.wait_event(known)
+        with torch.cuda.stream(self._numbers):
+            yield
 
     def _check_bad(self, record: dict[str, Any]) -> None:
         if self.progress.bad_in_a_row >= self.max_bad_steps:

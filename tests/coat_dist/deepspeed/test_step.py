@@ -68,7 +68,7 @@ def test_fused_step_gives_the_same_bits(stage, clip):
     for fused, plain in zip(
         run_ranks(2, train, stage, clip, True), run_ranks(2, train, stage, clip, False), strict=True
     ):
-        assert len(fused[0]) == 3 and plain[0] == []
+        assert len(fused[0]) == 5 and plain[0] == []
         assert fused[2] == plain[2] and fused[2].count(False) == 1, "the step with NaN gradients is skipped"
         assert [n for n, ok in zip(fused[1], fused[2], strict=True) if ok] == [
             n for n, ok in zip(plain[1], plain[2], strict=True) if ok
@@ -99,3 +99,111 @@ def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_p
         (tmp_path / name).write_text(text)
     (tmp_path / name).unlink()
     assert not reviewed.was_read.__wrapped__()
+
+
+def norms(rank, world):
+    """DeepSpeed's norm and ours, of gradients some of which are not counted, are padding, or are not finite."""
+    import types
+
+    import deepspeed
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero
+
+    from coat_dist.deepspeed.step import read_gradients_once
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.manual_seed(rank)
+    group, found = torch.distributed.group.WORLD, []
+    zero = types.SimpleNamespace(
+        device="cpu", dp_process_group=group, model_parallel_group=group, model_parallel_rank=1
+    )
+    zero._model_parallel_all_reduce = types.MethodType(Zero._model_parallel_all_reduce, zero)
+    for bad, value in ((None, 0.0), (0, torch.nan), (1, torch.inf), (2, -torch.inf), (3, torch.nan)):
+        params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 70, 1000, 5)]
+        params[1].tensor_model_parallel = params[2].tensor_model_parallel = (
+            True  # others are counted on rank 0 of a group
+        )
+        params[2].ds_pipe_replicated = True
+        gradients = [torch.randn(p.shape).mul(10.0 ** (rank + i)) for i, p in enumerate(params)]
+        gradients[3] = gradients[3].bfloat16()
+        if bad is not None and rank == 0:
+            gradients[bad][2] = value
+        padding = torch.zeros(7)
+        padding._zero_padding = True
+        theirs = Zero.get_grad_norm_direct(zero, [*gradients, padding], params)
+        replaced = types.SimpleNamespace(**vars(zero))
+        read_gradients_once(replaced)
+        ours = replaced.get_grad_norm_direct([*gradients, padding], params)
+        found.append((bad, theirs, ours))
+        empty = replaced.get_grad_norm_direct([], [])
+        assert float(empty) == 0 and empty.dtype == torch.float32
+    return found
+
+
+def test_the_norm_is_the_same_bits_and_sees_what_is_not_counted():
+    for found in run_ranks(2, norms):
+        for bad, theirs, ours in found:
+            assert ours.dtype == theirs.dtype == torch.float32 and ours.shape == theirs.shape
+            if bad in (None, 1):
+                assert torch.equal(ours, theirs)
+            else:  # not counted: their norm is finite, and a check has to look
+                assert theirs > 0 and ours == -1
+            assert (ours == -1) == (bad is not None)
+
+
+def test_the_host_waits_for_reductions_no_more(monkeypatch):
+    """The end of backward has a stream wait for the other, once and at that place; afterwards all is as before."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from deepspeed.accelerator import get_accelerator
+
+    from coat_dist.deepspeed.step import has_reduction_stream, wait_on_the_gpu
+
+    accelerator, order = get_accelerator(), []
+    current = SimpleNamespace(wait_stream=lambda other: order.append(other))
+    monkeypatch.setattr(type(accelerator), "synchronize", lambda *_: order.append("host"))
+    monkeypatch.setattr(type(accelerator), "current_stream", lambda *_: current)
+
+    class Zero:
+        reduction_stream, fails = "reductions", False
+
+        def independent_gradient_partition_epilogue(self):
+            order.append("reduce")
+            get_accelerator().synchronize()
+            order.append("free")
+            if self.fails:
+                raise RuntimeError("so it goes")
+
+    zero = Zero()
+    wait_on_the_gpu(zero)
+    zero.independent_gradient_partition_epilogue()
+    assert order == ["reduce", "reductions", "free"]
+    zero.fails = True
+    with pytest.raises(RuntimeError, match="so it goes"):
+        zero.independent_gradient_partition_epilogue()
+    accelerator.synchronize()
+    assert order[-1] == "host" and "synchronize" not in vars(accelerator)
+    with mock.patch("coat_dist.deepspeed.step.may_leave_out_passes", lambda _: True):
+        for overlap, stream in ((True, "s"), (False, "s"), (True, None)):
+            given = SimpleNamespace(overlap_comm=overlap, reduction_stream=stream)
+            assert has_reduction_stream(given) == (overlap and stream is not None)
+
+
+def throughput(rank, world, timers):
+    from coat_dist import initialize
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
+        **timers,
+    }
+    timer = initialize(model=torch.nn.Linear(64, 64), config=config)[0].tput_timer
+    return timer.config.enabled, timer.config.synchronized
+
+
+def test_throughput_is_timed_as_the_configuration_says():
+    assert run_ranks(1, throughput, {}) == [(True, False)]
+    assert run_ranks(1, throughput, {"timers": {"throughput": {"synchronized": True}}}) == [(True, True)]
