@@ -102,9 +102,9 @@ class recorded(TorchDispatchMode):  # noqa: N801 - used as a context
             self._note("gather" + COPIES, peers.size * sum(t.nbytes for t in tensors), tensors[0].dtype)
             return gather(peers, tensors)
 
-        def noting_product(peers: PeerMemory, a: Any, multiply: Any, n: int, dtype: torch.dtype, cut: bool) -> Any:
+        def noting_product(peers: PeerMemory, a: Any, multiply: Any, n: int, dtype: torch.dtype) -> Any:
             self._note("reduce-scatter" + COPIES, a.codes.shape[0] * n * dtype.itemsize, dtype)
-            return product(peers, a, multiply, n, dtype, cut)
+            return product(peers, a, multiply, n, dtype)
 
         self._patches = ExitStack()
         self._patches.enter_context(mock.patch.object(dist, "all_reduce", self._noting_maximum))

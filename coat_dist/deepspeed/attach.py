@@ -201,6 +201,13 @@ ATTACHMENTS = (
         "instead of the two before it, never with them",
     ),
     Attachment(
+        "step: gradients are added without a copy",
+        lambda b: step.may_leave_out_passes(b.zero),
+        lambda b: step.add_without_a_copy(b.zero),
+        ("zero._add_to_grad_partition_buffer",),
+        "anywhere: needs nothing from above",
+    ),
+    Attachment(
         "step: the host does not wait for reductions",
         lambda b: step.has_reduction_stream(b.zero),
         lambda b: step.wait_on_the_gpu(b.zero),

@@ -7,6 +7,9 @@ not count (copies of a parameter on other ranks of a model-parallel group) can b
 is not needed, because the step reads every gradient anyway. After the optimizer, ZeRO reads its fp32 partition once
 more to write the 16-bit one; the step can write it, too.
 
+Before all that, ZeRO adds each gradient that was reduced to its fp32 partition, by way of a copy in fp32 which the
+addition does not need.
+
 ZeRO also has the host wait for the GPU: at the end of backward, and in each norm. The GPU then idles until the host has
 started what comes next. One wait is left, for the norm: the host has to know whether the step is skipped.
 
@@ -25,6 +28,7 @@ from ..checkpoint.zero_partitions import base_optimizer
 from .reviewed import was_read
 
 __all__ = [
+    "add_without_a_copy",
     "check_what_the_norm_leaves_out",
     "has_16_bit_copy",
     "leave_all_to_the_norm",
@@ -146,6 +150,20 @@ def _overflow_outside_the_norm(zero: Any) -> torch.Tensor:
             if _in_a_pipeline(param) or not counted:
                 found += zero._has_inf_or_nan(gradient)
     return found.bool()
+
+
+# Gradients.
+
+
+def add_without_a_copy(zero: Any) -> None:
+    """Let a sum read the gradient in its own type."""
+    zero._add_to_grad_partition_buffer = _add
+
+
+def _add(output: torch.Tensor | None, source: torch.Tensor) -> None:
+    """In place of ``_add_to_grad_partition_buffer``: torch converts each element as it adds it, to the same bits."""
+    if output is not None:
+        output.add_(source)
 
 
 # Unscaling and clipping.

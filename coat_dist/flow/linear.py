@@ -12,7 +12,7 @@ from ..formats import QuantizedTensor, fp8_format
 from ..ops import dequantize, exact_mm, quantize_tensor
 from .function import shaped, without_autocast
 from .products import check_input, gemm, summed_gemm
-from .scaling import gradient_amax, quantize_gradient, quantize_input, turned
+from .scaling import gradient_amax, quantize_gradient, quantize_input
 from .tensor_parallel import TensorParallel
 from .weights import Weight
 
@@ -83,7 +83,6 @@ class _Linear(torch.autograd.Function):
         if w8_t is not None:
             dx = gemm(d8, w8_t, dtype, settings).view(shape)
         del w8_t
-        d8_t = turned(d8, d8_t)
         del d8
         if ctx.needs_input_grad[1]:
             if codes is not None:

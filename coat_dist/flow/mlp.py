@@ -38,7 +38,6 @@ from .scaling import (
     saved_format,
     share_rows,
     shared_scale,
-    turned,
 )
 from .tensor_parallel import TensorParallel
 from .weights import Weight
@@ -225,7 +224,6 @@ class _MLP(torch.autograd.Function):
         w2_t = ctx.fc2.transposed(fc2_weight, w2_scale)  # while ranks agree on the scale
         d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=agreed)
         da = gemm(d8, w2_t, dtype, settings)
-        d8_t = turned(d8, d8_t)
         del w2_t, d8  # like all that follow: the peak of a step is in this function
         top = activation_grad_amax(da, pre8, activation)
         d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, aligned=False)
@@ -244,7 +242,7 @@ class _MLP(torch.autograd.Function):
         del inner
         dinput = None
         if any(wanted := ctx.needs_input_grad[:3]):
-            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings, cut=False)
+            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
             dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
         del d8

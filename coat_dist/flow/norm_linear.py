@@ -196,7 +196,7 @@ class _NormLinear(torch.autograd.Function):
         del dout
         dinput = None
         if any(wanted := ctx.needs_input_grad[:3]):
-            dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), block_input.dtype, tp, settings, cut=False)
+            dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), block_input.dtype, tp, settings)
             dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
         del d8

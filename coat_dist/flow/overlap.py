@@ -13,7 +13,7 @@ import torch
 
 from ..formats import QuantizedTensor
 from .function import outside_of_graphs
-from .peer_memory import ALIGNMENT, PeerMemory
+from .peer_memory import PeerMemory
 from .tensor_parallel import Pending
 
 __all__ = ["Product", "Rows", "scattered_product"]
@@ -65,42 +65,27 @@ class Rows:
 
 @outside_of_graphs
 def scattered_product(
-    peers: PeerMemory, a: QuantizedTensor, product: Product, n: int, dtype: torch.dtype, cut: bool = True
+    peers: PeerMemory, a: QuantizedTensor, product: Product, n: int, dtype: torch.dtype
 ) -> Pending[torch.Tensor]:
     """This rank's rows of the sum over ranks of the product with a, ``[m / ranks, n]``, under way.
 
-    Two ranks' parts are added as a reduce-scatter adds them; of more, the sum is fp32 and rounded once.
-
-    Args:
-        cut: others' rows are multiplied first and fetched while the rest is. Without, the product is one and what
-            follows hides the copies; the result is to be waited for before the exchange after the next.
+    Others' rows are multiplied first and fetched while the rest is. Two ranks' parts are added as a reduce-scatter adds
+    them; of more, the sum is fp32 and rounded once.
     """
     m, rank, size = a.codes.shape[0] // peers.size, peers.rank, peers.size
-    others = [torch.empty(m, n, dtype=dtype, device=a.codes.device) for _ in range(size - 1)]
-    part = others[0].nbytes
-    fetched = []
-    if cut or part % ALIGNMENT:
-        own = torch.empty_like(others[0])
-        sizes = (part,) * (size - 1)
-        room = peers.room(*sizes)
-        peers.fork()
-        for step, other in enumerate(others, 1):
-            to, source = (rank + step) % size, (rank - step) % size
-            product(rows_of(a, to * m, m), room[step - 1].view(dtype).view(m, n))
-            if step == 1:
-                with peers.beside():
-                    product(rows_of(a, rank * m, m), own)
-            peers.written()
-            fetched.append(peers.fetch(sizes, {source: {step - 1: other}})[source])
-        peers.join()
-    else:
-        whole = peers.room(part * size)[0].view(dtype).view(size * m, n)
-        product(a, whole)
-        own = whole[rank * m : (rank + 1) * m]
+    own, *others = (torch.empty(m, n, dtype=dtype, device=a.codes.device) for _ in range(size))
+    sizes = (own.nbytes,) * (size - 1)
+    room, fetched = peers.room(*sizes), []
+    peers.fork()
+    for step, other in enumerate(others, 1):
+        to, source = (rank + step) % size, (rank - step) % size
+        product(rows_of(a, to * m, m), room[step - 1].view(dtype).view(m, n))
+        if step == 1:
+            with peers.beside():
+                product(rows_of(a, rank * m, m), own)
         peers.written()
-        sources = [(rank + step) % size for step in range(1, size)]
-        wanted = {source: {rank: other} for source, other in zip(sources, others, strict=True)}
-        fetched += peers.fetch((part,) * size, wanted).values()
+        fetched.append(peers.fetch(sizes, {source: {step - 1: other}})[source])
+    peers.join()
 
     def total() -> torch.Tensor:
         if size == 2:

@@ -37,8 +37,9 @@ from .function import outside_of_graphs
 
 __all__ = ["Fetched", "PeerMemory", "check_switch", "peer_memory"]
 
-SMALLEST = 2**20
-"""Bytes below which a collective is not worth a barrier of our own."""
+FEWEST = 3 * 2**23
+"""Elements of what one rank sends from which this is worth it. The host has more to do here than for a collective, and
+does not keep up with short products: on H200s 2**24 elements were slower, 2**25 faster (docs/flow-speed.md)."""
 SWITCH = "COAT_PEER_MEMORY"
 ALIGNMENT = 512
 
@@ -233,18 +234,21 @@ _switched: set[dist.ProcessGroup] = set()
 """Groups whose ranks have the same ``COAT_PEER_MEMORY``."""
 
 
-def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.device) -> PeerMemory | None:
-    """The rooms of this group where its GPUs can read each other's memory and ``nbytes`` are worth it; else None.
+def peer_memory(
+    group: dist.ProcessGroup | None, elements: int, itemsize: int, device: torch.device
+) -> PeerMemory | None:
+    """The rooms of this group where its GPUs can read each other's memory and it is worth it; else None.
 
     Args:
-        nbytes: of what one rank sends to another.
+        elements: of what one rank sends to another.
+        itemsize: bytes of one.
 
-    The first call with enough bytes is a collective, and so is one with more than any before.
+    The first call with enough elements is a collective, and so is one with more bytes than any before.
 
     Raises:
         CoatConfigError: ``COAT_PEER_MEMORY`` is neither 0 nor 1, or not the same on all ranks.
     """
-    if group is None or device.type != "cuda" or nbytes < SMALLEST:
+    if group is None or device.type != "cuda" or elements < FEWEST:
         return None
     if torch.cuda.is_current_stream_capturing():  # a graph may not wait for copies that it does not hold
         return None
@@ -257,7 +261,7 @@ def peer_memory(group: dist.ProcessGroup | None, nbytes: int, device: torch.devi
         _of_group[group] = _try(group, device) if _all_can_read(group, device) else None
     if (peers := _of_group[group]) is None:
         return None
-    if not peers.holds(peers.size * nbytes):  # more than any exchange of parts of this size takes
+    if not peers.holds(peers.size * elements * itemsize):  # more than any exchange of parts of this size takes
         _of_group[group] = None
     return _of_group[group]
 

@@ -36,12 +36,8 @@ def summed_gemm(
     tp: TensorParallel,
     settings: ActivationConfig,
     fast_accum: bool = False,
-    cut: bool = True,
 ) -> Pending[torch.Tensor]:
     """``a @ b.T`` where the summed dimension is split over ranks; the sum over ranks is under way.
-
-    Args:
-        cut: the sum is waited for at once, and the product may be cut into parts to hide it.
 
     Returns:
         The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.
@@ -52,8 +48,8 @@ def summed_gemm(
         b_scales = b.scales
         return reduce(code_products(a, b)).then(lambda sums: scale_and_round(sums, a_scales, b_scales, dtype))
     m, n = a.codes.shape[0], b.codes.shape[0]
-    if tp.sharded and m % tp.size == 0 and (peers := tp.peers(m // tp.size * n * dtype.itemsize, a.codes.device)):
-        return scattered_product(peers, a, lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), n, dtype, cut)
+    if tp.sharded and m % tp.size == 0 and (peers := tp.peers(m // tp.size * n, dtype.itemsize, a.codes.device)):
+        return scattered_product(peers, a, lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), n, dtype)
     return reduce(gemm(a, b, dtype, settings, fast_accum))
 
 

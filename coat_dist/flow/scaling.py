@@ -24,7 +24,7 @@ each rank holds a part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ from ..ops import (
     transpose,
 )
 from .overlap import Rows
-from .tensor_parallel import Pending, TensorParallel, nbytes
+from .tensor_parallel import Pending, TensorParallel
 
 __all__ = [
     "Operand",
@@ -55,7 +55,6 @@ __all__ = [
     "saved_format",
     "share_rows",
     "shared_scale",
-    "turned",
     "whole",
 ]
 
@@ -138,7 +137,7 @@ def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConf
 
 def gather_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor | Rows:
     """All ranks' rows of an operand, or what will be them: rows that come while products run, where they can."""
-    if not settings.tp_invariant and (peers := tp.peers(nbytes(q8.codes), q8.codes.device)) is not None:
+    if not settings.tp_invariant and (peers := tp.peers(q8.codes.numel(), 1, q8.codes.device)) is not None:
         return Rows(peers, q8)
     if q8.layout == "row":
         return tp.start_gather_quantized(q8).wait()
@@ -157,7 +156,9 @@ def reserve_rows(
     x: torch.Tensor, fmt: FP8Format, tp: TensorParallel, settings: ActivationConfig, scales: bool = True
 ) -> QuantizedTensor | None:
     """As :func:`reserve_codes`, with scales of rows."""
-    peers = tp.peers(x.numel(), x.device) if tp.sharded and settings.fp8_gather and not settings.tp_invariant else None
+    peers = (
+        tp.peers(x.numel(), 1, x.device) if tp.sharded and settings.fp8_gather and not settings.tp_invariant else None
+    )
     if peers is None:
         return None
     kinds = [(x.shape, fmt.dtype), *([((*x.shape[:-1], 1), torch.float32)] if scales else [])]
@@ -168,11 +169,6 @@ def reserve_rows(
 def whole(q8: QuantizedTensor | Rows) -> QuantizedTensor:
     """All rows, waited for."""
     return q8.whole() if isinstance(q8, Rows) else q8
-
-
-def turned(d8: QuantizedTensor | Rows, d8_t: QuantizedTensor | None) -> QuantizedTensor:
-    """wgrad's operand of what :func:`quantize_gradient` returned."""
-    return transpose(whole(d8)) if d8_t is None else d8_t
 
 
 def gradient_amax(
@@ -187,24 +183,10 @@ def gradient_amax(
     return tp.start_max(top) if gather and tp.sharded or settings.tp_invariant else Pending(lambda: top)
 
 
-@overload
-def quantize_gradient(
-    dy: torch.Tensor,
-    tp: TensorParallel,
-    settings: ActivationConfig,
-    gather: Literal[False],
-    top: Pending[torch.Tensor],
-) -> tuple[QuantizedTensor, QuantizedTensor]: ...
-@overload
 def quantize_gradient(
     dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: Pending[torch.Tensor]
-) -> tuple[QuantizedTensor | Rows, QuantizedTensor | None]: ...
-def quantize_gradient(
-    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: Pending[torch.Tensor]
-) -> tuple[QuantizedTensor | Rows, QuantizedTensor | None]:
+) -> tuple[QuantizedTensor, QuantizedTensor]:
     """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]`` for wgrad.
-
-    Rows that are still coming have no other order yet; :func:`turned` makes it after dgrad.
 
     Args:
         dy: ``[rows, n]``; with sequence parallelism and ``gather``, this rank's rows only.
@@ -215,7 +197,6 @@ def quantize_gradient(
     gather = gather and tp.sharded
     scale = tensor_scale(top.wait(), fmt)
     if gather and settings.fp8_gather:
-        room = reserve_codes(dy, fmt, tp, settings)
-        rows = gather_operand(quantize_tensor(dy, fmt, scale, out=room), tp, settings)
-        return rows, None if isinstance(rows, Rows) else transpose(rows)
+        rows = QuantizedTensor(tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor")
+        return rows, transpose(rows)
     return quantize_both(tp.gather_rows(dy) if gather else dy, fmt, scale)

@@ -18,7 +18,7 @@ from ..formats import QuantizedTensor
 from .function import outside_of_graphs
 from .peer_memory import PeerMemory, peer_memory
 
-__all__ = ["Pending", "TensorParallel", "gather_into", "nbytes"]
+__all__ = ["Pending", "TensorParallel", "gather_into"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -113,11 +113,11 @@ class TensorParallel:
             return self
         return TensorParallel(self.group, self.sequence_parallel, False)
 
-    def peers(self, nbytes: int, device: torch.device) -> PeerMemory | None:
-        """Memory that these ranks read from each other, if they can and ``nbytes`` are worth it."""
+    def peers(self, elements: int, itemsize: int, device: torch.device) -> PeerMemory | None:
+        """Memory that these ranks read from each other, if they can and so many elements are worth it."""
         if self.size == 1 or not self.reads_peers:
             return None
-        return _find_peers(self.group, nbytes, device)
+        return _find_peers(self.group, elements, itemsize, device)
 
     def max_(self, t: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""
@@ -147,7 +147,8 @@ class TensorParallel:
         """:meth:`gather_rows` of several tensors in one collective, under way."""
         if self.size == 1:
             return Pending(lambda: tensors)
-        if (peers := self.peers(nbytes(tensors[0]), tensors[0].device)) is not None:
+        first = tensors[0]
+        if (peers := self.peers(first.numel(), first.itemsize, first.device)) is not None:
             whole, coming = peers.gather([t.contiguous() for t in tensors])
             return Pending(lambda: tuple(whole), tuple(coming.values()))
         payloads = [_payload(t, len(tensors) > 1) for t in tensors]
@@ -193,11 +194,6 @@ class TensorParallel:
             raise ValueError(f"sequence parallelism: got {t.shape[0]} rows, accepted: a multiple of {self.size} ranks")
         out, t = t.new_empty(t.shape[0] // self.size, *t.shape[1:]), t.contiguous()
         return Pending(lambda: out, (_reduce_scatter(out, t, group=self.group, async_op=True),), t)
-
-
-def nbytes(t: torch.Tensor) -> int:
-    """``t.nbytes``, which torch.compile cannot trace with dimensions that it does not know."""
-    return t.numel() * t.itemsize
 
 
 def _payload(t: torch.Tensor, together: bool) -> torch.Tensor:

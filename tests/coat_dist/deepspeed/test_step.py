@@ -68,7 +68,7 @@ def test_fused_step_gives_the_same_bits(stage, clip):
     for fused, plain in zip(
         run_ranks(2, train, stage, clip, True), run_ranks(2, train, stage, clip, False), strict=True
     ):
-        assert len(fused[0]) == 5 and plain[0] == []
+        assert len(fused[0]) == 6 and plain[0] == []
         assert fused[2] == plain[2] and fused[2].count(False) == 1, "the step with NaN gradients is skipped"
         assert [n for n, ok in zip(fused[1], fused[2], strict=True) if ok] == [
             n for n, ok in zip(plain[1], plain[2], strict=True) if ok

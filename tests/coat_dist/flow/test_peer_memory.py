@@ -141,7 +141,7 @@ class Machine:
 
 def through(peers):
     """All that ranks exchange goes through these rooms."""
-    return mock.patch.object(TensorParallel, "peers", lambda *_: peers)
+    return mock.patch.object(TensorParallel, "peers", lambda tp, *_: peers if tp.reads_peers else None)
 
 
 def late_copies(rank, world, changes, folder):
@@ -225,7 +225,7 @@ def without_memory(rank, world, folder):
     """What ranks do where one of them has no memory for a larger room."""
     group = dist.group.WORLD
     warned = []
-    with Machine(folder, memory=2**23 if rank else 2**30).here():
+    with Machine(folder, memory=2**28 if rank else 2**40).here():
         peers = PeerMemory(group, CPU)
         gpu = mock.Mock(type="cuda")
         with (
@@ -235,7 +235,8 @@ def without_memory(rank, world, folder):
             warnings.catch_warnings(record=True) as caught,
         ):
             warnings.simplefilter("always")
-            uses = [peer_memory.peer_memory(group, nbytes, gpu) is peers for nbytes in (2**10, 2**20, 2**24, 2**20)]
+            few = peer_memory.FEWEST
+            uses = [peer_memory.peer_memory(group, n, 1, gpu) is peers for n in (few - 1, few, 2**30, few)]
             warned = [str(w.message) for w in caught if "NCCL" in str(w.message)]
     return uses, len(warned), all("rank 1 of the group" in text for text in warned)
 
@@ -253,7 +254,7 @@ def test_switched_off_tries_nothing(monkeypatch) -> None:
     monkeypatch.setattr(peer_memory, "_all_can_read", tried)
     for switch, calls in (("0", 0), ("0", 0), ("1", 1), ("1", 1), ("0", 1)):
         monkeypatch.setenv("COAT_PEER_MEMORY", switch)
-        assert peer_memory.peer_memory(group, 2**20, gpu) is None and tried.call_count == calls
+        assert peer_memory.peer_memory(group, peer_memory.FEWEST, 2, gpu) is None and tried.call_count == calls
     monkeypatch.delitem(peer_memory._of_group, group)
     peer_memory._switched.discard(group)
 
