@@ -112,7 +112,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
     parser.add_argument("--dispatcher", default="alltoall", choices=["alltoall", "allgather"])
     parser.add_argument("--one-by-one", action="store_true", help="also without moe_grouped_gemm")
-    parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel tables")
+    parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel tables, printed and kept")
     parser.add_argument("--name", default="experts", help="of the JSON result")
     arguments = parser.parse_args(given)
     for tokens in arguments.tokens:
@@ -130,6 +130,8 @@ def main() -> None:
         for tokens in arguments.tokens:
             runs = runs_of(shape, tokens, arguments)
             report(shape, tokens, runs, arguments.kernels, arguments.dispatcher)
+            for one in runs.values():
+                one["kernels"] = one["kernels"][: arguments.kernels]
             results.append({"shape": shape, "tokens": tokens, "runs": runs})
     found = {"settings": options(arguments), "results": results}
     print("wrote", write_result(f"speed/{arguments.name}", found, arguments.output))
