@@ -49,7 +49,7 @@ class ExpertMLP(MLP):
             hidden_states,
             self.linear_fc1.weight,
             self.linear_fc2.weight,
-            checked_activation(self),
+            checked_activation(self, self.activation_func),
             self.coat.tp_now(self.linear_fc1),
             self.coat.settings,
             self.linear_fc1.bias,

@@ -18,6 +18,7 @@ from coat_dist.config import ActivationConfig
 
 from .activations import activation_name
 from .attached import Patch
+from .mlp import checked_activation
 
 __all__ = [
     "GROUPED",
@@ -104,13 +105,7 @@ class FP8GroupedMLP(GroupedMLP):
         for rounding.
         """
         x, probs = _probs_on_input(self.config, permuted_local_hidden_states, permuted_probs)
-        if self.config.activation_func is not self.coat.function:
-            name, accepted = (getattr(f, "__name__", f) for f in (self.config.activation_func, self.coat.function))
-            raise ValueError(
-                f"activation_func: got {name}, accepted: {accepted}, which it was when the model was patched; "
-                "call unpatch_model first"
-            )
-        args = x, tokens_per_expert, self.weight1, self.weight2, self.coat.activation, self.coat.settings
+        args = x, tokens_per_expert, self.weight1, self.weight2, checked_activation(self), self.coat.settings
         return flow.grouped_mlp(*args, probs), None
 
 

@@ -86,7 +86,7 @@ class NormMLP(MLP):
         wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
         fc1, fc2 = self.linear_fc1.weight, self.linear_fc2.weight
         tp, bias = self.coat.tp_now(self.linear_fc1), self.linear_fc1.bias
-        activation, settings = checked_activation(self), self.coat.settings
+        activation, settings = checked_activation(self, self.activation_func), self.coat.settings
         if self.coat.norm is None:
             return flow.mlp(hidden_states, fc1, fc2, activation, tp, settings, bias), None
         check_whole("pre_mlp_layernorm", self.coat.norm)
@@ -123,13 +123,16 @@ def why_bf16_products(mlp: Any, expert: bool = False) -> str | None:
     return None
 
 
-def checked_activation(mlp: Any) -> str:
+def checked_activation(mlp: Any, *functions: Any) -> str:
     """The flow's name of a patched MLP's or expert's activation.
+
+    Args:
+        functions: the places where Megatron reads it besides ``mlp.config.activation_func``, by the gate.
 
     Raises:
         ValueError: another function was set since the model was patched.
     """
-    for given in (mlp.config.activation_func, mlp.activation_func):  # Megatron reads the one or the other, by the gate
+    for given in (mlp.config.activation_func, *functions):
         if given is not mlp.coat.function:
             name, accepted = (getattr(f, "__name__", f) for f in (given, mlp.coat.function))
             raise ValueError(
