@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import os
 import platform
@@ -18,6 +20,7 @@ __all__ = [
     "RESULTS",
     "ROOT",
     "argument_parser",
+    "code_digest",
     "command",
     "dumps",
     "environment",
@@ -34,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results")
 PATHS = "--peers", "--data", "--extend", "--folder", "--plot", "--output"
 """Options whose value is a path of this machine."""
+CODE = (*(f"coat_dist/{room}" for room in ("flow", "kernels", "ops", "optim", "reference")), "megatron_patches")
+"""Folders with what GPUs compute in a step."""
 WIDTH = 400
 """Characters up to which nested JSON stays on one line."""
 
@@ -86,11 +91,21 @@ def environment() -> dict[str, Any]:
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": os.environ.get("COAT_COMMIT") or git.stdout.strip() or None,
+        "code": code_digest(),
         "python": platform.python_version(),
         "versions": {n: version(n) for n in ("torch", "triton", "deepspeed", "megatron-core")},
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+@functools.cache
+def code_digest() -> str:
+    """Of what GPUs compute in a step: a result that was measured with another one may not be what this code gives."""
+    digest = hashlib.sha256()
+    for file in sorted(path for room in CODE for path in (ROOT / room).rglob("*.py")):
+        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def result_path(name: str, output: str | Path | None = None) -> Path:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ if __name__ == "__main__":
 from launch.model import gpt  # noqa: E402
 from launch.model.config import ModelConfig  # noqa: E402
 
-__all__ = ["ENVIRONMENT", "RECIPES", "main"]
+__all__ = ["ENVIRONMENT", "RECIPES", "main", "te_layers"]
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "UB_SKIPMC": "1"}
 """What Megatron wants with tensor parallelism, and Transformer Engine without NVLink multicast."""
@@ -57,6 +58,21 @@ def spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
     return get_gpt_layer_with_transformer_engine_spec()
 
 
+@contextmanager
+def te_layers(recipe: str) -> Iterator[None]:
+    """Models that are built inside have Transformer Engine's layers and Megatron's fusions for them, in FP8 by a
+    recipe, or in BF16 by "none"."""
+    fused = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
+    fp8 = {} if recipe == "none" else {"fp8": "hybrid", "fp8_recipe": recipe}
+    built = gpt.transformer_config
+
+    def config(model: ModelConfig, **given: Any) -> Any:
+        return built(model, **{**given, **fused, **fp8})
+
+    with mock.patch.object(gpt, "transformer_config", config), mock.patch.object(gpt, "layer_spec", spec):
+        yield
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """``launch.pretrain.main`` with other layers; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, add_help=False)
@@ -64,14 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, rest = parser.parse_known_args(argv)
     from launch import pretrain
 
-    fused = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
-    fp8 = {} if own.fp8_recipe == "none" else {"fp8": "hybrid", "fp8_recipe": own.fp8_recipe}
-    built = gpt.transformer_config
-
-    def config(model: ModelConfig, **given: Any) -> Any:
-        return built(model, **{**given, **fused, **fp8})
-
-    with mock.patch.object(gpt, "transformer_config", config), mock.patch.object(gpt, "layer_spec", spec):
+    with te_layers(own.fp8_recipe):
         return pretrain.main(rest)
 
 

@@ -1,0 +1,150 @@
+"""One rank of ``whole.py``: a whole model, one variant, larger and larger micro-batches until memory is out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.common import ROOT
+from benchmarks.speed.te_train import RECIPES, te_layers
+from benchmarks.timing import median
+from coat_dist import CoatConfig
+from launch.model.gpt import load_model_config
+from launch.training import build, runtime
+from launch.training.memory import MemoryReport
+from launch.training.settings import batch_sizes
+from megatron_patches import initialize_model_parallel
+
+__all__ = ["OUT_OF_MEMORY", "VARIANTS", "settings_of"]
+
+OUT_OF_MEMORY = 7
+"""Exit status."""
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BF16": ("AdamW", {"enabled": False}),
+    "optimizer only": ("CoatAdamW", {"enabled": False}),
+    "flow only": ("AdamW", {}),
+    "both": ("CoatAdamW", {}),
+    "both, FP8 attention": ("CoatAdamW", {"attention": "fp8"}),
+    **{name: ("AdamW", {"enabled": False}) for name in RECIPES},
+}
+"""The optimizer's type, and what the block's "activation" has besides that of ``configs/deepspeed/zero2.json``."""
+WARM_UP, TIMED = 2, 3
+
+
+def settings_of(variant: str, stage: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of a variant."""
+    optimizer, activation = VARIANTS[variant]
+    settings = json.loads((ROOT / "configs/deepspeed/zero2.json").read_text())
+    settings["train_micro_batch_size_per_gpu"] = 1  # of the engine; what it is given may have more
+    settings["zero_optimization"]["stage"] = stage
+    settings["optimizer"]["type"] = optimizer
+    settings["coat"]["activation"] |= activation
+    if optimizer == "AdamW" and activation == {"enabled": False}:
+        del settings["coat"]
+    elif optimizer == "AdamW":
+        del settings["coat"]["optimizer"]
+    return settings
+
+
+def engine_of(case: dict[str, Any]) -> tuple[Any, Any]:
+    """The engine and the model's configuration. Process groups are set up before."""
+    settings = settings_of(case["variant"], case["stage"])
+    model = load_model_config(case["model"], case["override"])
+    plan = SimpleNamespace(
+        model=model,
+        args=SimpleNamespace(tensor_parallel=1, expert_parallel=1, pipeline_parallel=1, sequence_parallel=False),
+        batch=batch_sizes(settings, torch.distributed.get_world_size()),
+        settings=settings,
+        coat=CoatConfig.from_deepspeed(settings),
+        recompute={},
+    )
+    recipe = RECIPES.get(case["variant"])
+    with nullcontext() if recipe is None else te_layers(recipe):
+        return build.build_engine(plan, lambda text: None), model  # type: ignore[arg-type]
+
+
+def batch_of(micro_batch: int, model: Any) -> dict[str, torch.Tensor]:
+    """Random tokens."""
+    drawn = torch.randint(0, model.vocab_size, (micro_batch, model.seq_length + 1))
+    return {
+        "tokens": drawn[:, :-1].contiguous(),
+        "labels": drawn[:, 1:].contiguous(),
+        "loss_mask": torch.ones(micro_batch, model.seq_length),
+        "position_ids": torch.arange(model.seq_length).expand(micro_batch, -1).contiguous(),
+    }
+
+
+def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any, report: MemoryReport | None) -> dict[str, Any]:
+    """Times and peaks of steps with one micro-batch."""
+    gpu, batch, times = torch.cuda.is_available(), batch_of(micro_batch, model), []
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(WARM_UP + TIMED):
+        began = time.perf_counter()
+        with report.forward() if report is not None and step == 0 else nullcontext():
+            loss = loss_of(engine, batch)
+        engine.backward(loss)
+        if report is not None and step == 0:
+            report.backward_done()
+        engine.step()
+        if report is not None and step == 0:
+            report.step_done()
+        float(engine.get_global_grad_norm())
+        if gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    seconds = median(times[WARM_UP:])
+    record = {
+        "micro_batch": micro_batch,
+        "step_ms": 1e3 * seconds,
+        "tokens_per_second_per_gpu": micro_batch * model.seq_length / seconds,
+        "loss": float(loss),
+    }
+    if gpu:
+        peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
+        torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
+        record["peak_bytes"], record["peak_reserved_bytes"] = peaks.tolist()
+        record["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+    return record
+
+
+def main(case: dict[str, Any], out: Path) -> int:
+    """Measure; a line of JSON for each micro-batch, rank 0's. The exit status."""
+    device = runtime.start(int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda" and case["gpu_memory"] is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case["gpu_memory"] * 2**30 / total))
+    initialize_model_parallel(1, seed=1234, create_gloo_process_groups=False)
+    rank = torch.distributed.get_rank()
+    try:
+        engine, model = engine_of(case)
+        loss_of = build.language_model_loss(1, device)
+        for index, micro_batch in enumerate(case["micro_batches"]):
+            report = None if index else MemoryReport(engine, micro_batch * model.seq_length)
+            record = steps(engine, loss_of, micro_batch, model, report)
+            if report is not None:
+                record["held_bytes"] = {name: row["bytes"] for name, row in report.to_dict().items()}
+            if rank == 0:
+                with out.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+    except (torch.OutOfMemoryError, RuntimeError) as problem:
+        if not isinstance(problem, torch.OutOfMemoryError) and "out of memory" not in str(problem):
+            raise
+        return OUT_OF_MEMORY
+    torch.distributed.barrier()
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(status)  # the other ranks may hang in a collective of a rank that has no memory

@@ -1,0 +1,160 @@
+"""Tables and the picture of ``whole.py``'s result: equal and largest micro-batches, cost, tokens/s over micro-batch.
+
+    python -m benchmarks.speed.whole_report [--plot docs/figures/speed-whole.png] [--name whole]
+
+Prints Markdown. A case that was measured with other code than what is here is marked with a dagger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import argument_parser, code_digest, result_path
+
+__all__ = ["cost", "equal", "largest", "main", "plot"]
+
+TOKENS = 300e9
+"""Of a pretraining run, for the cost."""
+GIB = 2**30
+
+
+def groups(cases: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
+    """Cases that differ in nothing but their variant, in the order of the file."""
+    found: dict[tuple, list[dict[str, Any]]] = {}
+    for case in cases:
+        if "error" not in case:
+            key = (case["model"], *case["override"], case["ranks"], case["stage"], case["gpu_memory"])
+            found.setdefault(key, []).append(case)
+    return found
+
+
+def title(case: dict[str, Any]) -> str:
+    """What the cases of a group have in common."""
+    memory = "" if case["gpu_memory"] is None else f", {case['gpu_memory']:g} GiB of it"
+    gpus = case["measured"]["gpus"]
+    name = gpus[0].removeprefix("NVIDIA ") if gpus else "CPU"
+    model = " ".join([case["model"], *case["override"]])
+    return f"{model}, {case['ranks']} x {name}{memory}, ZeRO-{case['stage']}"
+
+
+def mark(case: dict[str, Any]) -> str:
+    return "" if case["measured"]["code"] == code_digest() else f" \u2020{case['measured']['commit']}"
+
+
+def best(case: dict[str, Any]) -> dict[str, Any] | None:
+    """The step with the largest micro-batch."""
+    return max(case["steps"], key=lambda step: step["micro_batch"], default=None)
+
+
+def _row(case: dict[str, Any], step: dict[str, Any] | None, base: dict[str, Any] | None) -> str:
+    name = case["variant"] + mark(case)
+    if step is None:
+        return f"| {name} | does not fit | | | | | |"
+    held = case["steps"][0]["held_bytes"]
+    saved = held["activations"] / GIB * step["micro_batch"] / case["steps"][0]["micro_batch"]
+    speed = step["tokens_per_second_per_gpu"]
+    ratio = "" if base is None else f"{speed / base['tokens_per_second_per_gpu']:.2f}"
+    return (
+        f"| {name} | {step['micro_batch']} | {held['optimizer moments'] / GIB:.1f} | {saved:.1f} | "
+        f"{step.get('peak_bytes', 0) / GIB:.1f} | {speed:,.0f} | {ratio} |"
+    )
+
+
+HEAD = [
+    "| | micro-batch | moments, GiB | saved for backward, GiB | peak, GiB | tokens/s/GPU | to BF16 |",
+    "|---|---|---|---|---|---|---|",
+]
+
+
+def equal(cases: list[dict[str, Any]]) -> list[str]:
+    """A table at the largest micro-batch that every variant which fits at all has; empty where there is none."""
+    shared = [{s["micro_batch"] for s in case["steps"]} for case in cases if case["steps"]]
+    common = set.intersection(*shared) if shared else set()
+    if not common:
+        return []
+    steps = [next((s for s in case["steps"] if s["micro_batch"] == max(common)), None) for case in cases]
+    base = next((step for case, step in zip(cases, steps, strict=True) if case["variant"] == "BF16"), None)
+    return HEAD + [_row(case, step, base) for case, step in zip(cases, steps, strict=True)]
+
+
+def largest(cases: list[dict[str, Any]]) -> list[str]:
+    """A table at each variant's largest micro-batch."""
+    base = next((best(case) for case in cases if case["variant"] == "BF16"), None)
+    return HEAD + [_row(case, best(case), base) for case in cases]
+
+
+def cost(cases: list[dict[str, Any]]) -> list[str]:
+    """GPU hours of :data:`TOKENS`, at each variant's fastest micro-batch."""
+    lines = [f"| | tokens/s/GPU | GPU hours of {TOKENS / 1e9:.0f} B tokens |", "|---|---|---|"]
+    for case in cases:
+        if case["steps"]:
+            speed = max(step["tokens_per_second_per_gpu"] for step in case["steps"])
+            lines.append(f"| {case['variant']}{mark(case)} | {speed:,.0f} | {TOKENS / speed / 3600:,.0f} |")
+    return lines
+
+
+def plot(found: dict[tuple, list[dict[str, Any]]], path: Path) -> None:
+    """Tokens/s/GPU over micro-batch, a panel a group; a cross where memory was out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
+    for axis, cases in zip(axes[0], found.values(), strict=True):
+        for case in cases:
+            x = [s["micro_batch"] for s in case["steps"]]
+            y = [s["tokens_per_second_per_gpu"] for s in case["steps"]]
+            (line,) = axis.plot(x, y, marker="o", markersize=3, label=case["variant"])
+            if case["out_of_memory_at"] is not None and x:
+                axis.plot(case["out_of_memory_at"], y[-1], marker="x", color=line.get_color())
+        axis.set(title=title(cases[0]), xlabel="micro-batch", ylabel="tokens/s/GPU", ylim=(0, None))
+        axis.title.set_fontsize(9)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def report(found: dict[tuple, list[dict[str, Any]]]) -> list[str]:
+    """All tables."""
+    lines = []
+    for cases in found.values():
+        lines += [f"### {title(cases[0])}", ""]
+        if table := equal(cases):
+            lines += ["Equal micro-batches:", "", *table, ""]
+        lines += ["Each one's largest:", "", *largest(cases), ""]
+        if cases[0]["model"] == "llama2-7b":
+            lines += ["Cost, at each one's fastest:", "", *cost(cases), ""]
+    if any("\u2020" in line for line in lines):
+        lines.append("\u2020 measured with earlier code, at the commit named.")
+    return lines
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--plot", type=Path, help="the picture")
+    parser.add_argument("--name", default="whole", help="of the JSON result")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    arguments = parse(given)
+    path = result_path(f"speed/{arguments.name}", arguments.output)
+    if not path.exists():
+        sys.exit(f"--name: got {arguments.name!r}, accepted: a result of benchmarks.speed.whole; {path} is not there")
+    found = groups(json.loads(path.read_text())["cases"])
+    print("\n".join(report(found)))
+    if arguments.plot is not None:
+        plot(found, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
