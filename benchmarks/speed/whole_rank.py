@@ -17,13 +17,13 @@ from benchmarks.common import ROOT
 from benchmarks.speed.te_train import RECIPES, te_layers
 from benchmarks.timing import median
 from coat_dist import CoatConfig
-from launch.model.gpt import load_model_config
+from launch.model.gpt import ModelConfig, load_model_config
 from launch.training import build, runtime
 from launch.training.memory import MemoryReport
 from launch.training.settings import batch_sizes
 from megatron_patches import initialize_model_parallel
 
-__all__ = ["OUT_OF_MEMORY", "VARIANTS", "settings_of"]
+__all__ = ["OUT_OF_MEMORY", "VARIANTS", "batch_of", "engine_of", "settings_of"]
 
 OUT_OF_MEMORY = 7
 """Exit status."""
@@ -54,21 +54,20 @@ def settings_of(variant: str, stage: int) -> dict[str, Any]:
     return settings
 
 
-def engine_of(case: dict[str, Any]) -> tuple[Any, Any]:
-    """The engine and the model's configuration. Process groups are set up before."""
-    settings = settings_of(case["variant"], case["stage"])
-    model = load_model_config(case["model"], case["override"])
+def engine_of(model: ModelConfig, variant: str, stage: int, tp: int = 1) -> Any:
+    """The engine that `pretrain.py` would build for a variant. Process groups are set up before."""
+    settings = settings_of(variant, stage)
     plan = SimpleNamespace(
         model=model,
-        args=SimpleNamespace(tensor_parallel=1, expert_parallel=1, pipeline_parallel=1, sequence_parallel=False),
-        batch=batch_sizes(settings, torch.distributed.get_world_size()),
+        args=SimpleNamespace(tensor_parallel=tp, expert_parallel=1, pipeline_parallel=1, sequence_parallel=tp > 1),
+        batch=batch_sizes(settings, torch.distributed.get_world_size() // tp),
         settings=settings,
         coat=CoatConfig.from_deepspeed(settings),
         recompute={},
     )
-    recipe = RECIPES.get(case["variant"])
+    recipe = RECIPES.get(variant)
     with nullcontext() if recipe is None else te_layers(recipe):
-        return build.build_engine(plan, lambda text: None), model  # type: ignore[arg-type]
+        return build.build_engine(plan, lambda text: None)  # type: ignore[arg-type]
 
 
 def batch_of(micro_batch: int, model: Any) -> dict[str, torch.Tensor]:
@@ -126,7 +125,8 @@ def main(case: dict[str, Any], out: Path) -> int:
     initialize_model_parallel(1, seed=1234, create_gloo_process_groups=False)
     rank = torch.distributed.get_rank()
     try:
-        engine, model = engine_of(case)
+        model = load_model_config(case["model"], case["override"])
+        engine = engine_of(model, case["variant"], case["stage"])
         loss_of = build.language_model_loss(1, device)
         for index, micro_batch in enumerate(case["micro_batches"]):
             report = None if index else MemoryReport(engine, micro_batch * model.seq_length)
