@@ -42,7 +42,6 @@ def busy(seconds) -> int:
 def test_samples() -> None:
     with Sampler() as sampler:
         busy(0.3)
-    assert sampler.samples > 50
     mine = sum(n for name, n in sampler.functions.items() if name.endswith("test_step.py busy"))
-    assert 0.5 * sampler.samples < mine <= sampler.samples
+    assert 50 < mine <= sampler.samples  # other threads, as of those that run tests, are seen too
     assert sum(sampler.lines.values()) == sampler.samples
