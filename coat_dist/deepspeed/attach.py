@@ -215,13 +215,6 @@ ATTACHMENTS = (
         "anywhere: nothing else is put around it",
     ),
     Attachment(
-        "step: throughput is timed without waiting",
-        lambda b: step.may_leave_out_passes(b.zero),
-        lambda b: step.throughput_without_waiting(b.engine),
-        (),
-        "anywhere: it changes a timer's settings",
-    ),
-    Attachment(
         "step: CoatAdamW unscales and clips",
         lambda b: step.may_leave_out_passes(b.zero),
         lambda b: step.unscale_and_clip_in_the_step(b.zero),

@@ -14,7 +14,7 @@ ZeRO also has the host wait for the GPU: at the end of backward, and in each nor
 started what comes next. One wait is left, for the norm: the host has to know whether the step is skipped.
 
 All of this is left out by the entries of ``attach.py`` whose names begin with "step", and only with a DeepSpeed that
-was read (``reviewed.py``). Results are the same bits.
+was read (``reviewed.py``). Results are the same bits, but for the norm on a GPU, whose fp64 sums have another order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ __all__ = [
     "norm_leaves_out",
     "norm_known",
     "read_gradients_once",
-    "throughput_without_waiting",
     "unscale_and_clip_in_the_step",
     "wait_on_the_gpu",
     "write_16_bit_weights_in_the_step",
@@ -107,6 +106,7 @@ def read_gradients_once(zero: Any) -> None:
 def _norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
     """In place of ``get_grad_norm_direct``: the same norm over ranks, fp32, -1 where it is not finite. ZeRO converts
     each gradient to fp64 first, and has the host wait where it looks for what is not finite."""
+    from deepspeed import comm
     from deepspeed.runtime.utils import is_model_parallel_parameter
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
@@ -118,15 +118,16 @@ def _norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch
     gradients = (g for g in gradients if not getattr(g, "_zero_padding", False))
     for gradient, param in zip(gradients, params, strict=False):  # what follows the last gradient is padding, too
         own = is_model_parallel_parameter(param) or zero.model_parallel_rank == 0
-        norms = counted if own and not _in_a_pipeline(param) else others
-        norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=get_norm_dtype()))
+        (counted if own and not _in_a_pipeline(param) else others).append(gradient.detach())
     total = torch.zeros((), dtype=torch.float32, device=zero.device)
+    # On a GPU one kernel for all of them, which converts each element as it reads it; `vector_norm` makes a copy first.
     if counted:
-        total = torch.stack(counted).pow(2.0).sum().float()
+        total = torch.stack(torch._foreach_norm(counted, 2.0, get_norm_dtype())).pow(2.0).sum().float()
     if others:
-        total = torch.where(torch.stack(others).isfinite().all(), total, torch.inf)
-    torch.distributed.all_reduce(total, group=zero.dp_process_group)
-    zero._model_parallel_all_reduce(tensor=total, op=torch.distributed.ReduceOp.SUM)
+        norms = torch.stack(torch._foreach_norm(others, 2.0, get_norm_dtype()))
+        total = torch.where(norms.isfinite().all(), total, torch.inf)
+    comm.all_reduce(total, group=zero.dp_process_group)
+    zero._model_parallel_all_reduce(tensor=total, op=comm.ReduceOp.SUM)
     norm = total.pow(0.5)
     return torch.where(norm.isfinite(), norm, -1.0)
 
@@ -190,21 +191,28 @@ def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
 
 
 def norm_known(engine: Any) -> torch.cuda.Event | None:
-    """After ``engine.step()``: when the GPU knew the gradient norm, and all that was computed before the step. The
-    optimizer's work comes later. None where nothing is known before the end of it."""
-    return getattr(engine.optimizer, "coat_norm_known", None)
+    """After an ``engine.step()`` that changed the weights: when the GPU knew the gradient norm, and all that was
+    computed before the step. The optimizer's work comes later. None after any other call, and where nothing is known
+    before the end of it: on a CPU, under ZeRO-3, with fp16, in a pipeline, without CoatAdamW."""
+    return getattr(engine.optimizer, "coat_norm_known", None) if engine.was_step_applied() else None
 
 
 # Waiting.
 
 
 def has_reduction_stream(zero: Any) -> bool:
-    """Whether gradients are reduced on a stream of their own, for which the host waits at the end of backward."""
-    return may_leave_out_passes(zero) and bool(zero.overlap_comm) and zero.reduction_stream is not None
+    """Whether gradients are reduced on a stream of their own, for which the host waits at the end of backward.
+
+    Only with contiguous buckets: ``average_tensor``, which reduces these, first has that stream wait for the one that
+    computes. What reduces without them has the host wait instead, and that wait has to stay.
+    """
+    if not may_leave_out_passes(zero) or zero.reduction_stream is None:
+        return False
+    return bool(zero.overlap_comm and zero.contiguous_gradients)
 
 
 def wait_on_the_gpu(zero: Any) -> None:
-    """Let the stream that computes wait at the end of backward, and not the host."""
+    """Let the stream that computes wait at the end of a step's last backward, and not the host."""
     zero.independent_gradient_partition_epilogue = types.MethodType(_epilogue, zero)
 
 
@@ -212,24 +220,22 @@ def _epilogue(zero: Any) -> None:
     """In place of ``independent_gradient_partition_epilogue``, whose one wait is for the reductions that were started.
 
     What is freed after it belongs to the stream that computes, or to the one that reduces; the first has waited for the
-    second, and the second waits for the first before each reduction.
+    second, and the second waits for the first before each reduction. After a micro-batch that is not a step's last the
+    host waits as before: it waits nowhere else then, and would run ahead and take new buckets while those of the
+    micro-batch before are in use.
     """
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
+    accelerator, original = get_accelerator(), type(zero).independent_gradient_partition_epilogue
+    if not zero.is_gradient_accumulation_boundary():
+        original(zero)
+        return
     # An attribute of the instance hides the method.
     accelerator.synchronize = lambda *_: accelerator.current_stream().wait_stream(zero.reduction_stream)
     try:
-        type(zero).independent_gradient_partition_epilogue(zero)
+        original(zero)
     finally:
         del accelerator.synchronize
-
-
-def throughput_without_waiting(engine: Any) -> None:
-    """Let DeepSpeed's samples a second be those that the host sees, unless the configuration has ``timers``. The host
-    waits for the GPU once in a step anyway, so their mean is the same."""
-    if "timers" not in engine._config._param_dict:
-        engine.tput_timer.config = engine.tput_timer.config.model_copy(update={"synchronized": False})
 
 
 # The 16-bit weights.

@@ -32,6 +32,7 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
 
     a = p.args
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
+    settings.setdefault("timers", {"throughput": {"enabled": False}})  # it would have the host wait twice a step
     if p.coat is not None:
         settings["coat"] = p.coat  # parsed already
     with megatron_patches.zero_init(settings):

@@ -10,7 +10,7 @@ from tests.support import run_ranks
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
 
 
-def train(rank, world, stage, overlap):
+def train(rank, world, stage, overlap, contiguous):
     """Losses, norms and weights of steps in which gradients of several sizes are reduced in many small buckets."""
     from coat_dist import initialize
     from coat_dist.deepspeed.step import norm_known
@@ -23,7 +23,8 @@ def train(rank, world, stage, overlap):
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 200_000},
+        "zero_optimization": {"stage": stage, "overlap_comm": overlap, "contiguous_gradients": contiguous}
+        | {"reduce_bucket_size": 200_000},
         "data_types": {"grad_accum_dtype": "fp32" if stage == 2 else "bf16"},
         "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
         "coat": {"activation": {"enabled": False}},
@@ -50,12 +51,12 @@ def train(rank, world, stage, overlap):
     return left_out, found, [p.detach().float().cpu() for p in net.parameters()]
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_same_bits_without_the_waits(stage):
-    for (left_out, found, weights), (none, expected, wanted) in zip(
-        *(run_ranks(2, train, stage, overlap, backend="nccl") for overlap in (True, False)), strict=True
-    ):
-        assert left_out and not none
+def test_the_same_bits_without_the_waits(stage, contiguous):
+    runs = [run_ranks(2, train, stage, overlap, contiguous, backend="nccl") for overlap in (True, False)]
+    for (left_out, found, weights), (none, expected, wanted) in zip(*runs, strict=True):
+        assert left_out == contiguous and not none
         assert repr(found) == repr(expected)
         assert [one[3] for one in found].count(False) == 2
         assert all(one[1] == one[2] for one in found), "read beside the optimizer, and after it"

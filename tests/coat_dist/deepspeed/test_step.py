@@ -1,7 +1,9 @@
 """ZeRO without the passes that CoatAdamW makes unnecessary: the same bits, and the same skipped steps."""
 
+import itertools
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -68,7 +70,7 @@ def test_fused_step_gives_the_same_bits(stage, clip):
     for fused, plain in zip(
         run_ranks(2, train, stage, clip, True), run_ranks(2, train, stage, clip, False), strict=True
     ):
-        assert len(fused[0]) == 6 and plain[0] == []
+        assert len(fused[0]) == 5 and plain[0] == []
         assert fused[2] == plain[2] and fused[2].count(False) == 1, "the step with NaN gradients is skipped"
         assert [n for n, ok in zip(fused[1], fused[2], strict=True) if ok] == [
             n for n, ok in zip(plain[1], plain[2], strict=True) if ok
@@ -154,7 +156,6 @@ def test_the_norm_is_the_same_bits_and_sees_what_is_not_counted():
 def test_the_host_waits_for_reductions_no_more(monkeypatch):
     """The end of backward has a stream wait for the other, once and at that place; afterwards all is as before."""
     from types import SimpleNamespace
-    from unittest import mock
 
     from deepspeed.accelerator import get_accelerator
 
@@ -166,7 +167,10 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
     monkeypatch.setattr(type(accelerator), "current_stream", lambda *_: current)
 
     class Zero:
-        reduction_stream, fails = "reductions", False
+        reduction_stream, fails, boundary = "reductions", False, True
+
+        def is_gradient_accumulation_boundary(self):
+            return self.boundary
 
         def independent_gradient_partition_epilogue(self):
             order.append("reduce")
@@ -184,26 +188,29 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
         zero.independent_gradient_partition_epilogue()
     accelerator.synchronize()
     assert order[-1] == "host" and "synchronize" not in vars(accelerator)
+    zero.fails = zero.boundary = False
+    zero.independent_gradient_partition_epilogue()
+    assert order[-3:] == ["reduce", "host", "free"], "after a micro-batch that is not a step's last"
     with mock.patch("coat_dist.deepspeed.step.may_leave_out_passes", lambda _: True):
-        for overlap, stream in ((True, "s"), (False, "s"), (True, None)):
-            given = SimpleNamespace(overlap_comm=overlap, reduction_stream=stream)
-            assert has_reduction_stream(given) == (overlap and stream is not None)
+        for overlap, contiguous, stream in itertools.product((True, False), (True, False), ("s", None)):
+            given = SimpleNamespace(overlap_comm=overlap, contiguous_gradients=contiguous, reduction_stream=stream)
+            assert has_reduction_stream(given) == (overlap and contiguous and stream is not None)
 
 
-def throughput(rank, world, timers):
-    from coat_dist import initialize
+def test_when_the_norm_is_known() -> None:
+    """Of the step before, no event is left: a norm forgets it, and after a call that changed nothing there is none."""
+    from types import SimpleNamespace
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
-        **timers,
-    }
-    timer = initialize(model=torch.nn.Linear(64, 64), config=config)[0].tput_timer
-    return timer.config.enabled, timer.config.synchronized
+    from coat_dist.deepspeed.step import _norm, norm_known
 
-
-def test_throughput_is_timed_as_the_configuration_says():
-    assert run_ranks(1, throughput, {}) == [(True, False)]
-    assert run_ranks(1, throughput, {"timers": {"throughput": {"synchronized": True}}}) == [(True, True)]
+    zero, applied = SimpleNamespace(coat_norm_known="event", device="cpu"), [True]
+    engine = SimpleNamespace(optimizer=zero, was_step_applied=lambda: applied[0])
+    assert norm_known(engine) == "event"
+    applied[0] = False
+    assert norm_known(engine) is None
+    zero.dp_process_group, zero._model_parallel_all_reduce = None, lambda **_: None
+    with mock.patch("deepspeed.comm.all_reduce"):
+        assert float(_norm(zero, [], [])) == 0.0
+    applied[0] = True
+    assert norm_known(engine) is None
+    assert norm_known(SimpleNamespace(optimizer=None, was_step_applied=lambda: True)) is None

@@ -236,7 +236,8 @@ def without_memory(rank, world, folder):
         ):
             warnings.simplefilter("always")
             few = peer_memory.FEWEST
-            uses = [peer_memory.peer_memory(group, n, 1, gpu) is peers for n in (few - 1, few, 2**30, few)]
+            given = (few - 1, 1), (few, 1), (few, 4), (few, 1)
+            uses = [peer_memory.peer_memory(group, n, itemsize, gpu) is peers for n, itemsize in given]
             warned = [str(w.message) for w in caught if "NCCL" in str(w.message)]
     return uses, len(warned), all("rank 1 of the group" in text for text in warned)
 
