@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help install quickstart finetune-demo test test-fast lint report clean
+.PHONY: help install quickstart finetune-demo test test-fast lint results report clean
 
 help:
 	@echo "make quickstart   install, prepare text, train a small GPT with FP8 moments and activations"
@@ -21,6 +21,7 @@ help:
 	@echo "make test         install and run all tests"
 	@echo "make test-fast    tests of coat_dist and megatron_patches that take no processes, interpreter or torch.compile"
 	@echo "make lint         ruff and mypy"
+	@echo "make results      measure what docs/results.md lacks (GPUs; PEERS=DIR), and write that page; again to go on"
 	@echo "make report       versions, GPUs, active FP8 paths"
 	@echo "make clean        remove .venv and runs/"
 
@@ -50,6 +51,11 @@ quickstart: $(STAMP)
 # Folders and files: runs/finetune-demo. On a GPU: $(BIN)/python examples/finetune_demo/run.py --size 300m --block both
 finetune-demo: $(STAMP)
 	$(BIN)/python examples/finetune_demo/run.py
+
+# Transformer Engine, to measure beside: PEERS=DIR. BUDGET: seconds after which no command is started.
+BUDGET ?= 540
+results: $(STAMP)
+	$(BIN)/python -m benchmarks.results_page --measure --seconds $(BUDGET) $(if $(PEERS),--peers $(PEERS))
 
 report: $(STAMP)
 	$(BIN)/python -m coat_dist.report
