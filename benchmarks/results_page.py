@@ -35,13 +35,15 @@ Result = dict[str, Any]
 class Table(NamedTuple):
     """One table of the page."""
 
-    results: dict[str, str]
-    """Files in ``benchmarks/results/speed`` without their suffix, and the command that measures each; PEERS in it is
+    results: dict[str, tuple[str, ...]]
+    """Files in ``benchmarks/results/speed`` without their suffix, and the commands that measure each; PEERS in them is
     ``--peers``."""
     render: Callable[..., list[str]]
     """Markdown lines of the files' contents, in their order."""
     goes_on: bool = False
     """The program itself knows what is left to be measured."""
+    on: str = ""
+    """Part of the name of the GPU that the table is about; "" = any."""
 
 
 def rows(head: str, lines: Sequence[str]) -> list[str]:
@@ -153,26 +155,49 @@ def whole(found: Result) -> list[str]:
 
 RUN = "-m benchmarks.speed."
 TWO = "-m torch.distributed.run --standalone --nproc_per_node 2 " + RUN
+PEERS_7B = "layer --variants coat 'coat saved in e4m3' --name "
 TABLES = {
-    "train": Table({"train-2-ranks": RUN + "train --ranks 2"}, train),
-    "layer": Table(
-        {"layer-peers-7b": RUN + "layer --variants coat 'coat saved in e4m3' --name layer-peers-7b PEERS"}, layer
-    ),
+    "train": Table({"train-2-ranks": (RUN + "train --ranks 2",)}, train),
+    "layer": Table({"layer-peers-7b": (RUN + PEERS_7B + "layer-peers-7b PEERS",)}, layer),
     "layers": Table(
-        {"tp-layer": TWO + "tp_layer --variants coat 'coat over NCCL' PEERS", "experts": RUN + "experts --kernels 0"},
+        {
+            "tp-layer": (TWO + "tp_layer --variants coat 'coat over NCCL' PEERS",),
+            "experts": (RUN + "experts --kernels 0",),
+        },
         layers,
     ),
     "train_tp": Table(
         {
-            "train-tp-2": RUN + "train --ranks 2 --tensor-parallel 2 --micro-batch 2 4 --steps 26 --name train-tp-2 "
-            "--configs 'TE bf16' zero2 'zero2 over NCCL' PEERS"
+            "train-tp-2": (
+                RUN + "train --ranks 2 --tensor-parallel 2 --micro-batch 2 4 --steps 26 --name train-tp-2 "
+                "--configs 'TE bf16' zero2 'zero2 over NCCL' PEERS",
+            )
         },
         train_tp,
     ),
-    "engine_step": Table({"engine-step-zero2-2-ranks": TWO + "engine_step"}, engine_step),
-    "optimizer": Table({"optimizer": RUN + "optimizer"}, optimizer),
-    "pipeline": Table({"pipeline-2-stages": TWO + "pipeline"}, pipeline),
-    "whole": Table({"whole": RUN + "whole PEERS"}, whole, goes_on=True),
+    "engine_step": Table({"engine-step-zero2-2-ranks": (TWO + "engine_step",)}, engine_step),
+    "optimizer": Table({"optimizer": (RUN + "optimizer",)}, optimizer),
+    "pipeline": Table({"pipeline-2-stages": (TWO + "pipeline",)}, pipeline),
+    "whole": Table(
+        {
+            "whole": (
+                RUN + "whole --ranks 2 PEERS",
+                RUN + "whole --ranks 2 --gpu-memory 80 PEERS",
+                RUN + "whole --ranks 1 PEERS",
+                RUN + "whole --ranks 1 --gpu-memory 80 --models llama2-7b PEERS",
+            )
+        },
+        whole,
+        goes_on=True,
+    ),
+    "h100_layer": Table({"layer-h100": (RUN + PEERS_7B + "layer-h100 PEERS",)}, layer, on="H100"),
+    "h100_optimizer": Table({"optimizer-h100": (RUN + "optimizer --name optimizer-h100",)}, optimizer, on="H100"),
+    "h100_whole": Table(
+        {"whole-h100": (RUN + "whole --ranks 1 --models olmo-1b llama2-7b --name whole-h100 PEERS",)},
+        whole,
+        goes_on=True,
+        on="H100",
+    ),
 }
 """By their names in the page; in the order in which they are measured."""
 
@@ -208,26 +233,48 @@ def to_measure(tables: Sequence[str], again: bool = False) -> list[tuple[str, st
     """Results that are missing or of other code, and their commands."""
     found = []
     for name in tables:
-        for result, command in TABLES[name].results.items():
+        for result, commands in TABLES[name].results.items():
             have = read(result)
             current = have is not None and have["environment"].get("code") == code_digest()
             if again or TABLES[name].goes_on or not current:
-                found.append((result, command))
+                found += [(result, command) for command in commands]
     return found
+
+
+def gpus() -> list[str]:
+    """The names of the GPUs here."""
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def why_not(result: str, command: str, peers: str | None, here: Sequence[str]) -> str | None:
+    """Why a command cannot be started on the GPUs ``here``; None if it can."""
+    table = next(table for table in TABLES.values() if result in table.results)
+    needed = 2 if command.startswith(TWO) or "--ranks 2" in command else 1
+    if len(here) < needed:
+        return f"needs {needed} GPUs, {len(here)} here"
+    if table.on not in here[0]:
+        return f"is about {table.on}, not {here[0]}"
+    if "PEERS" in command and peers is None:
+        return "needs --peers"
+    return None
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """Start commands, until there are none or time is over. One that fails is named, and the next is started."""
-    end = time.monotonic() + arguments.seconds
+    end, here = time.monotonic() + arguments.seconds, gpus()
     for result, command in to_measure(arguments.only or list(TABLES), arguments.again):
-        if "PEERS" in command and arguments.peers is None:
-            print(f"left out, without --peers: {result}", flush=True)
+        if (reason := why_not(result, command, arguments.peers, here)) is not None:
+            print(f"left out, {reason}: {result}", flush=True)
             continue
         left = end - time.monotonic()
         if left < 30:
             print(f"not started, --seconds {arguments.seconds:g} are over: {result}", flush=True)
             continue
         words = shlex.split(command.replace("PEERS", f"--peers {shlex.quote(arguments.peers or '')}"))
+        if words[1].endswith(".whole"):  # it starts cases of its own
+            words += ["--seconds", f"{max(30.0, left - 60):.0f}"]
         print(f"== {result}: {command}", flush=True)
         try:
             status: object = subprocess.run([sys.executable, *words], cwd=ROOT, timeout=left, check=False).returncode

@@ -180,6 +180,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e6, 1e8, 1e9])
     parser.add_argument("--bytes-size", type=float, default=1.3e9, help="shard over which state bytes are measured")
+    parser.add_argument("--name", default="optimizer", help="of the JSON result")
     return parser.parse_args(given)
 
 
@@ -195,7 +196,7 @@ def main() -> None:
     per_parameter = state_bytes(int(arguments.bytes_size))
     print(f"CoatAdamW state: {per_parameter:.4f} bytes per parameter over {arguments.bytes_size:.2g} parameters")
     write_result(
-        "speed/optimizer",
+        f"speed/{arguments.name}",
         {
             "copy_bytes_per_second": bandwidth,
             "state_bytes_per_parameter": per_parameter,
