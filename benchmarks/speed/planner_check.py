@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.common import ROOT, argument_parser, python_path, result_path, write_result
@@ -35,11 +34,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """One rank's run of a case: bytes at every point, and seconds."""
     import torch
 
-    from coat_dist import CoatConfig
+    from benchmarks.speed.whole_rank import batch_of, plan_of
     from launch.model.gpt import load_model_config
     from launch.training import build, runtime
     from launch.training.memory import MemoryReport
-    from launch.training.settings import batch_sizes
     from megatron_patches import initialize_model_parallel
 
     used: dict[str, int] = {}
@@ -58,16 +56,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     initialize_model_parallel(tp, seed=1234, create_gloo_process_groups=False)
     look("Megatron's groups")
     case = {**case, "micro": largest(case)} if case["micro"] == "largest" else case
-    world, settings = torch.distributed.get_world_size(), settings_of(case)
+    settings = settings_of(case)
     model = load_model_config(case["model"], case["override"])
-    p = SimpleNamespace(
-        model=model,
-        args=SimpleNamespace(tensor_parallel=tp, sequence_parallel=tp > 1),
-        batch=batch_sizes(settings, world // tp),
-        settings=settings,
-        coat=CoatConfig.from_deepspeed(settings),
-        recompute=case.get("recompute", {}),
-    )
+    p = plan_of(model, settings, tp, case.get("recompute", {}))
     held: list[dict[str, Any]] = []
 
     def note(moment: str) -> None:
@@ -85,19 +76,12 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
 
     note("started")
-    engine = build.build_engine(p, lambda text: None)  # type: ignore[arg-type]
+    engine = build.build_engine(p, lambda text: None)
     note("engine built")
     look("engine built")
     loss_of = build.language_model_loss(tp, device)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    assert model.vocab_size is not None
-    drawn = torch.randint(0, model.vocab_size, (p.batch.micro, model.seq_length + 1), generator=generator)
-    batch = {
-        "tokens": drawn[:, :-1].contiguous(),
-        "labels": drawn[:, 1:].contiguous(),
-        "loss_mask": torch.ones(p.batch.micro, model.seq_length),
-        "position_ids": torch.arange(model.seq_length).expand(p.batch.micro, -1).contiguous(),
-    }
+    torch.manual_seed(torch.distributed.get_rank())
+    batch = batch_of(p.batch.micro, model)
     report, times, parts = MemoryReport(engine, p.batch.micro * model.seq_length), [], []
     for step in range(STEPS):
         clock = [time.perf_counter()]

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from launch.training.memory import MemoryReport
 from launch.training.settings import batch_sizes
 from megatron_patches import initialize_model_parallel
 
-__all__ = ["OUT_OF_MEMORY", "VARIANTS", "batch_of", "engine_of", "settings_of"]
+__all__ = ["OUT_OF_MEMORY", "VARIANTS", "batch_of", "engine_of", "plan_of", "settings_of"]
 
 OUT_OF_MEMORY = 7
 """Exit status."""
@@ -54,20 +55,26 @@ def settings_of(variant: str, stage: int) -> dict[str, Any]:
     return settings
 
 
-def engine_of(model: ModelConfig, variant: str, stage: int, tp: int = 1) -> Any:
-    """The engine that `pretrain.py` would build for a variant. Process groups are set up before."""
-    settings = settings_of(variant, stage)
-    plan = SimpleNamespace(
+def plan_of(
+    model: ModelConfig, settings: dict[str, Any], tp: int = 1, recompute: Mapping[str, Any] | None = None
+) -> Any:
+    """What ``launch.training.build.build_engine`` reads of `pretrain.py`'s plan."""
+    return SimpleNamespace(
         model=model,
         args=SimpleNamespace(tensor_parallel=tp, expert_parallel=1, pipeline_parallel=1, sequence_parallel=tp > 1),
         batch=batch_sizes(settings, torch.distributed.get_world_size() // tp),
         settings=settings,
         coat=CoatConfig.from_deepspeed(settings),
-        recompute={},
+        recompute=recompute or {},
     )
+
+
+def engine_of(model: ModelConfig, variant: str, stage: int, tp: int = 1) -> Any:
+    """The engine that `pretrain.py` would build for a variant. Process groups are set up before."""
+    plan = plan_of(model, settings_of(variant, stage), tp)
     recipe = RECIPES.get(variant)
     with nullcontext() if recipe is None else te_layers(recipe):
-        return build.build_engine(plan, lambda text: None)  # type: ignore[arg-type]
+        return build.build_engine(plan, lambda text: None)
 
 
 def batch_of(micro_batch: int, model: Any) -> dict[str, torch.Tensor]:

@@ -188,7 +188,7 @@ ATTACHMENTS = (
     ),
     Attachment(
         "step: the gradient norm reads gradients once",
-        lambda b: step.norm_finds_all(b.zero, False) and not pipeline.is_stage(b.engine),
+        lambda b: step.norm_is_ours(b.zero, pipeline.is_stage(b.engine)),
         lambda b: step.read_gradients_once(b.zero),
         ("zero.get_grad_norm_direct",),
         "with the one before it, which relies on it where some gradients are not counted",

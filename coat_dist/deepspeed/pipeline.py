@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..config import CoatConfigError, look_up
 from ..ranks import gather
+from .step import by_what_the_norm_counts
 
 __all__ = [
     "TIED",
@@ -184,12 +185,7 @@ def _check_tied(zero: Any) -> None:
 
 def _norm_over_stages(engine: Any) -> Any:
     """``scaled_global_norm`` by the groups of the whole model."""
-    from deepspeed.runtime.constants import PIPE_REPLICATED
-    from deepspeed.runtime.utils import (
-        combine_grad_norm_groups,
-        is_model_parallel_parameter,
-        mask_nan_or_inf_with_val_inplace,
-    )
+    from deepspeed.runtime.utils import combine_grad_norm_groups, mask_nan_or_inf_with_val_inplace
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
     mpu = engine.mpu
@@ -204,13 +200,8 @@ def _norm_over_stages(engine: Any) -> Any:
     def scaled_global_norm(zero: Any, norm_type: float = 2) -> torch.Tensor:
         squares: list[list[torch.Tensor]] = [[] for _ in labels]
         for i, place in enumerate(places):
-            gradients = (g for g in zero.averaged_gradients[i] if not getattr(g, "_zero_padding", False))
-            for gradient, p in zip(gradients, zero.params_in_partition[i], strict=False):
-                if getattr(p, PIPE_REPLICATED, False):
-                    continue
-                if is_model_parallel_parameter(p) or zero.model_parallel_rank == 0:
-                    norm = torch.linalg.vector_norm(gradient.data.to(get_norm_dtype()).detach())
-                    squares[place].append(norm)
+            counted, _ = by_what_the_norm_counts(zero, zero.averaged_gradients[i], zero.params_in_partition[i])
+            squares[place] += [torch.linalg.vector_norm(gradient.to(get_norm_dtype())) for gradient in counted]
         nothing = torch.zeros((), dtype=get_norm_dtype(), device=zero.device)
         sums = torch.stack([torch.stack(one).pow(2.0).sum() if one else nothing for one in squares])
         dist.all_reduce(sums, group=over_stages)

@@ -29,14 +29,16 @@ from .reviewed import was_read
 
 __all__ = [
     "add_without_a_copy",
+    "by_what_the_norm_counts",
     "check_what_the_norm_leaves_out",
     "has_16_bit_copy",
-    "leave_all_to_the_norm",
     "has_reduction_stream",
+    "leave_all_to_the_norm",
     "may_leave_out_passes",
     "norm_finds_all",
-    "norm_leaves_out",
+    "norm_is_ours",
     "norm_known",
+    "norm_leaves_out",
     "read_gradients_once",
     "unscale_and_clip_in_the_step",
     "wait_on_the_gpu",
@@ -63,9 +65,12 @@ def norm_finds_all(zero: Any, stage: bool) -> bool:
 
     ``stage``: of a pipeline, whose norm is another one (``pipeline.py``).
     """
-    if not may_leave_out_passes(zero) or zero.dtype != torch.bfloat16:
-        return False
-    return not stage or not _some_are_not_counted(zero)
+    return _in_bf16(zero) and not (stage and _some_are_not_counted(zero))
+
+
+def norm_is_ours(zero: Any, stage: bool) -> bool:
+    """Whether ZeRO's own norm can be replaced."""
+    return _in_bf16(zero) and not stage
 
 
 def leave_all_to_the_norm(zero: Any) -> None:
@@ -75,13 +80,16 @@ def leave_all_to_the_norm(zero: Any) -> None:
 
 def norm_leaves_out(zero: Any, stage: bool) -> bool:
     """Whether the norm does not count some gradients, so that these have to be checked still."""
-    bf16 = may_leave_out_passes(zero) and zero.dtype == torch.bfloat16
-    return stage and bf16 and _some_are_not_counted(zero)
+    return _in_bf16(zero) and stage and _some_are_not_counted(zero)
 
 
 def check_what_the_norm_leaves_out(zero: Any) -> None:
     """Let the check look at no other gradients than those."""
     zero.has_overflow_partitioned_grads_serial = types.MethodType(_overflow_outside_the_norm, zero)
+
+
+def _in_bf16(zero: Any) -> bool:
+    return may_leave_out_passes(zero) and zero.dtype == torch.bfloat16
 
 
 def _no_check(zero: Any, partition_gradients: bool = True) -> None:
@@ -107,18 +115,12 @@ def _norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch
     """In place of ``get_grad_norm_direct``: the same norm over ranks, fp32, -1 where it is not finite. ZeRO converts
     each gradient to fp64 first, and has the host wait where it looks for what is not finite."""
     from deepspeed import comm
-    from deepspeed.runtime.utils import is_model_parallel_parameter
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
     if norm_type != 2:
         return type(zero).get_grad_norm_direct(zero, gradients, params, norm_type)
     zero.coat_norm_known = None
-    counted: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
-    gradients = (g for g in gradients if not getattr(g, "_zero_padding", False))
-    for gradient, param in zip(gradients, params, strict=False):  # what follows the last gradient is padding, too
-        own = is_model_parallel_parameter(param) or zero.model_parallel_rank == 0
-        (counted if own and not _in_a_pipeline(param) else others).append(gradient.detach())
+    counted, others = by_what_the_norm_counts(zero, gradients, params)
     total = torch.zeros((), dtype=torch.float32, device=zero.device)
     # On a GPU one kernel for all of them, which converts each element as it reads it; `vector_norm` makes a copy first.
     if counted:
@@ -132,6 +134,19 @@ def _norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch
     return torch.where(norm.isfinite(), norm, -1.0)
 
 
+def by_what_the_norm_counts(zero: Any, gradients: Any, params: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A rank's gradients of one group: those that its norm counts, and those that another rank's does."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    counted: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    gradients = (g for g in gradients if not getattr(g, "_zero_padding", False))
+    for gradient, param in zip(gradients, params, strict=False):  # what follows the last gradient is padding, too
+        own = is_model_parallel_parameter(param) or zero.model_parallel_rank == 0
+        (counted if own and not _in_a_pipeline(param) else others).append(gradient.detach())
+    return counted, others
+
+
 def _in_a_pipeline(param: torch.nn.Parameter) -> bool:
     from deepspeed.runtime.constants import PIPE_REPLICATED
 
@@ -141,15 +156,10 @@ def _in_a_pipeline(param: torch.nn.Parameter) -> bool:
 def _overflow_outside_the_norm(zero: Any) -> torch.Tensor:
     """In place of ``has_overflow_partitioned_grads_serial``, which looks at all of a rank's gradients: only those that
     ``get_grad_norm_direct`` does not count. These are few: norms and biases that tensor-parallel ranks share."""
-    from deepspeed.runtime.utils import is_model_parallel_parameter
-
     found = torch.zeros(1, dtype=torch.float32, device=zero.device)
     for i, params in enumerate(zero.params_in_partition):
-        gradients = (g for g in zero.averaged_gradients[i] if not getattr(g, "_zero_padding", False))
-        for gradient, param in zip(gradients, params, strict=False):  # what follows the last gradient is padding, too
-            counted = is_model_parallel_parameter(param) or zero.model_parallel_rank == 0
-            if _in_a_pipeline(param) or not counted:
-                found += zero._has_inf_or_nan(gradient)
+        for gradient in by_what_the_norm_counts(zero, zero.averaged_gradients[i], params)[1]:
+            found += zero._has_inf_or_nan(gradient)
     return found.bool()
 
 
