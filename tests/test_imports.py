@@ -202,3 +202,10 @@ def test_the_optimizer_runs_where_torch_is_all_there_is():
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_compiler_and_triton_are_imported_when_they_are_needed():
+    """They take longer than all the rest; and tests set Triton's interpreter in the environment after `coat_dist`."""
+    program = "import coat_dist, sys; assert not {'torch._dynamo', 'triton', 'deepspeed'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@
   where a value is of a wrong kind, by ``near_misses.py`` and ``known_keys.py`` where a name is wrong, and by
   ``monitors.py`` where a package is not installed.
 - ``attach.py`` is the one list of what is replaced on DeepSpeed's objects, in its order, with the reason for it. Each
-  line calls a file of its own: ``step.py``, ``master_weights.py``, ``deepspeed_accessors.py`` (what DeepSpeed's
+  line calls a file of its own: ``step*.py``, ``master_weights.py``, ``deepspeed_accessors.py`` (what DeepSpeed's
   accessors answer, mostly by way of ours in ``coat_accessors.py``), ``round_robin.py``, ``cached_weights.py``,
   ``pipeline.py``, ``expert_parallel.py``, ``fp8_gather.py``, ``heartbeat.py`` (by way of ``missing.py``, which names
   ranks when a collective fails), and files of ``coat_dist/checkpoint``.

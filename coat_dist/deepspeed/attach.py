@@ -32,6 +32,8 @@ from . import (
     pipeline,
     round_robin,
     step,
+    step_gradients,
+    step_weights,
 )
 
 __all__ = ["ATTACHMENTS", "Attachment", "Built", "attach"]
@@ -203,14 +205,21 @@ ATTACHMENTS = (
     Attachment(
         "step: gradients are added without a copy",
         lambda b: step.may_leave_out_passes(b.zero),
-        lambda b: step.add_without_a_copy(b.zero),
+        lambda b: step_gradients.add_without_a_copy(b.zero),
         ("zero._add_to_grad_partition_buffer",),
         "anywhere: needs nothing from above",
     ),
     Attachment(
+        "step: buckets are reduced where they are",
+        lambda b: step.may_leave_out_passes(b.zero),
+        lambda b: step_gradients.reduce_where_they_are(b.zero),
+        ("zero.average_tensor", "zero.allreduce_and_copy_with_multiple_ranks"),
+        "anywhere: it adds by what the one before it replaced, or by DeepSpeed's",
+    ),
+    Attachment(
         "step: the host does not wait for reductions",
-        lambda b: step.has_reduction_stream(b.zero),
-        lambda b: step.wait_on_the_gpu(b.zero),
+        lambda b: step_gradients.has_reduction_stream(b.zero),
+        lambda b: step_gradients.wait_on_the_gpu(b.zero),
         ("zero.independent_gradient_partition_epilogue",),
         "anywhere: nothing else is put around it",
     ),
@@ -223,10 +232,17 @@ ATTACHMENTS = (
     ),
     Attachment(
         "step: CoatAdamW writes the 16-bit weights",
-        lambda b: step.has_16_bit_copy(b.zero),
-        lambda b: step.write_16_bit_weights_in_the_step(b.zero),
+        lambda b: step_weights.has_16_bit_copy(b.zero),
+        lambda b: step_weights.write_16_bit_weights_in_the_step(b.zero),
         ("zero._optimizer_step", "zero.step"),
-        "before the last, which wraps `step`: it would be lost here",
+        "before the next and the last, which wrap `step`: they would be lost here",
+    ),
+    Attachment(
+        "step: 16-bit weights travel while the update goes on",
+        lambda b: step_weights.has_large_partitions(b.zero),
+        lambda b: step_weights.gather_while_updating(b.zero),
+        ("zero.step",),
+        "after the one before it, whose `step` it calls; before the last, which wraps it",
     ),
     Attachment(
         "a pipeline stage, driven by a schedule",

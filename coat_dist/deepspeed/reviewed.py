@@ -20,7 +20,7 @@ _FILES = ("runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py", "runtime/ut
 
 READ = {"0.19.8": "bd01c9d9d4a1d1cfc9b19c2c4e5489b6ffc3f2002ca61158e164c0abd190e116"}
 """Of each DeepSpeed version that was read, and that the tests run, the digest of ``_FILES``. To add one: read what
-``step.py`` and ``master_weights.py`` rely on, install that version and run ``tests/coat_dist``."""
+``step*.py`` and ``master_weights.py`` rely on, install that version and run ``tests/coat_dist``."""
 
 
 def digest() -> str:

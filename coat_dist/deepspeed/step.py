@@ -4,14 +4,11 @@ ZeRO-1 and 2 make three passes over the fp32 gradients before the optimizer sees
 and a multiplication that unscales and clips. The norm is needed, but not its copy of every gradient in fp64. The check
 is not, because ZeRO then looks at the norm, which is non-finite if any gradient that it counts is; those that it does
 not count (copies of a parameter on other ranks of a model-parallel group) can be looked at with it. The multiplication
-is not needed, because the step reads every gradient anyway. After the optimizer, ZeRO reads its fp32 partition once
-more to write the 16-bit one; the step can write it, too.
+is not needed, because the step reads every gradient anyway.
 
-Before all that, ZeRO adds each gradient that was reduced to its fp32 partition, by way of a copy in fp32 which the
-addition does not need.
-
-ZeRO also has the host wait for the GPU: at the end of backward, and in each norm. The GPU then idles until the host has
-started what comes next. One wait is left, for the norm: the host has to know whether the step is skipped.
+ZeRO also has the host wait for the GPU: at the end of backward (``step_gradients.py``, which has all that happens to
+gradients before), and in each norm. The GPU then idles until the host has started what comes next. One wait is left,
+for the norm: the host has to know whether the step is skipped. What follows the update is in ``step_weights.py``.
 
 All of this is left out by the entries of ``attach.py`` whose names begin with "step", and only with a DeepSpeed that
 was read (``reviewed.py``). Results are the same bits, but for the norm on a GPU, whose fp64 sums have another order.
@@ -28,11 +25,8 @@ from ..checkpoint.zero_partitions import base_optimizer
 from .reviewed import was_read
 
 __all__ = [
-    "add_without_a_copy",
     "by_what_the_norm_counts",
     "check_what_the_norm_leaves_out",
-    "has_16_bit_copy",
-    "has_reduction_stream",
     "leave_all_to_the_norm",
     "may_leave_out_passes",
     "norm_finds_all",
@@ -41,8 +35,6 @@ __all__ = [
     "norm_leaves_out",
     "read_gradients_once",
     "unscale_and_clip_in_the_step",
-    "wait_on_the_gpu",
-    "write_16_bit_weights_in_the_step",
 ]
 
 
@@ -163,20 +155,6 @@ def _overflow_outside_the_norm(zero: Any) -> torch.Tensor:
     return found.bool()
 
 
-# Gradients.
-
-
-def add_without_a_copy(zero: Any) -> None:
-    """Let a sum read the gradient in its own type."""
-    zero._add_to_grad_partition_buffer = _add
-
-
-def _add(output: torch.Tensor | None, source: torch.Tensor) -> None:
-    """In place of ``_add_to_grad_partition_buffer``: torch converts each element as it adds it, to the same bits."""
-    if output is not None:
-        output.add_(source)
-
-
 # Unscaling and clipping.
 
 
@@ -205,83 +183,3 @@ def norm_known(engine: Any) -> torch.cuda.Event | None:
     computed before the step. The optimizer's work comes later. None after any other call, and where nothing is known
     before the end of it: on a CPU, under ZeRO-3, with fp16, in a pipeline, without CoatAdamW."""
     return getattr(engine.optimizer, "coat_norm_known", None) if engine.was_step_applied() else None
-
-
-# Waiting.
-
-
-def has_reduction_stream(zero: Any) -> bool:
-    """Whether gradients are reduced on a stream of their own, for which the host waits at the end of backward.
-
-    Only with contiguous buckets: ``average_tensor``, which reduces these, first has that stream wait for the one that
-    computes. What reduces without them has the host wait instead, and that wait has to stay.
-    """
-    if not may_leave_out_passes(zero) or zero.reduction_stream is None:
-        return False
-    return bool(zero.overlap_comm and zero.contiguous_gradients)
-
-
-def wait_on_the_gpu(zero: Any) -> None:
-    """Let the stream that computes wait at the end of a step's last backward, and not the host."""
-    zero.independent_gradient_partition_epilogue = types.MethodType(_epilogue, zero)
-
-
-def _epilogue(zero: Any) -> None:
-    """In place of ``independent_gradient_partition_epilogue``, whose one wait is for the reductions that were started.
-
-    What is freed after it belongs to the stream that computes, or to the one that reduces; the first has waited for the
-    second, and the second waits for the first before each reduction. After a micro-batch that is not a step's last the
-    host waits as before: it waits nowhere else then, and would run ahead and take new buckets while those of the
-    micro-batch before are in use.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator, original = get_accelerator(), type(zero).independent_gradient_partition_epilogue
-    if not zero.is_gradient_accumulation_boundary():
-        original(zero)
-        return
-    # An attribute of the instance hides the method.
-    accelerator.synchronize = lambda *_: accelerator.current_stream().wait_stream(zero.reduction_stream)
-    try:
-        original(zero)
-    finally:
-        del accelerator.synchronize
-
-
-# The 16-bit weights.
-
-
-def has_16_bit_copy(zero: Any) -> bool:
-    """Whether ZeRO copies its fp32 partition to a 16-bit one after the step, so that CoatAdamW can write both."""
-    half = may_leave_out_passes(zero) and zero.dtype in (torch.bfloat16, torch.float16)
-    return bool(half and not zero.low_precision_master_weights_and_grads)
-
-
-def write_16_bit_weights_in_the_step(zero: Any) -> None:
-    """Let CoatAdamW write the 16-bit partition in the pass that writes the fp32 one."""
-    zero._optimizer_step = types.MethodType(_step_with_copy, zero)
-    zero.step = types.MethodType(_step_and_restore, zero)
-
-
-def _step_with_copy(zero: Any, group_no: int) -> None:
-    """The step of one group, whose fp32 partition is copied to the 16-bit one in the same pass.
-
-    What ZeRO copies next is ``single_partition_of_fp32_groups[group_no]``. Until the end of ZeRO's step the 16-bit
-    partition itself stands there, and torch does not copy a tensor onto itself.
-    """
-    masters, weights = zero.single_partition_of_fp32_groups, zero.get_bit16_param_group(group_no)[0]
-    zero.optimizer.copies = {masters[group_no]: weights}
-    try:
-        type(zero)._optimizer_step(zero, group_no)
-    finally:
-        del zero.optimizer.copies
-    masters[group_no].grad = None  # ZeRO would clear that of the tensor which it finds
-    masters[group_no] = weights
-
-
-def _step_and_restore(zero: Any, closure: Any = None) -> None:
-    masters = list(zero.single_partition_of_fp32_groups)
-    try:
-        type(zero).step(zero, closure)
-    finally:
-        zero.single_partition_of_fp32_groups[:] = masters

@@ -36,7 +36,7 @@ def without_autocast(step: _Step) -> _Step:
 def outside_of_graphs(function: _Step) -> _Step:
     """``function``, which torch.compile does not trace but calls. Where nothing is traced it costs nothing, whereas
     ``torch.compiler.disable`` takes some microseconds each time."""
-    disabled = torch.compiler.disable(function)
+    disabled = torch._disable_dynamo(function)  # what torch itself uses: `torch.compiler.disable` imports the compiler
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:

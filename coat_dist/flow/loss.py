@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, labels, tp, z_loss)
 
 
-@torch.compiler.disable  # a graph break: torch.compile cannot trace GEMMs that add to an fp32 tensor (pytorch 163880)
+@torch._disable_dynamo  # a graph break: torch.compile cannot trace GEMMs that add to an fp32 tensor (pytorch 163880)
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,

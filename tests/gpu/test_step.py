@@ -10,18 +10,27 @@ from tests.support import run_ranks
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
 
 
-def train(rank, world, stage, overlap, contiguous):
+def train(rank, world, stage, overlap, contiguous, plain=False, clip=0.5):
     """Losses, norms and weights of steps in which gradients of several sizes are reduced in many small buckets."""
     from coat_dist import initialize
+    from coat_dist.deepspeed import step as passes
     from coat_dist.deepspeed.step import norm_known
+    from coat_dist.reference import adamw
+
+    adamw.PART = 3 << 20  # of 17.9 million elements of a rank
+    if plain:
+        passes.may_leave_out_passes = lambda zero: False
 
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(n, m) for n, m in ((512, 2048), (2048, 64), (64, 3000), (3000, 512))]
+    layers = [
+        torch.nn.Linear(n, m)
+        for n, m in ((512, 2048), (2048, 64), (64, 40_000), (40_000, 64), (64, 30_000), (30_000, 512))
+    ]
     net = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.GELU())))
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.5,
+        "gradient_clipping": clip,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, "overlap_comm": overlap, "contiguous_gradients": contiguous}
         | {"reduce_bucket_size": 200_000},
@@ -31,6 +40,8 @@ def train(rank, world, stage, overlap, contiguous):
     }
     engine, *_ = initialize(model=net.cuda(), config=config)
     left_out = "step: the host does not wait for reductions" in engine.coat_attached
+    travels = "step: 16-bit weights travel while the update goes on" in engine.coat_attached
+    assert travels != plain and len(engine.optimizer.single_partition_of_fp32_groups[0]) > 1 << 24, "not in a table"
     generator, found, aside = torch.Generator().manual_seed(rank), [], torch.cuda.Stream()
     for step in range(24):
         x = torch.randn(4, 512, generator=generator).cuda().bfloat16()
@@ -60,4 +71,14 @@ def test_the_same_bits_without_the_waits(stage, contiguous):
         assert repr(found) == repr(expected)
         assert [one[3] for one in found].count(False) == 2
         assert all(one[1] == one[2] for one in found), "read beside the optimizer, and after it"
+        assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_same_bits_as_deepspeed(stage):
+    """Reduced in place, averaged by NCCL, gathered in parts. Without clipping: the norm's sums have another order."""
+    runs = [run_ranks(2, train, stage, True, True, plain, 0.0, backend="nccl") for plain in (False, True)]
+    for (_, found, weights), (_, expected, wanted) in zip(*runs, strict=True):
+        assert [one[3] for one in found] == [one[3] for one in expected]
+        assert repr([one[0] for one in found]) == repr([one[0] for one in expected])
         assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def on_device(gpu: Any, interpreter: Any) -> Any:
 def prepare() -> None:
     """Have kernels interpreted where no GPU runs them. To be called before Triton is imported."""
     if not ON_GPU and importlib.util.find_spec("triton") is not None:
+        assert "triton" not in sys.modules or "TRITON_INTERPRET" in os.environ, "imported too early"
         os.environ["TRITON_INTERPRET"] = "1"
         _patch_language_once_a_launch()
 

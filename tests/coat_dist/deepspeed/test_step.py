@@ -18,7 +18,12 @@ def train(rank, world, stage, clip, fused):
     from coat_dist import CoatAdamW, initialize
     from coat_dist.deepspeed import step as passes
     from coat_dist.optim import adamw
+    from coat_dist.reference import adamw as reference
 
+    reference.PART = 4096  # of some 10 000 or 15 000 elements of a rank
+    sent = []
+    exchange = torch.distributed.batch_isend_irecv
+    torch.distributed.batch_isend_irecv = lambda ops: (sent.append(len(ops)), exchange(ops))[1]
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     copied = set()
     original_steps = (adamw.adamw_steps, adamw.adamw_fp32_steps)
@@ -40,6 +45,7 @@ def train(rank, world, stage, clip, fused):
     built, *_ = initialize(model=net, config=config)
     assert isinstance(built.basic_optimizer, CoatAdamW)
     replaced = [name for name in built.coat_attached if name.startswith("step: ")]
+    assert not fused or stage == 3 or "step: 16-bit weights travel while the update goes on" in replaced
     generator = torch.Generator().manual_seed(rank)
     norms, applied = [], []
     for step in range(12):
@@ -61,22 +67,90 @@ def train(rank, world, stage, clip, fused):
         assert all(g["params"][0] is m for g, m in zip(built.basic_optimizer.param_groups, masters, strict=True))
         weights += [m.detach().clone() for m in masters]
         assert not built.basic_optimizer.copies and copied == {fused}
+        parts = -(-len(masters[0]) // 4096)
+        assert sent == ([2 * (world - 1)] * parts * applied.count(True) if fused else []) and parts > 2
     return replaced, norms, applied, [t for t in states if isinstance(t, torch.Tensor)], weights
 
 
-@pytest.mark.parametrize("clip", [0.0, 1e-3, 1e6])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_fused_step_gives_the_same_bits(stage, clip):
+CASES = [(1, 0.0, 2), (1, 1e-3, 3), (2, 1e-3, 2), (2, 1e6, 2), (2, 0.0, 3)]
+
+
+@pytest.mark.parametrize(("stage", "clip", "world"), CASES)
+def test_fused_step_gives_the_same_bits(stage, clip, world):
     for fused, plain in zip(
-        run_ranks(2, train, stage, clip, True), run_ranks(2, train, stage, clip, False), strict=True
+        run_ranks(world, train, stage, clip, True), run_ranks(world, train, stage, clip, False), strict=True
     ):
-        assert len(fused[0]) == 5 and plain[0] == []
+        assert len(fused[0]) == 7 and plain[0] == []
         assert fused[2] == plain[2] and fused[2].count(False) == 1, "the step with NaN gradients is skipped"
         assert [n for n, ok in zip(fused[1], fused[2], strict=True) if ok] == [
             n for n, ok in zip(plain[1], plain[2], strict=True) if ok
         ]
         for a, b in zip(fused[3] + fused[4], plain[3] + plain[4], strict=True):
             assert torch.equal(a, b)
+
+
+def reduced(rank, world, averaged, in_a_row, slices):
+    """What a rank keeps of a bucket, and adds to its fp32 partition, reduced in DeepSpeed's way and in ours."""
+    from types import MethodType, SimpleNamespace
+
+    import deepspeed
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero
+
+    from coat_dist.deepspeed import step_gradients
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    if not in_a_row:
+        step_gradients._in_a_row = lambda tensors: None
+
+    class Bare(SimpleNamespace):
+        allreduce_bucket = Zero.allreduce_bucket
+        allreduce_and_copy_with_multiple_ranks = Zero.allreduce_and_copy_with_multiple_ranks
+        _add_to_grad_partition_buffer = staticmethod(Zero._add_to_grad_partition_buffer)
+
+    keepers, found = (0, 1, 0), []
+    for ours in (False, True):
+        torch.manual_seed(rank)
+        memory = torch.randn(64).bfloat16()
+        bucket = [memory[a:b] for a, b in slices]
+        kept = [i for i, keeper in enumerate(keepers) if keeper == rank]
+        outputs = [torch.zeros(len(one)) if i in kept else None for i, one in enumerate(bucket)]
+        zero = Bare(
+            dp_process_group=torch.distributed.group.WORLD, sequence_parallel_size=1, overlap_comm=False,
+            gradient_average=True, flatten=torch.cat, coat_average_over=world if averaged else None,
+            unflatten=lambda flat, like: flat.split([len(one) for one in like]),
+        )  # fmt: skip
+        if averaged and not ours:
+            memory.div_(world)
+        reduce = MethodType(step_gradients._reduce, zero) if ours else zero.allreduce_and_copy_with_multiple_ranks
+        owners = [frozenset((keeper,)) for keeper in keepers]
+        reduce(bucket, torch.bfloat16, divide=False, bucket_ranks=owners, output_bucket=outputs)
+        found.append([one for i in kept for one in (bucket[i], outputs[i])])
+    return found
+
+
+@pytest.mark.parametrize(("averaged", "in_a_row"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("slices", [((3, 20), (20, 21), (21, 60)), ((3, 20), (40, 60), (20, 30))])
+def test_buckets_are_reduced_where_they_are(averaged, in_a_row, slices):
+    """gloo does not average: what NCCL averages is compared in tests/gpu/test_step.py."""
+    for theirs, ours in run_ranks(2, reduced, averaged, in_a_row, slices):
+        assert len(theirs) == len(ours) and theirs
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def test_what_lies_in_a_row():
+    from coat_dist.deepspeed.step_gradients import _in_a_row
+
+    memory = torch.arange(64, dtype=torch.bfloat16)
+    whole = _in_a_row([memory[3:20], memory[20:21], memory[21:60]])
+    assert whole is not None and whole.data_ptr() == memory[3:].data_ptr() and torch.equal(whole, memory[3:60])
+    for apart in (
+        [memory[3:20], memory[21:60]],
+        [memory[20:30], memory[3:20]],
+        [memory[:8], memory[8:].view(torch.int16)],
+        [memory[:8], memory[8:40].view(4, 8).t()],
+    ):
+        assert _in_a_row(apart) is None
 
 
 def test_stage_three_is_left_alone():
@@ -159,7 +233,7 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
 
     from deepspeed.accelerator import get_accelerator
 
-    from coat_dist.deepspeed.step import has_reduction_stream, wait_on_the_gpu
+    from coat_dist.deepspeed.step_gradients import has_reduction_stream, wait_on_the_gpu
 
     accelerator, order = get_accelerator(), []
     current = SimpleNamespace(wait_stream=lambda other: order.append(other))

@@ -1,0 +1,158 @@
+"""Gradients on their way to ZeRO's fp32 partition, with fewer passes and waits: methods overridden on one instance.
+
+A gradient of ZeRO-1 or 2 is copied to a bucket. DeepSpeed divides the full bucket by the number of ranks, copies it to
+another one of the same layout, reduces that, copies what this rank keeps back, and adds it to the fp32 partition by way
+of a copy in fp32. Neither of these copies is needed, and NCCL divides while it adds. Then DeepSpeed has the host wait
+at the end of backward; here the GPU's stream waits.
+
+``step.py`` says when all of this is done, and in what results are the same.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import step
+
+__all__ = ["add_without_a_copy", "has_reduction_stream", "reduce_where_they_are", "wait_on_the_gpu"]
+
+
+# Reduction.
+
+
+def reduce_where_they_are(zero: Any) -> None:
+    """Let buckets be reduced in place, and averaged by the reduction."""
+    zero.coat_average_over = None
+    zero.average_tensor = types.MethodType(_average, zero)
+    zero.allreduce_and_copy_with_multiple_ranks = types.MethodType(_reduce, zero)
+
+
+def _average(zero: Any, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
+    """In place of ``average_tensor``, whose division :func:`_reduce` makes up for."""
+    from deepspeed import comm
+
+    ranks, average = comm.get_world_size(zero.dp_process_group), zero.gradient_average
+    if average and _can_average(zero, ranks):
+        zero.gradient_average, zero.coat_average_over = False, ranks
+    try:
+        type(zero).average_tensor(zero, tensor, communication_data_type)
+    finally:
+        zero.gradient_average, zero.coat_average_over = average, None
+
+
+def _can_average(zero: Any, ranks: int) -> bool:
+    """Whether NCCL's average is the sum of what DeepSpeed divides. NCCL multiplies by 1 / ranks in the gradients' type,
+    which rounds for three ranks, and not for four."""
+    every = zero.reduce_scatter and zero.use_multi_rank_bucket_allreduce and zero.sequence_parallel_size == 1
+    backend = torch.distributed.get_backend(zero.dp_process_group)
+    return every and backend == torch.distributed.Backend.NCCL and ranks & (ranks - 1) == 0
+
+
+def _reduce(
+    zero: Any,
+    small_bucket: Sequence[torch.Tensor],
+    communication_data_type: torch.dtype,
+    log: Any = None,
+    divide: bool = True,
+    process_group: Any = None,
+    bucket_ranks: Sequence[Any] = (),
+    output_bucket: Sequence[torch.Tensor | None] | None = None,
+) -> None:
+    """In place of ``allreduce_and_copy_with_multiple_ranks``: the same values, where slices of a bucket lie in a row.
+
+    Of slices that other ranks keep, the bucket has the sum afterwards, and not this rank's gradient. Nobody reads them.
+    """
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    group = zero.dp_process_group if process_group is None else process_group
+    whole, over = _in_a_row(small_bucket), zero.coat_average_over
+    if whole is not None and (divide or communication_data_type != whole.dtype or zero.sequence_parallel_size > 1):
+        whole = None
+    in_nccl = whole is not None and over == comm.get_world_size(group)  # experts have another group
+    if over is not None and not in_nccl:
+        for one in small_bucket:
+            one.div_(over)
+    if whole is None:
+        original = type(zero).allreduce_and_copy_with_multiple_ranks
+        original(zero, small_bucket, communication_data_type, log, divide, group, bucket_ranks, output_bucket)
+        return
+    comm.all_reduce(whole, op=comm.ReduceOp.AVG if in_nccl else comm.ReduceOp.SUM, group=group)
+    if zero.overlap_comm and not get_accelerator().resolves_data_dependency():
+        whole.record_stream(zero.reduction_stream)
+    own = comm.get_rank(group)
+    outputs = [None] * len(small_bucket) if output_bucket is None else output_bucket
+    for reduced, ranks, output in zip(small_bucket, bucket_ranks, outputs, strict=True):
+        if own in ranks if isinstance(ranks, frozenset) else own == ranks:
+            zero._add_to_grad_partition_buffer(output, reduced)
+
+
+def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory of tensors each of which begins where the one before it ends; None where they do not."""
+    first, at = tensors[0], tensors[0].data_ptr()
+    for one in tensors:
+        if one.data_ptr() != at or one.dtype != first.dtype or not one.is_contiguous():
+            return None
+        if one.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        at += one.nbytes
+    return first.as_strided((sum(one.numel() for one in tensors),), (1,), first.storage_offset())
+
+
+# The sum.
+
+
+def add_without_a_copy(zero: Any) -> None:
+    """Let a sum read the gradient in its own type."""
+    zero._add_to_grad_partition_buffer = _add
+
+
+def _add(output: torch.Tensor | None, source: torch.Tensor) -> None:
+    """In place of ``_add_to_grad_partition_buffer``: torch converts each element as it adds it, to the same bits."""
+    if output is not None:
+        output.add_(source)
+
+
+# Waiting.
+
+
+def has_reduction_stream(zero: Any) -> bool:
+    """Whether gradients are reduced on a stream of their own, for which the host waits at the end of backward.
+
+    Only with contiguous buckets: ``average_tensor``, which reduces these, first has that stream wait for the one that
+    computes. What reduces without them has the host wait instead, and that wait has to stay.
+    """
+    if not step.may_leave_out_passes(zero) or zero.reduction_stream is None:
+        return False
+    return bool(zero.overlap_comm and zero.contiguous_gradients)
+
+
+def wait_on_the_gpu(zero: Any) -> None:
+    """Let the stream that computes wait at the end of a step's last backward, and not the host."""
+    zero.independent_gradient_partition_epilogue = types.MethodType(_epilogue, zero)
+
+
+def _epilogue(zero: Any) -> None:
+    """In place of ``independent_gradient_partition_epilogue``, whose one wait is for the reductions that were started.
+
+    What is freed after it belongs to the stream that computes, or to the one that reduces; the first has waited for the
+    second, and the second waits for the first before each reduction. After a micro-batch that is not a step's last the
+    host waits as before: it waits nowhere else then, and would run ahead and take new buckets while those of the
+    micro-batch before are in use.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, original = get_accelerator(), type(zero).independent_gradient_partition_epilogue
+    if not zero.is_gradient_accumulation_boundary():
+        original(zero)
+        return
+    # An attribute of the instance hides the method.
+    accelerator.synchronize = lambda *_: accelerator.current_stream().wait_stream(zero.reduction_stream)
+    try:
+        original(zero)
+    finally:
+        del accelerator.synchronize
