@@ -206,7 +206,7 @@ ATTACHMENTS = (
         "step: gradients are added without a copy",
         lambda b: step.may_leave_out_passes(b.zero),
         lambda b: step_gradients.add_without_a_copy(b.zero),
-        ("zero._add_to_grad_partition_buffer",),
+        ("zero._add_to_grad_partition_buffer", "zero._build_compact_grad_partition_buffer"),
         "anywhere: needs nothing from above",
     ),
     Attachment(

@@ -1,9 +1,9 @@
 """Gradients on their way to ZeRO's fp32 partition, with fewer passes and waits: methods overridden on one instance.
 
 A gradient of ZeRO-1 or 2 is copied to a bucket. DeepSpeed divides the full bucket by the number of ranks, copies it to
-another one of the same layout, reduces that, copies what this rank keeps back, and adds it to the fp32 partition by way
-of a copy in fp32. Neither of these copies is needed, and NCCL divides while it adds. Then DeepSpeed has the host wait
-at the end of backward; here the GPU's stream waits.
+another one of the same layout, reduces that, copies what this rank keeps back, and adds it to the fp32 partition, to
+zeros at first, by way of a copy in fp32. None of these copies is needed, and NCCL divides while it adds. Then DeepSpeed
+has the host wait at the end of backward; here the GPU's stream waits.
 
 ``step.py`` says when all of this is done, and in what results are the same.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,15 +106,49 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 # The sum.
 
 
+class _Zeros(NamedTuple):
+    """A group's part of the fp32 partition, which DeepSpeed has made of zeros."""
+
+    begin: int
+    end: int
+    """Addresses."""
+    micro_step: int
+    written: set[int]
+    """Addresses of the parameters' slices to which a gradient was added since."""
+
+
 def add_without_a_copy(zero: Any) -> None:
-    """Let a sum read the gradient in its own type."""
-    zero._add_to_grad_partition_buffer = _add
+    """Let a sum read the gradient in its own type, and the first one not read the zeros that are there."""
+    zero.coat_zeros = {}
+    zero._build_compact_grad_partition_buffer = types.MethodType(_build, zero)
+    zero._add_to_grad_partition_buffer = types.MethodType(_add, zero)
 
 
-def _add(output: torch.Tensor | None, source: torch.Tensor) -> None:
-    """In place of ``_add_to_grad_partition_buffer``: torch converts each element as it adds it, to the same bits."""
-    if output is not None:
-        output.add_(source)
+def _build(zero: Any, group_idx: int) -> Any:
+    """In place of ``_build_compact_grad_partition_buffer``: the same zeros, remembered."""
+    group = type(zero)._build_compact_grad_partition_buffer(zero, group_idx)
+    begin, end = group.flat_partition.data_ptr(), group.flat_partition.data_ptr() + group.flat_partition.nbytes
+    # Those of the step before are gone, and the allocator may have given this group their memory.
+    apart = {i: one for i, one in zero.coat_zeros.items() if one.end <= begin or end <= one.begin}
+    zero.coat_zeros = apart | {group_idx: _Zeros(begin, end, zero.micro_step_id, set())}
+    return group
+
+
+def _add(zero: Any, output: torch.Tensor | None, source: torch.Tensor) -> None:
+    """In place of ``_add_to_grad_partition_buffer``: torch converts each element as it adds it, to the same bits.
+
+    The first gradient of a parameter is not added to zeros but copied over them, which is the same but for -0. Only in
+    the micro-batch in which they were made: between two, programs may write gradients.
+    """
+    if output is None:
+        return
+    at = output.data_ptr()
+    for one in zero.coat_zeros.values():
+        if one.begin <= at < one.end and at not in one.written and one.micro_step == zero.micro_step_id:
+            one.written.add(at)
+            output.copy_(source)
+            return
+    output.add_(source)
 
 
 # Waiting.

@@ -153,6 +153,38 @@ def test_what_lies_in_a_row():
         assert _in_a_row(apart) is None
 
 
+def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
+    """Zeros of a step before are forgotten where a new partition lies in their memory."""
+    from types import SimpleNamespace
+
+    from coat_dist.deepspeed.step_gradients import add_without_a_copy
+
+    memory = torch.zeros(100)
+
+    class Bare(SimpleNamespace):
+        def _build_compact_grad_partition_buffer(self, group_idx):
+            return SimpleNamespace(flat_partition=memory[10 * group_idx :].zero_())
+
+    zero = Bare(micro_step_id=0)
+    add_without_a_copy(zero)
+    one, two = torch.full((5,), 1.5).bfloat16(), torch.full((5,), 2.0).bfloat16()
+    zero._build_compact_grad_partition_buffer(2)
+    zero._add_to_grad_partition_buffer(None, one)
+    memory[20:25] = 100.0  # shows what is copied, and what is added
+    for source in (one, two):
+        zero._add_to_grad_partition_buffer(memory[20:25], source)
+    assert memory[20:25].eq(3.5).all()
+    zero.micro_step_id = 1
+    memory[30:35] = 100.0
+    zero._add_to_grad_partition_buffer(memory[30:35], one)
+    assert memory[30:35].eq(101.5).all(), "a program may have written it between two micro-batches"
+    zero.micro_step_id = 0  # another step
+    zero._build_compact_grad_partition_buffer(1)
+    for source in (one, two, two):
+        zero._add_to_grad_partition_buffer(memory[30:35], source)
+    assert memory[30:35].eq(5.5).all()
+
+
 def test_stage_three_is_left_alone():
     assert run_ranks(2, train, 3, 1.0, True)[0][0] == []
 
