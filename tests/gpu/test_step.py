@@ -22,10 +22,7 @@ def train(rank, world, stage, overlap, contiguous, plain=False, clip=0.5):
         passes.may_leave_out_passes = lambda zero: False
 
     torch.manual_seed(0)
-    layers = [
-        torch.nn.Linear(n, m)
-        for n, m in ((512, 2048), (2048, 64), (64, 40_000), (40_000, 64), (64, 30_000), (30_000, 512))
-    ]
+    layers = [torch.nn.Linear(n, m) for n, m in ((512, 2048), (2048, 64), (64, 60_000), (60_000, 512))]
     net = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.GELU())))
     config = {
         "train_micro_batch_size_per_gpu": 4,
