@@ -129,13 +129,14 @@ def norm_compress_rows(
     saved: FP8Format | None = None,
     out: QuantizedTensor | None = None,
 ) -> NormRows:
-    """:func:`norm_compress`, and y in FP8 with one scale per row, the power of two for the row's own amax; in ``out``
-    where that is given."""
+    """:func:`norm_compress`, and y in FP8 as :func:`~coat_dist.reference.quantize.quantize_rows` makes it, with scales
+    that are powers of two; in ``out`` where that is given."""
     x8, stats, y = _compressed(x, kind, eps, weight, bias, saved or fmt, group_size, scale, exact)
     y8 = quantize_rows(y, fmt, aligned=True)
     if out is not None:
         out.codes.copy_(y8.codes)
         out.scales.copy_(y8.scales)
+        out.top = y8.top
     return NormRows(x8, stats, y8 if out is None else out)
 
 

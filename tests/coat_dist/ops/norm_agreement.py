@@ -8,13 +8,13 @@ import itertools
 
 import torch
 
-from coat_dist.formats import E3M4, E4M3, E5M2, INT8
+from coat_dist.formats import E3M4, E4M3, E5M2, INT8, QuantizedTensor
 from coat_dist.kernels import norm
 from coat_dist.reference import norm as reference
 from coat_dist.reference import quantize as reference_quantize
 from coat_dist.reference.quantize import tensor_scale
 
-from .codes import SCALES, close, close_rows, same_groups, same_rows
+from .codes import SCALES, check_top, close, close_rows, same_groups, same_rows
 
 
 def off_center(rows, h):
@@ -116,6 +116,7 @@ def check_norm_rows(device="cpu", kinds=("rmsnorm", "layernorm"), sizes=(72, 512
             close_rows(got.y8, wanted.y8)
         x[0, -1, 7], x[1, 0, h - 1] = torch.inf, torch.nan
         spoilt = norm.norm_compress_rows(x, *rest)
+        check_top(spoilt.y8)
         others = torch.ones(2, rows, dtype=torch.bool, device=device)
         others[0, -1] = others[1, 0] = False
         assert torch.equal(spoilt.y8.scales[..., 0].isnan(), ~others)
@@ -133,3 +134,10 @@ def check_no_rows_and_one_element(device="cpu"):
         got, wanted = (m.norm_compress_rows(*rest) for m in (norm, reference))
         same_groups(got.x8, wanted.x8)
         assert got.y8.codes.shape == (rows, n) and got.y8.scales.shape == (rows, 1)
+        check_top(got.y8)
+        # into given memory, whatever it holds
+        room = QuantizedTensor(torch.full_like(got.y8.codes, torch.nan), torch.full((rows, 1), torch.nan), "row")
+        room.scales, room.top = room.scales.to(device), torch.full((), torch.inf, device=device)
+        for m in (norm, reference):
+            assert m.norm_compress_rows(*rest, out=room).y8 is room
+            same_rows(room, got.y8)
