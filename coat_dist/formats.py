@@ -103,12 +103,15 @@ class QuantizedTensor:
             bfloat16 or uint8 holding E8M0 exponents (value ``2**(scales - 127)``, 255 = NaN).
         layout: "tensor", "row" or "group".
         group_size: elements a scale covers along the last dimension; 0 unless ``layout == "group"``.
+        top: the largest of "row" ``scales`` (fp32 scalar, NaN if one is NaN), where the pass that wrote them found it.
+            It is theirs alone: a tensor of other rows, gathered or cut out, or with other scales is made without it.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     layout: str
     group_size: int = 0
+    top: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:

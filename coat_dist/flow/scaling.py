@@ -75,8 +75,9 @@ class Operand(NamedTuple):
 
 def row_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> Operand:
     """The operand with these row scales; its ``scale`` is that of all ranks' rows with ``tp_invariant``."""
-    rows = q8.scales
-    scale = rows.amax() if rows.numel() else rows.new_full((), SMALLEST_SCALE)
+    rows, scale = q8.scales, q8.top
+    if scale is None:
+        scale = rows.amax() if rows.numel() else rows.new_full((), SMALLEST_SCALE)
     return Operand(q8, _largest(scale, tp) if settings.tp_invariant else scale)
 
 

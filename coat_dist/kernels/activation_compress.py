@@ -15,7 +15,7 @@ import triton.language as tl
 from ..formats import FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS, ActivationForward, ActivationRows
 from .activation_functions import activate, add_bias
-from .fp8 import amax_buffer, atomic_amax, constants, dense, magnitude_bits, row_tiles, scale_of, to_fp8
+from .fp8 import amax_buffer, atomic_amax, atomic_top, constants, dense, magnitude_bits, row_tiles, scale_of, to_fp8
 from .groups import group_decode, group_encode, room, saved_as
 from .launch import cdiv, fast_launch
 from .quantize import launch_rows
@@ -154,8 +154,8 @@ def _row_tile(
 @fast_launch
 @triton.jit
 def _compress_rows_kernel(
-    x, bias, codes, scales, out, row_scales, columns, groups, C: tl.constexpr, S: tl.constexpr, ACT: tl.constexpr,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr,
+    x, bias, codes, scales, out, row_scales, top_scale, columns, groups, C: tl.constexpr, S: tl.constexpr,
+    ACT: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr, G: tl.constexpr,
     AHEAD: tl.constexpr, HELD: tl.constexpr, LONG: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The activation of HELD tiles of a row stays in registers until the row's scale is known; LONG: there are more,
@@ -183,8 +183,10 @@ def _compress_rows_kernel(
             top = tl.maximum(top, magnitude_bits(more))
     for i in tl.static_range(HELD):
         top = tl.maximum(top, magnitude_bits(held[i]))
+    seen = tl.load(top_scale)
     scale, factor = scale_of(tl.max(top, 1), 23, C)
     tl.store(row_scales + row + tl.arange(0, 1), scale)
+    atomic_top(top_scale, scale, seen)
     out += row * columns
     for i in tl.static_range(HELD):
         tl.store(out + i * BN + column, to_fp8(held[i] * factor[:, None], C), mask=i * BN + column < columns)
@@ -213,11 +215,12 @@ def activation_compress_rows(
     pre8 = _pre8(pre, activation, saved or fmt, group_size, scale)
     out = torch.empty(*shape, columns, dtype=fmt.dtype, device=pre.device)
     row_scales = torch.empty(*shape, 1, dtype=torch.float32, device=pre.device)
+    top = amax_buffer(pre.device)
     ahead, elements, most = HELD_TILES
     width, held, long, warps = row_tiles(columns, elements, most, group_size)
     _compress_rows_kernel[(flat.shape[0],)](
-        flat, dense(bias), pre8.codes, pre8.scales, out, row_scales, columns, pre8.scales.shape[-1],
+        flat, dense(bias), pre8.codes, pre8.scales, out, row_scales, top, columns, pre8.scales.shape[-1],
         **_constants(pre, activation, saved or fmt, group_size, scale, exact, bias), C=constants(fmt, pre),
         AHEAD=ahead, HELD=held, LONG=long, BN=width, num_warps=warps, maxnreg=HELD_REGISTERS,
     )  # fmt: skip
-    return ActivationRows(pre8, QuantizedTensor(out, row_scales, "row"))
+    return ActivationRows(pre8, QuantizedTensor(out, row_scales, "row", top=top if flat.shape[0] else None))

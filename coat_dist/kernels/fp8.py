@@ -24,6 +24,7 @@ __all__ = [
     "Format",
     "amax_buffer",
     "atomic_amax",
+    "atomic_top",
     "code_bits",
     "constants",
     "dense",
@@ -179,6 +180,16 @@ def atomic_amax(out, bits):
 
 
 @triton.jit
+def atomic_top(out, scale, seen):
+    """Raise the largest fp32 scale, which ``out`` points to, to ``scale``, a tile of one; NaN, as :func:`scale_of`
+    writes it, is above all. ``seen`` is what ``out`` held: looked up before the row is reduced, it costs no waiting."""
+    bits = tl.max(scale.to(tl.int32, bitcast=True), 0)
+    raises = bits > seen.to(tl.int32, bitcast=True)
+    # Nobody reads it before the kernel has ended, so no other memory traffic has to be ordered around it.
+    tl.atomic_max(out.to(tl.pointer_type(tl.int32), bitcast=True), bits, mask=raises, sem="relaxed")
+
+
+@triton.jit
 def inverse(scale):
     """The reciprocal, correctly rounded, of the fp32 number that ``scale`` points to, as a [1, 1] tile."""
     return tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.load(scale) + tl.zeros((1, 1), tl.float32))
@@ -221,11 +232,12 @@ _zeros: dict[tuple[int, int], list[torch.Tensor]] = {}
 
 
 def amax_buffer(device: torch.device) -> torch.Tensor:
-    """Where kernels collect an amax: an fp32 scalar, zero, never handed out before.
+    """Where kernels collect an amax or the largest scale: an fp32 scalar, zero, never handed out before.
 
     On a GPU it is cut from a buffer that was zeroed on the same stream, as a launch to zero one word takes as long as
     that of a kernel. In a CUDA graph each replay has to zero it anew, so there it is a tensor of its own. Streams are
-    told apart by their handles: torch's own are never destroyed, so no handle comes back for another one.
+    told apart by their handles: torch's own are never destroyed, so no handle comes back for another one. Each scalar
+    has a version counter of its own: one that autograd saves does not notice writes to others.
     """
     if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return torch.zeros((), dtype=torch.float32, device=device)
@@ -237,8 +249,8 @@ def amax_buffer(device: torch.device) -> torch.Tensor:
             # 16 bytes apart: kernels are compiled for that alignment
             fresh = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)[:, 0]
             if type(fresh) is torch.Tensor:  # not the fake one of a tracer, which must not outlive it
-                zeros.extend(fresh[1:].unbind())
-            return fresh[0]
+                zeros.extend(word.data for word in fresh[1:].unbind())
+            return fresh[0].data
 
 
 def dense(vector: torch.Tensor | None) -> torch.Tensor | None:

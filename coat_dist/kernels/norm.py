@@ -17,6 +17,7 @@ from ..reference.norm import NormForward, NormRows, NormStats
 from .fp8 import (
     amax_buffer,
     atomic_amax,
+    atomic_top,
     constants,
     dense,
     inverse,
@@ -73,12 +74,12 @@ def _normalize(value, center, rstd, mean, row, columns, eps, CENTER: tl.constexp
 @fast_launch
 @triton.jit
 def _compress_kernel(
-    x, weight, bias, codes, scales, rstd, mean, amax, y8, y_scales, columns, groups, eps,
+    x, weight, bias, codes, scales, rstd, mean, top, y8, y_scales, columns, groups, eps,
     C: tl.constexpr, S: tl.constexpr, G: tl.constexpr, EXACT: tl.constexpr, CENTER: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of x, codes of S are written. Of y, ROWS writes codes of C with a scale per row; otherwise its amax is all there
-    is."""
+    """Of x, codes of S are written. Of y, ROWS writes codes of C with a scale per row, the largest into ``top``;
+    otherwise its amax, into ``top``, is all there is."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
@@ -93,11 +94,13 @@ def _compress_kernel(
     y = _affine(value, weight, bias, column, inside, WEIGHT, BIAS)
     bits = magnitude_bits(tl.where(inside, y, 0.0))
     if ROWS:
+        seen = tl.load(top)
         scale, factor = scale_of(tl.max(bits, 1), 23, C)
         tl.store(y_scales + row + tl.arange(0, 1), scale)
+        atomic_top(top, scale, seen)
         tl.store(y8 + row * columns + column, to_fp8(y * factor[:, None], C), mask=inside)
     else:
-        atomic_amax(amax, bits)
+        atomic_amax(top, bits)
 
 
 def norm_compress(
@@ -113,9 +116,7 @@ def norm_compress(
     saved: FP8Format | None = None,
 ) -> NormForward:
     """See :func:`coat_dist.reference.norm.norm_compress`."""
-    amax = amax_buffer(x.device)
-    x8, stats = _compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, amax, None)
-    return NormForward(x8, stats, amax)
+    return NormForward(*_compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, None))
 
 
 def norm_compress_rows(
@@ -137,28 +138,30 @@ def norm_compress_rows(
         codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
         scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
         y8 = QuantizedTensor(codes, scales, "row")
-    found = _compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, None, y8)
-    return NormRows(*found, y8)
+    x8, stats, top = _compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, y8)
+    y8.top = top if x8.codes.numel() else None
+    return NormRows(x8, stats, y8)
 
 
 def _compress(
-    x, kind, eps, weight, bias, fmt, saved, size, scale, exact, amax: torch.Tensor | None, y8: QuantizedTensor | None
-) -> tuple[QuantizedTensor, NormStats]:
-    """x8 and the statistics; writes either the amax of y or ``y8``."""
+    x, kind, eps, weight, bias, fmt, saved, size, scale, exact, y8: QuantizedTensor | None
+) -> tuple[QuantizedTensor, NormStats, torch.Tensor]:
+    """x8, the statistics, and the amax of y; or, if ``y8`` is to be written, the largest of its scales."""
     flat = launch_rows(x)
     rows, columns = flat.shape
     x8, center = room(x.shape, saved, size, scale, x.device), kind == "layernorm"
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if center else None
+    top = amax_buffer(x.device)
     y_codes, y_scales = (None, None) if y8 is None else (y8.codes, y8.scales)
     _compress_kernel[(rows,)](
-        flat, dense(weight), dense(bias), x8.codes, x8.scales, rstd, mean, amax, y_codes, y_scales, columns,
+        flat, dense(weight), dense(bias), x8.codes, x8.scales, rstd, mean, top, y_codes, y_scales, columns,
         x8.scales.shape[-1], eps, C=constants(fmt, x), S=saved_as(saved, scale, x), G=size, EXACT=exact, CENTER=center,
         WEIGHT=weight is not None, BIAS=bias is not None, ROWS=y8 is not None,
         BN=max(next_power_of_2(columns), size),
         num_warps=COMPRESS_WARPS,
     )  # fmt: skip
-    return x8, NormStats(rstd, mean)
+    return x8, NormStats(rstd, mean), top
 
 
 @fast_launch

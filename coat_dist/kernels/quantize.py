@@ -18,6 +18,7 @@ from .fp8 import (
     Format,
     amax_buffer,
     atomic_amax,
+    atomic_top,
     constants,
     from_fp8,
     inverse,
@@ -226,7 +227,7 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
 @fast_launch
 @triton.jit
 def _rows_kernel(
-    x, out, scales, columns, C: tl.constexpr, DROP: tl.constexpr, HELD: tl.constexpr, LONG: tl.constexpr,
+    x, out, scales, top_scale, columns, C: tl.constexpr, DROP: tl.constexpr, HELD: tl.constexpr, LONG: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """HELD tiles of a row stay in registers; LONG: there are more, and those are read twice."""
@@ -244,8 +245,10 @@ def _rows_kernel(
         for first in range(HELD * BN, columns, BN):
             more = tl.load(x + first + column, mask=column < columns - first, other=0.0).to(tl.float32)
             top = tl.maximum(top, magnitude_bits(more))
+    seen = tl.load(top_scale)
     scale, factor = scale_of(tl.max(top, 1), DROP, C)
     tl.store(scales + row + tl.arange(0, 1), scale)
+    atomic_top(top_scale, scale, seen)
     for i in tl.static_range(HELD):
         codes = to_fp8(held[i].to(tl.float32) * factor[:, None], C)
         tl.store(out + i * BN + column, codes, mask=column < columns - i * BN)
@@ -263,12 +266,13 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     width, held, long, warps = row_tiles(columns, *HELD_TILES)
+    top = amax_buffer(x.device) if rows else None
     if rows:
         _rows_kernel[(rows,)](
-            flat, codes, scales, columns, C=constants(fmt, x), DROP=23 if aligned else 0, HELD=held,
+            flat, codes, scales, top, columns, C=constants(fmt, x), DROP=23 if aligned else 0, HELD=held,
             LONG=long, BN=width, num_warps=warps,
         )  # fmt: skip
-    return QuantizedTensor(codes, scales, "row")
+    return QuantizedTensor(codes, scales, "row", top=top)
 
 
 @fast_launch

@@ -179,7 +179,8 @@ def activation_compress_rows(
     bias: torch.Tensor | None = None,
     saved: FP8Format | None = None,
 ) -> ActivationRows:
-    """:func:`activation_compress`, and a in FP8 with one scale per row, the power of two for the row's own amax."""
+    """:func:`activation_compress`, and a in FP8 as :func:`~coat_dist.reference.quantize.quantize_rows` makes it, with
+    scales that are powers of two."""
     pre8, a = _compressed(pre, activation, saved or fmt, group_size, scale, exact, bias)
     return ActivationRows(pre8, quantize_rows(a, fmt, aligned=True))
 

@@ -25,6 +25,7 @@ from .quantize import amax, dequantize, quantize_groups, quantize_rows, quantize
 
 __all__ = [
     "NormForward",
+    "NormGradients",
     "NormRows",
     "NormStats",
     "norm_apply",
@@ -61,6 +62,19 @@ class NormRows(NamedTuple):
     x8: QuantizedTensor
     stats: NormStats
     y8: QuantizedTensor
+
+
+class NormGradients(NamedTuple):
+    """Gradients of x, weight and bias (``[h]``; the bias's None where it is not wanted).
+
+    ``amax`` (fp32 scalar) is that of dx as it is rounded, where there was a residual: then the layer before quantizes
+    dx. Otherwise None.
+    """
+
+    dx: torch.Tensor
+    dweight: torch.Tensor
+    dbias: torch.Tensor | None
+    amax: torch.Tensor | None
 
 
 def norm_stats(x: torch.Tensor, kind: str, eps: float) -> NormStats:
@@ -129,13 +143,14 @@ def norm_compress_rows(
     saved: FP8Format | None = None,
     out: QuantizedTensor | None = None,
 ) -> NormRows:
-    """:func:`norm_compress`, and y in FP8 with one scale per row, the power of two for the row's own amax; in ``out``
-    where that is given."""
+    """:func:`norm_compress`, and y in FP8 as :func:`~coat_dist.reference.quantize.quantize_rows` makes it, with scales
+    that are powers of two; in ``out`` where that is given."""
     x8, stats, y = _compressed(x, kind, eps, weight, bias, saved or fmt, group_size, scale, exact)
     y8 = quantize_rows(y, fmt, aligned=True)
     if out is not None:
         out.codes.copy_(y8.codes)
         out.scales.copy_(y8.scales)
+        out.top = y8.top
     return NormRows(x8, stats, y8 if out is None else out)
 
 
@@ -164,7 +179,7 @@ def norm_backward(
     dtype: torch.dtype = torch.float32,
     bias: bool = True,
     residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> NormGradients:
     """Gradients of x, weight and bias.
 
     Args:
@@ -174,9 +189,6 @@ def norm_backward(
         dtype: of dx.
         bias: whether the bias's gradient is wanted.
         residual: gradient that x receives from elsewhere, in its shape; added to dx in fp32, before it is rounded.
-
-    Returns:
-        dx (shape of x), dweight and dbias (``[h]``, ``sum_dtype``; dbias None where it is not wanted).
     """
     dy = dy.float()
     normalized = _normalized(x, stats)
@@ -189,7 +201,9 @@ def norm_backward(
         dx = dx + residual.float()
     rows = tuple(range(dy.dim() - 1))
     dbias = dy.sum(rows, dtype=sum_dtype) if bias else None
-    return dx.to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dbias
+    dx = dx.to(dtype)
+    top = None if residual is None else amax(dx)
+    return NormGradients(dx, (dy * normalized).sum(rows, dtype=sum_dtype), dbias, top)
 
 
 def _compressed(

@@ -164,13 +164,17 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
         aligned: make scales powers of two.
 
     Returns:
-        layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``; a row with a non-finite value is all NaN.
+        layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``, and the largest of these, unless there are none; a
+        row with a non-finite value is all NaN.
     """
-    return requantize_rows(x, fmt, tensor_scale(amaxes(x, -1), fmt, aligned)[..., None])
+    q = requantize_rows(x, fmt, tensor_scale(amaxes(x, -1), fmt, aligned)[..., None])
+    q.top = q.scales.amax() if q.scales.numel() else None
+    return q
 
 
 def requantize_rows(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
-    """:func:`quantize_rows` with given scales, fp32 ``[..., 1]``: those that several parts of a row share."""
+    """:func:`quantize_rows` with given scales, fp32 ``[..., 1]``: those that several parts of a row share. There is no
+    ``top``."""
     return QuantizedTensor(_codes(x.float(), scales, fmt), scales, "row")
 
 

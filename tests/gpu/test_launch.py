@@ -138,19 +138,25 @@ def test_words_for_amaxes_are_zero_apart_and_aligned():
     assert len({w.data_ptr() for w in words}) == 600 and all(w.data_ptr() % 16 == 0 for w in words)
     assert all(w.shape == () and w.dtype == torch.float32 and w.is_contiguous() for w in words)
     assert not torch.stack(words).any()
+    kept = words[0]._version
+    words[1].fill_(1)
+    assert words[0]._version == kept  # autograd keeps some of them: writes to others are none to these
 
 
 def test_replays_of_a_graph_start_from_zero():
     x = torch.full((4096,), 5.0, device="cuda")
     quantize.tensor_scale(quantize.amax(x), E4M3)  # compiled before the capture
+    quantize.quantize_rows(x.view(4, 1024), E4M3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         top = quantize.amax(x)
         scale = quantize.tensor_scale(top, E4M3)
+        rows = quantize.quantize_rows(x.view(4, 1024), E4M3)
     for value in (5.0, 3.0, 7.0):
         x.fill_(value)
         graph.replay()
         assert top.item() == value and torch.equal(scale.cpu(), reference.tensor_scale(torch.tensor(value), E4M3))
+        assert torch.equal(rows.top, scale)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -10,7 +10,9 @@ def saved(call, *known):
         out = call()
     assert out.requires_grad
     known_addresses = {t.untyped_storage().data_ptr() for t in known}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    # On a GPU a scale may be a word of a buffer that many share; it counts alone.
+    parts = [t if t.is_cuda and not t.dim() else t.untyped_storage() for t in held]
+    storages = {part.data_ptr(): part.nbytes if isinstance(part, torch.Tensor) else part.nbytes() for part in parts}
     return {address: size for address, size in storages.items() if address not in known_addresses}
 
 

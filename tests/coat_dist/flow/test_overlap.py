@@ -123,6 +123,7 @@ def four(rank, world):
         return QuantizedTensor(codes, torch.ones(rows, 1), "row")
 
     a, b, own = ones(16), ones(H), ones(4)
+    own.top = torch.full((), torch.inf)  # of this rank's rows, so not of all
     wrong = []
     for dtype in (torch.bfloat16, torch.float32):
 
@@ -135,6 +136,7 @@ def four(rank, world):
         whole = tp.start_gather_quantized(own).wait()
         rows = Rows(rooms, own)
         wrong += ["rows"] * (not torch.equal(rows.multiply(product, H, dtype), scaled_mm(whole, b, dtype)))
+        wrong += ["top"] * any(q.top is not None for q in (whole, rows.whole()))
         wrong += ["codes"] * (not torch.equal(rows.whole().codes.view(torch.uint8), whole.codes.view(torch.uint8)))
     return wrong
 

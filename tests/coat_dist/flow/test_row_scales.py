@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from coat_dist.flow import Norm, linear, mlp, norm_linear
-from coat_dist.flow.scaling import saved_format
-from coat_dist.formats import fp8_format
+from coat_dist.flow.overlap import rows_of
+from coat_dist.flow.scaling import row_operand, saved_format, share_rows
+from coat_dist.formats import E4M3, QuantizedTensor, fp8_format
 from coat_dist.reference.activation import ACTIVATIONS, activation_apply
 from coat_dist.reference.gemm import scaled_mm
 from coat_dist.reference.norm import norm_apply, norm_stats
-from coat_dist.reference.quantize import dequantize, quantize_groups, quantize_rows
+from coat_dist.reference.quantize import SMALLEST_SCALE, dequantize, quantize_groups, quantize_rows
 
 from .common import EPS, ONE, Layer, relative_error, settings
 from .saved_bytes import saved
@@ -174,6 +175,24 @@ def test_a_bad_token_is_in_every_weight_gradient():
         out = call(x.requires_grad_())
         (grad,) = torch.autograd.grad(out, layer.weight, torch.randn_like(out))
         assert grad.isnan().all()
+
+
+def test_the_largest_scale_is_that_of_the_same_rows():
+    """Where the pass that wrote the scales found their largest, nothing looks for it again; other rows, and the same
+    rows with other scales, come without it."""
+    config = settings(forward_scales="row")
+    x = tokens(9, 64)
+    q = quantize_rows(x, E4M3, aligned=True)
+    assert row_operand(q, ONE, config).scale is q.top
+    alone = QuantizedTensor(q.codes, q.scales, "row")
+    assert torch.equal(row_operand(alone, ONE, config).scale, q.top)
+    first = int(q.scales.argmax() == 0)  # a part without the largest
+    q.top.fill_(torch.inf)  # whoever took it for other rows would show
+    for other in (rows_of(q, first, 1), share_rows(q, lambda: x, ONE, settings(tp_invariant=True))):
+        assert other.top is None and torch.equal(row_operand(other, ONE, config).scale, other.scales.amax())
+    x[3, 5] = torch.nan
+    assert row_operand(quantize_rows(x, E4M3), ONE, config).scale.isnan()
+    assert row_operand(quantize_rows(x[:0], E4M3), ONE, config).scale == SMALLEST_SCALE
 
 
 def test_outlier_tokens_cost_the_others_nothing():

@@ -52,12 +52,24 @@ def same_rows(got, wanted):
     assert got.scales.shape == wanted.scales.shape and got.scales.is_contiguous()
     torch.testing.assert_close(got.scales, wanted.scales, rtol=0, atol=0, equal_nan=True)
     same(got.codes, wanted.codes)
+    for q in (got, wanted):
+        check_top(q)
+
+
+def check_top(q):
+    """The largest of the row scales, to the bit; NaN if one of them is; none of no rows."""
+    assert (q.top is None) == (not q.scales.numel())
+    if q.top is not None:
+        assert q.top.shape == () and q.top.dtype == torch.float32
+        torch.testing.assert_close(q.top, q.scales.amax(), rtol=0, atol=0, equal_nan=True)
 
 
 def close_rows(got, wanted, share=3e-3):
     """Few codes are neighbours; scales differ by rounding."""
     torch.testing.assert_close(got.scales, wanted.scales, rtol=1e-5, atol=0)
     close(got.codes, wanted.codes, share)
+    for q in (got, wanted):
+        check_top(q)
 
 
 def tiles(module, ahead=None, chosen=None):

@@ -8,13 +8,13 @@ import itertools
 
 import torch
 
-from coat_dist.formats import E3M4, E4M3, E5M2, INT8
+from coat_dist.formats import E3M4, E4M3, E5M2, INT8, QuantizedTensor
 from coat_dist.kernels import norm
 from coat_dist.reference import norm as reference
 from coat_dist.reference import quantize as reference_quantize
 from coat_dist.reference.quantize import tensor_scale
 
-from .codes import SCALES, close, close_rows, same_groups, same_rows
+from .codes import SCALES, check_top, close, close_rows, same_groups, same_rows
 
 
 def off_center(rows, h):
@@ -70,21 +70,25 @@ def check_norm(device="cpu", kinds=("rmsnorm", "layernorm"), sizes=(64, 200), ro
 
 def check_residual(rest, residual):
     """With a residual: that much more in dx, rounded once; nothing else changes."""
-    dx, *sums = norm.norm_backward(*rest)
+    dx, *sums, top = norm.norm_backward(*rest)
+    assert top is None
     turned = residual.transpose(0, 1).contiguous().transpose(0, 1)
     for given in (residual, turned, residual.bfloat16(), torch.zeros_like(residual)):
-        got, *others = norm.norm_backward(*rest, residual=given)
+        got, *others, top = norm.norm_backward(*rest, residual=given)
+        assert torch.equal(top, reference_quantize.amax(got))
         # The GPU's kernel may add with the product before it, which is rounded then: an fp32 rounding of dx apart.
         torch.testing.assert_close(got, dx + given.float(), rtol=3e-7, atol=3e-7 * dx.abs().max().item())
         for a, b in zip(sums, others, strict=True):
             assert (a is None) == (b is None)
             if b is not None:  # compiled apart, so a GPU may fuse other products with sums
                 torch.testing.assert_close(a, b, rtol=0, atol=a.is_cuda * 1e-6 * b.abs().max().item())
-        low = norm.norm_backward(*rest[:6], torch.bfloat16, rest[7], residual=given)[0]
+        low, *_, top = norm.norm_backward(*rest[:6], torch.bfloat16, rest[7], residual=given)
+        assert torch.equal(top, reference_quantize.amax(low))  # of what was stored
         step = 2**-8 if low.is_cuda else 2**-7  # one rounding: half a step; the interpreter cuts off
         torch.testing.assert_close(low.float(), got, rtol=step * 1.001, atol=1e-6 * dx.abs().max().item())
     residual[0, 1, 3], residual[1, 0, 5] = torch.nan, torch.inf
-    got = norm.norm_backward(*rest, residual=residual)[0]
+    got, *_, top = norm.norm_backward(*rest, residual=residual)
+    assert top == torch.inf
     assert torch.equal(got.isfinite(), residual.isfinite()) and got[0, 1, 3].isnan() and got[1, 0, 5] == torch.inf
 
 
@@ -93,11 +97,12 @@ def check_norm_of_no_rows(device="cpu"):
     x, weight = torch.empty(0, 64, device=device), torch.ones(64, device=device)
     got, wanted = (m.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True) for m in (norm, reference))
     assert got.x8.codes.shape == wanted.x8.codes.shape and got.amax == wanted.amax == 0
-    dx, dweight, dbias = norm.norm_backward(
+    dx, dweight, dbias, _ = norm.norm_backward(
         torch.empty(0, 64, device=device), wanted.x8, "rmsnorm", wanted.stats, weight
     )
     assert dx.shape == (0, 64) and not dweight.any() and not dbias.any()
-    assert norm.norm_backward(dx, wanted.x8, "rmsnorm", wanted.stats, weight, residual=dx)[0].shape == (0, 64)
+    dx, *_, top = norm.norm_backward(dx, wanted.x8, "rmsnorm", wanted.stats, weight, residual=dx)
+    assert dx.shape == (0, 64) and top == 0
 
 
 def check_norm_rows(device="cpu", kinds=("rmsnorm", "layernorm"), sizes=(72, 5120), rows=5, exact_bits=False):
@@ -116,6 +121,7 @@ def check_norm_rows(device="cpu", kinds=("rmsnorm", "layernorm"), sizes=(72, 512
             close_rows(got.y8, wanted.y8)
         x[0, -1, 7], x[1, 0, h - 1] = torch.inf, torch.nan
         spoilt = norm.norm_compress_rows(x, *rest)
+        check_top(spoilt.y8)
         others = torch.ones(2, rows, dtype=torch.bool, device=device)
         others[0, -1] = others[1, 0] = False
         assert torch.equal(spoilt.y8.scales[..., 0].isnan(), ~others)
@@ -133,3 +139,10 @@ def check_no_rows_and_one_element(device="cpu"):
         got, wanted = (m.norm_compress_rows(*rest) for m in (norm, reference))
         same_groups(got.x8, wanted.x8)
         assert got.y8.codes.shape == (rows, n) and got.y8.scales.shape == (rows, 1)
+        check_top(got.y8)
+        # into given memory, whatever it holds
+        room = QuantizedTensor(torch.full_like(got.y8.codes, torch.nan), torch.full((rows, 1), torch.nan), "row")
+        room.scales, room.top = room.scales.to(device), torch.full((), torch.inf, device=device)
+        for m in (norm, reference):
+            assert m.norm_compress_rows(*rest, out=room).y8 is room
+            same_rows(room, got.y8)
