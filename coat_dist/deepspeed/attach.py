@@ -235,14 +235,7 @@ ATTACHMENTS = (
         lambda b: step_weights.has_16_bit_copy(b.zero),
         lambda b: step_weights.write_16_bit_weights_in_the_step(b.zero),
         ("zero._optimizer_step", "zero.step"),
-        "before the next and the last, which wrap `step`: they would be lost here",
-    ),
-    Attachment(
-        "step: 16-bit weights travel while the update goes on",
-        lambda b: step_weights.has_large_partitions(b.zero),
-        lambda b: step_weights.gather_while_updating(b.zero),
-        ("zero.step",),
-        "after the one before it, whose `step` it calls; before the last, which wraps it",
+        "before the last, which wraps `step`: it would be lost here",
     ),
     Attachment(
         "a pipeline stage, driven by a schedule",

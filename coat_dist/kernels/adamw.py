@@ -35,7 +35,6 @@ import triton
 import triton.language as tl
 from torch.autograd.graph import increment_version
 
-from ..reference import adamw as reference
 from ..reference.adamw import AdamWStep, AdamWTensors
 from ..reference.adamw_batch import written
 from ..reference.moments import MomentCodec
@@ -133,9 +132,9 @@ def _update_tile(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["first_tile", "seed", "step"])
+@triton.jit(do_not_specialize=["seed", "step"])
 def _adamw_kernel(
-    first_tile, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, step, low, copy, of_count,
+    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, step, low, copy, of_count,
     grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
@@ -144,7 +143,7 @@ def _adamw_kernel(
     if COUNTED:
         rate, inverse_bias1, inverse_sqrt_bias2, step = load_numbers(of_count)
     _update_tile(
-        (tl.program_id(0) + first_tile).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups,
+        tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups,
         seed + (step >> 3), step & 7, low, copy,
         grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
         GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST,
@@ -238,19 +237,14 @@ def adamw_steps(
             )  # fmt: skip
     for k, i in enumerate(found.single, len(found.order)):
         param, grad, m, v, seed, low, copy, _ = tensors[i]
-        groups, n = len(m.a), param.numel()
-        tiles = -(-groups // rows)
-        part = tiles if copy is None or numbers.written is None else max(1, reference.PART // TILE_ELEMENTS)
-        for first_tile in range(0, tiles, part):
-            _adamw_kernel[(min(part, tiles - first_tile),)](
-                first_tile, param, grad, *m, *v, n, groups, _int32(seed or 0), _int32(numbers.step),
-                param if low is None else low, param if copy is None else copy,
-                of_counts[k] if counted else of_counts, *scalars,
-                **_stochastic(numbers, seed is not None), LOW=low is not None, COPY=copy is not None, COUNTED=counted,
-                **options,
-            )  # fmt: skip
-            if copy is not None and numbers.written is not None:
-                numbers.written(copy, first_tile * TILE_ELEMENTS, min(n, (first_tile + part) * TILE_ELEMENTS))
+        groups = len(m.a)
+        _adamw_kernel[(-(-groups // rows),)](
+            param, grad, *m, *v, param.numel(), groups, _int32(seed or 0), _int32(numbers.step),
+            param if low is None else low, param if copy is None else copy,
+            of_counts[k] if counted else of_counts, *scalars,
+            **_stochastic(numbers, seed is not None), LOW=low is not None, COPY=copy is not None, COUNTED=counted,
+            **options,
+        )  # fmt: skip
     # Kernels write by address, which torch does not see: autograd would take what it saved for unchanged.
     increment_version(written(tensors))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -122,11 +121,6 @@ class CoatAdamW(torch.optim.Optimizer):
     """bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of its parameter,
     rounded to nearest even, in the same pass (if it is contiguous; else by way of one that is). Not for DTensors."""
 
-    when_written: Callable[[torch.Tensor, int, int], None] | None = None
-    """Called while a step goes on with a contiguous tensor of ``copies`` that is written in parts, and the first
-    element and the end of a part which the work that has been started so far writes: what needs it next need not wait
-    for the rest. Small tensors may be written without."""
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options it does not give take their defaults."""
         if isinstance(param_group, dict) and "params" in param_group:
@@ -176,7 +170,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def _step_again(self, group: Mapping[str, Any], plan: Plan, columns: Columns) -> None:
         for step, device, batch in plan.batches(columns):
-            numbers = _numbers(group, step, device, self)
+            numbers = _numbers(group, step, device, self.grad_factor)
             if group["moments"] == "fp8":
                 adamw_steps(batch, *codecs(group), numbers)
             else:
@@ -225,15 +219,15 @@ class CoatAdamW(torch.optim.Optimizer):
                 compressed.setdefault(key, []).append(one)
                 continue
             # some are copies, not to be held for all parameters at once
-            adamw_steps([one], *codecs(group), replace(_numbers(group, *key, self), written=None))
+            adamw_steps([one], *codecs(group), _numbers(group, *key, self.grad_factor))
             if dense is not p:
                 p.copy_(dense)
             if target is not None and copy is not None and copy is not target:
                 target.copy_(copy)
         for key, many in compressed.items():
-            adamw_steps(many, *codecs(group), _numbers(group, *key, self))
+            adamw_steps(many, *codecs(group), _numbers(group, *key, self.grad_factor))
         for key, small in plain.items():
-            adamw_fp32_steps(small, _numbers(group, *key, self))
+            adamw_fp32_steps(small, _numbers(group, *key, self.grad_factor))
         for target, copy in copied:
             target.copy_(copy)
         increment_version(shards)  # autograd saves the DTensor, whose counter is not that of the tensor in it
@@ -278,9 +272,9 @@ class CoatAdamW(torch.optim.Optimizer):
                 group.setdefault(key, value)
 
 
-def _numbers(group: Mapping[str, Any], step: int, device: torch.device, optimizer: CoatAdamW) -> AdamWStep:
+def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_factor: torch.Tensor | None) -> AdamWStep:
     """The numbers of a step; a learning rate that lives on the parameters' GPU stays there."""
-    lr, grad_factor = group["lr"], optimizer.grad_factor
+    lr = group["lr"]
     if isinstance(lr, torch.Tensor):
         lr = lr.reshape(()) if lr.is_cuda and lr.device == device else float(lr)
     else:
@@ -298,5 +292,4 @@ def _numbers(group: Mapping[str, Any], step: int, device: torch.device, optimize
         group["maximize"],
         grad_factor,
         stochastic(group),
-        optimizer.when_written,
     )

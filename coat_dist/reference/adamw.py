@@ -15,7 +15,7 @@ A bfloat16 parameter may come with the remainder of its rounding, ``low``: the t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -40,9 +40,6 @@ __all__ = [
 _CHUNK = 1 << 20
 """Elements decoded at a time: temporaries take some 40 bytes for each of these, whatever the size of the tensor."""
 
-PART = 1 << 26
-"""Elements after which :attr:`AdamWStep.written` hears of a copy; a step takes 0.4 ms for them on an H200."""
-
 
 @dataclass(frozen=True)
 class AdamWStep:
@@ -59,9 +56,6 @@ class AdamWStep:
     """fp32 scalar on the parameter's device; gradients are multiplied by it first."""
     stochastic: tuple[bool, bool] = (True, True)
     """Whether the first and the second moment of tensors that have a seed are rounded with it."""
-    written: Callable[[torch.Tensor, int, int], None] | None = None
-    """Hears, while a step goes on, of ``copy`` tensors that are written in parts of :data:`PART`: a tensor, the first
-    element and the end of a part that is written by what has been started so far. Small ones may be written without."""
 
     @cached_property
     def inverse_bias1(self) -> float:
@@ -198,9 +192,6 @@ def adamw_steps(
     """:func:`adamw_step` on many tensors of one device. Reads counts that are tensors on the host."""
     for one in tensors:
         adamw_step(*one[:4], codec_m, codec_v, counted(numbers, one.step_count), *one[4:-1])
-        if numbers.written is not None and one.copy is not None:
-            for first in range(0, one.copy.numel(), PART):
-                numbers.written(one.copy, first, min(one.copy.numel(), first + PART))
 
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:

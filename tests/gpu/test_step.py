@@ -15,14 +15,12 @@ def train(rank, world, stage, overlap, contiguous, plain=False, clip=0.5):
     from coat_dist import initialize
     from coat_dist.deepspeed import step as passes
     from coat_dist.deepspeed.step import norm_known
-    from coat_dist.reference import adamw
 
-    adamw.PART = 3 << 20  # of 17.9 million elements of a rank
     if plain:
         passes.may_leave_out_passes = lambda zero: False
 
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(n, m) for n, m in ((512, 2048), (2048, 64), (64, 60_000), (60_000, 512))]
+    layers = [torch.nn.Linear(n, m) for n, m in ((512, 2048), (2048, 64), (64, 3000), (3000, 512))]
     net = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.GELU())))
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -37,8 +35,6 @@ def train(rank, world, stage, overlap, contiguous, plain=False, clip=0.5):
     }
     engine, *_ = initialize(model=net.cuda(), config=config)
     left_out = "step: the host does not wait for reductions" in engine.coat_attached
-    travels = "step: 16-bit weights travel while the update goes on" in engine.coat_attached
-    assert travels != plain and len(engine.optimizer.single_partition_of_fp32_groups[0]) > 1 << 24, "not in a table"
     generator, found, aside = torch.Generator().manual_seed(rank), [], torch.cuda.Stream()
     for step in range(24):
         x = torch.randn(4, 512, generator=generator).cuda().bfloat16()
@@ -73,7 +69,7 @@ def test_the_same_bits_without_the_waits(stage, contiguous):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_same_bits_as_deepspeed(stage):
-    """Reduced in place, averaged by NCCL, gathered in parts. Without clipping: the norm's sums have another order."""
+    """Reduced in place and averaged by NCCL. Without clipping: the norm's sums have another order."""
     runs = [run_ranks(2, train, stage, True, True, plain, 0.0, backend="nccl") for plain in (False, True)]
     for (_, found, weights), (_, expected, wanted) in zip(*runs, strict=True):
         assert [one[3] for one in found] == [one[3] for one in expected]

@@ -18,12 +18,7 @@ def train(rank, world, stage, clip, fused):
     from coat_dist import CoatAdamW, initialize
     from coat_dist.deepspeed import step as passes
     from coat_dist.optim import adamw
-    from coat_dist.reference import adamw as reference
 
-    reference.PART = 4096  # of some 10 000 or 15 000 elements of a rank
-    sent = []
-    exchange = torch.distributed.batch_isend_irecv
-    torch.distributed.batch_isend_irecv = lambda ops: (sent.append(len(ops)), exchange(ops))[1]
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     copied = set()
     original_steps = (adamw.adamw_steps, adamw.adamw_fp32_steps)
@@ -45,7 +40,6 @@ def train(rank, world, stage, clip, fused):
     built, *_ = initialize(model=net, config=config)
     assert isinstance(built.basic_optimizer, CoatAdamW)
     replaced = [name for name in built.coat_attached if name.startswith("step: ")]
-    assert not fused or stage == 3 or "step: 16-bit weights travel while the update goes on" in replaced
     generator = torch.Generator().manual_seed(rank)
     norms, applied = [], []
     for step in range(12):
@@ -67,8 +61,6 @@ def train(rank, world, stage, clip, fused):
         assert all(g["params"][0] is m for g, m in zip(built.basic_optimizer.param_groups, masters, strict=True))
         weights += [m.detach().clone() for m in masters]
         assert not built.basic_optimizer.copies and copied == {fused}
-        parts = -(-len(masters[0]) // 4096)
-        assert sent == ([2 * (world - 1)] * parts * applied.count(True) if fused else []) and parts > 2
     return replaced, norms, applied, [t for t in states if isinstance(t, torch.Tensor)], weights
 
 
@@ -80,7 +72,7 @@ def test_fused_step_gives_the_same_bits(stage, clip, world):
     for fused, plain in zip(
         run_ranks(world, train, stage, clip, True), run_ranks(world, train, stage, clip, False), strict=True
     ):
-        assert len(fused[0]) == 7 and plain[0] == []
+        assert len(fused[0]) == 6 and plain[0] == []
         assert fused[2] == plain[2] and fused[2].count(False) == 1, "the step with NaN gradients is skipped"
         assert [n for n, ok in zip(fused[1], fused[2], strict=True) if ok] == [
             n for n, ok in zip(plain[1], plain[2], strict=True) if ok
