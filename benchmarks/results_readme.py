@@ -75,7 +75,7 @@ def whole(results: Path, figures: Path) -> list[str]:
     group = found[0][1]
     text = (
         f"**A whole model.** {whole_report.title(group[0])}, random tokens, sequences of 4096: each variant's largest "
-        'micro-batch. "Saved for backward" is measured with the smallest one.'
+        'micro-batch. "Saved for backward" is that of the smallest, multiplied.'
     )
     lines = [wrapped(text), "", *whole_report.largest(group)]
     if any(one["out_of_memory_at"] is None for one in group):

@@ -14,6 +14,13 @@ __all__ = ["PEERS", "TABLES", "TWO", "Table", "is_current", "lines_of", "number"
 
 GIB = 2**30
 Result = dict[str, Any]
+NAMES = {
+    "TE bf16": "Transformer Engine, BF16",
+    "TE fp8 delayed": "Transformer Engine, FP8",
+    "zero2-bf16": "BF16, torch AdamW",
+    "zero2": "coat",
+}
+"""Of runs, in tables."""
 
 
 class Table(NamedTuple):
@@ -47,13 +54,6 @@ def number(value: float, digits: int = 0) -> str:
     return f"{value:,.{digits}f}".replace(",", " ")
 
 
-NAMES = {
-    "TE bf16": "Transformer Engine, BF16",
-    "TE fp8 delayed": "Transformer Engine, FP8",
-    "zero2-bf16": "BF16, torch AdamW",
-    "zero2": "coat",
-}
-"""Of runs, in tables."""
 SAME_LOSS = 1e-3
 """Up to which share two first losses in BF16 differ by rounding: above it, initial weights are others."""
 
@@ -112,7 +112,9 @@ def layer(found: Result) -> list[str]:
         for name in ("TE bf16", "TE fp8 delayed", *(n for n in one["runs"] if n.startswith("coat"))):
             if (run := one["runs"].get(name)) is not None:
                 ratio = f"{run['ratio_to_te_bf16']:.3f}" if "ratio_to_te_bf16" in run else ""
-                lines.append(f"{name} | {run['ms']:.2f} ms | {ratio} | {number(run['saved_bytes_per_token'])}")
+                lines.append(
+                    f"{NAMES.get(name, name)} | {run['ms']:.2f} ms | {ratio} | {number(run['saved_bytes_per_token'])}"
+                )
     return rows(" | forward + backward | to Transformer Engine BF16 | saved, B/token", lines)
 
 

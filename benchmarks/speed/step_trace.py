@@ -3,6 +3,7 @@ and pauses. ``step.py`` takes the trace."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,19 +15,25 @@ KINDS = (
     ("communication", ("nccl", "barrier_kernel", "PtoP")),
     ("attention", ("sdpa", "flash", "fused_attn", "dot_do_o", "dq_to_16bits")),
     ("products", ("nvjet", "gemm", "cutlass", "cublas", "scaled_mm", "splitK")),
-    ("optimizer", ("_adamw", "multi_tensor", "FusedAdam")),
-    ("loss", ("_logit", "_cross_entropy", "_stats_kernel")),
-    # Norms, activations, rotary embeddings and FP8 codes, each program's own: the flow's kernels, Transformer Engine's,
-    # and what torch.compile makes of Megatron's fusions.
+    # Norms, activations, rotary embeddings and FP8 codes: of Transformer Engine (those that it compiles while it runs
+    # are in no namespace), and of torch.compile, which makes kernels of Megatron's fusions.
     (
         "layers",
-        ("_compress", "_rows_kernel", "_tensor_kernel", "_backward_kernel", "_split_rope", "_amax", "_activation")
-        + ("transformer_engine", "triton_poi", "triton_red", "triton_per"),
+        ("transformer_engine", "cast_transpose", "transpose_optimized", "triton_poi", "triton_red", "triton_per"),
     ),
+    ("optimizer", ("multi_tensor", "FusedAdam")),
     ("copies", ("Memcpy", "Memset", "copy_kernel", "CatArray", "FillFunctor")),
     ("torch's element-wise", ("at::native",)),
 )
 """What kernels are for, by parts of their names; the first that fits. All else is "other"."""
+OURS = re.compile(r"_\w+")
+"""Kernels of this project have the names of their functions."""
+OUR_KINDS = (
+    ("optimizer", ("_adamw", "_numbers_kernel")),
+    ("loss", ("_stats_kernel", "_grad_kernel")),
+    ("layers", ("_kernel",)),
+)
+"""As :data:`KINDS`, of ours."""
 Span = tuple[int, int, str]
 """Nanoseconds of begin and end, and a kernel's name."""
 PAUSES = (0, 10, 30, 100, 1000)
@@ -37,7 +44,8 @@ TOP, WIDTH = 6, 60
 
 def kind_of(name: str) -> str:
     """What a kernel is for."""
-    return next((kind for kind, parts in KINDS if any(part in name for part in parts)), "other")
+    table = OUR_KINDS if OURS.fullmatch(name) and not name.startswith("_Z") else KINDS
+    return next((kind for kind, parts in table if any(part in name for part in parts)), "other")
 
 
 def short(name: str) -> str:

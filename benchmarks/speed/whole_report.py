@@ -132,13 +132,16 @@ def plot(found: dict[tuple, list[dict[str, Any]]], path: Path) -> None:
     figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
     for axis in axes.flat[len(found) :]:
         axis.set_visible(False)
+    names = dict.fromkeys(case["variant"] for cases in found.values() for case in cases)
+    colors = {name: f"C{index % 10}" for index, name in enumerate(names)}
     for axis, cases in zip(axes.flat, found.values(), strict=False):
         for case in cases:
             x = [s["micro_batch"] for s in case["steps"]]
             y = [s["tokens_per_second_per_gpu"] for s in case["steps"]]
-            (line,) = axis.plot(x, y, marker="o", markersize=3, label=case["variant"] + mark(case))
+            color = colors[case["variant"]]
+            axis.plot(x, y, marker="o", markersize=3, color=color, label=case["variant"] + mark(case))
             if case["out_of_memory_at"] is not None and x:
-                axis.plot(case["out_of_memory_at"], y[-1], marker="x", color=line.get_color())
+                axis.plot(case["out_of_memory_at"], y[-1], marker="x", color=color)
         axis.set(title=title(cases[0]), xlabel="micro-batch", ylabel="tokens/s/GPU", ylim=(0, None))
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)

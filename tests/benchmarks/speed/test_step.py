@@ -1,11 +1,13 @@
 """What a trace of a step, and samples of the host, are taken for."""
 
+import re
 import subprocess
 import sys
 import time
 
 import pytest
 
+from benchmarks.common import ROOT
 from benchmarks.speed import step
 from benchmarks.speed.sampler import Sampler
 from benchmarks.speed.step_trace import TOP, WIDTH, communication_alone_ms, gaps, kind_of, kinds
@@ -36,8 +38,13 @@ def test_kinds() -> None:
         ("transformer_engine::fused_attn::extract_seed_and_offset(long*, bool, long*)", "attention"),
         ("void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<float>", "layers"),
         ("triton_poi_fused_add_0", "layers"),
+        ("void transformer_engine::unary_grad_kernel<8, true, float>", "layers"),
+        ("void cast_transpose_optimized_kernel(float const*, float const*)", "layers"),
         ("_compress_kernel", "layers"),
-        ("_adamw_kernel", "optimizer"),
+        ("_dequantize_rows_kernel", "layers"),
+        ("_grad_kernel", "loss"),
+        ("_adamw_fp32_kernel", "optimizer"),
+        ("_ZN18transformer_engine13normalization3bwd", "layers"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>", "copies"),
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda", "copies"),
@@ -47,6 +54,14 @@ def test_kinds() -> None:
 )
 def test_what_a_kernel_is_for(name, kind) -> None:
     assert kind_of(name) == kind
+
+
+def test_every_kernel_of_ours_has_a_kind() -> None:
+    files = [*(ROOT / "coat_dist").rglob("*.py"), *(ROOT / "megatron_patches").rglob("*.py")]
+    names = {
+        name for file in files for name in re.findall(r"@triton\.jit.*?\ndef (\w+_kernel)\(", file.read_text(), re.S)
+    }
+    assert len(names) > 20 and all(kind_of(name) in ("layers", "loss", "optimizer") for name in names)
 
 
 def test_the_longest_of_a_kind_have_names() -> None:
