@@ -21,7 +21,7 @@ help:
 	@echo "make test         install and run all tests"
 	@echo "make test-fast    tests of coat_dist and megatron_patches that take no processes, interpreter or torch.compile"
 	@echo "make lint         ruff and mypy"
-	@echo "make results      measure what docs/results.md lacks (GPUs; PEERS=DIR), and write that page; again to go on"
+	@echo "make results      measure what docs/results.md lacks (GPUs; PEERS=DIR), write it and README's results; again to go on"
 	@echo "make report       versions, GPUs, active FP8 paths"
 	@echo "make clean        remove .venv and runs/"
 

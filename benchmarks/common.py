@@ -21,6 +21,7 @@ __all__ = [
     "ROOT",
     "argument_parser",
     "code_digest",
+    "code_files",
     "command",
     "dumps",
     "environment",
@@ -37,8 +38,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results")
 PATHS = "--peers", "--data", "--extend", "--folder", "--plot", "--output"
 """Options whose value is a path of this machine."""
-CODE = (*(f"coat_dist/{room}" for room in ("flow", "kernels", "ops", "optim", "reference")), "megatron_patches")
-"""Folders with what GPUs compute in a step."""
+CODE = (
+    *(f"coat_dist/{room}" for room in ("flow", "kernels", "ops", "optim", "reference")),
+    "megatron_patches",
+    # Of the DeepSpeed side what works in every step; the rest refuses, looks up or runs when an engine is built.
+    *(f"coat_dist/deepspeed/{file}" for file in ("step*.py", "cached_weights.py", "fp8_gather.py", "pipeline.py")),
+)
+"""What GPUs compute in a step: folders, and files by name or pattern."""
 WIDTH = 400
 """Characters up to which nested JSON stays on one line."""
 
@@ -103,9 +109,21 @@ def environment() -> dict[str, Any]:
 def code_digest() -> str:
     """Of what GPUs compute in a step: a result that was measured with another one may not be what this code gives."""
     digest = hashlib.sha256()
-    for file in sorted(path for room in CODE for path in (ROOT / room).rglob("*.py")):
+    for file in code_files():
         digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def code_files(root: Path = ROOT) -> list[Path]:
+    """The files of :data:`CODE`, in order.
+
+    Raises:
+        ValueError: something of it is not there: it was renamed, and changes to it would go unnoticed.
+    """
+    found = {one: [*(root / one).rglob("*.py")] if (root / one).is_dir() else [*root.glob(one)] for one in CODE}
+    if empty := [one for one, files in found.items() if not files]:
+        raise ValueError(f"CODE: got {', '.join(empty)}, accepted: files and folders of {root.name}")
+    return sorted({file for files in found.values() for file in files})
 
 
 def result_path(name: str, output: str | Path | None = None) -> Path:

@@ -4,6 +4,8 @@
 
 ``train.py`` starts it as a peer. Data, loss, optimizer, DeepSpeed's engine and what is logged are those of the same
 program without a "coat" block; the layers and Megatron's fusions for them are what Transformer Engine's users run.
+Its layers draw their weights by Megatron's functions from Megatron's generator, in the order of Megatron's own layers:
+initial weights are those of the same seed without Transformer Engine, and losses of both can be compared.
 Its packages have to be importable; ``ENVIRONMENT`` is to be set.
 """
 

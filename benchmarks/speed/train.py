@@ -1,13 +1,15 @@
 """End to end: the same pretraining run with and without the "coat" block, through DeepSpeed's launcher.
 
     python -m benchmarks.speed.train --ranks 1 [--steps 50] [--layers 8] [--model configs/models/llama2-7b.json]
+    python -m benchmarks.speed.train --ranks 2 --peers DIR      # beside 'TE bf16' and 'TE fp8 delayed'
     python -m benchmarks.speed.train --ranks 2 --tensor-parallel 2 --micro-batch 2 4 \\
         --configs 'TE bf16' zero2 'zero2 over NCCL' --peers DIR
 
 Each run is `launch/pretrain.py` with one configuration of `configs/deepspeed`; text is the running Python's standard
 library. A peer's name runs the same program with Transformer Engine's layers (`te_train.py`) and `--peer-config`; DIR
-has the package, or an archive of it. Prints, for each run, the median step, tokens/s/GPU, peak memory and final loss,
-and the ratio to the first one (the baseline) of the same micro-batch; writes `speed/train-N-ranks.json`.
+has the package, or an archive of it. Prints, for each run, the median step, tokens/s/GPU, peak memory and final loss.
+Ratios are to the first run (the baseline) of the same micro-batch; gaps of losses are to the first run of this program
+without a "coat" block, where there is one. Writes `speed/train-N-ranks.json`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from benchmarks.speed.te_train import ENVIRONMENT, RECIPES
 from benchmarks.timing import median
 
 WARM_UP = 10
+OURS, PEERS = ("zero2-bf16", "zero2"), ("TE bf16", "TE fp8 delayed")
+"""What is run unless something else is asked for."""
 
 
 def run(
@@ -83,10 +87,11 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--configs",
         nargs="+",
-        default=["zero2-bf16", "zero2"],
+        default=None,
         metavar="NAME",
         help="files of configs/deepspeed, also followed by ' over NCCL' (COAT_PEER_MEMORY=0), and peers: "
-        f"{', '.join(map(repr, RECIPES))}; the first one is the baseline",
+        f"{', '.join(map(repr, RECIPES))}; the first one is the baseline (default: {' '.join(OURS)}, with --peers "
+        f"{' '.join(map(repr, PEERS))} before them)",
     )
     parser.add_argument("--peer-config", default="zero2-bf16", help="of configs/deepspeed, for peers")
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
@@ -103,6 +108,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--name", default=None, help="of the JSON result (default: train-N-ranks)")
     arguments = parser.parse_args(given)
+    if arguments.configs is None:
+        arguments.configs = [*(PEERS if arguments.peers is not None else ()), *OURS]
     if any(name in RECIPES for name in arguments.configs) and arguments.peers is None:
         parser.error("--configs: got a peer without --peers, accepted: with a folder that has Transformer Engine")
     for name in [*arguments.configs, arguments.peer_config]:
@@ -112,23 +119,35 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def compare(one: dict[str, Any], base: dict[str, Any]) -> None:
-    """Add to a run its ratios to, and gaps from, the baseline, and print it."""
-    one["step_time_ratio"] = one["step_ms"] / base["step_ms"]
-    one["tokens_per_second_ratio"] = one["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
-    one["peak_memory_ratio"] = one["peak_memory_gib"] / base["peak_memory_gib"]
-    gaps = [abs(a - b) / b for a, b in zip(one["losses"], base["losses"], strict=True)]
-    one["largest_loss_gap"], one["final_loss_gap"] = max(gaps), gaps[-1]
-    last, last_base = (sum(r["losses"][-10:]) / len(r["losses"][-10:]) for r in (one, base))
-    one["last_ten_loss_gap"] = last / last_base - 1
-    print(
-        f"{one['config']:<16} micro-batch {one['micro_batch']}  step {one['step_ms']:8.1f} ms "
-        f"({one['step_time_ratio']:.2f}x)  {one['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU "
-        f"({one['tokens_per_second_ratio']:.2f}x)  peak {one['peak_memory_gib']:6.1f} GiB "
-        f"({one['peak_memory_ratio']:.2f}x)  loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.4f} "
-        f"(gap: largest {one['largest_loss_gap']:.2%}, mean of the last ten {one['last_ten_loss_gap']:+.2%})",
-        flush=True,
+def is_bf16(config: str) -> bool:
+    """Whether a run is one of this program without a "coat" block: what losses are compared with."""
+    return config not in RECIPES and "coat" not in json.loads(
+        (ROOT / f"configs/deepspeed/{config.removesuffix(NCCL_ONLY)}.json").read_text()
     )
+
+
+def compare(runs: Sequence[dict[str, Any]]) -> None:
+    """Add to runs of one micro-batch their ratios to the first, and their losses' gaps from BF16's, and print them."""
+    base = runs[0]
+    bf16 = next((one for one in runs if is_bf16(one["config"])), base)
+    for one in runs:
+        one["step_time_ratio"] = one["step_ms"] / base["step_ms"]
+        one["tokens_per_second_ratio"] = one["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+        one["peak_memory_ratio"] = one["peak_memory_gib"] / base["peak_memory_gib"]
+        gaps = [abs(a - b) / b for a, b in zip(one["losses"], bf16["losses"], strict=True)]
+        one["losses_beside"] = bf16["config"]
+        one["first_loss_gap"], one["largest_loss_gap"], one["final_loss_gap"] = gaps[0], max(gaps), gaps[-1]
+        last, last_bf16 = (sum(r["losses"][-10:]) / len(r["losses"][-10:]) for r in (one, bf16))
+        one["last_ten_loss_gap"] = last / last_bf16 - 1
+        print(
+            f"{one['config']:<16} micro-batch {one['micro_batch']}  step {one['step_ms']:8.1f} ms "
+            f"({one['step_time_ratio']:.2f}x)  {one['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU "
+            f"({one['tokens_per_second_ratio']:.2f}x)  peak {one['peak_memory_gib']:6.1f} GiB "
+            f"({one['peak_memory_ratio']:.2f}x)  loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.4f} (gap to "
+            f"{bf16['config']}: largest {one['largest_loss_gap']:.2%}, mean of the last ten "
+            f"{one['last_ten_loss_gap']:+.2%})",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -139,10 +158,11 @@ def main() -> None:
         te = unpack(arguments.peers, str(folder / "te")) if arguments.peers else None
         prepare_text(folder / "stdlib", f"bpe:{arguments.vocabulary}", ["stdlib"])
         for micro_batch in arguments.micro_batch:
-            base = len(runs)
-            for name in arguments.configs:
-                runs.append(run(name, micro_batch, str(folder / "stdlib"), folder, te, arguments))
-                compare(runs[-1], runs[base])
+            found = [
+                run(name, micro_batch, str(folder / "stdlib"), folder, te, arguments) for name in arguments.configs
+            ]
+            compare(found)
+            runs += found
     name = arguments.name or f"train-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
     print("wrote", write_result(f"speed/{name}", {"settings": options(arguments), "runs": runs}, arguments.output))
 

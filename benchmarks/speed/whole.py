@@ -4,11 +4,12 @@
     python -m benchmarks.speed.whole --gpu-memory 80     # as on a GPU with so many GiB
 
 Each case (model, variant, GPUs, memory) has processes of its own, one a GPU, which build the engine of `pretrain.py`
-with random tokens and train with one micro-batch after the other: two steps to warm up, three that count. A case that
-the result has, measured by the same code, is not measured again; none is started after `--seconds`, so that the same
-command goes on where it was. `--gpu-memory` lets torch allocate no more. Variants that begin with "TE" need `--peers`,
-a folder with Transformer Engine or an archive of it. Prints tokens/s/GPU and peaks; writes `speed/whole.json`, of which
-`whole_report.py` makes tables and a picture.
+with random tokens and train with one micro-batch after the other: two steps to warm up, three that count. The same
+command goes on where it was: what the result has of the same code is not measured again, no case is started after
+`--seconds`, and one that is cut by time keeps its steps and goes on with the micro-batches that are left. Cases that
+were cut before a step, or failed, are tried again last. `--gpu-memory` is for all that this process holds there, NCCL's
+buffers excepted. Variants that begin with "TE" need `--peers`, a folder with Transformer Engine or an archive of it.
+Prints tokens/s/GPU and peaks; writes `speed/whole.json`, of which `whole_report.py` makes tables and a picture.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,14 @@ from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
 KEY = ("model", "override", "variant", "ranks", "stage", "gpu_memory")
 """What tells cases apart."""
+GRACE = 30
+"""Seconds that a case may go on after ``--seconds``. One that has less than twice as much in all is not started."""
+STUCK = 300
+"""Seconds in which some step should be through: a case with none after so long has failed, it was not cut."""
 
 
 def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
-    """A case's steps, and how it ended."""
+    """A case's steps, and how it ended: "out_of_memory_at", or "cut" by time, or "error"."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -64,30 +70,57 @@ def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
                 )
         statuses = _wait(processes, limit)
         steps = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
+        found: dict[str, Any] = {"steps": steps, "out_of_memory_at": None}
         left = [n for n in case["micro_batches"] if n > (steps[-1]["micro_batch"] if steps else 0)]
         if OUT_OF_MEMORY in statuses:
-            return {"steps": steps, "out_of_memory_at": left[0] if left else None}
+            return found | {"out_of_memory_at": left[0] if left else None}
+        if None in statuses and not left:  # all is measured, whatever kept them
+            return found
+        if None in statuses and (steps or limit < STUCK):
+            return found | {"cut": "with steps" if steps else "without a step"}
         if statuses == [0] * case["ranks"]:
-            return {"steps": steps, "out_of_memory_at": None}
+            return found
         logs = [(Path(folder) / f"{rank}.log").read_text()[-1500:] for rank in range(case["ranks"])]
-        return {"steps": steps, "error": "time is out" if None in statuses else "\n".join(logs)}
+        return found | {"error": f"no step in {limit:.0f} s" if None in statuses else "\n".join(logs)}
+
+
+def left_of(have: dict[str, Any], micro_batches: Sequence[int]) -> list[int]:
+    """The micro-batches that a case of the result still lacks: not measured, and below where memory was out."""
+    known = {step["micro_batch"] for step in have.get("steps", [])}
+    end = have.get("out_of_memory_at")
+    return sorted(n for n in set(micro_batches) - known if end is None or n < end)
+
+
+def turn(have: dict[str, Any]) -> int:
+    """When a case is started: those that got nowhere would take the time of others, call after call."""
+    return 2 if "error" in have else int(have.get("cut") == "without a step")
+
+
+def joined(have: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What a case has measured so far, and how it ended last."""
+    ends = [one["out_of_memory_at"] for one in (have, found) if one.get("out_of_memory_at") is not None]
+    steps = sorted([*have.get("steps", []), *found["steps"]], key=lambda step: step["micro_batch"])
+    return found | {"steps": steps, "out_of_memory_at": min(ends, default=None)}
 
 
 def _wait(processes: list[subprocess.Popen], limit: float) -> list[int | None]:
-    """Statuses; None of a rank that time ended. A rank that fails ends the others: they would wait for it."""
+    """Statuses; None of a rank that time ended. A rank that fails ends the others: they would wait for it. None is left
+    behind, whatever happens."""
     end = time.monotonic() + limit
-    while any(p.poll() is None for p in processes) and time.monotonic() < end:
-        if any(p.poll() for p in processes):
-            break
-        time.sleep(0.2)
-    failed = any(p.poll() for p in processes)
     statuses: list[int | None] = []
-    for p in processes:
-        alive = p.poll() is None
-        if alive:
-            p.kill()
-        status = p.wait()
-        statuses.append((0 if failed else None) if alive else status)
+    failed = False
+    try:
+        while any(p.poll() is None for p in processes) and time.monotonic() < end:
+            if any(p.poll() for p in processes):
+                break
+            time.sleep(0.2)
+        failed = any(p.poll() for p in processes)
+    finally:
+        for p in processes:
+            if alive := p.poll() is None:
+                p.kill()
+            status = p.wait()
+            statuses.append((0 if failed else None) if alive else status)
     return statuses
 
 
@@ -102,6 +135,7 @@ def show(one: dict[str, Any]) -> str:
         for s in one["steps"]
     ]
     end = "" if one["out_of_memory_at"] is None else f"; out of memory at {one['out_of_memory_at']}"
+    end += "; cut by time" if one.get("cut") else ""
     return f"{name}: micro-batch: tokens/s/GPU (GiB) {', '.join(rows) or 'none'}{end}"
 
 
@@ -129,43 +163,78 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def cases_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What is asked for."""
+    return [
+        {
+            "model": model,
+            "override": arguments.model_override,
+            "variant": variant,
+            "ranks": arguments.ranks,
+            "stage": arguments.stage,
+            "gpu_memory": arguments.gpu_memory,
+        }
+        for model in arguments.models
+        for variant in arguments.variants
+    ]
+
+
+def key_of(case: dict[str, Any]) -> tuple[str, ...]:
+    """A case's :data:`KEY`."""
+    return tuple(str(case[k]) for k in KEY)
+
+
+def wanted(
+    arguments: argparse.Namespace, known: Sequence[dict[str, Any]], say: Callable[[str], object] = print
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Cases that are to be started, in this order, each with what is kept of it; ``say`` is told of others."""
+    cases, found = {key_of(one): one for one in known}, []
+    for case in cases_of(arguments):
+        have = cases.get(key_of(case), {})
+        if arguments.again or have.get("measured", {}).get("code") != code_digest():
+            have = {}
+        if have and "error" not in have and not left_of(have, arguments.micro_batches):
+            say(f"has {show(have)}")
+        else:
+            found.append((case, have))
+    return sorted(found, key=lambda one: turn(one[1]))
+
+
+def in_order(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As the tables have them, whichever were measured first: by model, GPUs and memory, then BF16 before others."""
+    variants = [*VARIANTS]
+
+    def place(case: dict[str, Any]) -> tuple:
+        whole_gpu = case["gpu_memory"] is None
+        return -case["ranks"], not whole_gpu, case["gpu_memory"] or 0, case["stage"], variants.index(case["variant"])
+
+    models = list(dict.fromkeys(str((case["model"], case["override"])) for case in cases))
+    return sorted(cases, key=lambda one: (models.index(str((one["model"], one["override"]))), *place(one)))
+
+
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
     path = result_path(f"speed/{arguments.name}", arguments.output)
     known = json.loads(path.read_text())["cases"] if path.exists() else []
-    cases = {tuple(map(str, (one[k] for k in KEY))): one for one in known}
+    cases = {key_of(one): one for one in known}
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        te = unpack(arguments.peers, folder) if arguments.peers else None
-        for model in arguments.models:
-            for variant in arguments.variants:
-                case = {
-                    "model": model,
-                    "override": arguments.model_override,
-                    "variant": variant,
-                    "ranks": arguments.ranks,
-                    "stage": arguments.stage,
-                    "gpu_memory": arguments.gpu_memory,
-                }
-                key = tuple(map(str, case.values()))
-                have = cases.get(key, {})
-                if (
-                    have.get("measured", {}).get("code") == code_digest()
-                    and "error" not in have
-                    and not arguments.again
-                ):
-                    print(f"has {show(have)}")
-                    continue
+    with ExitStack() as stack:
+        te = None
+        for case, have in wanted(arguments, known):
+            left = arguments.seconds - (time.monotonic() - began)
+            if left < GRACE:
+                print(f"not started, --seconds {arguments.seconds:g} are over: {case['model']}, {case['variant']}")
+                continue
+            if case["variant"] in RECIPES and te is None:  # an archive takes its time
+                te = unpack(arguments.peers, stack.enter_context(tempfile.TemporaryDirectory()))
                 left = arguments.seconds - (time.monotonic() - began)
-                if left < 30:
-                    print(f"not started, --seconds {arguments.seconds:g} are over: {model}, {variant}")
-                    continue
-                found = run(case | {"micro_batches": sorted(arguments.micro_batches)}, te, left + 30)
-                now = environment()
-                measured = {k: now[k] for k in ("date", "commit", "code", "gpus")}
-                cases[key] = case | found | {"measured": measured}
-                print(show(cases[key]), flush=True)
-                write_result(f"speed/{arguments.name}", {"cases": [*cases.values()]}, arguments.output)
+            missing = left_of(have, arguments.micro_batches)
+            found = joined(have, run(case | {"micro_batches": missing}, te, left + GRACE))
+            now = environment()
+            measured = {k: now[k] for k in ("date", "commit", "code", "gpus")}
+            cases[key_of(case)] = case | found | {"measured": measured}
+            print(show(cases[key_of(case)]), flush=True)
+            write_result(f"speed/{arguments.name}", {"cases": in_order([*cases.values()])}, arguments.output)
     print("wrote", path)
 
 

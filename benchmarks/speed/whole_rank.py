@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +29,8 @@ __all__ = ["OUT_OF_MEMORY", "VARIANTS", "batch_of", "engine_of", "plan_of", "set
 
 OUT_OF_MEMORY = 7
 """Exit status."""
+NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+"""What others than torch's allocator say then: CUDA, NCCL, Triton, cuBLAS."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "BF16": ("AdamW", {"enabled": False}),
     "optimizer only": ("CoatAdamW", {"enabled": False}),
@@ -94,6 +97,7 @@ def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any, report: Memor
     if gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
     for step in range(WARM_UP + TIMED):
         began = time.perf_counter()
         with report.forward() if report is not None and step == 0 else nullcontext():
@@ -119,7 +123,7 @@ def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any, report: Memor
         peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
         torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
         record["peak_bytes"], record["peak_reserved_bytes"] = peaks.tolist()
-        record["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+        record["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - retries
     return record
 
 
@@ -127,8 +131,9 @@ def main(case: dict[str, Any], out: Path) -> int:
     """Measure; a line of JSON for each micro-batch, rank 0's. The exit status."""
     device = runtime.start(int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda" and case["gpu_memory"] is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, case["gpu_memory"] * 2**30 / total))
+        free, total = torch.cuda.mem_get_info(device)  # what is gone is the context, which a smaller GPU would hold too
+        allowed = case["gpu_memory"] * 2**30 - (total - free)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
     initialize_model_parallel(1, seed=1234, create_gloo_process_groups=False)
     rank = torch.distributed.get_rank()
     try:
@@ -144,7 +149,7 @@ def main(case: dict[str, Any], out: Path) -> int:
                 with out.open("a") as file:
                     file.write(json.dumps(record) + "\n")
     except (torch.OutOfMemoryError, RuntimeError) as problem:
-        if not isinstance(problem, torch.OutOfMemoryError) and "out of memory" not in str(problem):
+        if not isinstance(problem, torch.OutOfMemoryError) and not any(sign in str(problem) for sign in NO_MEMORY):
             raise
         return OUT_OF_MEMORY
     torch.distributed.barrier()
@@ -152,6 +157,11 @@ def main(case: dict[str, Any], out: Path) -> int:
 
 
 if __name__ == "__main__":
-    status = main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    status = 1
+    try:
+        status = main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    except Exception:
+        traceback.print_exc()
     sys.stdout.flush()
-    os._exit(status)  # the other ranks may hang in a collective of a rank that has no memory
+    sys.stderr.flush()
+    os._exit(status)  # Python's own way out may wait for collectives of a rank that has no memory

@@ -2,7 +2,8 @@
 
     python -m benchmarks.speed.whole_report [--plot docs/figures/speed-whole.png] [--name whole]
 
-Prints Markdown. A case that was measured with other code than what is here is marked with a dagger.
+Prints Markdown. A case that was measured with other code than what is here is marked with a dagger; one that failed or
+that time has cut is in no table, but is named.
 """
 
 from __future__ import annotations
@@ -16,18 +17,38 @@ from typing import Any
 
 from benchmarks.common import argument_parser, code_digest, result_path
 
-__all__ = ["cost", "equal", "largest", "main", "plot"]
+__all__ = ["cost", "current", "equal", "groups", "largest", "main", "plot", "report", "title", "unfinished"]
 
 TOKENS = 300e9
 """Of a pretraining run, for the cost."""
 GIB = 2**30
 
 
+def finished(case: dict[str, Any]) -> bool:
+    """It has neither failed nor been cut."""
+    return "error" not in case and not case.get("cut")
+
+
+def current(case: dict[str, Any]) -> bool:
+    """It was measured with the code that is here."""
+    return case["measured"]["code"] == code_digest()
+
+
+def unfinished(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """A line that names the other cases; none if there are none."""
+    names = [
+        f"{case['variant']} ({title(case)}; {'failed' if 'error' in case else 'cut by time'})"
+        for case in cases
+        if not finished(case)
+    ]
+    return [f"Not finished: {', '.join(names)}."] if names else []
+
+
 def groups(cases: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
-    """Cases that differ in nothing but their variant, in the order of the file."""
+    """Finished cases that differ in nothing but their variant, in the order of the file."""
     found: dict[tuple, list[dict[str, Any]]] = {}
     for case in cases:
-        if "error" not in case:
+        if finished(case):
             key = (case["model"], *case["override"], case["ranks"], case["stage"], case["gpu_memory"])
             found.setdefault(key, []).append(case)
     return found
@@ -43,7 +64,8 @@ def title(case: dict[str, Any]) -> str:
 
 
 def mark(case: dict[str, Any]) -> str:
-    return "" if case["measured"]["code"] == code_digest() else f" \u2020{case['measured']['commit']}"
+    """Nothing, or a dagger with the commit of other code."""
+    return "" if current(case) else f" \u2020{str(case['measured']['commit'])[:7]}"
 
 
 def best(case: dict[str, Any]) -> dict[str, Any] | None:
@@ -51,7 +73,7 @@ def best(case: dict[str, Any]) -> dict[str, Any] | None:
     return max(case["steps"], key=lambda step: step["micro_batch"], default=None)
 
 
-def _row(case: dict[str, Any], step: dict[str, Any] | None, base: dict[str, Any] | None) -> str:
+def _row(case: dict[str, Any], step: dict[str, Any] | None, base: dict[str, Any] | None, plus: str = "") -> str:
     name = case["variant"] + mark(case)
     if step is None:
         return f"| {name} | does not fit | | | | | |"
@@ -60,7 +82,7 @@ def _row(case: dict[str, Any], step: dict[str, Any] | None, base: dict[str, Any]
     speed = step["tokens_per_second_per_gpu"]
     ratio = "" if base is None else f"{speed / base['tokens_per_second_per_gpu']:.2f}"
     return (
-        f"| {name} | {step['micro_batch']} | {held['optimizer moments'] / GIB:.1f} | {saved:.1f} | "
+        f"| {name} | {step['micro_batch']}{plus} | {held['optimizer moments'] / GIB:.1f} | {saved:.1f} | "
         f"{step.get('peak_bytes', 0) / GIB:.1f} | {speed:,.0f} | {ratio} |"
     )
 
@@ -83,9 +105,9 @@ def equal(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def largest(cases: list[dict[str, Any]]) -> list[str]:
-    """A table at each variant's largest micro-batch."""
+    """A table at each variant's largest micro-batch; a plus where memory was not out at the largest that was tried."""
     base = next((best(case) for case in cases if case["variant"] == "BF16"), None)
-    return HEAD + [_row(case, best(case), base) for case in cases]
+    return HEAD + [_row(case, best(case), base, "+" if case["out_of_memory_at"] is None else "") for case in cases]
 
 
 def cost(cases: list[dict[str, Any]]) -> list[str]:
@@ -105,14 +127,21 @@ def plot(found: dict[tuple, list[dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
-    for axis, cases in zip(axes[0], found.values(), strict=True):
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
+    for axis in axes.flat[len(found) :]:
+        axis.set_visible(False)
+    names = dict.fromkeys(case["variant"] for cases in found.values() for case in cases)
+    colors = {name: f"C{index % 10}" for index, name in enumerate(names)}
+    for axis, cases in zip(axes.flat, found.values(), strict=False):
         for case in cases:
             x = [s["micro_batch"] for s in case["steps"]]
             y = [s["tokens_per_second_per_gpu"] for s in case["steps"]]
-            (line,) = axis.plot(x, y, marker="o", markersize=3, label=case["variant"])
+            color = colors[case["variant"]]
+            axis.plot(x, y, marker="o", markersize=3, color=color, label=case["variant"] + mark(case))
             if case["out_of_memory_at"] is not None and x:
-                axis.plot(case["out_of_memory_at"], y[-1], marker="x", color=line.get_color())
+                axis.plot(case["out_of_memory_at"], y[-1], marker="x", color=color)
         axis.set(title=title(cases[0]), xlabel="micro-batch", ylabel="tokens/s/GPU", ylim=(0, None))
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)
@@ -122,19 +151,21 @@ def plot(found: dict[tuple, list[dict[str, Any]]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def report(found: dict[tuple, list[dict[str, Any]]]) -> list[str]:
+def report(cases: Sequence[dict[str, Any]]) -> list[str]:
     """All tables."""
     lines = []
-    for cases in found.values():
-        lines += [f"### {title(cases[0])}", ""]
-        if table := equal(cases):
+    for of_group in groups(cases).values():
+        lines += [f"### {title(of_group[0])}", ""]
+        if table := equal(of_group):
             lines += ["Equal micro-batches:", "", *table, ""]
-        lines += ["Each one's largest:", "", *largest(cases), ""]
-        if cases[0]["model"] == "llama2-7b":
-            lines += ["Cost, at each one's fastest:", "", *cost(cases), ""]
-    if any("\u2020" in line for line in lines):
-        lines.append("\u2020 measured with earlier code, at the commit named.")
-    return lines
+        lines += ["Each one's largest:", "", *largest(of_group), ""]
+        if of_group[0]["model"] == "llama2-7b":
+            lines += ["Cost, at each one's fastest:", "", *cost(of_group), ""]
+    text = "\n".join(lines)
+    notes = ["+ memory was not out at the largest micro-batch that was tried."] if "+ |" in text else []
+    notes += ["\u2020 measured with earlier code, at the commit named."] if "\u2020" in text else []
+    notes += unfinished(cases)
+    return lines + [line for note in notes for line in (note, "")][:-1] if notes else lines[:-1]
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -150,9 +181,9 @@ def main(given: Sequence[str] | None = None) -> None:
     path = result_path(f"speed/{arguments.name}", arguments.output)
     if not path.exists():
         sys.exit(f"--name: got {arguments.name!r}, accepted: a result of benchmarks.speed.whole; {path} is not there")
-    found = groups(json.loads(path.read_text())["cases"])
-    print("\n".join(report(found)))
-    if arguments.plot is not None:
+    cases = json.loads(path.read_text())["cases"]
+    print("\n".join(report(cases)))
+    if arguments.plot is not None and (found := groups(cases)):
         plot(found, arguments.plot)
 
 

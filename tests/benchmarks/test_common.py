@@ -53,3 +53,24 @@ def test_a_result_has_the_name_of_its_room_and_program(tmp_path) -> None:
     found = json.loads(path.read_text())
     assert list(found) == ["environment", "numbers"] and found["numbers"] == [1, 2]
     assert common.result_path("speed/layer") == common.ROOT / "benchmarks/results/speed/layer.json"
+
+
+def test_the_code_of_a_result_is_what_gpus_compute_in_a_step() -> None:
+    names = {file.relative_to(common.ROOT).as_posix() for file in common.code_files()}
+    assert {f"coat_dist/deepspeed/{name}.py" for name in ("step", "pipeline", "fp8_gather", "cached_weights")} <= names
+    assert {"coat_dist/optim/__init__.py", "megatron_patches/__init__.py"} <= names
+    assert "coat_dist/deepspeed/refusals.py" not in names and not any(name.startswith("launch") for name in names)
+
+
+def test_a_new_step_file_belongs_to_it_and_a_renamed_one_is_missed(tmp_path) -> None:
+    for file in common.code_files():
+        path = tmp_path / file.relative_to(common.ROOT)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    new = tmp_path / "coat_dist/deepspeed/step_graph.py"
+    assert new not in common.code_files(tmp_path)
+    new.write_text("")
+    assert new in common.code_files(tmp_path)
+    (tmp_path / "coat_dist/deepspeed/fp8_gather.py").unlink()
+    with pytest.raises(ValueError, match="^CODE: got coat_dist/deepspeed/fp8_gather.py, accepted"):
+        common.code_files(tmp_path)

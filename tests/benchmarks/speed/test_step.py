@@ -1,10 +1,16 @@
 """What a trace of a step, and samples of the host, are taken for."""
 
+import re
+import subprocess
+import sys
 import time
 
 import pytest
 
-from benchmarks.speed.step import Sampler, gaps, kinds
+from benchmarks.common import ROOT
+from benchmarks.speed import step
+from benchmarks.speed.sampler import Sampler
+from benchmarks.speed.step_trace import TOP, WIDTH, communication_alone_ms, gaps, kind_of, kinds
 
 SPANS = [
     (0, 10_000, "nvjet_sm90"),
@@ -21,6 +27,55 @@ def test_kinds() -> None:
         **{"other": 1, "copies": 1, "communication": 1, "products": 1, "optimizer": 1}
     }
     assert found["communication"]["ms"] == pytest.approx(0.025) and next(iter(found)) == "other"
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+        ("transformer_engine::fused_attn::extract_seed_and_offset(long*, bool, long*)", "attention"),
+        ("void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<float>", "layers"),
+        ("triton_poi_fused_add_0", "layers"),
+        ("void transformer_engine::unary_grad_kernel<8, true, float>", "layers"),
+        ("void cast_transpose_optimized_kernel(float const*, float const*)", "layers"),
+        ("_compress_kernel", "layers"),
+        ("_dequantize_rows_kernel", "layers"),
+        ("_grad_kernel", "loss"),
+        ("_adamw_fp32_kernel", "optimizer"),
+        ("_ZN18transformer_engine13normalization3bwd", "layers"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>", "copies"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10", "torch's element-wise"),
+        ("something", "other"),
+    ],
+)
+def test_what_a_kernel_is_for(name, kind) -> None:
+    assert kind_of(name) == kind
+
+
+def test_every_kernel_of_ours_has_a_kind() -> None:
+    files = [*(ROOT / "coat_dist").rglob("*.py"), *(ROOT / "megatron_patches").rglob("*.py")]
+    names = {
+        name for file in files for name in re.findall(r"@triton\.jit.*?\ndef (\w+_kernel)\(", file.read_text(), re.S)
+    }
+    assert len(names) > 20 and all(kind_of(name) in ("layers", "loss", "optimizer") for name in names)
+
+
+def test_the_longest_of_a_kind_have_names() -> None:
+    spans = [(0, 1000 * n, f"nvjet_{n}_" + "x" * 90) for n in range(1, 10)]
+    row = kinds(spans * 2, steps=2)["products"]
+    assert row["count"] == 9 and row["ms"] == pytest.approx(0.045)
+    assert len(row["top"]) == TOP and all(len(name) == WIDTH for name in row["top"])
+    assert next(iter(row["top"].values())) == {"ms": pytest.approx(0.009), "count": 1}
+
+
+def test_communication_that_nothing_hides() -> None:
+    assert communication_alone_ms(SPANS) == pytest.approx(0.020) == pytest.approx(gaps(SPANS)["communication_alone_ms"])
+    assert communication_alone_ms(SPANS[2:]) == 0
+    assert communication_alone_ms(SPANS[1:2] * 2) == pytest.approx(0.025), "two at once are once"
 
 
 def test_gaps() -> None:
@@ -45,3 +100,28 @@ def test_samples() -> None:
     mine = sum(n for name, n in sampler.functions.items() if name.endswith("test_step.py busy"))
     assert 50 < mine <= sampler.samples  # other threads, as of those that run tests, are seen too
     assert sum(sampler.lines.values()) == sampler.samples
+
+
+def test_a_peer_is_found_or_asked_for(capsys, monkeypatch) -> None:
+    with pytest.raises(SystemExit):
+        step.parse(["--variant", "TE bf16"])
+    assert "--variant: got a peer without --peers" in capsys.readouterr().err
+    assert step.parse(["--variant", "TE bf16", "--peers", "x"]).peers == "x"
+    monkeypatch.setattr(step, "importable", lambda: True)
+    assert step.parse(["--variant", "TE bf16"]).peers is None
+
+
+def test_a_rank_starts_again_where_the_peer_is(tmp_path, monkeypatch) -> None:
+    """With the peer's folders before others, its environment, and the same options; its status is the rank's."""
+    (tmp_path / "transformer_engine").mkdir()
+    code = "import os, sys; sys.exit(3 + (sys.path[2:4] != sys.argv[1:3] or os.environ['UB_SKIPMC'] != '1'))"
+    real = subprocess.Popen
+
+    def start(line, env):
+        assert line[1:] == ["-m", "benchmarks.speed.step", "--variant", "TE bf16"]
+        return real([sys.executable, "-c", code, str(tmp_path), str(tmp_path / "deps")], env=env)
+
+    monkeypatch.setattr(step.subprocess, "Popen", start)
+    monkeypatch.setattr(step.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["step.py", "--variant", "TE bf16"])
+    assert step.again_with(str(tmp_path)) == 3

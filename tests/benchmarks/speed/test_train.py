@@ -27,14 +27,37 @@ def test_what_can() -> None:
     assert arguments.configs == names and arguments.micro_batch == [2, 4]
 
 
-def test_ratios_are_to_the_baseline(capsys) -> None:
-    base = {"config": "zero2-bf16", "micro_batch": 2, "step_ms": 200.0, "tokens_per_second_per_gpu": 10.0}
-    base |= {"peak_memory_gib": 20.0, "losses": [4.0, 2.0]}
-    one = base | {"config": "zero2", "step_ms": 100.0, "tokens_per_second_per_gpu": 20.0, "losses": [4.0, 2.1]}
-    train.compare(one, base)
-    assert (one["step_time_ratio"], one["tokens_per_second_ratio"], one["peak_memory_ratio"]) == (0.5, 2.0, 1.0)
-    assert one["largest_loss_gap"] == one["final_loss_gap"] == pytest.approx(0.05)
-    assert "(2.00x)" in capsys.readouterr().out
+def test_peers_are_run_where_they_are() -> None:
+    assert train.parse([]).configs == ["zero2-bf16", "zero2"]
+    assert train.parse(["--peers", "x"]).configs == ["TE bf16", "TE fp8 delayed", "zero2-bf16", "zero2"]
+
+
+def a_run(config, step_ms, losses):
+    return {
+        **{"config": config, "micro_batch": 2, "step_ms": step_ms, "tokens_per_second_per_gpu": 2000.0 / step_ms},
+        **{"peak_memory_gib": 20.0, "losses": losses},
+    }
+
+
+def test_ratios_are_to_the_baseline_and_losses_to_bf16_of_this_program(capsys) -> None:
+    te, bf16, ours = (
+        a_run("TE bf16", 400.0, [4.0, 1.0]),
+        a_run("zero2-bf16", 200.0, [4.0, 2.0]),
+        a_run("zero2", 100.0, [4.2, 2.0]),
+    )
+    train.compare([te, bf16, ours])
+    assert (ours["step_time_ratio"], ours["tokens_per_second_ratio"], ours["peak_memory_ratio"]) == (0.25, 4.0, 1.0)
+    assert ours["first_loss_gap"] == ours["largest_loss_gap"] == pytest.approx(0.05)
+    assert ours["final_loss_gap"] == 0 and te["final_loss_gap"] == 0.5 and bf16["largest_loss_gap"] == 0
+    assert {one["losses_beside"] for one in (te, bf16, ours)} == {"zero2-bf16"}
+    assert "(4.00x)" in capsys.readouterr().out
+    train.compare([te, ours])
+    assert ours["losses_beside"] == "TE bf16" and ours["final_loss_gap"] == 1.0
+
+
+def test_what_is_bf16() -> None:
+    names = ["TE bf16", "zero2", "zero2-bf16", "zero2-bf16 over NCCL"]
+    assert [train.is_bf16(name) for name in names] == [False, False, True, True]
 
 
 def test_layers_that_are_not_transformer_engines() -> None:

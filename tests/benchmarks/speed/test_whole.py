@@ -13,21 +13,117 @@ from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS, settings_of
 TINY = ["--models", "tiny", "--model-override", "vocab_size=512", "num_layers=1", "seq_length=32", "--ranks", "2"]
 
 
+def cases_in(folder):
+    return json.loads((folder / "speed/whole.json").read_text())["cases"]
+
+
 def test_cases_are_measured_once(tmp_path, capsys, monkeypatch) -> None:
-    options = [*TINY, "--micro-batches", "2", "1", "--variants", "both", "--output", str(tmp_path)]
-    whole.main(options)
-    (case,) = json.loads((tmp_path / "speed/whole.json").read_text())["cases"]
-    assert [step["micro_batch"] for step in case["steps"]] == [1, 2] and case["out_of_memory_at"] is None
-    assert case["steps"][0]["held_bytes"]["optimizer moments"] > 0 and "held_bytes" not in case["steps"][1]
+    """Also micro-batches that are asked for later: only these. A failure is told, and tried again."""
+    options = [*TINY, "--variants", "both", "--output", str(tmp_path), "--micro-batches"]
+    whole.main([*options, "3", "1"])
+    whole.main([*options, "2", "1", "3"])
+    (case,) = cases_in(tmp_path)
+    assert [step["micro_batch"] for step in case["steps"]] == [1, 2, 3] and case["out_of_memory_at"] is None
+    assert ["held_bytes" in step for step in case["steps"]] == [True, True, False], "of each start's first"
+    assert case["steps"][0]["held_bytes"]["optimizer moments"] > 0
     assert all(step["tokens_per_second_per_gpu"] > 0 and step["loss"] > 0 for step in case["steps"])
     capsys.readouterr()
     monkeypatch.setattr(whole, "run", lambda *_: pytest.fail("measured again"))
-    whole.main(options)
+    whole.main([*options, "1", "2"])
     assert capsys.readouterr().out.startswith("has tiny, 2 GPUs, both: micro-batch")
-    monkeypatch.setattr(whole, "run", lambda *_: {"steps": [], "error": "a\nthe reason"})
+    monkeypatch.setattr(whole, "run", lambda *_: {"steps": [], "out_of_memory_at": None, "error": "a\nthe reason"})
     monkeypatch.setattr(whole, "code_digest", lambda: "other code")
-    whole.main(options)
+    whole.main([*options, "1", "2"])
     assert "failed: the reason" in capsys.readouterr().out
+    assert cases_in(tmp_path)[0]["steps"] == [], "nothing of earlier code is kept beside what is new"
+
+
+def test_a_case_that_time_cuts_goes_on(tmp_path, monkeypatch) -> None:
+    """With what it lacks; and cases that failed come last, so that one that hangs does not keep the others."""
+    started = []
+
+    def run(case, te, limit):
+        started.append((case["variant"], case["micro_batches"]))
+        if case["variant"] == "BF16":
+            return {"steps": [], "out_of_memory_at": None, "error": "no step in 600 s"}
+        step = {"micro_batch": case["micro_batches"][0], "tokens_per_second_per_gpu": 1.0}
+        end = (
+            {"out_of_memory_at": 3}
+            if len(case["micro_batches"]) < 3
+            else {"out_of_memory_at": None, "cut": "with steps"}
+        )
+        return {"steps": [step], **end}
+
+    monkeypatch.setattr(whole, "run", run)
+    options = ["--models", "tiny", "--variants", "BF16", "both", "--micro-batches", "1", "2", "3", "--seconds"]
+    options = [*options, "60", "--output", str(tmp_path)]
+    whole.main(options)
+    assert started == [("BF16", [1, 2, 3]), ("both", [1, 2, 3])]
+    cut = cases_in(tmp_path)[1]
+    assert cut["cut"] and whole_report.groups(cases_in(tmp_path)) == {}
+    whole.main(options)
+    assert started[2:] == [("both", [2, 3]), ("BF16", [1, 2, 3])]
+    done = cases_in(tmp_path)[1]
+    assert [step["micro_batch"] for step in done["steps"]] == [1, 2] and done["out_of_memory_at"] == 3
+    assert "cut" not in done and len(whole_report.groups(cases_in(tmp_path))) == 1
+    whole.main(options)
+    assert started[4:] == [("BF16", [1, 2, 3])]
+
+
+RANK = """import json, os, sys, time
+steps = {steps}
+with open(sys.argv[-1], "a") as file:
+    for n in steps if os.environ["RANK"] == "0" else []:
+        file.write(json.dumps({{"micro_batch": n}}) + "\\n")
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    "steps, end, limit, expected",
+    [
+        ([1, 2], "sys.exit(7 * (os.environ['RANK'] == '1') or time.sleep(60))", 30, {"out_of_memory_at": 4}),
+        ([], "sys.exit(7)", 30, {"out_of_memory_at": 1}),
+        ([1, 2, 4], "", 30, {}),
+        ([1, 2, 4], "time.sleep(60)", 2, {}),
+        ([1], "time.sleep(60)", 2, {"cut": "with steps"}),
+        ([], "time.sleep(60)", 2, {"cut": "without a step"}),
+        ([], "raise ValueError('so it went')", 30, {"error": "ValueError: so it went\n"}),
+    ],
+)
+def test_how_a_case_ends(steps, end, limit, expected, monkeypatch) -> None:
+    real, code = subprocess.Popen, RANK.format(steps=steps, end=end)
+    monkeypatch.setattr(whole.subprocess, "Popen", lambda line, **more: real([line[0], "-c", code, *line[3:]], **more))
+    found = whole.run({"ranks": 2, "variant": "both", "micro_batches": [1, 2, 4]}, None, limit)
+    assert [step["micro_batch"] for step in found.pop("steps")] == steps
+    if "error" in expected:
+        assert found.pop("error").endswith(expected["error"])
+        expected = {}
+    assert found == {"out_of_memory_at": None} | expected
+
+
+def test_a_case_without_a_step_for_long_has_failed(monkeypatch) -> None:
+    monkeypatch.setattr(whole, "_wait", lambda processes, limit: [p.kill() or p.wait() and None for p in processes])
+    found = whole.run({"ranks": 1, "variant": "both", "micro_batches": [1]}, None, whole.STUCK)
+    assert found == {"steps": [], "out_of_memory_at": None, "error": "no step in 300 s"}
+
+
+def test_what_is_left() -> None:
+    have = {"steps": [{"micro_batch": 2}, {"micro_batch": 4}], "out_of_memory_at": 8}
+    assert whole.left_of(have, [16, 8, 6, 4, 2, 1]) == [1, 6] and whole.left_of({}, [2, 1]) == [1, 2]
+
+
+def test_a_case_that_got_nowhere_lets_others_go_first() -> None:
+    haves = [{"error": "so it went"}, {"cut": "without a step"}, {"cut": "with steps"}, {}]
+    assert [whole.turn(have) for have in haves] == [2, 1, 0, 0]
+
+
+def test_ranks_do_not_outlive_an_interrupt(monkeypatch) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(whole.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        whole._wait([rank], 30)
+    assert rank.poll() is not None
 
 
 @pytest.mark.parametrize(
@@ -97,7 +193,27 @@ def test_report(tmp_path) -> None:
     ]
     assert whole_report.largest(cases)[3] == "| both \u2020abc | 8 | 2.0 | 8.0 | 8.0 | 2,900 | 1.93 |"
     assert whole_report.cost(cases)[2:] == ["| BF16 | 1,500 | 55,556 |", "| both \u2020abc | 3,000 | 27,778 |"]
-    text = "\n".join(whole_report.report(found))
-    assert "optimizer only" not in text and text.endswith("at the commit named.")
+    *lines, named = whole_report.report(CASES)
+    assert "optimizer only" not in "\n".join(lines) and lines[-2].endswith("at the commit named.")
+    assert named == "Not finished: optimizer only (llama2-7b, 2 x H200, ZeRO-2; failed)."
     whole_report.plot(found, tmp_path / "whole.png")
     assert (tmp_path / "whole.png").stat().st_size > 10_000
+
+
+def test_report_of_what_has_no_end() -> None:
+    lines = whole_report.report([case("BF16", {1: 1000.0}), case("both", {1: 1200.0}, cut=True)])
+    assert "| BF16 | 1+ | 2.0 | 1.0 | 1.0 | 1,000 | 1.00 |" in lines
+    assert "+ memory was not out at the largest micro-batch that was tried." in lines
+    assert lines[-1] == "Not finished: both (llama2-7b, 2 x H200, ZeRO-2; cut by time)."
+
+
+def test_the_order_of_cases() -> None:
+    mixed = [
+        case("both", {}, ranks=1), case("BF16", {}, ranks=1), case("BF16", {}, model="tiny"),
+        case("BF16", {}, gpu_memory=80.0), case("both", {}), case("BF16", {}),
+    ]  # fmt: skip
+    found = [(one["model"], one["ranks"], one["gpu_memory"], one["variant"]) for one in whole.in_order(mixed)]
+    assert found == [
+        ("llama2-7b", 2, None, "BF16"), ("llama2-7b", 2, None, "both"), ("llama2-7b", 2, 80.0, "BF16"),
+        ("llama2-7b", 1, None, "BF16"), ("llama2-7b", 1, None, "both"), ("tiny", 2, None, "BF16"),
+    ]  # fmt: skip

@@ -1,0 +1,135 @@
+"""Starts what measures the results that docs/results.md lacks; ``results_page.py --measure``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.common import ROOT
+from benchmarks.results_tables import PEERS, TABLES, TWO, Table, is_current, read
+
+__all__ = ["measure", "to_measure"]
+
+SHORTEST = 30
+"""Seconds below which nothing is started."""
+END = 60
+"""Seconds before the end at which ``whole.py`` is to start no other case: the last one goes on for half of them."""
+
+
+def to_measure(tables: Sequence[str], again: bool = False, peers: bool = False) -> list[tuple[str, str]]:
+    """Results that are missing, of other code or, with ``peers``, lack those; and their commands."""
+    found = []
+    for name in tables:
+        for result, commands in TABLES[name].results.items():
+            have, goes_on = read(result), TABLES[name].goes_on
+            for command in commands:
+                alone = peers and f"{PEERS}?" in command and have is not None and not _has_peers(have)
+                if again or alone or have is None or (_goes_on(command, have) if goes_on else not is_current(have)):
+                    found.append((result, command))
+    return found
+
+
+def _goes_on(command: str, have: dict[str, Any]) -> bool:
+    """Whether cases of ``whole.py`` are left; asked here, since its processes take a while to find out."""
+    from benchmarks.speed import whole
+
+    return bool(whole.wanted(whole.parse(words_of(command, "anywhere")[2:]), have["cases"], lambda text: None))
+
+
+def _has_peers(have: dict[str, Any]) -> bool:
+    """Whether runs of Transformer Engine are among a result's."""
+    return any(one["config"].startswith("TE") for one in have.get("runs", ()))
+
+
+def gpus() -> list[str]:
+    """The names of the GPUs here."""
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def table_of(result: str) -> Table:
+    """The table that a result is for."""
+    return next(table for table in TABLES.values() if result in table.results)
+
+
+def why_not(result: str, command: str, peers: str | None, here: Sequence[str]) -> str | None:
+    """Why a command cannot be started on the GPUs ``here``; None if it can."""
+    on = table_of(result).on
+    needed = 2 if command.startswith(TWO) or "--ranks 2" in command else 1
+    if len(here) < needed:
+        return f"needs {needed} GPUs, {len(here)} here"
+    if on not in here[0]:
+        return f"is about {on}, not {here[0]}"
+    if PEERS in command.split() and peers is None:
+        return "needs --peers"
+    return None
+
+
+def words_of(command: str, peers: str | None) -> list[str]:
+    """What follows ``python``."""
+    given = "" if peers is None else f"--peers {shlex.quote(peers)}"
+    return shlex.split(command.replace(f"{PEERS}?", given).replace(PEERS, given))
+
+
+def start(words: Sequence[str], seconds: float) -> object:
+    """Run a command for so long at most; its exit status, or words. Nothing that it started is left behind: GPUs that
+    are still busy would spoil what is measured next."""
+    with subprocess.Popen([sys.executable, *words], cwd=ROOT, start_new_session=True) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "time was over"
+        finally:
+            # Launchers end their ranks, some of them in sessions of their own, when they are asked to.
+            for sign, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
+                _end(process, sign, patience)
+
+
+def _end(process: subprocess.Popen, sign: int, patience: float) -> None:
+    """Signal what is left of a process and its group, and wait for the process."""
+    try:
+        os.killpg(process.pid, sign)
+    except ProcessLookupError:  # all of them have ended
+        return
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Start commands, until there are none or time is over. One that fails is named, and the next is started; one that
+    would not be through is left for the next call, where it may be the first and have all the time."""
+    end, here, begun = time.monotonic() + arguments.seconds, gpus(), False
+    with ExitStack() as stack:
+        peers = arguments.peers
+        for result, command in to_measure(arguments.only or list(TABLES), arguments.again, peers is not None):
+            if (reason := why_not(result, command, peers, here)) is not None:
+                print(f"left out, {reason}: {result}", flush=True)
+                continue
+            if peers is not None and PEERS in command and peers == arguments.peers:  # unpacked once for all
+                from benchmarks.speed.te_layer import unpack
+
+                peers = str(unpack(peers, stack.enter_context(tempfile.TemporaryDirectory())))
+            left = end - time.monotonic()
+            if left < (table_of(result).seconds if begun else SHORTEST):
+                print(
+                    f"not started, {max(0.0, left):.0f} of {arguments.seconds:g} seconds are left: {result}", flush=True
+                )
+                continue
+            begun, words = True, words_of(command, peers)
+            if words[1].endswith(".whole"):  # it starts cases of its own
+                words += ["--seconds", f"{max(float(SHORTEST), left - END):.0f}"]
+            print(f"== {result}: {command}", flush=True)
+            if status := start(words, left):
+                print(f"{result}: ended with {status}", flush=True)

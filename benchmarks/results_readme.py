@@ -1,0 +1,175 @@
+"""README's part of the results: tables of the present code alone, three at most; ``results_page.py`` writes it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import RESULTS, ROOT
+from benchmarks.results_tables import TABLES, is_current, number, percent, read
+from benchmarks.speed import whole_report
+
+__all__ = ["README", "in_readme", "readme_part"]
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results: begin; written by python -m benchmarks.results_page -->", "<!-- results: end -->"
+FIGURES = ROOT / "docs/figures"
+MOST = 3
+"""Tables."""
+PAGE = "[docs/results.md](docs/results.md)"
+COUNTS = {1: "one", 2: "two", 4: "four", 8: "eight"}
+
+
+class Section(NamedTuple):
+    """One candidate for README."""
+
+    name: str
+    """In sentences."""
+    lines: Callable[[Path, Path], list[str]]
+    """Of folders with results and figures; none if any number of it is missing or of other code."""
+
+
+def gpus(found: dict[str, Any], count: int) -> str:
+    """two H200s"""
+    name = (found["environment"]["gpus"] or ["CPU"])[0].removeprefix("NVIDIA ")
+    return f"{COUNTS.get(count, count)} {name}{'s' if count > 1 else ''}"
+
+
+def table(name: str, results: Path) -> tuple[dict[str, Any], list[str]] | None:
+    """A table's only result, and its lines; None unless the present code was measured."""
+    (file,) = TABLES[name].results
+    found = read(file, results)
+    return (found, TABLES[name].render(found)) if found is not None and is_current(found) else None
+
+
+def train(results: Path, figures: Path) -> list[str]:
+    if (current := table("train", results)) is None:
+        return []
+    found, lines = current
+    given = found["settings"]
+    sizes = given["micro_batch"] if isinstance(given["micro_batch"], list) else [given["micro_batch"]]
+    peers = any(one["config"].startswith("TE") for one in found["runs"])
+    text = (
+        f"**Training, end to end.** {given['layers']} Llama-2-7B layers, vocabulary {number(given['vocabulary'])}, "
+        f"micro-batch {', '.join(map(str, sizes))} × 4096 tokens, ZeRO-2, {gpus(found, given['ranks'])}, "
+        f"{given['steps']} steps on real text. The same program with the block, without it"
+        f"{' and with the layers of Transformer Engine' if peers else ''}; losses are compared with BF16 without it."
+    )
+    return [wrapped(text), "", *lines]
+
+
+def whole(results: Path, figures: Path) -> list[str]:
+    """Llama-2-7B on the most GPUs with all their memory; both ends of the comparison are there."""
+    cases = (read("whole", results) or {"cases": []})["cases"]
+    wanted = [
+        one
+        for one in cases
+        if whole_report.current(one) and (one["model"], one["override"], one["gpu_memory"]) == ("llama2-7b", [], None)
+    ]
+    found = sorted(whole_report.groups(wanted).items(), key=lambda item: -item[0][-3])
+    if not found or not {"BF16", "both"} <= {one["variant"] for one in found[0][1]}:
+        return []
+    group = found[0][1]
+    text = (
+        f"**A whole model.** {whole_report.title(group[0])}, random tokens, sequences of 4096: each variant's largest "
+        'micro-batch. "Saved for backward" is that of the smallest, multiplied.'
+    )
+    lines = [wrapped(text), "", *whole_report.largest(group)]
+    if any(one["out_of_memory_at"] is None for one in group):
+        lines += ["", "+ memory was not out at the largest micro-batch that was tried."]
+    if all(map(whole_report.current, cases)) and (figures / "speed-whole.png").is_file():
+        lines += ["", "![Tokens a second over the micro-batch](docs/figures/speed-whole.png)"]
+    return lines
+
+
+def layer(results: Path, figures: Path) -> list[str]:
+    if (current := table("layer", results)) is None:
+        return []
+    found, lines = current
+    return [f"**One layer** of Llama-2-7B, batch 4 × 4096, {gpus(found, 1)}, forward and backward.", "", *lines]
+
+
+def optimizer(results: Path, figures: Path) -> list[str]:
+    if (current := table("optimizer", results)) is None:
+        return []
+    found, lines = current
+    return [f"**The optimizer's step** on a flat fp32 shard and on many tensors, {gpus(found, 1)}.", "", *lines]
+
+
+SECTIONS = (
+    Section("training end to end", train),
+    Section("a whole model", whole),
+    Section("one layer", layer),
+    Section("the optimizer's step", optimizer),
+)
+
+
+def accuracy(results: Path) -> str:
+    """What was found about losses, with the commits that were measured: no later code is said to do the same."""
+    text = []
+    if (branches := read("branches", results, "convergence")) is not None:
+        given = branches["settings"]
+        gap = next(one for one in branches["gaps"] if one["variant"] == "row scales")
+        error = next(one for one in branches["gaps_by_trunk"] if one["variant"] == "row scales")["held_out_loss_error"]
+        text = [
+            "**Losses.** What the FP8 flow costs: a model of 64 M parameters was trained to step "
+            f"{given['branch_at']} of {given['steps']} in BF16, and from there in both ways. Its held-out loss ended "
+            f"**{percent(gap['held_out_loss_gap'], True)} ± {percent(error)}** above BF16's, "
+            f"{percent(gap['bf16_held_out_loss_gap'], True)} evaluated in BF16 ({len(gap['trunks'])} seeds; "
+            f"{_at(branches)}; [how, and what it leaves out](docs/flow-accuracy.md#branches))."
+        ]
+    if (trajectories := read("trajectories", results, "accuracy")) is not None:
+        text += [
+            "FP8 moments move parameters within 5 % of fp32 AdamW's over 2000 steps "
+            f"({_at(trajectories)}; [docs/numerics.md](docs/numerics.md#trajectories))."
+        ]
+    return " ".join(text)
+
+
+def _at(found: dict[str, Any]) -> str:
+    """The commit that was measured."""
+    return f"{'' if is_current(found) else 'earlier code, '}commit {str(found['environment']['commit'])[:7]}"
+
+
+def listed(names: list[str]) -> str:
+    """a, b and c"""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def readme_part(results: Path = RESULTS, figures: Path = FIGURES) -> str:
+    """What stands between the two marks."""
+    lines = {section.name: section.lines(results, figures) for section in SECTIONS}
+    current = [name for name, found in lines.items() if found]
+    rest = [name for name, found in lines.items() if not found]
+    if not current:
+        state = " Tables of the present code are shown here too; at the moment there are none."
+    elif rest:
+        verb = "has" if len(rest) == 1 else "have"
+        state = f" Here are those of the present code; {listed(rest)} {verb} not been measured with it yet."
+    else:
+        state = " Here are some, all of the present code."
+    text = [wrapped(f"{PAGE} has every table, with its command and the code it was measured with.{state}")]
+    for name in current[:MOST]:
+        text += ["", *lines[name]]
+    if more := current[MOST:]:
+        text += ["", f"Also measured with the present code: {listed(more)}."]
+    return "\n".join([*text, "", wrapped(accuracy(results))])
+
+
+def wrapped(text: str) -> str:
+    """In lines as the rest of README has them."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def in_readme(text: str, part: str) -> str:
+    """README with another part.
+
+    Raises:
+        ValueError: there are no marks, or several.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"README.md: accepted: one {BEGIN!r} and one {END!r}")
+    return re.sub(f"(?s){re.escape(BEGIN)}.*{re.escape(END)}", lambda _: f"{BEGIN}\n{part}\n{END}", text)

@@ -1,0 +1,109 @@
+"""What a trace of a step's kernels says: what they are for, the longest of each kind, communication that nothing hides,
+and pauses. ``step.py`` takes the trace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.timing import union
+
+__all__ = ["Span", "communication_alone_ms", "gaps", "kinds"]
+
+KINDS = (
+    ("communication", ("nccl", "barrier_kernel", "PtoP")),
+    ("attention", ("sdpa", "flash", "fused_attn", "dot_do_o", "dq_to_16bits")),
+    ("products", ("nvjet", "gemm", "cutlass", "cublas", "scaled_mm", "splitK")),
+    # Norms, activations, rotary embeddings and FP8 codes: of Transformer Engine (those that it compiles while it runs
+    # are in no namespace), and of torch.compile, which makes kernels of Megatron's fusions.
+    (
+        "layers",
+        ("transformer_engine", "cast_transpose", "transpose_optimized", "triton_poi", "triton_red", "triton_per"),
+    ),
+    ("optimizer", ("multi_tensor", "FusedAdam")),
+    ("copies", ("Memcpy", "Memset", "copy_kernel", "CatArray", "FillFunctor")),
+    ("torch's element-wise", ("at::native",)),
+)
+"""What kernels are for, by parts of their names; the first that fits. All else is "other"."""
+OURS = re.compile(r"_\w+")
+"""Kernels of this project have the names of their functions."""
+OUR_KINDS = (
+    ("optimizer", ("_adamw", "_numbers_kernel")),
+    ("loss", ("_stats_kernel", "_grad_kernel")),
+    ("layers", ("_kernel",)),
+)
+"""As :data:`KINDS`, of ours."""
+Span = tuple[int, int, str]
+"""Nanoseconds of begin and end, and a kernel's name."""
+PAUSES = (0, 10, 30, 100, 1000)
+"""Microseconds from which pauses are counted together."""
+TOP, WIDTH = 6, 60
+"""Kernels that are named of each kind, and characters of their names."""
+
+
+def kind_of(name: str) -> str:
+    """What a kernel is for."""
+    table = OUR_KINDS if OURS.fullmatch(name) and not name.startswith("_Z") else KINDS
+    return next((kind for kind, parts in table if any(part in name for part in parts)), "other")
+
+
+def short(name: str) -> str:
+    """A kernel's name without what says nothing about it."""
+    for part in ("void ", "at::native::", "transformer_engine::", "(anonymous namespace)::"):
+        name = name.replace(part, "")
+    return name[:WIDTH]
+
+
+def kinds(spans: Sequence[Span], steps: int = 1) -> dict[str, dict[str, Any]]:
+    """By what kernels are for, of one of so many steps: milliseconds, how many, and as much of the longest, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for begin, end, name in spans:
+        row = found.setdefault(kind_of(name), {"ms": 0.0, "count": 0.0, "top": {}})
+        for one in (row, row["top"].setdefault(short(name), {"ms": 0.0, "count": 0.0})):
+            one["ms"] += (end - begin) / 1e6 / steps
+            one["count"] += 1 / steps
+    for row in found.values():
+        row["top"] = dict(sorted(row["top"].items(), key=lambda item: -item[1]["ms"])[:TOP])
+    return dict(sorted(found.items(), key=lambda item: -item[1]["ms"]))
+
+
+def busy_ms(spans: Sequence[Span]) -> float:
+    """Milliseconds in which at least one of the kernels runs."""
+    return sum(end - begin for begin, end in union((begin, end) for begin, end, _ in spans)) / 1e6
+
+
+def communication_alone_ms(spans: Sequence[Span]) -> float:
+    """Milliseconds in which kernels of communication run and no other ones: what nothing hides."""
+    return busy_ms(spans) - busy_ms([span for span in spans if kind_of(span[2]) != "communication"])
+
+
+def gaps(spans: Sequence[Span]) -> dict[str, Any]:
+    """Milliseconds from the first kernel to the last, those of them in which the GPU is busy and in which it does
+    nothing but communicate, and its pauses: by length ``{"from 10 us": [count, ms]}``, by tenths of the time (their
+    share), and the longest, with the kernels around."""
+    ordered = sorted(spans)
+    first, last = ordered[0][0], max(end for _, end, _ in ordered)
+    reached, before = ordered[0][1], ordered[0][2]
+    pauses = []
+    for begin, end, name in ordered[1:]:
+        if begin > reached:
+            pauses.append((begin - reached, reached - first, before, name))
+        if end > reached:
+            reached, before = end, name
+    lengths = {f"from {low} us": [0, 0.0] for low in PAUSES}
+    tenths = [0.0] * 10
+    for pause, at, _, _ in pauses:
+        row = lengths[f"from {max(low for low in PAUSES if pause / 1e3 >= low)} us"]
+        row[0] += 1
+        row[1] += pause / 1e6
+        tenths[min(9, 10 * at // max(1, last - first))] += 10 * pause / (last - first)
+    longest = sorted(pauses, reverse=True)[:12]
+    return {
+        "span_ms": (last - first) / 1e6,
+        "busy_ms": busy_ms(spans),
+        "communication_alone_ms": communication_alone_ms(spans),
+        "pauses": lengths,
+        "share_by_tenths": [round(share, 3) for share in tenths],
+        "longest": [{"us": p / 1e3, "at_ms": at / 1e6, "after": a[:80], "before": b[:80]} for p, at, a, b in longest],
+    }
