@@ -170,7 +170,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, _: Any):
         saved, rstd, gain = ctx.saved_tensors
-        dx, dgain, *_ = norm_backward(dy, saved, "rmsnorm", NormStats(rstd, None), gain, bias=False)
+        dx, dgain, _ = norm_backward(dy, saved, "rmsnorm", NormStats(rstd, None), gain, bias=False)
         return dx, dgain, None, None
 
 

@@ -40,7 +40,6 @@ from ..ops import (
     quantize_tensor,
 )
 from ..ops import transpose as transposed
-from .known_amax import with_amax
 from .norm import Norm, ParameterGrads, finish_grads
 from .overlap import Rows
 from .scaling import gather_operand, reserve_codes, reserve_rows, row_operand, saved_format, shared_scale, whole
@@ -114,20 +113,20 @@ class NormedInput:
         return _gathered(self.tp, local.codes, scale, transpose)
 
     def backward(
-        self, dy: torch.Tensor, shape: torch.Size, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ParameterGrads]:
-        """Gradients of x (in ``shape``) and of the norm's parameters; ``wanted`` says for x, weight, bias which.
+        """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x, weight, bias which.
 
         ``residual`` is what x's alias received (:func:`residual_alias`), in any shape; x's gradient includes it.
         """
         sum_dtype = torch.float64 if self.settings.tp_invariant else torch.float32
         weight, bias = self.norm.weight, self.norm.bias
         rows = None if residual is None else residual.reshape(dy.shape)
-        dx, dweight, dbias, top = norm_backward(
+        dx, dweight, dbias = norm_backward(
             dy, self.x8, self.norm.kind, self.stats, weight, sum_dtype, self.dtype, bias is not None, rows
         )
         grads = finish_grads(dweight, dbias, weight, bias, wanted[1:], self.norm, self.tp)
-        return with_amax(dx.view(shape), top) if wanted[0] else None, grads
+        return dx if wanted[0] else None, grads
 
     def save(self) -> tuple[torch.Tensor | None, ...]:
         """Tensors for ``save_for_backward``, six of them, parameters included. x8 needs no mean."""
@@ -195,10 +194,10 @@ class PlainInput:
         return _gathered(self.tp, source.codes, source.scales, transpose)
 
     def backward(
-        self, dy: torch.Tensor, shape: torch.Size, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ParameterGrads]:
         assert residual is None  # nobody makes an alias of what has no norm before it
-        return dy.view(shape) if wanted[0] else None, ParameterGrads(None, None)
+        return dy if wanted[0] else None, ParameterGrads(None, None)
 
     def save(self) -> tuple[torch.Tensor, ...]:
         """Tensors for ``save_for_backward``."""

@@ -11,7 +11,6 @@ from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops import dequantize, exact_mm, quantize_tensor
 from .function import shaped, without_autocast
-from .known_amax import known_amax
 from .products import check_input, gemm, summed_gemm
 from .scaling import gradient_amax, quantize_gradient, quantize_input
 from .tensor_parallel import TensorParallel
@@ -76,9 +75,8 @@ class _Linear(torch.autograd.Function):
         x, weight, x_scale, w_scale, codes, scales = ctx.saved_tensors
         shape, dtype, group_size, tp, settings = ctx.args
         dx = dweight = None
-        known = known_amax(dout, tp)
         dout = dout.reshape(-1, weight.shape[0])
-        top = gradient_amax(dout, tp, settings, gather=True, top=known)
+        top = gradient_amax(dout, tp, settings, gather=True)
         # While ranks agree on the scale.
         w8_t = ctx.weight.transposed(weight, w_scale) if ctx.needs_input_grad[0] else None
         d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=top)

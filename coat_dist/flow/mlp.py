@@ -27,7 +27,6 @@ from ..ops import (
 )
 from .function import shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
-from .known_amax import known_amax
 from .norm import Norm
 from .overlap import Rows
 from .products import check_input, gemm, summed_gemm
@@ -220,9 +219,8 @@ class _MLP(torch.autograd.Function):
         pre8 = QuantizedTensor(codes, scales, "group", settings.group_size)
         dx = dnorm_weight = dnorm_bias = dfc1 = dfc1_bias = dfc2 = None
 
-        top = known_amax(dout, tp)
         dout = dout.reshape(-1, fc2_weight.shape[0])
-        agreed = gradient_amax(dout, tp, settings, gather=True, top=top)
+        agreed = gradient_amax(dout, tp, settings, gather=True)
         w2_t = ctx.fc2.transposed(fc2_weight, w2_scale)  # while ranks agree on the scale
         d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=agreed)
         da = gemm(d8, w2_t, dtype, settings)
@@ -245,13 +243,14 @@ class _MLP(torch.autograd.Function):
         dinput = None
         if any(wanted := ctx.needs_input_grad[:3]):
             dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
-            dinput = dy.then(lambda dy: block_input.backward(dy, shape, wanted, residual)).settled()
+            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
         del d8
         if y8_t is not None:
             dfc1 = ctx.fc1.gradient(d8_t, y8_t.wait())
         if dinput is not None:
             dx, (dnorm_weight, dnorm_bias) = dinput.wait()
+            dx = None if dx is None else dx.view(shape)
         return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None, None
 
 

@@ -81,7 +81,7 @@ class _NormFunction(torch.autograd.Function):
         x, weight, bias, *stats = ctx.saved_tensors
         norm, tp, exact = ctx.args
         sum_dtype = torch.float64 if exact else torch.float32
-        dx, dweight, dbias, _ = norm_backward(
+        dx, dweight, dbias = norm_backward(
             dy, x, norm.kind, NormStats(*stats), weight, sum_dtype, x.dtype, bias is not None
         )
         grads = finish_grads(dweight, dbias, weight, bias, ctx.needs_input_grad[1:3], norm, tp)

@@ -197,13 +197,14 @@ class _NormLinear(torch.autograd.Function):
         dinput = None
         if any(wanted := ctx.needs_input_grad[:3]):
             dy = summed_gemm(d8, ctx.weight.transposed(weight, w_scale), block_input.dtype, tp, settings)
-            dinput = dy.then(lambda dy: block_input.backward(dy, shape, wanted, residual)).settled()
+            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
         del d8
         if y8_t is not None:
             dweight = ctx.weight.gradient(d8_t, y8_t.wait())
         if dinput is not None:
             dx, (dnorm_weight, dnorm_bias) = dinput.wait()
+            dx = None if dx is None else dx.view(shape)
         return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None, None, None
 
 

@@ -2,7 +2,6 @@
 
 One pass reads dy, x (from codes) and the residual's gradient and writes dx. A program takes every n-th row and keeps
 its part of the parameters' gradients in registers; these parts are summed at the end, in the same order every time.
-With a residual it also finds dx's amax, which the layer before asks for.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..formats import QuantizedTensor
-from ..reference.norm import NormGradients, NormStats
-from .fp8 import amax_buffer, atomic_amax, dense, magnitude_bits
+from ..reference.norm import NormStats
+from .fp8 import dense
 from .groups import decode_raw, load_raw, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_rows
@@ -43,7 +42,7 @@ def _load_row(
 @fast_launch
 @triton.jit(do_not_specialize=["turns"])
 def _backward_kernel(
-    dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, amax, rows, columns, groups, turns,
+    dy, residual, x, scales, rstd, mean, weight, dx, dweight, dbias, rows, columns, groups, turns,
     G: tl.constexpr, S: tl.constexpr, CENTER: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
@@ -59,9 +58,6 @@ def _backward_kernel(
         gain = tl.load(weight + column, mask=inside, other=0.0)
     row = first.to(tl.int64)
     raw_grad, raw, stored, reciprocal = _load_row(dy, x, scales, rstd, row, rows, column, group, columns, groups, G)
-    # Largest of 8 neighbours each, which a thread has: without talking to others, and in few registers.
-    PART: tl.constexpr = min(BN, 8)
-    top = tl.zeros((BN // PART,), tl.int32)
     for _ in range(turns):
         # The next row is on its way while this one is reduced: the reductions wait for all warps.
         ahead = row + step
@@ -88,14 +84,8 @@ def _backward_kernel(
         out = out * reciprocal
         if RESIDUAL:
             out = out + carried.to(tl.float32)
-        out = out.to(dx.dtype.element_ty)
-        tl.store(dx + row * columns + column, out, mask=here)
-        if amax is not None:
-            bits = magnitude_bits(tl.where(here, out, 0.0).to(tl.float32))
-            top = tl.maximum(top, tl.max(bits.reshape(BN // PART, PART), 1))
+        tl.store(dx + row * columns + column, out.to(dx.dtype.element_ty), mask=here)
         row, raw_grad, raw, stored, reciprocal = ahead, next_grad, next_raw, next_stored, next_reciprocal
-    if amax is not None:
-        atomic_amax(amax, top)
     at = first.to(tl.int64) * columns + column
     tl.store(dweight + at, sum_weight, mask=inside)
     if BIAS:
@@ -112,7 +102,7 @@ def norm_backward(
     dtype: torch.dtype = torch.float32,
     bias: bool = True,
     residual: torch.Tensor | None = None,
-) -> NormGradients:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`coat_dist.reference.norm.norm_backward`."""
     source, scales, size, form = unpack(x)
     source = launch_rows(source)
@@ -121,18 +111,16 @@ def norm_backward(
     programs, warps, registers = BACKWARD if columns <= 4096 else BACKWARD_WIDE
     programs = max(1, min(rows, programs))  # without rows one that writes zero sums
     mean = stats.mean if scales is None else None
-    carried, amax = None, None
-    if residual is not None:
-        carried, amax = launch_rows(residual), amax_buffer(dy.device)
+    carried = None if residual is None else launch_rows(residual)
     partial = torch.empty(1 + bias, programs, columns, dtype=torch.float32, device=dy.device)
     width = max(next_power_of_2(columns), size)
     _backward_kernel[(programs,)](
         launch_rows(dy), carried, source, scales, stats.rstd, mean, dense(weight),
-        dx, partial, partial[1] if bias else None, amax, rows, columns, cdiv(columns, size) if size else 0,
+        dx, partial, partial[1] if bias else None, rows, columns, cdiv(columns, size) if size else 0,
         cdiv(rows, programs),
         G=size, S=form, CENTER=kind == "layernorm", SHIFT=mean is not None, WEIGHT=weight is not None,
         BIAS=bias, RESIDUAL=carried is not None, BN=width, BG=width // size if size else 1,
         num_warps=warps, maxnreg=registers[residual is not None],
     )  # fmt: skip
     sums = partial.sum(1, dtype=sum_dtype)
-    return NormGradients(dx, sums[0], sums[1] if bias else None, amax)
+    return dx, sums[0], sums[1] if bias else None

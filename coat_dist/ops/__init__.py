@@ -23,7 +23,7 @@ from ..reference.gemm import code_products, exact_mm, scale_and_round
 from ..reference.grouped import BLOCK, ExpertRows, expert_rows, largest_rows
 from ..reference.master import join, split
 from ..reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec, decode, encode
-from ..reference.norm import NormForward, NormGradients, NormRows, NormStats, norm_apply
+from ..reference.norm import NormForward, NormRows, NormStats, norm_apply
 from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
 from ..reference.rope import Heads, RopeTable, rope_table
 from .dispatch import operation, operation_on_list
@@ -50,7 +50,6 @@ __all__ = [
     "Moment",
     "MomentCodec",
     "NormForward",
-    "NormGradients",
     "NormRows",
     "NormStats",
     "RopeTable",
@@ -131,7 +130,7 @@ norm_forward = operation(norm.norm_forward)  # y and the row statistics, no FP8
 norm_compress = operation(norm.norm_compress)  # x in 8 bits by groups, statistics, amax of y
 norm_compress_rows = operation(norm.norm_compress_rows)  # x in 8 bits by groups, statistics, y in FP8 by rows
 norm_quantize = operation(norm.norm_quantize)  # y in per-tensor FP8, from x or from its FP8, also transposed
-norm_backward = operation(norm.norm_backward)  # gradients of x, weight and bias, amax of x's
+norm_backward = operation(norm.norm_backward)  # gradients of x, weight and bias
 # without a kernel: norm_apply, y from x and the statistics
 
 # Activations: SwiGLU and its kin, of a pre-activation [rows, parts, f] ------------------------------------------------

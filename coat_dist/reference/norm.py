@@ -25,7 +25,6 @@ from .quantize import amax, dequantize, quantize_groups, quantize_rows, quantize
 
 __all__ = [
     "NormForward",
-    "NormGradients",
     "NormRows",
     "NormStats",
     "norm_apply",
@@ -62,19 +61,6 @@ class NormRows(NamedTuple):
     x8: QuantizedTensor
     stats: NormStats
     y8: QuantizedTensor
-
-
-class NormGradients(NamedTuple):
-    """Gradients of x, weight and bias (``[h]``; the bias's None where it is not wanted).
-
-    ``amax`` (fp32 scalar) is that of dx as it is rounded, where there was a residual: then the layer before quantizes
-    dx. Otherwise None.
-    """
-
-    dx: torch.Tensor
-    dweight: torch.Tensor
-    dbias: torch.Tensor | None
-    amax: torch.Tensor | None
 
 
 def norm_stats(x: torch.Tensor, kind: str, eps: float) -> NormStats:
@@ -179,7 +165,7 @@ def norm_backward(
     dtype: torch.dtype = torch.float32,
     bias: bool = True,
     residual: torch.Tensor | None = None,
-) -> NormGradients:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of x, weight and bias.
 
     Args:
@@ -189,6 +175,9 @@ def norm_backward(
         dtype: of dx.
         bias: whether the bias's gradient is wanted.
         residual: gradient that x receives from elsewhere, in its shape; added to dx in fp32, before it is rounded.
+
+    Returns:
+        dx (shape of x), dweight and dbias (``[h]``, ``sum_dtype``; dbias None where it is not wanted).
     """
     dy = dy.float()
     normalized = _normalized(x, stats)
@@ -201,9 +190,7 @@ def norm_backward(
         dx = dx + residual.float()
     rows = tuple(range(dy.dim() - 1))
     dbias = dy.sum(rows, dtype=sum_dtype) if bias else None
-    dx = dx.to(dtype)
-    top = None if residual is None else amax(dx)
-    return NormGradients(dx, (dy * normalized).sum(rows, dtype=sum_dtype), dbias, top)
+    return dx.to(dtype), (dy * normalized).sum(rows, dtype=sum_dtype), dbias
 
 
 def _compressed(
