@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.common import ROOT
-from benchmarks.results_tables import PEERS, TABLES, TWO, Table, is_current, read
+from benchmarks.results_tables import PEERS, TABLES, Table, is_current, read
 
 __all__ = ["measure", "to_measure"]
 
@@ -65,7 +66,7 @@ def table_of(result: str) -> Table:
 def why_not(result: str, command: str, peers: str | None, here: Sequence[str]) -> str | None:
     """Why a command cannot be started on the GPUs ``here``; None if it can."""
     on = table_of(result).on
-    needed = 2 if command.startswith(TWO) or "--ranks 2" in command else 1
+    needed = int(found[1]) if (found := re.search(r"--(?:ranks|nproc_per_node) (\d+)", command)) else 1
     if len(here) < needed:
         return f"needs {needed} GPUs, {len(here)} here"
     if on not in here[0]:

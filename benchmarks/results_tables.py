@@ -27,8 +27,8 @@ class Table(NamedTuple):
     """One table of the page."""
 
     results: dict[str, tuple[str, ...]]
-    """Files in ``benchmarks/results/speed`` without their suffix, and the commands that measure each. PEERS in them is
-    ``--peers``; with a question mark it may be left out."""
+    """Files in ``benchmarks/results/speed``, or another room, without their suffix, and the commands that measure each.
+    PEERS in them is ``--peers``; with a question mark it may be left out."""
     render: Callable[..., list[str]]
     """Markdown lines of the files' contents, in their order."""
     seconds: float = 120
@@ -191,11 +191,43 @@ def step(*found: Result) -> list[str]:
     return rows(line("", heads), lines)
 
 
+def over_four(found: Result) -> list[str]:
+    lines = []
+    for one in found["results"]:
+        runs = one["runs"]
+        lines += [
+            f"{one['preset']}, {name} | {run['ms']:.2f} ms | {run['ratio_to_bf16']:.3f}" for name, run in runs.items()
+        ]
+    return rows("layer, TP 4 with sequence parallelism | forward + backward | to BF16", lines)
+
+
+def amax_collectives(found: Result) -> list[str]:
+    """All-reduces of a layer under sequence parallelism: amaxes, and gradients of norms."""
+    lines = []
+    for one in found["results"]:
+        for name, run in one["runs"].items():
+            both = list(run["times"].values())
+            spent = sum(part["kinds"].get("all-reduce", {"us": 0.0})["us"] for part in both)
+            span = sum(part["span_us"] for part in both)
+            lines.append(f"{one['preset']}, {name} | {spent:.0f} µs | {span:.0f} µs | {percent(spent / span)}")
+    return rows("layer | all-reduces | all | share", lines)
+
+
+def layouts(found: Result) -> list[str]:
+    lines = [
+        f"{one['layout']} | {one['losses'][-1]:.4f} | {percent(one['largest_loss_gap'])} | "
+        f"{percent(one['last_ten_loss_gap'], signed=True)}"
+        for one in found["runs"]
+    ]
+    return rows("layout of the ranks | last loss | largest gap of a step | gap, last ten", lines)
+
+
 VARIANTS = {"both": "coat", **NAMES}
 """Of ``step.py``, in tables."""
 RUN = "-m benchmarks.speed."
 PEERS = "PEERS"
-TWO = "-m torch.distributed.run --standalone --nproc_per_node 2 " + RUN
+TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node "
+TWO, FOUR = TORCHRUN + "2 " + RUN, TORCHRUN + "4 " + RUN
 PEERS_7B = "layer --variants coat 'coat saved in e4m3' --name "
 TABLES = {
     "train": Table({"train-2-ranks": (RUN + "train --ranks 2 PEERS?",)}, train, seconds=360),
@@ -240,6 +272,32 @@ TABLES = {
         whole,
         goes_on=True,
     ),
+    "four_whole": Table(
+        {
+            "whole-4": tuple(
+                f"{RUN}whole --ranks 4 --gpu-memory 80 --models llama2-13b --variants BF16 both --stage {stage} "
+                "--name whole-4"
+                for stage in (2, 3)
+            )
+        },
+        whole,
+        goes_on=True,
+    ),
+    "four_layers": Table(
+        {
+            "tp-layer-4": (
+                FOUR + "tp_layer --presets llama2-13b llama3-70b --variants coat 'coat over NCCL' --name tp-layer-4",
+            )
+        },
+        over_four,
+    ),
+    "four_amaxes": Table(
+        {"collectives-4": (FOUR + "collectives --presets llama2-13b llama3-70b --variants coat --name collectives-4",)},
+        amax_collectives,
+    ),
+    "four_layouts": Table(
+        {"convergence/layouts-4-ranks": ("-m benchmarks.convergence.layouts --ranks 4",)}, layouts, seconds=200
+    ),
     "h100_layer": Table({"layer-h100": (RUN + PEERS_7B + "layer-h100 PEERS",)}, layer, on="H100"),
     "h100_optimizer": Table({"optimizer-h100": (RUN + "optimizer --name optimizer-h100",)}, optimizer, on="H100"),
     "h100_whole": Table(
@@ -253,8 +311,8 @@ TABLES = {
 
 
 def read(name: str, results: Path = RESULTS, room: str = "speed") -> Result | None:
-    """A result; None where there is none."""
-    file = results / room / f"{name}.json"
+    """A result; None where there is none. A name may have a room of its own: "convergence/layouts-4-ranks"."""
+    file = results / f"{name if '/' in name else f'{room}/{name}'}.json"
     return json.loads(file.read_text()) if file.is_file() else None
 
 

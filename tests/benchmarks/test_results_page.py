@@ -223,7 +223,8 @@ def known(monkeypatch, *missing):
     """All results are there and of this code, but those that are ``missing``."""
     found = {name: {"environment": {"code": code_digest()}} for table in TABLES.values() for name in table.results}
     found["train-2-ranks"]["runs"] = [{"config": "TE bf16"}]
-    found["whole"]["cases"] = found["whole-h100"]["cases"] = []
+    for name in ("whole", "whole-4", "whole-h100"):
+        found[name]["cases"] = []
     for name in missing:
         del found[name]
     monkeypatch.setattr(results_measure, "read", found.get)
@@ -238,12 +239,13 @@ def test_what_is_measured(monkeypatch, capsys, started, peers) -> None:
     """What is missing, outdated or can go on, in the tables' order, with the peers' folder; failures have names."""
     known(monkeypatch, "experts")["optimizer"]["environment"]["code"] = "other"
     found = list(dict.fromkeys(name for name, _ in results_measure.to_measure([*TABLES])))
-    assert found == ["experts", "optimizer", "whole", "whole-h100"]
+    assert found == ["experts", "optimizer", "whole", "whole-4", "whole-h100"]
     results_measure.measure(results_page.parse(["--measure", "--peers", peers]))
     assert modules(started) == ["experts", "optimizer", *["whole"] * 4]
     assert started[-1][-4:-1] == ["--peers", peers, "--seconds"]
     out = capsys.readouterr().out
     assert "optimizer: ended with 1" in out and "left out, is about H100, not NVIDIA H200: whole-h100" in out
+    assert "left out, needs 4 GPUs, 2 here: whole-4" in out
 
 
 def test_a_program_that_has_nothing_left_is_not_started(monkeypatch) -> None:
@@ -328,4 +330,5 @@ def test_commands_are_understood() -> None:
             parsed = importlib.import_module(words[at + 1]).parse(words[at + 2 :])
             stem = words[at + 1].rpartition(".")[2].replace("_", "-")
             given = getattr(parsed, "name", None) or stem
+            name = name.rpartition("/")[2]
             assert name == given or name.startswith(f"{given}-"), command
