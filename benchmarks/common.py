@@ -142,7 +142,9 @@ def write_result(name: str, data: dict[str, Any], output: str | Path | None = No
     """Write ``{"environment": ..., **data}`` to :func:`result_path`, which is returned."""
     path = result_path(name, output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumps({"environment": environment(), **data}) + "\n", encoding="utf-8")
+    part = path.with_name(f".{path.name}.part")  # what is cut here leaves what was there
+    part.write_text(dumps({"environment": environment(), **data}) + "\n", encoding="utf-8")
+    part.replace(path)
     return path
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import RESULTS, ROOT, argument_parser
+from benchmarks.common import RESULTS, ROOT
 from benchmarks.results_measure import measure
 from benchmarks.results_readme import README, in_readme, readme_part
 from benchmarks.results_tables import TABLES, lines_of, read
@@ -55,7 +55,7 @@ def draw(results: Path = RESULTS, figures: Path = FIGURES) -> Path | None:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # all has its place: no --output
     parser.add_argument("--measure", action="store_true", help="what is missing or of other code, before")
     parser.add_argument("--only", nargs="+", choices=[*TABLES], help="tables to measure (default: all)")
     parser.add_argument("--again", action="store_true", help="measure also what is of this code")

@@ -33,14 +33,14 @@ class Residual:
     x: torch.Tensor
     alias: torch.Tensor | None = None
 
-    @torch._disable_dynamo  # a graph break: torch.compile's tensors lose attributes
+    @torch.compiler.disable  # a graph break: torch.compile's tensors lose attributes
     def send_with(self, out: torch.Tensor) -> None:
         """Attach this to ``out``, the block's output, where there is an alias that takes part in backward."""
         if self.alias is not None and self.alias is not self.x:
             setattr(out, _ATTRIBUTE, self)
 
     @staticmethod
-    @torch._disable_dynamo
+    @torch.compiler.disable
     def receive(out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The alias of ``residual`` that came with ``out``, which loses it, or ``residual`` where none did."""
         sent = getattr(out, _ATTRIBUTE, None)

@@ -28,7 +28,7 @@ class Sampler:
     )
 
     def __init__(self, pause: float = 4e-4) -> None:
-        self.pause, self.samples = pause, 0
+        self.pause, self.samples, self.looks = pause, 0, 0
         self.lines, self.functions = Counter[str](), Counter[str]()
         self._ended = threading.Event()
 
@@ -47,6 +47,7 @@ class Sampler:
     def _look(self) -> None:
         own = threading.get_ident()
         while not self._ended.wait(self.pause):
+            self.looks += 1
             for thread, frame in sys._current_frames().items():
                 code = frame.f_code
                 if thread == own or code.co_name in self.IDLE or code.co_filename.endswith(self.QUIET):

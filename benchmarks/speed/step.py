@@ -30,7 +30,8 @@ from benchmarks.common import ROOT, argument_parser, options, python_path, write
 from benchmarks.speed.sampler import Sampler
 from benchmarks.speed.step_trace import Span, gaps, kinds
 from benchmarks.speed.te_layer import unpack
-from benchmarks.speed.te_train import ENVIRONMENT, RECIPES
+from benchmarks.speed.te_train import RECIPES
+from benchmarks.speed.te_train import environment as te_environment
 from benchmarks.speed.whole_rank import VARIANTS, batch_of, engine_of
 from benchmarks.timing import median
 from launch.model.gpt import load_model_config
@@ -115,7 +116,7 @@ def measure(engine: Any, loss_of: Callable[..., Any], batch: dict[str, Any], cou
             step()
         synchronize()
     each = (time.perf_counter() - began) / count * 1e3
-    scale = each / max(1, sampler.samples)
+    scale = each / max(1, sampler.looks)  # not by samples: of what is idle there are none
     found["sampled"] = {
         "wall_ms": each,
         "lines_ms": {name: round(n * scale, 3) for name, n in sampler.lines.most_common(40)},
@@ -177,7 +178,7 @@ def again_with(peers: str) -> int:
     itself. In this process it would be too late: Megatron has asked for it when it was imported."""
     with tempfile.TemporaryDirectory() as folder:
         te = unpack(peers, folder)
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(ROOT, te, te / "deps")}
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT, te, te / "deps")}
         line = [sys.executable, "-m", "benchmarks.speed.step", *sys.argv[1:]]
         with subprocess.Popen(line, env=environment) as rank:
             signal.signal(signal.SIGTERM, lambda *_: rank.terminate())  # torchrun ends this process, not that one
@@ -186,8 +187,10 @@ def again_with(peers: str) -> int:
 
 def main() -> None:
     arguments = parse()
-    if arguments.variant in RECIPES and not importable():
-        sys.exit(again_with(arguments.peers))
+    if arguments.variant in RECIPES:
+        os.environ |= te_environment(arguments.tensor_parallel)
+        if not importable():
+            sys.exit(again_with(arguments.peers))
     device = runtime.start(int(os.environ["LOCAL_RANK"]))
     tp = arguments.tensor_parallel
     initialize_model_parallel(tp, seed=1234, create_gloo_process_groups=False)

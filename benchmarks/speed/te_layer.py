@@ -48,7 +48,7 @@ def unpack(folder: str, target: str) -> Path:
         ValueError: ``folder`` has neither the package nor one archive of it.
     """
     if (Path(folder) / "transformer_engine").is_dir():
-        return Path(folder)
+        return Path(folder).resolve()
     archives = sorted(Path(folder).glob("transformer_engine*.tar.*"))
     if len(archives) != 1:
         raise ValueError(
@@ -57,7 +57,7 @@ def unpack(folder: str, target: str) -> Path:
         )
     with tarfile.open(archives[0]) as archive:
         archive.extractall(target, filter="data")
-    return Path(target)
+    return Path(target).resolve()
 
 
 def load(folder: Path) -> Any:

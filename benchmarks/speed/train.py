@@ -3,13 +3,14 @@
     python -m benchmarks.speed.train --ranks 1 [--steps 50] [--layers 8] [--model configs/models/llama2-7b.json]
     python -m benchmarks.speed.train --ranks 2 --peers DIR      # beside 'TE bf16' and 'TE fp8 delayed'
     python -m benchmarks.speed.train --ranks 2 --tensor-parallel 2 --micro-batch 2 4 \\
-        --configs 'TE bf16' zero2 'zero2 over NCCL' --peers DIR
+        --configs 'TE bf16' zero2 'zero2 over NCCL' --peers DIR --name train-tp-2
 
 Each run is `launch/pretrain.py` with one configuration of `configs/deepspeed`; text is the running Python's standard
 library. A peer's name runs the same program with Transformer Engine's layers (`te_train.py`) and `--peer-config`; DIR
 has the package, or an archive of it. Prints, for each run, the median step, tokens/s/GPU, peak memory and final loss.
 Ratios are to the first run (the baseline) of the same micro-batch; gaps of losses are to the first run of this program
-without a "coat" block, where there is one. Writes `speed/train-N-ranks.json`.
+without a "coat" block, where there is one. Writes `speed/train-N-ranks.json` when all runs are done; the same command
+goes on where it was cut.
 """
 
 from __future__ import annotations
@@ -24,10 +25,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, argument_parser, options, prepare_text, python_path, write_result
+from benchmarks.common import (
+    ROOT,
+    argument_parser,
+    dumps,
+    environment,
+    options,
+    prepare_text,
+    python_path,
+    result_path,
+    write_result,
+)
 from benchmarks.speed.collectives import NCCL_ONLY
 from benchmarks.speed.te_layer import unpack
-from benchmarks.speed.te_train import ENVIRONMENT, RECIPES
+from benchmarks.speed.te_train import RECIPES
+from benchmarks.speed.te_train import environment as te_environment
 from benchmarks.timing import median
 
 WARM_UP = 10
@@ -46,14 +58,14 @@ def run(
     settings["gradient_accumulation_steps"] = arguments.accumulation
     path = folder / f"{out.name}.json"
     path.write_text(json.dumps(settings))
-    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    variables = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     program = ["launch/pretrain.py"]
     if name in RECIPES:
         assert te is not None  # see parse
         program = ["benchmarks/speed/te_train.py", "--fp8-recipe", RECIPES[name]]
-        environment |= {**ENVIRONMENT, "PYTHONPATH": python_path(ROOT, te, te / "deps")}
+        variables |= {**te_environment(arguments.tensor_parallel), "PYTHONPATH": python_path(ROOT, te, te / "deps")}
     elif name.endswith(NCCL_ONLY):
-        environment["COAT_PEER_MEMORY"] = "0"
+        variables["COAT_PEER_MEMORY"] = "0"
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(arguments.ranks)]
     command += ["--log_level", "error", "--master_port", "29517", *program]
     command += ["--deepspeed", "--deepspeed_config", str(path)]
@@ -65,7 +77,7 @@ def run(
     overrides += arguments.model_override
     command += ["--model-override", *overrides] if overrides else []
     print(f"== {name}, micro-batch {micro_batch}", flush=True)
-    subprocess.run(command, check=True, cwd=ROOT, env=environment)
+    subprocess.run(command, check=True, cwd=ROOT, env=variables)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steady = records[min(WARM_UP, len(records) - 1) :]
     return {
@@ -150,21 +162,59 @@ def compare(runs: Sequence[dict[str, Any]]) -> None:
         )
 
 
+class Kept:
+    """Runs that are done, in a file beside the result, until all are: a command that was cut, or one of whose runs
+    failed, goes on where it was if code, options and GPUs are the same."""
+
+    def __init__(self, name: str, settings: dict[str, Any], output: str | None) -> None:
+        self._path = result_path(f"speed/{name}-unfinished", output)
+        now = environment()
+        self._same = {"settings": settings, "code": now["code"], "gpus": now["gpus"]}
+        found = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._runs: list[dict[str, Any]] = found["runs"] if found.get("same") == self._same else []
+
+    def get(self, name: str, micro_batch: int) -> dict[str, Any] | None:
+        """A run that is done."""
+        done = (one for one in self._runs if (one["config"], one["micro_batch"]) == (name, micro_batch))
+        return next(done, None)
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Keep a run."""
+        self._runs.append(run)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(dumps({"same": self._same, "runs": self._runs}) + "\n")
+
+    def forget(self) -> None:
+        """All are done, and in the result."""
+        self._path.unlink(missing_ok=True)
+
+
 def main() -> None:
     arguments = parse()
-    runs: list[dict[str, Any]] = []
+    name = arguments.name or f"train-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
+    kept, failed = Kept(name, options(arguments), arguments.output), []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         te = unpack(arguments.peers, str(folder / "te")) if arguments.peers else None
         prepare_text(folder / "stdlib", f"bpe:{arguments.vocabulary}", ["stdlib"])
         for micro_batch in arguments.micro_batch:
-            found = [
-                run(name, micro_batch, str(folder / "stdlib"), folder, te, arguments) for name in arguments.configs
-            ]
+            for config in arguments.configs:
+                if kept.get(config, micro_batch) is None:
+                    try:
+                        kept.add(run(config, micro_batch, str(folder / "stdlib"), folder, te, arguments))
+                    except subprocess.CalledProcessError as error:
+                        failed.append(f"{config}, micro-batch {micro_batch}: exit {error.returncode}")
+    runs: list[dict[str, Any]] = []
+    for micro_batch in arguments.micro_batch:
+        done = (kept.get(config, micro_batch) for config in arguments.configs)
+        found = [one for one in done if one is not None]
+        if found:
             compare(found)
-            runs += found
-    name = arguments.name or f"train-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
+        runs += found
+    if failed:
+        sys.exit("not written; the same command goes on with what failed: " + "; ".join(failed))
     print("wrote", write_result(f"speed/{name}", {"settings": options(arguments), "runs": runs}, arguments.output))
+    kept.forget()
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,7 +31,8 @@ from typing import Any
 
 from benchmarks.common import ROOT, argument_parser, code_digest, environment, python_path, result_path, write_result
 from benchmarks.speed.te_layer import unpack
-from benchmarks.speed.te_train import ENVIRONMENT, RECIPES
+from benchmarks.speed.te_train import RECIPES
+from benchmarks.speed.te_train import environment as te_environment
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
 
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
@@ -39,6 +42,8 @@ GRACE = 30
 """Seconds that a case may go on after ``--seconds``. One that has less than twice as much in all is not started."""
 STUCK = 300
 """Seconds in which some step should be through: a case with none after so long has failed, it was not cut."""
+STOPPED = threading.Event()
+"""This program was told to end: the case that runs keeps its steps, and none is started."""
 
 
 def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
@@ -57,7 +62,7 @@ def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
     }
     if case["variant"] in RECIPES:
         assert te is not None  # see parse
-        shared |= {**ENVIRONMENT, "PYTHONPATH": python_path(ROOT, te, te / "deps")}
+        shared |= {**te_environment(1), "PYTHONPATH": python_path(ROOT, te, te / "deps")}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "steps"
         line = [sys.executable, "-m", "benchmarks.speed.whole_rank", json.dumps(case), str(out)]
@@ -72,6 +77,8 @@ def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
         steps = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
         found: dict[str, Any] = {"steps": steps, "out_of_memory_at": None}
         left = [n for n in case["micro_batches"] if n > (steps[-1]["micro_batch"] if steps else 0)]
+        if STOPPED.is_set():  # its ranks may have been told, too: what they ended with says nothing
+            return found | ({"cut": "with steps" if steps else "without a step"} if left else {})
         if OUT_OF_MEMORY in statuses:
             return found | {"out_of_memory_at": left[0] if left else None}
         if None in statuses and not left:  # all is measured, whatever kept them
@@ -80,8 +87,10 @@ def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
             return found | {"cut": "with steps" if steps else "without a step"}
         if statuses == [0] * case["ranks"]:
             return found
-        logs = [(Path(folder) / f"{rank}.log").read_text()[-1500:] for rank in range(case["ranks"])]
-        return found | {"error": f"no step in {limit:.0f} s" if None in statuses else "\n".join(logs)}
+        if None in statuses:
+            return found | {"error": f"no step in {limit:.0f} s"}
+        logs = [(Path(folder) / f"{rank}.log").read_text(errors="replace")[-1500:] for rank in range(case["ranks"])]
+        return found | {"error": "\n".join([f"ranks ended with {statuses}", *logs])}  # a signal writes no log
 
 
 def left_of(have: dict[str, Any], micro_batches: Sequence[int]) -> list[int]:
@@ -110,11 +119,11 @@ def _wait(processes: list[subprocess.Popen], limit: float) -> list[int | None]:
     statuses: list[int | None] = []
     failed = False
     try:
-        while any(p.poll() is None for p in processes) and time.monotonic() < end:
+        while any(p.poll() is None for p in processes) and time.monotonic() < end and not STOPPED.is_set():
             if any(p.poll() for p in processes):
                 break
             time.sleep(0.2)
-        failed = any(p.poll() for p in processes)
+        failed = any(p.poll() for p in processes) and not STOPPED.is_set()
     finally:
         for p in processes:
             if alive := p.poll() is None:
@@ -151,7 +160,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=None, choices=[*VARIANTS], help="default: all that can run")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=MICRO_BATCHES)
     parser.add_argument("--gpu-memory", type=float, default=None, metavar="GIB", help="(default: all there is)")
-    parser.add_argument("--seconds", type=float, default=540, help="start no case later than this")
+    parser.add_argument("--seconds", type=float, default=480, help="start no case later than this")
     parser.add_argument("--again", action="store_true", help="measure also what the result has")
     parser.add_argument("--name", default="whole", help="of the JSON result")
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
@@ -200,6 +209,18 @@ def wanted(
     return sorted(found, key=lambda one: turn(one[1]))
 
 
+def check_gpus(known: Sequence[dict[str, Any]], here: Sequence[str]) -> None:
+    """Check that a result has no cases of GPUs with other names: in its tables they would stand beside those of here.
+
+    Raises:
+        ValueError: it has some.
+    """
+    if other := {one["measured"]["gpus"][0] for one in known if one["measured"]["gpus"]} - set(here[:1]):
+        raise ValueError(
+            f"--name: got a result of {', '.join(sorted(other))}, accepted on {here[0] if here else 'no GPU'}: another"
+        )
+
+
 def in_order(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """As the tables have them, whichever were measured first: by model, GPUs and memory, then BF16 before others."""
     variants = [*VARIANTS]
@@ -217,10 +238,13 @@ def main(given: Sequence[str] | None = None) -> None:
     path = result_path(f"speed/{arguments.name}", arguments.output)
     known = json.loads(path.read_text())["cases"] if path.exists() else []
     cases = {key_of(one): one for one in known}
+    check_gpus(known, environment()["gpus"])
     began = time.monotonic()
     with ExitStack() as stack:
         te = None
         for case, have in wanted(arguments, known):
+            if STOPPED.is_set():
+                break
             left = arguments.seconds - (time.monotonic() - began)
             if left < GRACE:
                 print(f"not started, --seconds {arguments.seconds:g} are over: {case['model']}, {case['variant']}")
@@ -239,4 +263,5 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: STOPPED.set())
     main()

@@ -29,7 +29,7 @@ __all__ = ["OUT_OF_MEMORY", "VARIANTS", "batch_of", "engine_of", "plan_of", "set
 
 OUT_OF_MEMORY = 7
 """Exit status."""
-NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc"
 """What others than torch's allocator say then: CUDA, NCCL, Triton, cuBLAS."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "BF16": ("AdamW", {"enabled": False}),
@@ -91,8 +91,9 @@ def batch_of(micro_batch: int, model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any, report: MemoryReport | None) -> dict[str, Any]:
-    """Times and peaks of steps with one micro-batch."""
+def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any) -> dict[str, Any]:
+    """Times and peaks of steps with one micro-batch, and what they hold, which the first one tells."""
+    report = MemoryReport(engine, micro_batch * model.seq_length)
     gpu, batch, times = torch.cuda.is_available(), batch_of(micro_batch, model), []
     if gpu:
         torch.cuda.empty_cache()
@@ -100,13 +101,13 @@ def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any, report: Memor
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
     for step in range(WARM_UP + TIMED):
         began = time.perf_counter()
-        with report.forward() if report is not None and step == 0 else nullcontext():
+        with report.forward() if step == 0 else nullcontext():
             loss = loss_of(engine, batch)
         engine.backward(loss)
-        if report is not None and step == 0:
+        if step == 0:
             report.backward_done()
         engine.step()
-        if report is not None and step == 0:
+        if step == 0:
             report.step_done()
         float(engine.get_global_grad_norm())
         if gpu:
@@ -118,6 +119,7 @@ def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any, report: Memor
         "step_ms": 1e3 * seconds,
         "tokens_per_second_per_gpu": micro_batch * model.seq_length / seconds,
         "loss": float(loss),
+        "held_bytes": {name: row["bytes"] for name, row in report.to_dict().items()},
     }
     if gpu:
         peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
@@ -140,11 +142,8 @@ def main(case: dict[str, Any], out: Path) -> int:
         model = load_model_config(case["model"], case["override"])
         engine = engine_of(model, case["variant"], case["stage"])
         loss_of = build.language_model_loss(1, device)
-        for index, micro_batch in enumerate(case["micro_batches"]):
-            report = None if index else MemoryReport(engine, micro_batch * model.seq_length)
-            record = steps(engine, loss_of, micro_batch, model, report)
-            if report is not None:
-                record["held_bytes"] = {name: row["bytes"] for name, row in report.to_dict().items()}
+        for micro_batch in case["micro_batches"]:
+            record = steps(engine, loss_of, micro_batch, model)
             if rank == 0:
                 with out.open("a") as file:
                     file.write(json.dumps(record) + "\n")

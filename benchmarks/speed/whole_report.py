@@ -49,7 +49,8 @@ def groups(cases: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]
     found: dict[tuple, list[dict[str, Any]]] = {}
     for case in cases:
         if finished(case):
-            key = (case["model"], *case["override"], case["ranks"], case["stage"], case["gpu_memory"])
+            gpu = case["measured"]["gpus"][:1]
+            key = (case["model"], *case["override"], *gpu, case["ranks"], case["stage"], case["gpu_memory"])
             found.setdefault(key, []).append(case)
     return found
 
@@ -73,16 +74,27 @@ def best(case: dict[str, Any]) -> dict[str, Any] | None:
     return max(case["steps"], key=lambda step: step["micro_batch"], default=None)
 
 
-def _row(case: dict[str, Any], step: dict[str, Any] | None, base: dict[str, Any] | None, plus: str = "") -> str:
+Pair = tuple[dict[str, Any], dict[str, Any] | None]
+"""A case, and one of its steps."""
+
+
+def _base(pairs: Sequence[Pair]) -> Pair | None:
+    """BF16's."""
+    return next((pair for pair in pairs if pair[0]["variant"] == "BF16"), None)
+
+
+def _row(case: dict[str, Any], step: dict[str, Any] | None, base: Pair | None, plus: str = "") -> str:
     name = case["variant"] + mark(case)
     if step is None:
         return f"| {name} | does not fit | | | | | |"
-    held = case["steps"][0]["held_bytes"]
-    saved = held["activations"] / GIB * step["micro_batch"] / case["steps"][0]["micro_batch"]
+    held = step["held_bytes"]
     speed = step["tokens_per_second_per_gpu"]
-    ratio = "" if base is None else f"{speed / base['tokens_per_second_per_gpu']:.2f}"
+    ratio = ""
+    if base is not None and base[1] is not None and base[0]["measured"]["code"] == case["measured"]["code"]:
+        ratio = f"{speed / base[1]['tokens_per_second_per_gpu']:.2f}"
     return (
-        f"| {name} | {step['micro_batch']}{plus} | {held['optimizer moments'] / GIB:.1f} | {saved:.1f} | "
+        f"| {name} | {step['micro_batch']}{plus} | {held['optimizer moments'] / GIB:.1f} | "
+        f"{held['activations'] / GIB:.1f} | "
         f"{step.get('peak_bytes', 0) / GIB:.1f} | {speed:,.0f} | {ratio} |"
     )
 
@@ -99,15 +111,14 @@ def equal(cases: list[dict[str, Any]]) -> list[str]:
     common = set.intersection(*shared) if shared else set()
     if not common:
         return []
-    steps = [next((s for s in case["steps"] if s["micro_batch"] == max(common)), None) for case in cases]
-    base = next((step for case, step in zip(cases, steps, strict=True) if case["variant"] == "BF16"), None)
-    return HEAD + [_row(case, step, base) for case, step in zip(cases, steps, strict=True)]
+    pairs = [(case, next((s for s in case["steps"] if s["micro_batch"] == max(common)), None)) for case in cases]
+    return HEAD + [_row(*pair, _base(pairs)) for pair in pairs]
 
 
 def largest(cases: list[dict[str, Any]]) -> list[str]:
     """A table at each variant's largest micro-batch; a plus where memory was not out at the largest that was tried."""
-    base = next((best(case) for case in cases if case["variant"] == "BF16"), None)
-    return HEAD + [_row(case, best(case), base, "+" if case["out_of_memory_at"] is None else "") for case in cases]
+    pairs = [(case, best(case)) for case in cases]
+    return HEAD + [_row(*pair, _base(pairs), "+" if pair[0]["out_of_memory_at"] is None else "") for pair in pairs]
 
 
 def cost(cases: list[dict[str, Any]]) -> list[str]:

@@ -2,8 +2,8 @@
 
 A gradient of ZeRO-1 or 2 is copied to a bucket. DeepSpeed divides the full bucket by the number of ranks, copies it to
 another one of the same layout, reduces that, copies what this rank keeps back, and adds it to the fp32 partition, to
-zeros at first, by way of a copy in fp32. None of these copies is needed, and NCCL divides while it adds. Then DeepSpeed
-has the host wait at the end of backward; here the GPU's stream waits.
+zeros at first, by way of a copy in fp32. None of these copies is needed, and only what this rank keeps has to be
+divided, while it is added. Then DeepSpeed has the host wait at the end of backward; here the GPU's stream waits.
 
 ``step.py`` says when all of this is done, and in what results are the same.
 """
@@ -25,31 +25,31 @@ __all__ = ["add_without_a_copy", "has_reduction_stream", "reduce_where_they_are"
 
 
 def reduce_where_they_are(zero: Any) -> None:
-    """Let buckets be reduced in place, and averaged by the reduction."""
-    zero.coat_average_over = None
+    """Let buckets be reduced in place, and divided where they are added to the fp32 partition."""
+    zero.coat_undivided = 1
     zero.average_tensor = types.MethodType(_average, zero)
     zero.allreduce_and_copy_with_multiple_ranks = types.MethodType(_reduce, zero)
 
 
 def _average(zero: Any, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
-    """In place of ``average_tensor``, whose division :func:`_reduce` makes up for."""
+    """In place of ``average_tensor``, whose division :func:`_reduce` makes up for where it can."""
     from deepspeed import comm
 
-    ranks, average = comm.get_world_size(zero.dp_process_group), zero.gradient_average
-    if average and _can_average(zero, ranks):
-        zero.gradient_average, zero.coat_average_over = False, ranks
+    average, ranks = zero.gradient_average, comm.get_world_size(zero.dp_process_group)
+    if average and ranks & (ranks - 1) == 0 and _alike(zero, tensor, communication_data_type):
+        zero.gradient_average, zero.coat_undivided = False, ranks
     try:
         type(zero).average_tensor(zero, tensor, communication_data_type)
     finally:
-        zero.gradient_average, zero.coat_average_over = average, None
+        zero.gradient_average, zero.coat_undivided = average, 1
 
 
-def _can_average(zero: Any, ranks: int) -> bool:
-    """Whether NCCL's average is the sum of what DeepSpeed divides. NCCL multiplies by 1 / ranks in the gradients' type,
-    which rounds for three ranks, and not for four."""
+def _alike(zero: Any, tensor: torch.Tensor, communication_data_type: torch.dtype) -> bool:
+    """Whether all of a bucket goes through :func:`_reduce` and is reduced in place, over the same ranks, and may be
+    divided afterwards: by a power of two, in a type whose range is fp32's, that gives the same bits."""
     every = zero.reduce_scatter and zero.use_multi_rank_bucket_allreduce and zero.sequence_parallel_size == 1
-    backend = torch.distributed.get_backend(zero.dp_process_group)
-    return every and backend == torch.distributed.Backend.NCCL and ranks & (ranks - 1) == 0
+    dtype = communication_data_type == tensor.dtype and tensor.dtype in (torch.bfloat16, torch.float32)
+    return every and dtype and not zero.ipg_buckets[communication_data_type].has_moe_params
 
 
 def _reduce(
@@ -64,31 +64,33 @@ def _reduce(
 ) -> None:
     """In place of ``allreduce_and_copy_with_multiple_ranks``: the same values, where slices of a bucket lie in a row.
 
-    Of slices that other ranks keep, the bucket has the sum afterwards, and not this rank's gradient. Nobody reads them.
+    Of slices that other ranks keep, the bucket has the sum afterwards, and not this rank's gradient. Nobody reads them,
+    but where ZeRO-1 accumulates in an attribute of its own, which is left to DeepSpeed.
     """
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
-    group = zero.dp_process_group if process_group is None else process_group
-    whole, over = _in_a_row(small_bucket), zero.coat_average_over
-    if whole is not None and (divide or communication_data_type != whole.dtype or zero.sequence_parallel_size > 1):
-        whole = None
-    in_nccl = whole is not None and over == comm.get_world_size(group)  # experts have another group
-    if over is not None and not in_nccl:
-        for one in small_bucket:
-            one.div_(over)
-    if whole is None:
+    group, ranks = zero.dp_process_group if process_group is None else process_group, zero.coat_undivided
+    other = divide or zero.use_grad_accum_attribute or zero.sequence_parallel_size > 1
+    whole = None if other else _in_a_row(small_bucket)
+    if whole is None or communication_data_type != whole.dtype:
+        for one in small_bucket if ranks > 1 else ():
+            one.div_(ranks)
         original = type(zero).allreduce_and_copy_with_multiple_ranks
         original(zero, small_bucket, communication_data_type, log, divide, group, bucket_ranks, output_bucket)
         return
-    comm.all_reduce(whole, op=comm.ReduceOp.AVG if in_nccl else comm.ReduceOp.SUM, group=group)
+    comm.all_reduce(whole, group=group)
     if zero.overlap_comm and not get_accelerator().resolves_data_dependency():
         whole.record_stream(zero.reduction_stream)
     own = comm.get_rank(group)
     outputs = [None] * len(small_bucket) if output_bucket is None else output_bucket
-    for reduced, ranks, output in zip(small_bucket, bucket_ranks, outputs, strict=True):
-        if own in ranks if isinstance(ranks, frozenset) else own == ranks:
-            zero._add_to_grad_partition_buffer(output, reduced)
+    for reduced, keepers, output in zip(small_bucket, bucket_ranks, outputs, strict=True):
+        if own not in keepers if isinstance(keepers, frozenset) else own != keepers:
+            continue
+        if output is not None:
+            _add(zero, output, reduced, 1 / ranks)
+        elif ranks > 1:
+            reduced.mul_(1 / ranks)
 
 
 def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -134,21 +136,24 @@ def _build(zero: Any, group_idx: int) -> Any:
     return group
 
 
-def _add(zero: Any, output: torch.Tensor | None, source: torch.Tensor) -> None:
+def _add(zero: Any, output: torch.Tensor | None, source: torch.Tensor, factor: float = 1.0) -> None:
     """In place of ``_add_to_grad_partition_buffer``: torch converts each element as it adds it, to the same bits.
 
-    The first gradient of a parameter is not added to zeros but copied over them, which is the same but for -0. Only in
+    The first gradient of a parameter is not added to zeros but written over them, which is the same but for -0. Only in
     the micro-batch in which they were made: between two, programs may write gradients.
     """
     if output is None:
         return
     at = output.data_ptr()
-    for one in zero.coat_zeros.values():
+    for group, one in zero.coat_zeros.items():
         if one.begin <= at < one.end and at not in one.written and one.micro_step == zero.micro_step_id:
+            partition = getattr(zero.averaged_gradients.get(group), "flat_partition", None)
+            if partition is None or partition.data_ptr() != one.begin:  # moved, or of a step before
+                continue
             one.written.add(at)
-            output.copy_(source)
+            torch.mul(source, factor, out=output) if factor != 1.0 else output.copy_(source)
             return
-    output.add_(source)
+    output.add_(source, alpha=factor)
 
 
 # Waiting.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ..ops import LogitStats, exact_mm, logit_grad, logit_stats, merge, pow2
-from .function import shaped, without_autocast
+from .function import outside_of_graphs, shaped, without_autocast
 from .products import check_input
 from .tensor_parallel import TensorParallel
 
@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, labels, tp, z_loss)
 
 
-@torch._disable_dynamo  # a graph break: torch.compile cannot trace GEMMs that add to an fp32 tensor (pytorch 163880)
+@outside_of_graphs  # a graph break: torch.compile cannot trace GEMMs that add to an fp32 tensor (pytorch 163880)
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,

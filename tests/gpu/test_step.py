@@ -69,7 +69,7 @@ def test_the_same_bits_without_the_waits(stage, contiguous):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_same_bits_as_deepspeed(stage):
-    """Reduced in place and averaged by NCCL. Without clipping: the norm's sums have another order."""
+    """Buckets reduced in place. Without clipping: the norm's sums have another order."""
     runs = [run_ranks(2, train, stage, True, True, plain, 0.0, backend="nccl") for plain in (False, True)]
     for (_, found, weights), (_, expected, wanted) in zip(*runs, strict=True):
         assert [one[3] for one in found] == [one[3] for one in expected]

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -102,6 +103,15 @@ def test_samples() -> None:
     assert sum(sampler.lines.values()) == sampler.samples
 
 
+def test_idle_time_is_not_given_to_what_works() -> None:
+    """Times are shares of all looks: of those that saw nothing at work, too."""
+    with Sampler() as sampler:
+        busy(0.2)
+        threading.Event().wait(0.6)
+    mine = sum(n for name, n in sampler.functions.items() if name.endswith("test_step.py busy"))
+    assert 0.05 < mine / sampler.looks < 0.5
+
+
 def test_a_peer_is_found_or_asked_for(capsys, monkeypatch) -> None:
     with pytest.raises(SystemExit):
         step.parse(["--variant", "TE bf16"])
@@ -112,9 +122,9 @@ def test_a_peer_is_found_or_asked_for(capsys, monkeypatch) -> None:
 
 
 def test_a_rank_starts_again_where_the_peer_is(tmp_path, monkeypatch) -> None:
-    """With the peer's folders before others, its environment, and the same options; its status is the rank's."""
+    """With the peer's folders before others and the same options; its status is the rank's."""
     (tmp_path / "transformer_engine").mkdir()
-    code = "import os, sys; sys.exit(3 + (sys.path[2:4] != sys.argv[1:3] or os.environ['UB_SKIPMC'] != '1'))"
+    code = "import sys; sys.exit(3 + (sys.path[2:4] != sys.argv[1:3]))"
     real = subprocess.Popen
 
     def start(line, env):

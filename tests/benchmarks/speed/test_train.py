@@ -1,5 +1,9 @@
 """What training end to end can be asked for: configurations, peers, models with Transformer Engine's layers."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks.common import ROOT
@@ -53,6 +57,45 @@ def test_ratios_are_to_the_baseline_and_losses_to_bf16_of_this_program(capsys) -
     assert "(4.00x)" in capsys.readouterr().out
     train.compare([te, ours])
     assert ours["losses_beside"] == "TE bf16" and ours["final_loss_gap"] == 1.0
+
+
+def test_the_same_command_goes_on(tmp_path, monkeypatch, capsys) -> None:
+    """Runs that are done are kept when another fails, and are measured anew where something else is asked for."""
+    started, broken = [], {"zero2"}
+
+    def run(name, micro_batch, *_):
+        started.append((name, micro_batch))
+        if name in broken:
+            raise subprocess.CalledProcessError(3, name)
+        return a_run(name, 100.0, [4.0, 2.0]) | {"micro_batch": micro_batch}
+
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(train, "prepare_text", lambda *_: None)
+
+    def go(*given):
+        monkeypatch.setattr(sys, "argv", ["train", "--micro-batch", "2", "4", "--output", str(tmp_path), *given])
+        train.main()
+
+    with pytest.raises(SystemExit, match="goes on with what failed: zero2, micro-batch 2: exit 3; zero2, micro-ba"):
+        go()
+    assert len(started) == 4 and not (tmp_path / "speed/train-1-rank.json").exists()
+    started.clear()
+    with pytest.raises(SystemExit):
+        go("--steps", "7")
+    assert len(started) == 4, "other options"
+    started.clear()
+    broken.clear()
+    go("--steps", "7")
+    assert started == [("zero2", 2), ("zero2", 4)]
+    found = json.loads((tmp_path / "speed/train-1-rank.json").read_text())["runs"]
+    names = [(one["config"], one["micro_batch"]) for one in found]
+    assert names == [("zero2-bf16", 2), ("zero2", 2), ("zero2-bf16", 4), ("zero2", 4)]
+    assert not list(tmp_path.glob("**/*unfinished*")) and "step_time_ratio" in found[1]
+
+
+def test_only_tensor_parallel_peers_have_another_environment() -> None:
+    assert te_train.environment(1) == {"UB_SKIPMC": "1"}
+    assert te_train.environment(2) == {"UB_SKIPMC": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def test_what_is_bf16() -> None:

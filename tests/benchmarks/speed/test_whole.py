@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
-from benchmarks.common import code_digest
+from benchmarks.common import ROOT, code_digest
 from benchmarks.speed import whole, whole_report
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS, settings_of
 
@@ -24,8 +26,9 @@ def test_cases_are_measured_once(tmp_path, capsys, monkeypatch) -> None:
     whole.main([*options, "2", "1", "3"])
     (case,) = cases_in(tmp_path)
     assert [step["micro_batch"] for step in case["steps"]] == [1, 2, 3] and case["out_of_memory_at"] is None
-    assert ["held_bytes" in step for step in case["steps"]] == [True, True, False], "of each start's first"
-    assert case["steps"][0]["held_bytes"]["optimizer moments"] > 0
+    held = [step["held_bytes"] for step in case["steps"]]
+    assert held[0]["optimizer moments"] == held[2]["optimizer moments"] > 0
+    assert held[0]["activations"] < held[1]["activations"] < held[2]["activations"]
     assert all(step["tokens_per_second_per_gpu"] > 0 and step["loss"] > 0 for step in case["steps"])
     capsys.readouterr()
     monkeypatch.setattr(whole, "run", lambda *_: pytest.fail("measured again"))
@@ -102,6 +105,34 @@ def test_how_a_case_ends(steps, end, limit, expected, monkeypatch) -> None:
     assert found == {"out_of_memory_at": None} | expected
 
 
+def test_a_rank_that_a_signal_ends_without_a_word(tmp_path, monkeypatch, capsys) -> None:
+    """As of the kernel, when the host's memory is out: the case fails, and the others are still measured."""
+    real, code = subprocess.Popen, "import os; os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(whole.subprocess, "Popen", lambda line, **more: real([line[0], "-c", code], **more))
+    whole.main([*TINY, "--ranks", "1", "--variants", "BF16", "both", "--output", str(tmp_path)])
+    assert [one["error"].strip() for one in cases_in(tmp_path)] == ["ranks ended with [-9]"] * 2
+    assert capsys.readouterr().out.count("failed: ranks ended with [-9]") == 2
+
+
+def test_a_program_that_is_told_to_end_keeps_its_steps(tmp_path) -> None:
+    """And leaves no rank behind."""
+    options = [*TINY, "--variants", "BF16", "both", "--output", str(tmp_path), "--micro-batches", "1", "100000"]
+    with subprocess.Popen([sys.executable, "-m", "benchmarks.speed.whole", *options], cwd=ROOT) as program:
+        ranks = []
+        try:
+            while len(ranks) < 2 and program.poll() is None:
+                ranks = psutil.Process(program.pid).children()
+                time.sleep(0.1)
+            time.sleep(12)
+        finally:
+            program.terminate()
+        assert program.wait(30) == 0
+    psutil.wait_procs(ranks, 5)
+    assert not any(one.is_running() for one in ranks)
+    (found,) = cases_in(tmp_path)
+    assert found["cut"] == ("with steps" if found["steps"] else "without a step") and "error" not in found
+
+
 def test_a_case_without_a_step_for_long_has_failed(monkeypatch) -> None:
     monkeypatch.setattr(whole, "_wait", lambda processes, limit: [p.kill() or p.wait() and None for p in processes])
     found = whole.run({"ranks": 1, "variant": "both", "micro_batches": [1]}, None, whole.STUCK)
@@ -160,11 +191,12 @@ def test_peers_are_needed_for_peers(capsys) -> None:
 
 
 def case(variant, speeds, out_of_memory_at=None, code=None, **more):
-    held = {"optimizer moments": 2**31, "activations": 2**30}
     steps = [
-        {"micro_batch": n, "tokens_per_second_per_gpu": speed, "peak_bytes": n * 2**30}
-        | ({"held_bytes": held} if i == 0 else {})
-        for i, (n, speed) in enumerate(speeds.items())
+        {
+            **{"micro_batch": n, "tokens_per_second_per_gpu": speed, "peak_bytes": n * 2**30},
+            "held_bytes": {"optimizer moments": 2**31, "activations": (10 + n) * 2**30},
+        }
+        for n, speed in speeds.items()
     ]
     return {
         **{"model": "llama2-7b", "override": [], "variant": variant, "ranks": 2, "stage": 2, "gpu_memory": None},
@@ -187,11 +219,11 @@ def test_report(tmp_path) -> None:
     (cases,) = found.values()
     assert whole_report.title(cases[0]) == "llama2-7b, 2 x H200, ZeRO-2"
     assert whole_report.equal(cases)[2:] == [
-        "| BF16 | 2 | 2.0 | 2.0 | 2.0 | 1,500 | 1.00 |",
-        "| both \u2020abc | 2 | 2.0 | 2.0 | 2.0 | 2,000 | 1.33 |",
+        "| BF16 | 2 | 2.0 | 12.0 | 2.0 | 1,500 | 1.00 |",
+        "| both \u2020abc | 2 | 2.0 | 12.0 | 2.0 | 2,000 |  |",
         "| flow only | does not fit | | | | | |",
     ]
-    assert whole_report.largest(cases)[3] == "| both \u2020abc | 8 | 2.0 | 8.0 | 8.0 | 2,900 | 1.93 |"
+    assert whole_report.largest(cases)[3] == "| both \u2020abc | 8 | 2.0 | 18.0 | 8.0 | 2,900 |  |"
     assert whole_report.cost(cases)[2:] == ["| BF16 | 1,500 | 55,556 |", "| both \u2020abc | 3,000 | 27,778 |"]
     *lines, named = whole_report.report(CASES)
     assert "optimizer only" not in "\n".join(lines) and lines[-2].endswith("at the commit named.")
@@ -202,9 +234,19 @@ def test_report(tmp_path) -> None:
 
 def test_report_of_what_has_no_end() -> None:
     lines = whole_report.report([case("BF16", {1: 1000.0}), case("both", {1: 1200.0}, cut=True)])
-    assert "| BF16 | 1+ | 2.0 | 1.0 | 1.0 | 1,000 | 1.00 |" in lines
+    assert "| BF16 | 1+ | 2.0 | 11.0 | 1.0 | 1,000 | 1.00 |" in lines
     assert "+ memory was not out at the largest micro-batch that was tried." in lines
     assert lines[-1] == "Not finished: both (llama2-7b, 2 x H200, ZeRO-2; cut by time)."
+
+
+def test_gpus_with_other_names_are_never_in_one_table() -> None:
+    h200, h100 = case("BF16", {1: 1000.0}), case("both", {1: 1200.0})
+    h100["measured"]["gpus"] = ["NVIDIA H100 80GB HBM3"] * 2
+    assert len(whole_report.groups([h200, h100])) == 2
+    whole.check_gpus([h200], ["NVIDIA H200"] * 2)
+    whole.check_gpus([], [])
+    with pytest.raises(ValueError, match="--name: got a result of NVIDIA H200, accepted on NVIDIA H100: another"):
+        whole.check_gpus([h200], ["NVIDIA H100"])
 
 
 def test_the_order_of_cases() -> None:

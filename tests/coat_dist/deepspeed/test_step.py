@@ -81,8 +81,8 @@ def test_fused_step_gives_the_same_bits(stage, clip, world):
             assert torch.equal(a, b)
 
 
-def reduced(rank, world, averaged, in_a_row, slices):
-    """What a rank keeps of a bucket, and adds to its fp32 partition, reduced in DeepSpeed's way and in ours."""
+def reduced(rank, world, averaged, in_a_row, slices, partition):
+    """What a rank keeps of a bucket, or adds to its fp32 partition, reduced in DeepSpeed's way and in ours."""
     from types import MethodType, SimpleNamespace
 
     import deepspeed
@@ -106,10 +106,11 @@ def reduced(rank, world, averaged, in_a_row, slices):
         memory = torch.randn(64).bfloat16()
         bucket = [memory[a:b] for a, b in slices]
         kept = [i for i, keeper in enumerate(keepers) if keeper == rank]
-        outputs = [torch.zeros(len(one)) if i in kept else None for i, one in enumerate(bucket)]
+        outputs = [torch.ones(len(one)) if partition and i in kept else None for i, one in enumerate(bucket)]
         zero = Bare(
             dp_process_group=torch.distributed.group.WORLD, sequence_parallel_size=1, overlap_comm=False,
-            gradient_average=True, flatten=torch.cat, coat_average_over=world if averaged else None,
+            gradient_average=True, flatten=torch.cat, coat_undivided=world if averaged else 1,
+            use_grad_accum_attribute=False, coat_zeros={},
             unflatten=lambda flat, like: flat.split([len(one) for one in like]),
         )  # fmt: skip
         if averaged and not ours:
@@ -117,15 +118,17 @@ def reduced(rank, world, averaged, in_a_row, slices):
         reduce = MethodType(step_gradients._reduce, zero) if ours else zero.allreduce_and_copy_with_multiple_ranks
         owners = [frozenset((keeper,)) for keeper in keepers]
         reduce(bucket, torch.bfloat16, divide=False, bucket_ranks=owners, output_bucket=outputs)
-        found.append([one for i in kept for one in (bucket[i], outputs[i])])
+        found.append([outputs[i] if partition else bucket[i] for i in kept])
     return found
 
 
-@pytest.mark.parametrize(("averaged", "in_a_row"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("slices", [((3, 20), (20, 21), (21, 60)), ((3, 20), (40, 60), (20, 30))])
-def test_buckets_are_reduced_where_they_are(averaged, in_a_row, slices):
-    """gloo does not average: what NCCL averages is compared in tests/gpu/test_step.py."""
-    for theirs, ours in run_ranks(2, reduced, averaged, in_a_row, slices):
+@pytest.mark.parametrize(("averaged", "in_a_row"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("slices", "partition"), [(((3, 20), (20, 21), (21, 60)), True), (((3, 20), (40, 60), (20, 30)), True),
+                              (((3, 20), (20, 21), (21, 60)), False)]
+)  # fmt: skip
+def test_buckets_are_reduced_where_they_are(averaged, in_a_row, slices, partition):
+    for theirs, ours in run_ranks(2, reduced, averaged, in_a_row, slices, partition):
         assert len(theirs) == len(ours) and theirs
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
 
@@ -157,10 +160,13 @@ def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
         def _build_compact_grad_partition_buffer(self, group_idx):
             return SimpleNamespace(flat_partition=memory[10 * group_idx :].zero_())
 
-    zero = Bare(micro_step_id=0)
+        def build(self, group_idx):
+            self.averaged_gradients[group_idx] = self._build_compact_grad_partition_buffer(group_idx)
+
+    zero = Bare(micro_step_id=0, averaged_gradients={})
     add_without_a_copy(zero)
     one, two = torch.full((5,), 1.5).bfloat16(), torch.full((5,), 2.0).bfloat16()
-    zero._build_compact_grad_partition_buffer(2)
+    zero.build(2)
     zero._add_to_grad_partition_buffer(None, one)
     memory[20:25] = 100.0  # shows what is copied, and what is added
     for source in (one, two):
@@ -171,7 +177,11 @@ def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
     zero._add_to_grad_partition_buffer(memory[30:35], one)
     assert memory[30:35].eq(101.5).all(), "a program may have written it between two micro-batches"
     zero.micro_step_id = 0  # another step
-    zero._build_compact_grad_partition_buffer(1)
+    zero.averaged_gradients.clear()
+    memory[40:45] = 1.0
+    zero._add_to_grad_partition_buffer(memory[40:45], one)
+    assert memory[40:45].eq(2.5).all(), "in the memory of zeros that are gone"
+    zero.build(1)
     for source in (one, two, two):
         zero._add_to_grad_partition_buffer(memory[30:35], source)
     assert memory[30:35].eq(5.5).all()
