@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import RESULTS, ROOT
-from benchmarks.results_tables import TABLES, is_current, number, percent, read
+from benchmarks.results_render import number, percent
+from benchmarks.results_tables import TABLES, is_current, read
 from benchmarks.speed import whole_report
 
 __all__ = ["README", "in_readme", "readme_part"]

@@ -1,26 +1,18 @@
-"""The tables of docs/results.md and README: which results each is made of, what measures them, and their Markdown."""
+"""The tables of docs/results.md and README: the results of each, what measures these, and what renders them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import results_render as render
 from benchmarks.common import RESULTS, code_digest
-from benchmarks.speed import whole_report
 
-__all__ = ["PEERS", "TABLES", "TWO", "Table", "is_current", "lines_of", "number", "percent", "read"]
+__all__ = ["PEERS", "TABLES", "Table", "is_current", "lines_of", "read"]
 
-GIB = 2**30
 Result = dict[str, Any]
-NAMES = {
-    "TE bf16": "Transformer Engine, BF16",
-    "TE fp8 delayed": "Transformer Engine, FP8",
-    "zero2-bf16": "BF16, torch AdamW",
-    "zero2": "coat",
-}
-"""Of runs, in tables."""
 
 
 class Table(NamedTuple):
@@ -39,213 +31,28 @@ class Table(NamedTuple):
     """Part of the name of the GPU that the page says the table is about."""
 
 
-def rows(head: str, lines: Sequence[str]) -> list[str]:
-    """A Markdown table."""
-    return [f"| {head} |", "|" + "---|" * (head.count("|") + 1), *(f"| {line} |" for line in lines)]
-
-
-def percent(value: float, signed: bool = False) -> str:
-    """0.19 %, with a minus sign where there is one, and a plus if ``signed``."""
-    return f"{100 * value:{'+' if signed else ''}.2f} %".replace("-", "\u2212")
-
-
-def number(value: float, digits: int = 0) -> str:
-    """With thin groups of three: 35 819."""
-    return f"{value:,.{digits}f}".replace(",", " ")
-
-
-SAME_LOSS = 1e-3
-"""Up to which share two first losses in BF16 differ by rounding: above it, initial weights are others."""
-
-
-def comparable(runs: dict[str, Result]) -> bool:
-    """Whether losses of Transformer Engine's runs say something beside ours: they began with the same weights."""
-    if not {"TE bf16", "zero2-bf16"} <= runs.keys():
-        return False
-    theirs, ours = (runs[name]["losses"][0] for name in ("TE bf16", "zero2-bf16"))
-    return abs(theirs / ours - 1) < SAME_LOSS
-
-
-def train(found: Result) -> list[str]:
-    runs = {one["config"]: one for one in found["runs"]}
-    lines, bases = [], [name for name in ("TE bf16", "zero2-bf16") if name in runs]
-    for name, one in runs.items():
-        held, speed = one["memory"], one["tokens_per_second_per_gpu"]
-        moments = held["optimizer moments"]["bytes"] / held["optimizer moments"]["elements"]
-        ratios = [f"{speed / runs[base]['tokens_per_second_per_gpu']:.2f}" for base in bases]
-        shown = name != "zero2-bf16" and (not name.startswith("TE") or comparable(runs))
-        gaps = [percent(one["largest_loss_gap"]), percent(one["last_ten_loss_gap"])] if shown else ["", ""]
-        cells = [
-            *(NAMES.get(name, name), f"{one['step_ms']:.1f} ms", number(speed), *ratios, f"{moments:.3f}"),
-            *(f"{held['activations']['bytes'] / GIB:.2f} GiB", f"{one['peak_memory_gib']:.1f} GiB", *gaps),
-        ]
-        lines.append(" | ".join(cells))
-    to = "".join(f" | to {'Transformer Engine BF16' if base.startswith('TE') else 'BF16'}" for base in bases)
-    head = f" | step | tokens/s/GPU{to} | moments, B/param | saved for backward | peak"
-    return rows(head + " | largest loss gap | mean gap, last ten", lines)
-
-
-def train_tp(found: Result) -> list[str]:
-    lines = []
-    for size in dict.fromkeys(one["micro_batch"] for one in found["runs"]):
-        of = {one["config"]: one for one in found["runs"] if one["micro_batch"] == size}
-        cells = [
-            f"{number(one['tokens_per_second_per_gpu'])} ({one['tokens_per_second_ratio']:.3f})" for one in of.values()
-        ]
-        lines.append(f"{size} | " + " | ".join(cells))
-    return rows("micro-batch | " + " | ".join(dict.fromkeys(one["config"] for one in found["runs"])), lines)
-
-
-def pipeline(found: Result) -> list[str]:
-    runs, kinds = found["runs"], [(k, v) for k in ("BF16", "coat") for v in (1, 2)]
-    of = {(one["micro_batches"], one["layers"], one["virtual_stages"]): one["ratio"] for one in runs}
-    lines = [
-        f"{m} | " + " | ".join(f"{of[m, k, v]:.3f}" if (m, k, v) in of else "" for k, v in kinds)
-        for m in dict.fromkeys(one["micro_batches"] for one in runs)
-    ]
-    return rows("micro-batches | BF16, 1F1B | BF16, V = 2 | coat, 1F1B | coat, V = 2", lines)
-
-
-def layer(found: Result) -> list[str]:
-    lines = []
-    for one in found["results"]:
-        for name in ("TE bf16", "TE fp8 delayed", *(n for n in one["runs"] if n.startswith("coat"))):
-            if (run := one["runs"].get(name)) is not None:
-                ratio = f"{run['ratio_to_te_bf16']:.3f}" if "ratio_to_te_bf16" in run else ""
-                lines.append(
-                    f"{NAMES.get(name, name)} | {run['ms']:.2f} ms | {ratio} | {number(run['saved_bytes_per_token'])}"
-                )
-    return rows(" | forward + backward | to Transformer Engine BF16 | saved, B/token", lines)
-
-
-def layers(over_ranks: Result, experts: Result) -> list[str]:
-    lines = []
-    for one in over_ranks["results"]:
-        runs = one["runs"]
-        what = f"{one['preset']}, two GPUs, TP 2 with sequence parallelism"
-        lines.append(
-            f"{what} | {runs['bf16']['ms']:.2f} ms | {runs['coat']['ms']:.2f} ms | {runs['coat']['ratio_to_bf16']:.3f}"
-        )
-    for one in experts["results"]:
-        if one["tokens"] == 16384:
-            base, ours = one["runs"]["grouped bf16"], one["runs"]["grouped coat"]
-            what = f"{one['shape']}, grouped products, one GPU"
-            lines.append(f"{what} | {base['ms']:.2f} ms | {ours['ms']:.2f} ms | {ours['ratio_to_bf16']:.3f}")
-    return rows("layer | BF16 | coat | ratio", lines)
-
-
-def optimizer(found: Result) -> list[str]:
-    pairs: dict[str, list[Result]] = {}
-    for one in found["steps"]:
-        pairs.setdefault(number(one["parameters"]), []).append(one)
-    pairs["300 tensors, 52 M"] = found["model_of_300_tensors"]
-    lines = []
-    for size, both in pairs.items():
-        of = {one["optimizer"]: one for one in both}
-        ours, torchs = of["CoatAdamW"], of["torch fused AdamW"]
-        share = f"{ours['fraction_of_copy_bandwidth']:.0%}" if "fraction_of_copy_bandwidth" in ours else ""
-        lines.append(
-            f"{size} | {torchs['ms']:.2f} ms | {ours['ms']:.2f} ms | {share} | {ours['ratio_to_torch_fused']:.2f}"
-        )
-    return rows("parameters | torch fused AdamW | `CoatAdamW` | of copy bandwidth | ratio", lines)
-
-
-def engine_step(found: Result) -> list[str]:
-    return rows(
-        " | `engine.step()` | ratio",
-        [f"{s['optimizer']} | {s['step_ms']:.1f} ms | {s['ratio']:.3f}" for s in found["steps"]],
-    )
-
-
-def whole(found: Result) -> list[str]:
-    return whole_report.report(found["cases"])
-
-
-def step(*found: Result) -> list[str]:
-    """A column for each result."""
-    kinds = {kind: 0.0 for one in found for kind in one["kernels"]}
-    for one in found:
-        for kind, row in one["kernels"].items():
-            kinds[kind] = max(kinds[kind], row["ms"])
-
-    def line(name: str, cells: Sequence[str]) -> str:
-        return f"{name} | " + " | ".join(cells)
-
-    def traced(key: Callable[[Result], float]) -> list[str]:
-        return [f"{key(one['gpu']) / one['gpu']['steps']:.1f} ms" for one in found]
-
-    lines = [line("a step, by the clock", [f"{one['wall_ms']:.1f} ms" for one in found])]
-    for kind in sorted(kinds, key=lambda name: -kinds[name]):
-        cells = [f"{one['kernels'][kind]['ms']:.1f} ms" if kind in one["kernels"] else "" for one in found]
-        lines.append(line(f"GPU: {kind}", cells))
-    lines += [
-        line("GPU: communication and nothing else", traced(lambda gpu: gpu["communication_alone_ms"])),
-        line("GPU: nothing", traced(lambda gpu: gpu["span_ms"] - gpu["busy_ms"])),
-    ]
-    for phase in found[0]["alone"]:
-        both = [one["alone"][phase] for one in found]
-        lines.append(
-            line(f"{phase} alone: host, done", [f"{b['host_ms']:.1f} ms, {b['done_ms']:.1f} ms" for b in both])
-        )
-    heads = [VARIANTS.get(one["settings"]["variant"], one["settings"]["variant"]) for one in found]
-    return rows(line("", heads), lines)
-
-
-def over_four(found: Result) -> list[str]:
-    lines = []
-    for one in found["results"]:
-        runs = one["runs"]
-        lines += [
-            f"{one['preset']}, {name} | {run['ms']:.2f} ms | {run['ratio_to_bf16']:.3f}" for name, run in runs.items()
-        ]
-    return rows("layer, TP 4 with sequence parallelism | forward + backward | to BF16", lines)
-
-
-def amax_collectives(found: Result) -> list[str]:
-    """All-reduces of a layer under sequence parallelism: amaxes, and gradients of norms."""
-    lines = []
-    for one in found["results"]:
-        for name, run in one["runs"].items():
-            both = list(run["times"].values())
-            spent = sum(part["kinds"].get("all-reduce", {"us": 0.0})["us"] for part in both)
-            span = sum(part["span_us"] for part in both)
-            lines.append(f"{one['preset']}, {name} | {spent:.0f} µs | {span:.0f} µs | {percent(spent / span)}")
-    return rows("layer | all-reduces | all | share", lines)
-
-
-def layouts(found: Result) -> list[str]:
-    lines = [
-        f"{one['layout']} | {one['losses'][-1]:.4f} | {percent(one['largest_loss_gap'])} | "
-        f"{percent(one['last_ten_loss_gap'], signed=True)}"
-        for one in found["runs"]
-    ]
-    return rows("layout of the ranks | last loss | largest gap of a step | gap, last ten", lines)
-
-
-VARIANTS = {"both": "coat", **NAMES}
-"""Of ``step.py``, in tables."""
 RUN = "-m benchmarks.speed."
 PEERS = "PEERS"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node "
 TWO, FOUR = TORCHRUN + "2 " + RUN, TORCHRUN + "4 " + RUN
 PEERS_7B = "layer --variants coat 'coat saved in e4m3' --name "
 TABLES = {
-    "train": Table({"train-2-ranks": (RUN + "train --ranks 2 PEERS?",)}, train, seconds=360),
+    "train": Table({"train-2-ranks": (RUN + "train --ranks 2 PEERS?",)}, render.train, seconds=360),
     "step": Table(
         {
             "step-te-fp8": (TWO + "step --variant 'TE fp8 delayed' --name step-te-fp8 PEERS",),
             "step": (TWO + "step",),
         },
-        step,
+        render.step,
         seconds=90,
     ),
-    "layer": Table({"layer-peers-7b": (RUN + PEERS_7B + "layer-peers-7b PEERS",)}, layer),
+    "layer": Table({"layer-peers-7b": (RUN + PEERS_7B + "layer-peers-7b PEERS",)}, render.layer),
     "layers": Table(
         {
             "tp-layer": (TWO + "tp_layer --variants coat 'coat over NCCL' PEERS",),
             "experts": (RUN + "experts --kernels 0",),
         },
-        layers,
+        render.layers,
     ),
     "train_tp": Table(
         {
@@ -254,12 +61,12 @@ TABLES = {
                 "--configs 'TE bf16' zero2 'zero2 over NCCL' PEERS",
             )
         },
-        train_tp,
+        render.train_tp,
         seconds=360,
     ),
-    "engine_step": Table({"engine-step-zero2-2-ranks": (TWO + "engine_step",)}, engine_step),
-    "optimizer": Table({"optimizer": (RUN + "optimizer",)}, optimizer),
-    "pipeline": Table({"pipeline-2-stages": (TWO + "pipeline",)}, pipeline, seconds=200),
+    "engine_step": Table({"engine-step-zero2-2-ranks": (TWO + "engine_step",)}, render.engine_step),
+    "optimizer": Table({"optimizer": (RUN + "optimizer",)}, render.optimizer),
+    "pipeline": Table({"pipeline-2-stages": (TWO + "pipeline",)}, render.pipeline, seconds=200),
     "whole": Table(
         {
             "whole": (
@@ -269,7 +76,7 @@ TABLES = {
                 RUN + "whole --ranks 1 --gpu-memory 80 --models llama2-7b PEERS",
             )
         },
-        whole,
+        render.whole,
         goes_on=True,
     ),
     "four_whole": Table(
@@ -280,7 +87,7 @@ TABLES = {
                 for stage in (2, 3)
             )
         },
-        whole,
+        render.whole,
         goes_on=True,
     ),
     "four_layers": Table(
@@ -289,17 +96,19 @@ TABLES = {
                 FOUR + "tp_layer --presets llama2-13b llama3-70b --variants coat 'coat over NCCL' --name tp-layer-4",
             )
         },
-        over_four,
+        render.over_four,
     ),
     "four_amaxes": Table(
         {"collectives-4": (FOUR + "collectives --presets llama2-13b llama3-70b --variants coat --name collectives-4",)},
-        amax_collectives,
+        render.amax_collectives,
     ),
     "four_layouts": Table(
-        {"convergence/layouts-4-ranks": ("-m benchmarks.convergence.layouts --ranks 4",)}, layouts, seconds=200
+        {"convergence/layouts-4-ranks": ("-m benchmarks.convergence.layouts --ranks 4",)}, render.layouts, seconds=200
     ),
-    "h100_layer": Table({"layer-h100": (RUN + PEERS_7B + "layer-h100 PEERS",)}, layer, on="H100"),
-    "h100_optimizer": Table({"optimizer-h100": (RUN + "optimizer --name optimizer-h100",)}, optimizer, on="H100"),
+    "h100_layer": Table({"layer-h100": (RUN + PEERS_7B + "layer-h100 PEERS",)}, render.layer, on="H100"),
+    "h100_optimizer": Table(
+        {"optimizer-h100": (RUN + "optimizer --name optimizer-h100",)}, render.optimizer, on="H100"
+    ),
     "h100_whole": Table(
         {
             "whole-h100": (
@@ -309,7 +118,7 @@ TABLES = {
                 RUN + "whole --ranks 1 --models llama2-7b --name whole-h100 PEERS",
             )
         },
-        whole,
+        render.whole,
         goes_on=True,
         on="H100",
     ),

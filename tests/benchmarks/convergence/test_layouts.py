@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import results_tables
+from benchmarks import results_render
 from benchmarks.convergence import layouts
 from benchmarks.convergence.flow_data import FULL
 from benchmarks.convergence.layouts import Layout
@@ -30,7 +30,7 @@ def test_gaps_are_to_the_first_layout() -> None:
     base = {"layout": "tp1-zero2", "losses": [8.0] + [4.0] * 10}
     one = layouts.compared({"layout": str(Layout(2, 2)), "losses": [7.6] + [4.002] * 10}, base)
     assert one["largest_loss_gap"] == pytest.approx(0.05) and one["last_ten_loss_gap"] == pytest.approx(0.0005)
-    lines = results_tables.layouts({"runs": [layouts.compared(base, base), one]})
+    lines = results_render.layouts({"runs": [layouts.compared(base, base), one]})
     assert lines[2:] == [
         "| tp1-zero2 | 4.0000 | 0.00 % | +0.00 % |",
         "| tp2-zero2 | 4.0020 | 5.00 % | +0.05 % |",
@@ -39,11 +39,11 @@ def test_gaps_are_to_the_first_layout() -> None:
 
 def test_tables_of_four_gpus() -> None:
     runs = {"bf16": {"ms": 40.0, "ratio_to_bf16": 1.0}, "coat": {"ms": 24.0, "ratio_to_bf16": 0.6}}
-    lines = results_tables.over_four({"results": [{"preset": "llama2-13b", "runs": runs}]})
+    lines = results_render.over_four({"results": [{"preset": "llama2-13b", "runs": runs}]})
     assert lines[2:] == ["| llama2-13b, bf16 | 40.00 ms | 1.000 |", "| llama2-13b, coat | 24.00 ms | 0.600 |"]
     times = {
         "forward": {"span_us": 4000.0, "kinds": {"gather": {"us": 100.0}}},
         "backward": {"span_us": 6000.0, "kinds": {"all-reduce": {"us": 150.0}}},
     }
-    lines = results_tables.amax_collectives({"results": [{"preset": "llama2-13b", "runs": {"coat": {"times": times}}}]})
+    lines = results_render.amax_collectives({"results": [{"preset": "llama2-13b", "runs": {"coat": {"times": times}}}]})
     assert lines[2:] == ["| llama2-13b, coat | 150 µs | 10000 µs | 1.50 % |"]
