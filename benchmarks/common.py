@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import hashlib
+import io
 import json
 import os
 import platform
@@ -12,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
+import tokenize
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ __all__ = [
     "prepare_text",
     "python_path",
     "result_path",
+    "without_words",
     "write_result",
 ]
 
@@ -110,8 +114,22 @@ def code_digest() -> str:
     """Of what GPUs compute in a step: a result that was measured with another one may not be what this code gives."""
     digest = hashlib.sha256()
     for file in code_files():
-        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+        digest.update(f"{file.relative_to(ROOT).as_posix()}\0{without_words(file.read_text('utf-8'))}\0".encode())
     return digest.hexdigest()[:12]
+
+
+def without_words(source: str) -> str:
+    """A program without its comments, docstrings and blank lines: what can be changed, and what was measured stays. The
+    same in every version of Python, as tokens and syntax trees themselves are not."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def code_files(root: Path = ROOT) -> list[Path]:

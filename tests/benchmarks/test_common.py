@@ -74,3 +74,32 @@ def test_a_new_step_file_belongs_to_it_and_a_renamed_one_is_missed(tmp_path) -> 
     (tmp_path / "coat_dist/deepspeed/fp8_gather.py").unlink()
     with pytest.raises(ValueError, match="^CODE: got coat_dist/deepspeed/fp8_gather.py, accepted"):
         common.code_files(tmp_path)
+
+
+def test_what_a_program_says_in_words_does_not_count() -> None:
+    source = '''"""A module."""
+import torch  # noqa
+
+LIMIT = 3  # elements
+"""Of what."""
+
+
+class Kernel:
+    """Two
+    lines: # no comment."""
+
+    name: str
+    """Field."""
+
+    def run(self, x):
+        # why
+        """Runs."""
+        return f"# {x}" + "#" + """kept # as
+ it is"""
+'''
+    plain = "import torch\nLIMIT = 3\nclass Kernel:\n    name: str\n    def run(self, x):\n"
+    plain += '        return f"# {x}" + "#" + """kept # as\n it is"""'
+    assert common.without_words(source) == plain
+    assert common.without_words(source.replace("LIMIT = 3", "LIMIT = 4")) != plain
+    digest = common.code_digest.__wrapped__()
+    assert digest == common.code_digest() and len(digest) == 12
