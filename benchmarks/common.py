@@ -128,7 +128,8 @@ def without_words(source: str) -> str:
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+            for row in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                lines[row - 1] = ""
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
