@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import tokenize
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ __all__ = [
     "dumps",
     "environment",
     "figure_path",
+    "gpus",
+    "loss_gaps",
     "options",
     "prepare_text",
     "python_path",
@@ -105,7 +108,27 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {n: version(n) for n in ("torch", "triton", "deepspeed", "megatron-core")},
         "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": gpus(),
+    }
+
+
+def gpus() -> list[str]:
+    """The names of the GPUs here."""
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def loss_gaps(losses: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """How far losses are from those of another run in the same steps, as shares: in the first, in any, in the last, and
+    in the mean of the last ten, which has a sign."""
+    gaps = [abs(a - b) / b for a, b in zip(losses, base, strict=True)]
+    last, last_base = (sum(values[-10:]) / len(values[-10:]) for values in (losses, base))
+    return {
+        "first_loss_gap": gaps[0],
+        "largest_loss_gap": max(gaps),
+        "final_loss_gap": gaps[-1],
+        "last_ten_loss_gap": last / last_base - 1,
     }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, gpus
 from benchmarks.results_tables import PEERS, TABLES, Table, is_current, read
 
 __all__ = ["measure", "to_measure"]
@@ -49,13 +49,6 @@ def _goes_on(command: str, have: dict[str, Any]) -> bool:
 def _has_peers(have: dict[str, Any]) -> bool:
     """Whether runs of Transformer Engine are among a result's."""
     return any(one["config"].startswith("TE") for one in have.get("runs", ()))
-
-
-def gpus() -> list[str]:
-    """The names of the GPUs here."""
-    import torch
-
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def table_of(result: str) -> Table:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.results_measure import measure
-from benchmarks.results_readme import README, in_readme, readme_part
+from benchmarks.results_readme import FIGURE, FIGURES, README, in_readme, readme_part
 from benchmarks.results_tables import TABLES, lines_of, read
 from benchmarks.speed import whole_report
 
@@ -26,8 +26,6 @@ __all__ = ["PAGE", "draw", "main", "page"]
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 PAGE = ROOT / "docs/results.md"
-FIGURES = ROOT / "docs/figures"
-FIGURE = "speed-whole.png"
 
 
 def page(results: Path = RESULTS, figures: Path = FIGURES) -> str:

@@ -13,11 +13,12 @@ from benchmarks.results_render import number, percent
 from benchmarks.results_tables import TABLES, is_current, read
 from benchmarks.speed import whole_report
 
-__all__ = ["README", "in_readme", "readme_part"]
+__all__ = ["FIGURE", "FIGURES", "README", "in_readme", "readme_part"]
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- results: begin; written by python -m benchmarks.results_page -->", "<!-- results: end -->"
 FIGURES = ROOT / "docs/figures"
+FIGURE = "speed-whole.png"
 MOST = 3
 """Tables."""
 PAGE = "[docs/results.md](docs/results.md)"
@@ -57,7 +58,7 @@ def train(results: Path, figures: Path) -> list[str]:
     peers = any(one["config"].startswith("TE") for one in found["runs"])
     text = (
         f"**Training, end to end.** {given['layers']} Llama-2-7B layers, vocabulary {number(given['vocabulary'])}, "
-        f"micro-batch {', '.join(map(str, sizes))} × 4096 tokens, ZeRO-2, {gpus(found, given['ranks'])}, "
+        f"micro-batch {sizes[0]} × 4096 tokens, ZeRO-2, {gpus(found, given['ranks'])}, "
         f"{given['steps']} steps on real text. The same program with the block, without it"
         f"{' and with the layers of Transformer Engine' if peers else ''}; losses are compared with BF16 without it."
     )
@@ -82,9 +83,9 @@ def whole(results: Path, figures: Path) -> list[str]:
     )
     lines = [wrapped(text), "", *whole_report.largest(group)]
     if any(one["out_of_memory_at"] is None for one in group):
-        lines += ["", "+ memory was not out at the largest micro-batch that was tried."]
-    if all(map(whole_report.current, cases)) and (figures / "speed-whole.png").is_file():
-        lines += ["", "![Tokens a second over the micro-batch](docs/figures/speed-whole.png)"]
+        lines += ["", whole_report.PLUS]
+    if all(map(whole_report.current, cases)) and (figures / FIGURE).is_file():
+        lines += ["", f"![Tokens a second over the micro-batch](docs/figures/{FIGURE})"]
     return lines
 
 
@@ -113,7 +114,7 @@ SECTIONS = (
 def accuracy(results: Path) -> str:
     """What was found about losses, with the commits that were measured: no later code is said to do the same."""
     text = []
-    if (branches := read("branches", results, "convergence")) is not None:
+    if (branches := read("convergence/branches", results)) is not None:
         given = branches["settings"]
         gap = next(one for one in branches["gaps"] if one["variant"] == "row scales")
         error = next(one for one in branches["gaps_by_trunk"] if one["variant"] == "row scales")["held_out_loss_error"]
@@ -124,7 +125,7 @@ def accuracy(results: Path) -> str:
             f"{percent(gap['bf16_held_out_loss_gap'], True)} evaluated in BF16 ({len(gap['trunks'])} seeds; "
             f"{_at(branches)}; [how, and what it leaves out](docs/flow-accuracy.md#branches))."
         ]
-    if (trajectories := read("trajectories", results, "accuracy")) is not None:
+    if (trajectories := read("accuracy/trajectories", results)) is not None:
         text += [
             "FP8 moments move parameters within 5 % of fp32 AdamW's over 2000 steps "
             f"({_at(trajectories)}; [docs/numerics.md](docs/numerics.md#trajectories))."

@@ -126,9 +126,9 @@ TABLES = {
 """By their names in the page; in the order in which they are measured."""
 
 
-def read(name: str, results: Path = RESULTS, room: str = "speed") -> Result | None:
-    """A result; None where there is none. A name may have a room of its own: "convergence/layouts-4-ranks"."""
-    file = results / f"{name if '/' in name else f'{room}/{name}'}.json"
+def read(name: str, results: Path = RESULTS) -> Result | None:
+    """A result; None where there is none. A name without a room is of ``speed``: "optimizer", "accuracy/moments"."""
+    file = results / f"{name if '/' in name else f'speed/{name}'}.json"
     return json.loads(file.read_text()) if file.is_file() else None
 
 

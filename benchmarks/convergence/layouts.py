@@ -18,15 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.common import ROOT, argument_parser, loss_gaps, options, write_result
 from benchmarks.convergence.flow_data import FULL, TINY, Size, prepare
-from benchmarks.convergence.flow_report import mean
-from benchmarks.convergence.runs import launched, torchrun
+from benchmarks.convergence.runs import RunFailed, completed, torchrun
 
 __all__ = ["Layout", "compared", "configuration"]
-
-LAST = 10
-"""Steps whose mean is compared."""
 
 
 class Layout(NamedTuple):
@@ -57,7 +53,7 @@ def train(layout: Layout, data: str, folder: Path, arguments: argparse.Namespace
     """The losses of a run.
 
     Raises:
-        RuntimeError: it failed; the message holds the end of its log.
+        RunFailed: it ended early; the message holds the end of its log.
     """
     size, out, log = TINY if arguments.tiny else FULL, folder / str(layout), folder / f"{layout}.log"
     config, batch = folder / f"{layout}.json", arguments.ranks * size.micro_batch
@@ -69,19 +65,17 @@ def train(layout: Layout, data: str, folder: Path, arguments: argparse.Namespace
     line += ["--sequence-parallel"] if layout.tp > 1 else []
     command = torchrun("launch/pretrain.py", *line, ranks=arguments.ranks)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(arguments.ranks))))
-    with launched(command, log, gpus) as process:
-        status = process.wait()
-    if status:
-        raise RuntimeError(f"{layout}: exit {status}\n{log.read_text()[-3000:]}")
-    records = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
+    try:
+        records = completed(command, out, log, gpus)
+    except RunFailed as failed:
+        raise RunFailed(f"{layout}: {failed}") from None
     return {"layout": str(layout), "losses": [r["loss"] for r in records]}
 
 
 def compared(one: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """A run with its relative differences from ``base``: the largest of a step, and that of the last steps' mean."""
-    gaps = [abs(a / b - 1) for a, b in zip(one["losses"], base["losses"], strict=True)]
-    last = mean(one["losses"][-LAST:]) / mean(base["losses"][-LAST:]) - 1
-    return one | {"largest_loss_gap": max(gaps), "last_ten_loss_gap": last}
+    gaps = loss_gaps(one["losses"], base["losses"])
+    return one | {name: gaps[name] for name in ("largest_loss_gap", "last_ten_loss_gap")}
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:

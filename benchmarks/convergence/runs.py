@@ -26,7 +26,7 @@ from benchmarks.convergence.flow_data import FULL, TINY, Size, check_text, token
 from benchmarks.convergence.flow_report import LAST, mean
 from benchmarks.timing import median
 
-__all__ = ["Job", "RunFailed", "Study", "launched", "measured", "stop", "torchrun"]
+__all__ = ["Job", "RunFailed", "Study", "completed", "launched", "measured", "stop", "torchrun"]
 
 
 class Job(NamedTuple):
@@ -98,6 +98,35 @@ def launched(line: Sequence[str], log: Path, gpus: str) -> Iterator[subprocess.P
                 stop(process)
 
 
+def completed(
+    line: Sequence[str],
+    out: Path,
+    log: Path,
+    gpus: str,
+    seconds: float | None = None,
+    wait: Wait | None = None,
+) -> list[dict[str, Any]]:
+    """Run `launch/pretrain.py`, or a program around it, to the end; stopped after ``seconds``, which is when ``wait``
+    raises TimeoutExpired.
+
+    Returns:
+        The records of ``metrics.jsonl`` in ``out``, a step each.
+
+    Raises:
+        RunFailed: it ended early by itself, or was stopped before its first step.
+    """
+    status = None
+    with launched(line, log, gpus) as process, suppress(subprocess.TimeoutExpired):
+        status = process.wait(seconds) if wait is None else wait(process, seconds)
+    metrics = out / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(True) if metrics.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    if status or not records:
+        why = "stopped by --budget before its first step" if status is None else f"exit {status}"
+        raise RunFailed(f"{why}, after {len(records)} steps\n{log.read_text()[-3000:]}")
+    return records
+
+
 def measured(
     line: Sequence[str],
     out: Path,
@@ -106,24 +135,9 @@ def measured(
     seconds: float | None,
     wait: Wait | None = None,
 ) -> dict[str, Any]:
-    """Run `launch/pretrain.py`, or a program around it, to the end; stopped after ``seconds``, which is when ``wait``
-    raises TimeoutExpired.
-
-    Returns:
-        What ``metrics.jsonl`` in ``out`` says: steps, losses, seconds.
-
-    Raises:
-        RunFailed: it ended early by itself, or was stopped before its first step.
-    """
-    start, status = time.monotonic(), None
-    with launched(line, log, gpu) as process, suppress(subprocess.TimeoutExpired):
-        status = process.wait(seconds) if wait is None else wait(process, seconds)
-    metrics = out / "metrics.jsonl"
-    lines = metrics.read_text().splitlines(True) if metrics.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    if status or not records:
-        why = "stopped by --budget before its first step" if status is None else f"exit {status}"
-        raise RunFailed(f"{why}, after {len(records)} steps\n{log.read_text()[-3000:]}")
+    """Steps, losses and seconds of a run: what the records of :func:`completed` say together."""
+    start = time.monotonic()
+    records = completed(line, out, log, gpu, seconds, wait)
     losses = [r["loss"] for r in records]
     return {
         "steps": len(records),

@@ -30,8 +30,7 @@ from benchmarks.common import ROOT, argument_parser, options, python_path, write
 from benchmarks.speed.sampler import Sampler
 from benchmarks.speed.step_trace import Span, gaps, kinds
 from benchmarks.speed.te_layer import unpack
-from benchmarks.speed.te_train import RECIPES
-from benchmarks.speed.te_train import environment as te_environment
+from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import VARIANTS, batch_of, engine_of
 from benchmarks.timing import median
 from launch.model.gpt import load_model_config
@@ -188,7 +187,7 @@ def again_with(peers: str) -> int:
 def main() -> None:
     arguments = parse()
     if arguments.variant in RECIPES:
-        os.environ |= te_environment(arguments.tensor_parallel)
+        os.environ |= peer_environment(arguments.tensor_parallel)
         if not importable():
             sys.exit(again_with(arguments.peers))
     device = runtime.start(int(os.environ["LOCAL_RANK"]))

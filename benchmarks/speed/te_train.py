@@ -6,7 +6,7 @@
 program without a "coat" block; the layers and Megatron's fusions for them are what Transformer Engine's users run.
 Its layers draw their weights by Megatron's functions from Megatron's generator, in the order of Megatron's own layers:
 initial weights are those of the same seed without Transformer Engine, and losses of both can be compared.
-Its packages have to be importable; :func:`environment` is to be set.
+Its packages have to be importable; :func:`peer_environment` is to be set.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if __name__ == "__main__":
 from launch.model import gpt  # noqa: E402
 from launch.model.config import ModelConfig  # noqa: E402
 
-__all__ = ["environment", "RECIPES", "main", "te_layers"]
+__all__ = ["RECIPES", "main", "peer_environment", "te_layers"]
 
 
-def environment(tp: int) -> dict[str, str]:
+def peer_environment(tp: int) -> dict[str, str]:
     """What Transformer Engine needs without NVLink multicast, and Megatron's tensor-parallel ranks with it. Without
     tensor parallelism the peer has the same environment as this program."""
     return {"UB_SKIPMC": "1"} | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if tp > 1 else {})

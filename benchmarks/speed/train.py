@@ -28,8 +28,10 @@ from typing import Any
 from benchmarks.common import (
     ROOT,
     argument_parser,
+    code_digest,
     dumps,
-    environment,
+    gpus,
+    loss_gaps,
     options,
     prepare_text,
     python_path,
@@ -38,8 +40,7 @@ from benchmarks.common import (
 )
 from benchmarks.speed.collectives import NCCL_ONLY
 from benchmarks.speed.te_layer import unpack
-from benchmarks.speed.te_train import RECIPES
-from benchmarks.speed.te_train import environment as te_environment
+from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.timing import median
 
 WARM_UP = 10
@@ -63,7 +64,7 @@ def run(
     if name in RECIPES:
         assert te is not None  # see parse
         program = ["benchmarks/speed/te_train.py", "--fp8-recipe", RECIPES[name]]
-        variables |= {**te_environment(arguments.tensor_parallel), "PYTHONPATH": python_path(ROOT, te, te / "deps")}
+        variables |= {**peer_environment(arguments.tensor_parallel), "PYTHONPATH": python_path(ROOT, te, te / "deps")}
     elif name.endswith(NCCL_ONLY):
         variables["COAT_PEER_MEMORY"] = "0"
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(arguments.ranks)]
@@ -146,11 +147,7 @@ def compare(runs: Sequence[dict[str, Any]]) -> None:
         one["step_time_ratio"] = one["step_ms"] / base["step_ms"]
         one["tokens_per_second_ratio"] = one["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
         one["peak_memory_ratio"] = one["peak_memory_gib"] / base["peak_memory_gib"]
-        gaps = [abs(a - b) / b for a, b in zip(one["losses"], bf16["losses"], strict=True)]
-        one["losses_beside"] = bf16["config"]
-        one["first_loss_gap"], one["largest_loss_gap"], one["final_loss_gap"] = gaps[0], max(gaps), gaps[-1]
-        last, last_bf16 = (sum(r["losses"][-10:]) / len(r["losses"][-10:]) for r in (one, bf16))
-        one["last_ten_loss_gap"] = last / last_bf16 - 1
+        one |= {"losses_beside": bf16["config"], **loss_gaps(one["losses"], bf16["losses"])}
         print(
             f"{one['config']:<16} micro-batch {one['micro_batch']}  step {one['step_ms']:8.1f} ms "
             f"({one['step_time_ratio']:.2f}x)  {one['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU "
@@ -168,8 +165,7 @@ class Kept:
 
     def __init__(self, name: str, settings: dict[str, Any], output: str | None) -> None:
         self._path = result_path(f"speed/{name}-unfinished", output)
-        now = environment()
-        self._same = {"settings": settings, "code": now["code"], "gpus": now["gpus"]}
+        self._same = {"settings": settings, "code": code_digest(), "gpus": gpus()}
         found = json.loads(self._path.read_text()) if self._path.exists() else {}
         self._runs: list[dict[str, Any]] = found["runs"] if found.get("same") == self._same else []
 

@@ -29,10 +29,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, argument_parser, code_digest, environment, python_path, result_path, write_result
+from benchmarks.common import (
+    ROOT,
+    argument_parser,
+    code_digest,
+    environment,
+    gpus,
+    python_path,
+    result_path,
+    write_result,
+)
 from benchmarks.speed.te_layer import unpack
-from benchmarks.speed.te_train import RECIPES
-from benchmarks.speed.te_train import environment as te_environment
+from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
 
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
@@ -62,7 +70,7 @@ def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
     }
     if case["variant"] in RECIPES:
         assert te is not None  # see parse
-        shared |= {**te_environment(1), "PYTHONPATH": python_path(ROOT, te, te / "deps")}
+        shared |= {**peer_environment(1), "PYTHONPATH": python_path(ROOT, te, te / "deps")}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "steps"
         line = [sys.executable, "-m", "benchmarks.speed.whole_rank", json.dumps(case), str(out)]
@@ -238,7 +246,7 @@ def main(given: Sequence[str] | None = None) -> None:
     path = result_path(f"speed/{arguments.name}", arguments.output)
     known = json.loads(path.read_text())["cases"] if path.exists() else []
     cases = {key_of(one): one for one in known}
-    check_gpus(known, environment()["gpus"])
+    check_gpus(known, gpus())
     began = time.monotonic()
     with ExitStack() as stack:
         te = None

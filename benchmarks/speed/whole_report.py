@@ -17,11 +17,13 @@ from typing import Any
 
 from benchmarks.common import argument_parser, code_digest, result_path
 
-__all__ = ["cost", "current", "equal", "groups", "largest", "main", "plot", "report", "title", "unfinished"]
+__all__ = ["PLUS", "cost", "current", "equal", "groups", "largest", "main", "plot", "report", "title", "unfinished"]
 
 TOKENS = 300e9
 """Of a pretraining run, for the cost."""
 GIB = 2**30
+PLUS = "+ memory was not out at the largest micro-batch that was tried."
+"""What a plus in :func:`largest` means."""
 
 
 def finished(case: dict[str, Any]) -> bool:
@@ -173,7 +175,7 @@ def report(cases: Sequence[dict[str, Any]]) -> list[str]:
         if of_group[0]["model"] == "llama2-7b":
             lines += ["Cost, at each one's fastest:", "", *cost(of_group), ""]
     text = "\n".join(lines)
-    notes = ["+ memory was not out at the largest micro-batch that was tried."] if "+ |" in text else []
+    notes = [PLUS] if "+ |" in text else []
     notes += ["\u2020 measured with earlier code, at the commit named."] if "\u2020" in text else []
     notes += unfinished(cases)
     return lines + [line for note in notes for line in (note, "")][:-1] if notes else lines[:-1]

@@ -214,7 +214,7 @@ ATTACHMENTS = (
         lambda b: step.may_leave_out_passes(b.zero),
         lambda b: step_gradients.reduce_where_they_are(b.zero),
         ("zero.average_tensor", "zero.allreduce_and_copy_with_multiple_ranks"),
-        "anywhere: it adds by what the one before it replaced, or by DeepSpeed's",
+        "after the one before it, by whose sum it adds",
     ),
     Attachment(
         "step: the host does not wait for reductions",

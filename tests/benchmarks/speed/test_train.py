@@ -94,8 +94,8 @@ def test_the_same_command_goes_on(tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_only_tensor_parallel_peers_have_another_environment() -> None:
-    assert te_train.environment(1) == {"UB_SKIPMC": "1"}
-    assert te_train.environment(2) == {"UB_SKIPMC": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert te_train.peer_environment(1) == {"UB_SKIPMC": "1"}
+    assert te_train.peer_environment(2) == {"UB_SKIPMC": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def test_what_is_bf16() -> None:
