@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
-import hashlib
-import io
 import json
 import os
 import platform
@@ -14,18 +10,17 @@ import shlex
 import subprocess
 import sys
 import time
-import tokenize
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured_code import digests
+
 __all__ = [
     "RESULTS",
     "ROOT",
     "argument_parser",
-    "code_digest",
-    "code_files",
     "command",
     "dumps",
     "environment",
@@ -36,7 +31,6 @@ __all__ = [
     "prepare_text",
     "python_path",
     "result_path",
-    "without_words",
     "write_result",
 ]
 
@@ -45,13 +39,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results")
 PATHS = "--peers", "--data", "--extend", "--folder", "--plot", "--output"
 """Options whose value is a path of this machine."""
-CODE = (
-    *(f"coat_dist/{room}" for room in ("flow", "kernels", "ops", "optim", "reference")),
-    "megatron_patches",
-    # Of the DeepSpeed side what works in every step; the rest refuses, looks up or runs when an engine is built.
-    *(f"coat_dist/deepspeed/{file}" for file in ("step*.py", "cached_weights.py", "fp8_gather.py", "pipeline.py")),
-)
-"""What GPUs compute in a step: folders, and files by name or pattern."""
 WIDTH = 400
 """Characters up to which nested JSON stays on one line."""
 
@@ -104,7 +91,7 @@ def environment() -> dict[str, Any]:
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": os.environ.get("COAT_COMMIT") or git.stdout.strip() or None,
-        "code": code_digest(),
+        "code": digests(),
         "python": platform.python_version(),
         "versions": {n: version(n) for n in ("torch", "triton", "deepspeed", "megatron-core")},
         "cuda": torch.version.cuda,
@@ -130,42 +117,6 @@ def loss_gaps(losses: Sequence[float], base: Sequence[float]) -> dict[str, float
         "final_loss_gap": gaps[-1],
         "last_ten_loss_gap": last / last_base - 1,
     }
-
-
-@functools.cache
-def code_digest() -> str:
-    """Of what GPUs compute in a step: a result that was measured with another one may not be what this code gives."""
-    digest = hashlib.sha256()
-    for file in code_files():
-        digest.update(f"{file.relative_to(ROOT).as_posix()}\0{without_words(file.read_text('utf-8'))}\0".encode())
-    return digest.hexdigest()[:12]
-
-
-def without_words(source: str) -> str:
-    """A program without its comments, docstrings and blank lines: what can be changed, and what was measured stays. The
-    same in every version of Python, as tokens and syntax trees themselves are not."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            for row in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                lines[row - 1] = ""
-    return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
-def code_files(root: Path = ROOT) -> list[Path]:
-    """The files of :data:`CODE`, in order.
-
-    Raises:
-        ValueError: something of it is not there: it was renamed, and changes to it would go unnoticed.
-    """
-    found = {one: [*(root / one).rglob("*.py")] if (root / one).is_dir() else [*root.glob(one)] for one in CODE}
-    if empty := [one for one, files in found.items() if not files]:
-        raise ValueError(f"CODE: got {', '.join(empty)}, accepted: files and folders of {root.name}")
-    return sorted({file for files in found.values() for file in files})
 
 
 def result_path(name: str, output: str | Path | None = None) -> Path:

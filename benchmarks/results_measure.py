@@ -31,12 +31,16 @@ def to_measure(tables: Sequence[str], again: bool = False, peers: bool = False) 
     found = []
     for name in tables:
         for result, commands in TABLES[name].results.items():
-            have, goes_on = read(result), TABLES[name].goes_on
+            have, table = read(result), TABLES[name]
             for command in commands:
                 alone = peers and f"{PEERS}?" in command and have is not None and not _has_peers(have)
-                if again or alone or have is None or (_goes_on(command, have) if goes_on else not is_current(have)):
+                if again or alone or have is None or _outdated(table, command, have):
                     found.append((result, command))
     return found
+
+
+def _outdated(table: Table, command: str, have: dict[str, Any]) -> bool:
+    return _goes_on(command, have) if table.goes_on else not is_current(have, table.code)
 
 
 def _goes_on(command: str, have: dict[str, Any]) -> bool:

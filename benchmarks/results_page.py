@@ -4,7 +4,7 @@
     python -m benchmarks.results_page --measure [--seconds 540] [--peers DIR]        # or: make results PEERS=DIR
 
 ``results_page.md`` is the page's text; ``{{name}}`` in it is a table of ``results_tables.py``. A result whose code is
-not what is here (``benchmarks.common.code_digest``) is said to be of earlier code, is left out of README
+not what is here (``measured_code.py``) is said to be of earlier code, is left out of README
 (``results_readme.py``), and is what ``--measure`` measures again (``results_measure.py``), a command after the other
 until ``--seconds`` are over: the same command goes on.
 """

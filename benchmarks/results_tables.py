@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import results_render as render
-from benchmarks.common import RESULTS, code_digest
+from benchmarks.common import RESULTS
+from benchmarks.measured_code import PARTS, digests
 
 __all__ = ["PEERS", "TABLES", "Table", "is_current", "lines_of", "read"]
 
@@ -29,12 +30,15 @@ class Table(NamedTuple):
     """The program itself knows what is left to be measured."""
     on: str = "H200"
     """Part of the name of the GPU that the page says the table is about."""
+    code: tuple[str, ...] = (*PARTS,)
+    """The parts of the library whose change outdates it."""
 
 
 RUN = "-m benchmarks.speed."
 PEERS = "PEERS"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node "
 TWO, FOUR = TORCHRUN + "2 " + RUN, TORCHRUN + "4 " + RUN
+FLOW, OPTIMIZER = ("flow",), ("optimizer",)
 PEERS_7B = "layer --variants coat 'coat saved in e4m3' --name "
 TABLES = {
     "train": Table({"train-2-ranks": (RUN + "train --ranks 2 PEERS?",)}, render.train, seconds=360),
@@ -46,13 +50,14 @@ TABLES = {
         render.step,
         seconds=90,
     ),
-    "layer": Table({"layer-peers-7b": (RUN + PEERS_7B + "layer-peers-7b PEERS",)}, render.layer),
+    "layer": Table({"layer-peers-7b": (RUN + PEERS_7B + "layer-peers-7b PEERS",)}, render.layer, code=FLOW),
     "layers": Table(
         {
             "tp-layer": (TWO + "tp_layer --variants coat 'coat over NCCL' PEERS",),
             "experts": (RUN + "experts --kernels 0",),
         },
         render.layers,
+        code=FLOW,
     ),
     "train_tp": Table(
         {
@@ -64,8 +69,10 @@ TABLES = {
         render.train_tp,
         seconds=360,
     ),
-    "engine_step": Table({"engine-step-zero2-2-ranks": (TWO + "engine_step",)}, render.engine_step),
-    "optimizer": Table({"optimizer": (RUN + "optimizer",)}, render.optimizer),
+    "engine_step": Table(
+        {"engine-step-zero2-2-ranks": (TWO + "engine_step",)}, render.engine_step, code=(*OPTIMIZER, "deepspeed")
+    ),
+    "optimizer": Table({"optimizer": (RUN + "optimizer",)}, render.optimizer, code=OPTIMIZER),
     "pipeline": Table({"pipeline-2-stages": (TWO + "pipeline",)}, render.pipeline, seconds=200),
     "whole": Table(
         {
@@ -97,17 +104,19 @@ TABLES = {
             )
         },
         render.over_four,
+        code=FLOW,
     ),
     "four_amaxes": Table(
         {"collectives-4": (FOUR + "collectives --presets llama2-13b llama3-70b --variants coat --name collectives-4",)},
         render.amax_collectives,
+        code=FLOW,
     ),
     "four_layouts": Table(
         {"convergence/layouts-4-ranks": ("-m benchmarks.convergence.layouts --ranks 4",)}, render.layouts, seconds=200
     ),
-    "h100_layer": Table({"layer-h100": (RUN + PEERS_7B + "layer-h100 PEERS",)}, render.layer, on="H100"),
+    "h100_layer": Table({"layer-h100": (RUN + PEERS_7B + "layer-h100 PEERS",)}, render.layer, on="H100", code=FLOW),
     "h100_optimizer": Table(
-        {"optimizer-h100": (RUN + "optimizer --name optimizer-h100",)}, render.optimizer, on="H100"
+        {"optimizer-h100": (RUN + "optimizer --name optimizer-h100",)}, render.optimizer, on="H100", code=OPTIMIZER
     ),
     "h100_whole": Table(
         {
@@ -132,9 +141,10 @@ def read(name: str, results: Path = RESULTS) -> Result | None:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def is_current(found: Result) -> bool:
-    """Whether a result was measured with the code that is here."""
-    return found["environment"].get("code") == code_digest()
+def is_current(found: Result, parts: Sequence[str] = (*PARTS,)) -> bool:
+    """Whether a result was measured with the code that is here, as far as ``parts`` of it go."""
+    measured = found["environment"].get("code")
+    return isinstance(measured, dict) and all(measured.get(part) == digests()[part] for part in parts)
 
 
 def lines_of(table: Table, results: Path = RESULTS) -> list[str]:
@@ -143,7 +153,11 @@ def lines_of(table: Table, results: Path = RESULTS) -> list[str]:
     if missing := [name for name, one in found.items() if one is None]:
         return [f"Not measured yet: {', '.join(f'`{name}.json`' for name in missing)}."]
     lines = table.render(*found.values())
-    old = {name: str(one["environment"]["commit"])[:7] for name, one in found.items() if one and not is_current(one)}
+    old = {
+        name: str(one["environment"]["commit"])[:7]
+        for name, one in found.items()
+        if one and not is_current(one, table.code)
+    }
     if old and not table.goes_on:  # it marks its cases
         lines += [
             "",

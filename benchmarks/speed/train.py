@@ -28,7 +28,6 @@ from typing import Any
 from benchmarks.common import (
     ROOT,
     argument_parser,
-    code_digest,
     dumps,
     gpus,
     loss_gaps,
@@ -38,6 +37,7 @@ from benchmarks.common import (
     result_path,
     write_result,
 )
+from benchmarks.measured_code import digests
 from benchmarks.speed.collectives import NCCL_ONLY
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
@@ -165,7 +165,7 @@ class Kept:
 
     def __init__(self, name: str, settings: dict[str, Any], output: str | None) -> None:
         self._path = result_path(f"speed/{name}-unfinished", output)
-        self._same = {"settings": settings, "code": code_digest(), "gpus": gpus()}
+        self._same = {"settings": settings, "code": digests(), "gpus": gpus()}
         found = json.loads(self._path.read_text()) if self._path.exists() else {}
         self._runs: list[dict[str, Any]] = found["runs"] if found.get("same") == self._same else []
 

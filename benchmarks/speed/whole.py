@@ -32,13 +32,13 @@ from typing import Any
 from benchmarks.common import (
     ROOT,
     argument_parser,
-    code_digest,
     environment,
     gpus,
     python_path,
     result_path,
     write_result,
 )
+from benchmarks.measured_code import digests
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
@@ -208,7 +208,7 @@ def wanted(
     cases, found = {key_of(one): one for one in known}, []
     for case in cases_of(arguments):
         have = cases.get(key_of(case), {})
-        if arguments.again or have.get("measured", {}).get("code") != code_digest():
+        if arguments.again or have.get("measured", {}).get("code") != digests():
             have = {}
         if have and "error" not in have and not left_of(have, arguments.micro_batches):
             say(f"has {show(have)}")

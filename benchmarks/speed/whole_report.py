@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import argument_parser, code_digest, result_path
+from benchmarks.common import argument_parser, result_path
+from benchmarks.measured_code import digests
 
 __all__ = ["PLUS", "cost", "current", "equal", "groups", "largest", "main", "plot", "report", "title", "unfinished"]
 
@@ -33,7 +34,7 @@ def finished(case: dict[str, Any]) -> bool:
 
 def current(case: dict[str, Any]) -> bool:
     """It was measured with the code that is here."""
-    return case["measured"]["code"] == code_digest()
+    return case["measured"]["code"] == digests()
 
 
 def unfinished(cases: Sequence[dict[str, Any]]) -> list[str]:

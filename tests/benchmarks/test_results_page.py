@@ -6,7 +6,8 @@ import time
 import pytest
 
 from benchmarks import results_measure, results_page, results_readme, results_tables
-from benchmarks.common import RESULTS, code_digest
+from benchmarks.common import RESULTS
+from benchmarks.measured_code import digests
 from tests.benchmarks.speed.test_whole import case
 
 TABLES = results_tables.TABLES
@@ -21,6 +22,8 @@ def test_readmes_part_is_what_the_program_writes() -> None:
     assert text == results_readme.in_readme(text, results_readme.readme_part()), "python -m benchmarks.results_page"
 
 
+OTHER = dict.fromkeys(digests(), "other")
+"""Of code that is not here."""
 KERNELS = {"products": {"ms": 70.0, "count": 9.0, "top": {}}, "communication": {"ms": 30.0, "count": 9.0, "top": {}}}
 STEP = {
     "settings": {"variant": "both"},
@@ -34,7 +37,7 @@ STEP = {
 
 def put(folder, name, content, code=None) -> None:
     """A result."""
-    environment = {"code": code or code_digest(), "commit": "0123456789", "gpus": ["NVIDIA H200"] * 2}
+    environment = {"code": code or digests(), "commit": "0123456789", "gpus": ["NVIDIA H200"] * 2}
     content = content | {"environment": content.get("environment", {}) | environment}
     (folder / "speed" / f"{name}.json").write_text(json.dumps(content))
 
@@ -131,22 +134,34 @@ def test_readme_has_the_first_three_tables_of_the_present_code(results, tmp_path
     assert "two H200s" in flat and "with the layers of Transformer Engine" in flat and "one H200" in flat
 
 
-def test_what_readme_says_of_losses_names_its_code(results, tmp_path) -> None:
-    file = results / "convergence/branches.json"
-    found = json.loads(file.read_text())
-    for code, words in ((None, "earlier code, commit 0123456;"), (code_digest(), "; commit 0123456;")):
-        found["environment"] |= {"commit": "0123456789", "code": code}
-        found["gaps"][0]["held_out_loss_gap"] = 0.00123
-        file.write_text(json.dumps(found))
-        text = results_readme.readme_part(results, tmp_path).replace("\n", " ")
-        assert "**+0.12 % ± " in text and words in text
-    file.unlink()
-    assert "Losses" not in results_readme.readme_part(results, tmp_path)
+def test_what_readme_says_of_losses_and_moments_is_of_the_present_code(results, tmp_path) -> None:
+    for room, name, words in (
+        ("convergence", "branches", "ended **+0.12 % ± "),
+        ("accuracy", "trajectories", "an error of 0.12 % where gradients are random, "),
+    ):
+        file = results / f"{room}/{name}.json"
+        found = json.loads(file.read_text())
+        for rows in (found.get("gaps", []), found.get("rows", [])):
+            for row in rows[:1]:
+                row |= {"held_out_loss_gap": 0.00123, "random 2000 error": 0.00123}
+        for code, shown in ((None, False), (OTHER, False), (digests(), True)):
+            file.write_text(json.dumps(found | {"environment": {"code": code, "commit": "0123456789"}}))
+            assert (words in results_readme.readme_part(results, tmp_path).replace("\n", " ")) == shown
+        file.unlink()
+        assert words not in results_readme.readme_part(results, tmp_path)
+
+
+def test_a_change_outdates_the_tables_it_is_about(results) -> None:
+    """Layers are measured again for a change of the flow, and the optimizer's step is not."""
+    for name in ("optimizer", "layer-peers-7b", "train-2-ranks"):
+        put(results, name, results_tables.read(name, results), digests() | {"flow": "other"})
+    old = {name: results_tables.lines_of(TABLES[name], results)[-1] for name in ("optimizer", "layer", "train")}
+    assert [name for name, line in old.items() if line.startswith("Of earlier code: ")] == ["layer", "train"]
 
 
 def test_a_table_of_other_code_is_not_in_readme(results, tmp_path) -> None:
     for name in ("train-2-ranks", "layer-peers-7b", "optimizer"):
-        put(results, name, results_tables.read(name, results), "other")
+        put(results, name, results_tables.read(name, results), OTHER)
     text = results_readme.readme_part(results, tmp_path)
     assert [name for name, start in SPEED.items() if start in text] == ["whole"]
     ms = results_tables.read("layer-peers-7b", results)["results"][0]["runs"]["coat"]["ms"]
@@ -154,7 +169,7 @@ def test_a_table_of_other_code_is_not_in_readme(results, tmp_path) -> None:
     words = "training end to end, one layer and the optimizer's step have not been measured with it yet"
     assert words in text.replace("\n", " ")
     for cases in (
-        [case("BF16", {1: 1000.0}, 2), case("both", {1: 1200.0}, 2, code="other")],
+        [case("BF16", {1: 1000.0}, 2), case("both", {1: 1200.0}, 2, code=OTHER)],
         [case("BF16", {1: 1000.0}, 2), case("both", {1: 1200.0}, cut=True)],
         [case("BF16", {1: 1000.0}, 2, gpu_memory=80.0), case("both", {1: 1200.0}, 2, gpu_memory=80.0)],
     ):
@@ -167,7 +182,7 @@ def test_a_table_of_other_code_is_not_in_readme(results, tmp_path) -> None:
 
 def test_cases_of_other_code_are_left_out_of_readmes_table(results, tmp_path) -> None:
     cases = [
-        case("BF16", {1: 1000.0}, 2), case("both", {1: 1200.0}), case("flow only", {1: 1111.0}, 2, code="other"),
+        case("BF16", {1: 1000.0}, 2), case("both", {1: 1200.0}), case("flow only", {1: 1111.0}, 2, code=OTHER),
         case("BF16", {1: 600.0}, 2, ranks=1), case("both", {1: 700.0}, 2, ranks=1),
     ]  # fmt: skip
     put(results, "whole", {"cases": cases})
@@ -185,7 +200,7 @@ def test_the_figure_of_whole_models(results, tmp_path) -> None:
     assert results_page.draw(results, tmp_path) == figure and figure.stat().st_size > 10_000
     assert link in results_page.page(results, tmp_path) and link in results_readme.readme_part(results, tmp_path)
     cases = results_tables.read("whole", results)["cases"]
-    put(results, "whole", {"cases": [*cases, case("flow only", {1: 1111.0}, code="other")]})
+    put(results, "whole", {"cases": [*cases, case("flow only", {1: 1111.0}, code=OTHER)]})
     assert link in results_page.page(results, tmp_path) and link not in results_readme.readme_part(results, tmp_path)
     put(results, "whole", {"cases": [case("BF16", {}, error="so it went")]})
     assert results_page.draw(results, tmp_path) is None and not figure.exists()
@@ -221,7 +236,7 @@ def peers(tmp_path):
 
 def known(monkeypatch, *missing):
     """All results are there and of this code, but those that are ``missing``."""
-    found = {name: {"environment": {"code": code_digest()}} for table in TABLES.values() for name in table.results}
+    found = {name: {"environment": {"code": digests()}} for table in TABLES.values() for name in table.results}
     found["train-2-ranks"]["runs"] = [{"config": "TE bf16"}]
     for name in ("whole", "whole-4", "whole-h100"):
         found[name]["cases"] = []
@@ -237,7 +252,7 @@ def modules(started) -> list[str]:
 
 def test_what_is_measured(monkeypatch, capsys, started, peers) -> None:
     """What is missing, outdated or can go on, in the tables' order, with the peers' folder; failures have names."""
-    known(monkeypatch, "experts")["optimizer"]["environment"]["code"] = "other"
+    known(monkeypatch, "experts")["optimizer"]["environment"]["code"] = OTHER
     found = list(dict.fromkeys(name for name, _ in results_measure.to_measure([*TABLES])))
     assert found == ["experts", "optimizer", "whole", "whole-4", "whole-h100"]
     results_measure.measure(results_page.parse(["--measure", "--peers", peers]))
@@ -261,11 +276,11 @@ def test_a_program_that_has_nothing_left_is_not_started(monkeypatch) -> None:
     command = TABLES["whole"].results["whole"][2]
     arguments = whole.parse([*results_measure.words_of(command, "x")[2:]])
     done = [one | {"steps": [], "out_of_memory_at": 1} for one in whole.cases_of(arguments)]
-    done = [one | {"measured": {"code": code_digest()}} for one in done]
+    done = [one | {"measured": {"code": digests()}} for one in done]
     known(monkeypatch)["whole"]["cases"] = done
     left = [("whole", one) for one in TABLES["whole"].results["whole"] if one != command]
     assert arguments.ranks == 1 and results_measure.to_measure(["whole"]) == left
-    done[0]["measured"]["code"] = "other"
+    done[0]["measured"]["code"] = OTHER
     assert len(results_measure.to_measure(["whole"])) == 4
 
 

@@ -8,7 +8,8 @@ import time
 import psutil
 import pytest
 
-from benchmarks.common import ROOT, code_digest
+from benchmarks.common import ROOT
+from benchmarks.measured_code import digests
 from benchmarks.speed import whole, whole_report
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS, settings_of
 
@@ -35,7 +36,7 @@ def test_cases_are_measured_once(tmp_path, capsys, monkeypatch) -> None:
     whole.main([*options, "1", "2"])
     assert capsys.readouterr().out.startswith("has tiny, 2 GPUs, both: micro-batch")
     monkeypatch.setattr(whole, "run", lambda *_: {"steps": [], "out_of_memory_at": None, "error": "a\nthe reason"})
-    monkeypatch.setattr(whole, "code_digest", lambda: "other code")
+    monkeypatch.setattr(whole, "digests", lambda: {"flow": "other code"})
     whole.main([*options, "1", "2"])
     assert "failed: the reason" in capsys.readouterr().out
     assert cases_in(tmp_path)[0]["steps"] == [], "nothing of earlier code is kept beside what is new"
@@ -201,7 +202,7 @@ def case(variant, speeds, out_of_memory_at=None, code=None, **more):
     return {
         **{"model": "llama2-7b", "override": [], "variant": variant, "ranks": 2, "stage": 2, "gpu_memory": None},
         **{"steps": steps, "out_of_memory_at": out_of_memory_at},
-        "measured": {"code": code or code_digest(), "commit": "abc", "gpus": ["NVIDIA H200"] * 2},
+        "measured": {"code": code or digests(), "commit": "abc", "gpus": ["NVIDIA H200"] * 2},
         **more,
     }
 

@@ -1,0 +1,235 @@
+"""Which code a result was measured with: a digest of each part of the library, so that what is outdated is known.
+
+    python -m benchmarks.measured_code [CHECKOUT]
+
+A part's digest covers the definitions (functions, classes, constants) that its entry files have or reach by name,
+wherever they are. So a new kernel of the flow outdates what was measured of layers, and not of the optimizer, though
+both use `kernels/fp8.py`. Comments, docstrings and imports do not count.
+
+Names are followed through imports and modules' attributes. One step is made by name at run time, and known here: an
+operation that `reference/norm.py` defines has its kernel under the same name in `kernels/norm.py`. The command prints
+the digests of another commit's files, too: what was measured there before digests were written is current if they are
+the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import io
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["PARTS", "Code", "Digests", "digests", "main", "without_words"]
+
+ROOT = Path(__file__).resolve().parents[1]
+Digests = dict[str, str]
+PARTS = {
+    "optimizer": ("coat_dist/optim/adamw.py",),
+    "flow": ("coat_dist/flow/*.py", "megatron_patches/patch.py", "megatron_patches/spec.py"),
+    # Of the DeepSpeed side what works in every step; the rest refuses, looks up or runs when an engine is built.
+    "deepspeed": tuple(
+        f"coat_dist/deepspeed/{file}.py" for file in ("step*", "cached_weights", "fp8_gather", "pipeline")
+    ),
+}
+"""Entry files by name or pattern: what GPUs compute in an optimizer's step, in a layer, and beside them in DeepSpeed's
+step."""
+PACKAGES = "coat_dist", "megatron_patches"
+NOT_COMPUTED = "coat_dist.ranks", "coat_dist.config_errors"
+"""Not followed: which rank this is, and the words of errors."""
+OPERATIONS = "coat_dist.reference.", "coat_dist.kernels."
+
+
+class Module:
+    """One file: its top-level names, where its imports lead, and its statements that have no name."""
+
+    def __init__(self, name: str, file: Path, package: bool) -> None:
+        source = file.read_text("utf-8")
+        tree = ast.parse(source)
+        self.lines = lines_without_words(source, tree)
+        self.named: dict[str, list[ast.stmt]] = {}
+        self.nameless: list[ast.stmt] = []
+        self.imports: dict[str, tuple[str, str | None]] = {}
+        self._home = (name if package else name.rpartition(".")[0]).split(".")
+        for statement in tree.body:
+            if names := list(bound(statement)):
+                for one in names:
+                    self.named.setdefault(one, []).append(statement)
+            elif not isinstance(statement, (ast.Import, ast.ImportFrom)):
+                self.nameless.append(statement)
+            # Not those inside of definitions: another one's name may be the same.
+            if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                self.imports |= self.imported(ast.walk(statement))
+
+    def imported(self, nodes: Iterable[ast.AST]) -> dict[str, tuple[str, str | None]]:
+        """What the import statements among ``nodes`` bind: a module, and a name in it or None."""
+        found: dict[str, tuple[str, str | None]] = {}
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found |= {one.asname or one.name: (one.name, None) for one in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = self._home[: len(self._home) + 1 - node.level] if node.level else []
+                module = ".".join([*base, *([node.module] if node.module else [])])
+                found |= {one.asname or one.name: (module, one.name) for one in node.names}
+        return found
+
+    def text(self, statement: ast.stmt) -> str:
+        """A statement with its decorators, without words."""
+        first = min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", []))])
+        return "\n".join(line for line in self.lines[first - 1 : statement.end_lineno] if line.strip())
+
+
+class Code:
+    """The library's modules below ``root``, and what of them is reached from where."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.modules: dict[str, Module] = {}
+        self.files: dict[str, str] = {}
+        for file in (file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))):
+            path = file.relative_to(root)
+            parts = path.with_suffix("").parts
+            package = parts[-1] == "__init__"
+            name = ".".join(parts[:-1] if package else parts)
+            self.modules[name] = Module(name, file, package)
+            self.files[path.as_posix()] = name
+        self.root = root
+
+    def entries(self, part: str) -> list[str]:
+        """A part's modules.
+
+        Raises:
+            ValueError: a pattern of PARTS finds none: a file was renamed, and changes to it would go unnoticed.
+        """
+        found = {one: sorted(self.root.glob(one)) for one in PARTS[part]}
+        if empty := [one for one, files in found.items() if not files]:
+            raise ValueError(f"PARTS: got {', '.join(empty)}, accepted: files of {self.root.name}")
+        return [self.files[file.relative_to(self.root).as_posix()] for files in found.values() for file in files]
+
+    def reached(self, entries: Iterable[str]) -> set[tuple[str, str]]:
+        """(module, name) of all definitions that are used from modules, these ones whole; the name "" is a module's
+        statements without one, which run when it is imported."""
+        done: set[tuple[str, str]] = set()
+        todo = [one for module in entries for one in self._all(module)]
+        while todo:
+            module, name = todo.pop()
+            if (module, name) in done or module in NOT_COMPUTED:
+                continue
+            done.add((module, name))
+            todo += [(module, ""), *self._used(module, name)]
+            if module.startswith(OPERATIONS[0]):
+                todo += self._definition(module.replace(*OPERATIONS), name)
+        return done
+
+    def digest(self, part: str) -> str:
+        digest = hashlib.sha256()
+        for module, name in sorted(self.reached(self.entries(part))):
+            for statement in self._statements(module, name):
+                digest.update(f"{module}\0{name}\0{self.modules[module].text(statement)}\0".encode())
+        return digest.hexdigest()[:12]
+
+    def _all(self, module: str) -> Iterator[tuple[str, str]]:
+        yield from ((module, name) for name in [*self.modules[module].named, ""] if name != "__all__")
+
+    def _statements(self, module: str, name: str) -> list[ast.stmt]:
+        here = self.modules[module]
+        return here.named[name] if name else here.nameless
+
+    def _used(self, module: str, name: str) -> Iterator[tuple[str, str]]:
+        """Definitions of the library that a definition names."""
+        here = self.modules[module]
+        for statement in self._statements(module, name):
+            nodes = list(ast.walk(statement))
+            imports = here.imports | here.imported(nodes)
+            through = set()  # modules of which one attribute is used
+            for node in nodes:
+                if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+                    continue
+                if node.value.id in imports and (owner := self._module(*imports[node.value.id])) is not None:
+                    through.add(node.value)
+                    yield from self._definition(owner, node.attr)
+            for node in nodes:
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node not in through:
+                    if node.id in here.named:
+                        yield module, node.id
+                    elif node.id in imports:
+                        yield from self._whole(*imports[node.id])
+
+    def _module(self, module: str, name: str | None) -> str | None:
+        """The module that an import binds, if it is one of the library's."""
+        whole = f"{module}.{name}" if name else module
+        if whole in self.modules:
+            return whole
+        if name and module in self.modules and name in self.modules[module].imports:
+            return self._module(*self.modules[module].imports[name])
+        return None
+
+    def _whole(self, module: str, name: str | None) -> Iterator[tuple[str, str]]:
+        """What an import binds: a definition, or all of a module."""
+        if (bound_module := self._module(module, name)) is not None:
+            yield from self._all(bound_module)
+        elif name is not None:
+            yield from self._definition(module, name)
+
+    def _definition(self, module: str, name: str) -> Iterator[tuple[str, str]]:
+        """Where a module's name is defined: there, or in what it imports."""
+        if module not in self.modules:
+            return
+        here = self.modules[module]
+        if name in here.named:
+            yield module, name
+        elif name in here.imports:
+            yield from self._whole(*here.imports[name])
+        elif f"{module}.{name}" in self.modules:
+            yield from self._whole(module, name)
+
+
+def bound(statement: ast.stmt) -> Iterator[str]:
+    """The names that a top-level statement defines; imports aside."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield statement.name
+    elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        yield from (node.id for one in targets for node in ast.walk(one) if isinstance(node, ast.Name))
+
+
+@functools.cache
+def digests(root: Path = ROOT) -> Digests:
+    """Of each part, 12 hexadecimal digits: a result that was measured with others may not be what this code gives."""
+    code = Code(root)
+    return {part: code.digest(part) for part in PARTS}
+
+
+def without_words(source: str) -> str:
+    """A program without its comments, docstrings and blank lines: what can be changed, and what was measured stays. The
+    same in every version of Python, as tokens and syntax trees themselves are not."""
+    return "\n".join(line for line in lines_without_words(source, ast.parse(source)) if line.strip())
+
+
+def lines_without_words(source: str, tree: ast.Module) -> list[str]:
+    """:func:`without_words`, with empty lines where words were."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for row in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                lines[row - 1] = ""
+    return [line.rstrip() for line in lines]
+
+
+def main(arguments: Sequence[str]) -> None:
+    code = Code(*map(Path, arguments[:1]))
+    for part in PARTS:
+        try:
+            print(f"{part}: {code.digest(part)}")
+        except ValueError as error:  # an earlier commit's files have other names
+            print(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
