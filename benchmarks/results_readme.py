@@ -121,7 +121,7 @@ SECTIONS = (
 def accuracy(results: Path) -> list[str]:
     """What was found about losses and moments with the present code."""
     text = []
-    if (branches := read("convergence/branches", results)) is not None and is_current(branches):
+    if (branches := read("convergence/branches", results)) is not None and (how := _still_holds(branches, results)):
         given = branches["settings"]
         gap = next(one for one in branches["gaps"] if one["variant"] == "row scales")
         error = next(one for one in branches["gaps_by_trunk"] if one["variant"] == "row scales")["held_out_loss_error"]
@@ -130,7 +130,7 @@ def accuracy(results: Path) -> list[str]:
             f"{given['branch_at']} of {given['steps']} in BF16, and from there in both ways. Its held-out loss ended "
             f"**{percent(gap['held_out_loss_gap'], True)} ± {percent(error)}** above BF16's, "
             f"{percent(gap['bf16_held_out_loss_gap'], True)} evaluated in BF16 ({len(gap['trunks'])} seeds; "
-            "[how, and what it leaves out](docs/flow-accuracy.md#branches))."
+            f"{how}; [how, and what it leaves out](docs/flow-accuracy.md#branches))."
         ]
     trajectories = read("accuracy/trajectories", results)
     if trajectories is not None and is_current(trajectories, TABLES["optimizer"].code):
@@ -142,6 +142,23 @@ def accuracy(results: Path) -> list[str]:
             "[docs/numerics.md](docs/numerics.md#trajectories) has the scenarios, and those where they do less well)."
         ]
     return text
+
+
+def _still_holds(losses: dict[str, Any], results: Path) -> str:
+    """Why losses are those of the present code; empty if they are not known to be."""
+    commit = str(losses["environment"]["commit"])
+    if is_current(losses):
+        return f"commit {commit[:7]}"
+    same = read("convergence/same-bits", results)
+    if same is None or not is_current(same) or same["first_difference"] is not None:
+        return ""
+    if not commit.startswith(same["settings"]["commit"]):
+        return ""
+    where = gpus(same, 1) if same["environment"]["gpus"] else "a CPU"
+    return (
+        f"measured at commit {commit[:7]}, and on {where} the present code takes {len(same['now'])} steps with the "
+        "same losses and gradient norms as that one, to the last bit"
+    )
 
 
 def listed(names: list[str]) -> str:

@@ -151,6 +151,28 @@ def test_what_readme_says_of_losses_and_moments_is_of_the_present_code(results, 
         assert words not in results_readme.readme_part(results, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "commit, code, difference, shown",
+    [
+        ("0123456", digests(), None, True),
+        ("0123456", digests(), 7, False),
+        ("0123456", OTHER, None, False),
+        ("89abcde", digests(), None, False),
+    ],
+)
+def test_losses_hold_as_long_as_the_code_trains_to_the_same_bits(
+    results, tmp_path, commit, code, difference, shown
+) -> None:
+    file = results / "convergence/branches.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps(found | {"environment": {"code": None, "commit": "0123456789"}}))
+    same = {"environment": {"code": code, "gpus": []}, "settings": {"commit": commit}, "now": [{}] * 50}
+    (results / "convergence/same-bits.json").write_text(json.dumps(same | {"first_difference": difference}))
+    text = results_readme.readme_part(results, tmp_path).replace("\n", " ")
+    words = "measured at commit 0123456, and on a CPU the present code takes 50 steps with the same losses"
+    assert (words in text) == shown == ("**Losses.**" in text)
+
+
 def test_a_change_outdates_the_tables_it_is_about(results) -> None:
     """Layers are measured again for a change of the flow, and the optimizer's step is not."""
     for name in ("optimizer", "layer-peers-7b", "train-2-ranks"):
