@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -174,6 +175,8 @@ def row_blocks(
 
 class _CachedOperand(NamedTuple):
     stamp: tuple
+    storage: StorageWeakRef
+    """Of the parameter then. While this reference lives, no other storage is taken for it; it keeps no memory."""
     operand: Operand
 
 
@@ -237,11 +240,13 @@ def from_cache(
     Args:
         kind: what ``quantize`` depends on besides the parameter and ``settings``.
     """
+    # The address alone says little: what `p.data = ...` brings may lie where an earlier storage was, in one version.
+    storage = parameter.untyped_storage()
     state = parameter.data_ptr(), parameter._version, parameter.dtype, parameter.shape, parameter.stride()
     stamp = (*state, settings.format, settings.forward_scales, kind)
     found = _cache.get(parameter)
-    if found is None or found.stamp != stamp:
+    if found is None or found.stamp != stamp or found.storage.cdata != storage._cdata:
         # Tensors made in inference mode could not be saved for backward later. Leaving it switches gradients on.
         with torch.inference_mode(False), torch.no_grad():
-            found = _cache[parameter] = _CachedOperand(stamp, quantize())
+            found = _cache[parameter] = _CachedOperand(stamp, StorageWeakRef(storage), quantize())
     return found.operand

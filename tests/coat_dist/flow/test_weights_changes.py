@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_dist.flow import invalidate_weights, weights
 
@@ -118,6 +119,31 @@ def test_which_writes_are_seen_and_which_need_a_call(one_rank, quantized):
             invalidate_weights()
             after = plain_linear(p, x)
         assert torch.equal(after, plain_linear(p, x, "on_use")), name
+
+
+@pytest.mark.parametrize("assign", [lambda p, new: setattr(p, "data", new), WRITES["vector_to_parameters"][0]])
+def test_new_storage_at_an_old_address_is_seen(assign):
+    """An allocator gives a freed address again, and assigning ``data`` raises no version."""
+    torch.manual_seed(0)
+    p, x = torch.nn.Parameter(torch.randn(512, 512)), torch.randn(4, 512)
+    again = 0
+    for _ in range(12):
+        assign(p, torch.randn(512, 512))
+        before = p.data_ptr()
+        assert torch.equal(plain_linear(p, x), plain_linear(p, x, "on_use"))
+        assign(p, torch.randn(512, 512))
+        assign(p, torch.randn(512, 512))
+        again += p.data_ptr() == before
+        assert torch.equal(plain_linear(p, x), plain_linear(p, x, "on_use"))
+    assert again, "no address came back: the test says nothing"
+
+
+def test_codes_keep_no_weights():
+    p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
+    storage = StorageWeakRef(p.untyped_storage())
+    plain_linear(p, x)
+    p.data = torch.randn(64, 48)
+    assert storage.expired() and weights.cached_weight_bytes()
 
 
 def test_methods_that_write_weights_can_be_named():
