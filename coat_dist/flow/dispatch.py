@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
 from ..formats import FP8Format, QuantizedTensor, fp8_format
@@ -52,6 +53,7 @@ class _Dispatch(torch.autograd.Function):
         return _exchange_quantized(x, fp8_format(settings.format), group, received, sent)
 
     @staticmethod
+    @once_differentiable
     @without_autocast
     def backward(ctx: Any, dy: torch.Tensor):
         group, received, sent, settings = ctx.args
