@@ -8,6 +8,7 @@ surrounds it (ZeRO-3 gathers its weight there) still does. Without labels nothin
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -25,13 +26,22 @@ from .linear import InvariantColumnParallelLinear, why_bf16_output_layer
 __all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "why_plain_loss"]
 
 
+class _Given(threading.local):
+    """Labels ``[s, b]`` on their way to an output layer. Of each thread its own: several may call one model at a time,
+    as they may call Megatron's."""
+
+    to: Any = None
+    labels: torch.Tensor | None = None
+
+
+given = _Given()
+
+
 class _ChunkedLoss:
     """An output layer that returns losses while it is given labels."""
 
     coat_patched = True
     coat: Patch
-    coat_labels: torch.Tensor | None = None
-    """``[s, b]`` during a forward pass that computes a loss."""
 
     def forward(
         self: Any,
@@ -41,14 +51,14 @@ class _ChunkedLoss:
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
         """``[s, b, h]`` (s/TP under sequence parallelism) → losses ``[s, b]`` fp32, or logits ``[s, b, out/TP]``."""
-        if self.coat_labels is None:
+        if given.to is not self or given.labels is None:
             return super().forward(input_, weight, runtime_gather_output, **rest)  # type: ignore[misc]
         weight = self.weight if weight is None else weight
         settings = self.coat.settings
         z_loss = settings.z_loss if self.training else 0.0  # type: ignore[attr-defined]
         options = {"exact": settings.tp_invariant, "z_loss": z_loss}
         tp = self.coat.tp_now(self)
-        return flow.linear_cross_entropy(input_, weight, self.coat_labels, tp, **options), None
+        return flow.linear_cross_entropy(input_, weight, given.labels, tp, **options), None
 
 
 class ChunkedLossLinear(_ChunkedLoss, ColumnParallelLinear):
@@ -72,11 +82,12 @@ class ChunkedLossGPTModel(GPTModel):
                     "(a loss of the caller's own would lack it), or 0, or model.eval()"
                 )
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
-        self.output_layer.coat_labels = labels.transpose(0, 1).contiguous()
+        before = given.to, given.labels  # of another model's call, one of whose hooks calls this one
+        given.to, given.labels = self.output_layer, labels.transpose(0, 1).contiguous()
         try:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
         finally:
-            del self.output_layer.coat_labels
+            given.to, given.labels = before
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Losses ``[b, s]`` from what the output layer returned: losses ``[s, b]``, or logits ``[s, b, out/TP]``."""

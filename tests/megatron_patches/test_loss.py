@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, patched, tensor_parallel
-from megatron_patches.loss import ChunkedLossGPTModel
+from megatron_patches.loss import ChunkedLossGPTModel, given
 
 from .tiny import BATCH, HIDDEN, SEQ, VOCAB, tiny_batch, tiny_gpt
 
@@ -252,10 +255,49 @@ def test_output_layer_returns_losses_while_it_has_labels(device):
     model, (_, labels, _) = tiny_gpt(), tiny_batch(9, device)
     patch_model(model, ActivationConfig())
     hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
-    model.output_layer.coat_labels = labels.t().contiguous()
-    losses, bias = model.output_layer(hidden)
-    del model.output_layer.coat_labels
+    with patch.multiple(given, to=model.output_layer, labels=labels.t().contiguous()):
+        losses, bias = model.output_layer(hidden)
     assert bias is None and losses.shape == (SEQ, BATCH)
     logits, _ = model.output_layer(hidden)
     wanted = flow.vocab_parallel_cross_entropy(logits, labels.t(), flow.TensorParallel())
     torch.testing.assert_close(losses, wanted, rtol=1e-3, atol=2.0**-5 if device == "cuda" else 0)
+
+
+def test_threads_and_hooks_may_call_one_model_at_a_time(device):
+    """Each call keeps its own labels, whoever calls in between: another thread, or a hook of the output layer."""
+    model, batches = tiny_gpt(), [tiny_batch(i, device) for i in range(2)]
+    patch_model(model, ActivationConfig())
+
+    def loss(batch):
+        tokens, labels, positions = batch
+        with torch.no_grad():
+            return model(tokens, positions, None, labels=labels)
+
+    wanted = [loss(batch) for batch in batches]
+    meet, found = threading.Barrier(2, timeout=60), [None, None]
+
+    def both_are_here(module, args, kwargs):
+        meet.wait()
+
+    def call(i):
+        found[i] = loss(batches[i])
+
+    hook = model.output_layer.register_forward_pre_hook(both_are_here, with_kwargs=True)
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+    inner = []
+
+    def another_call(module, args, kwargs):
+        if not inner:
+            inner.append(None)
+            inner.append(loss(batches[1]))
+
+    hook = model.output_layer.register_forward_pre_hook(another_call, with_kwargs=True)
+    assert torch.equal(loss(batches[0]), wanted[0]) and torch.equal(inner[1], wanted[1])
+    hook.remove()
