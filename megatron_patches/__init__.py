@@ -1,9 +1,16 @@
 """Megatron-core side of coat_dist: in-place patches, a layer specification, what DeepSpeed needs to drive models."""
 
-from .compat import check_version, define_te_general_gemm, prepare_cpu, quiet_imports
+from .compat import (
+    check_version,
+    define_te_general_gemm,
+    define_te_names_of_recompute,
+    prepare_cpu,
+    quiet_imports,
+)
 
 with quiet_imports():
     define_te_general_gemm()
+    define_te_names_of_recompute()
     from .engine import initialize
     from .groups import MPUAdapter, initialize_model_parallel, rng_state, set_rng_state, tensor_parallel, zero_init
     from .optimizer import get_megatron_optimizer

@@ -11,7 +11,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "SUPPORTED",
     "check_version",
     "define_te_general_gemm",
+    "define_te_names_of_recompute",
     "fc1_params",
     "field_or",
     "known_fields",
@@ -84,6 +85,24 @@ def define_te_general_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def define_te_names_of_recompute() -> None:
+    """Define the names with which selective recompute of ``layernorm`` asks whether Transformer Engine's FP8 is on.
+
+    Needed by 0.16, which asks on every machine. Without Transformer Engine the answer is no.
+    """
+    from megatron.core.tensor_parallel import random
+
+    if not hasattr(random, "FP8GlobalStateManager"):
+        random.FP8GlobalStateManager = _NoTransformerEngine
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
+
+
+class _NoTransformerEngine:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
 
 
 def known_fields(*names: str) -> tuple[str, ...]:

@@ -19,6 +19,9 @@ def options(request):
     return OLMO2 if request.param == "olmo2" else MODELS[request.param]
 
 
+SELECTIVE = "mlp", "moe", "core_attn", "layernorm"
+
+
 def build(options, **changes):
     model = tiny_gpt(**options | changes)
     patch_model(model, SETTINGS)
@@ -28,8 +31,11 @@ def build(options, **changes):
 @pytest.mark.parametrize(
     "recompute",
     [FULL, FULL | {"recompute_num_layers": 2}]
-    + [{"recompute_granularity": "selective", "recompute_modules": m} for m in (["mlp"], ["moe"], ["core_attn"])],
-    ids=["full", "full_by_two", "mlp", "moe", "core_attn"],
+    + [
+        {"recompute_granularity": "selective", "recompute_modules": m}
+        for m in (["mlp"], ["moe"], ["core_attn"], ["layernorm"])
+    ],
+    ids=["full", "full_by_two", "mlp", "moe", "core_attn", "layernorm"],
 )
 def test_recompute(options, recompute, device):
     if "moe" in recompute.get("recompute_modules", ()) and "num_moe_experts" not in options:

@@ -162,8 +162,6 @@ def test_exact_in_fp32_also_with_megatrons_own_rotation():
 )
 def test_recomputation_changes_nothing(settings, recompute, device, monkeypatch):
     modules = recompute.get("recompute_modules", ())
-    if settings == "unpatched" and "layernorm" in modules:
-        pytest.skip("Megatron recomputes norms with Transformer Engine only")
     if settings == "fp8_attention" and "core_attn" in modules:
         pytest.skip("refused: it would keep q, k and v in BF16")
     calls, positions = [], flow.Documents.positions
