@@ -61,8 +61,7 @@ def begin(final: Path) -> Path:
     make_folder(final.parent)
     temporary = unfinished(final)
     _clean(final.parent)
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    _rmtree(temporary)
     temporary.mkdir()
     with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(UNFINISHED, file)
@@ -91,8 +90,7 @@ def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     if os.path.lexists(final):
         if (final / MANIFEST).is_file():  # the same step again, after a restart from an older checkpoint
             replaced = _replaced(final)
-            if replaced.exists():
-                shutil.rmtree(replaced)
+            _rmtree(replaced)
         else:  # nothing of ours: it stays, under another name
             replaced = _free(final.with_name(final.name + ".kept"))
         os.rename(final, replaced)
@@ -164,7 +162,8 @@ def retire(folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path]
     """Remove what may go now that ``newest`` is published.
 
     That is: what killed saves left, ``superseded`` checkpoints, and finished ones that are more than ``keep``
-    (0 = all stay). A checkpoint whose replacement did not come is put back.
+    (0 = all stay). What ``latest`` names stays, whatever its step. A checkpoint whose replacement did not come is put
+    back.
 
     Checkpoints of later steps than ``newest`` were left when the run went back to an older one: those on the way to
     ``newest`` are kept first. Times of files do not count, a copied folder has lost them.
@@ -176,11 +175,20 @@ def retire(folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path]
         problems = _clean(folder)
         order = sorted(finished(folder), key=lambda p: (_step(p) <= _step(newest), _step(p)))
         gone = [p for p in superseded if p.name != newest.name and p.exists()]
+        latest = _latest(folder)  # a save with save_latest=False does not take its place
         for old in dict.fromkeys([*gone, *(order[:-keep] if keep else [])]):
-            problems += _remove(old)
+            if old.name != latest:
+                problems += _remove(old)
     except OSError as problem:
         return [str(problem)]
     return problems
+
+
+def _latest(folder: Path) -> str | None:
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, ValueError):  # ValueError: damaged, so it names nothing
+        return None
 
 
 def _clean(folder: Path) -> list[str]:
@@ -196,7 +204,7 @@ def _clean(folder: Path) -> list[str]:
             if replaced and not own.exists():
                 os.rename(leftover, own)
                 continue
-            if replaced:
+            if replaced and not leftover.is_symlink():
                 _rescue(leftover, own)
         except OSError as problem:
             problems.append(str(named(problem, leftover)))
@@ -232,8 +240,7 @@ def _remove(old: Path, named_as: Path | None = None) -> list[str]:
     """Remove a checkpoint, out of sight first: a kill leaves none that only looks whole."""
     hidden = old.with_name(f"{_UNFINISHED}removed-{(named_as or old).name}")
     try:
-        if hidden.exists():
-            shutil.rmtree(hidden)
+        _rmtree(hidden)
         os.rename(old, hidden)
     except OSError as problem:
         return [str(named(problem, old))]
@@ -241,8 +248,11 @@ def _remove(old: Path, named_as: Path | None = None) -> list[str]:
 
 
 def _remove_tree(folder: Path) -> list[str]:
-    """The manifest goes last: it says whose folder it is."""
+    """The manifest goes last: it says whose folder it is. Of a link the link goes, and what it leads to stays."""
     try:
+        if folder.is_symlink():
+            folder.unlink()
+            return []
         for inner in folder.iterdir():
             if inner.is_dir() and not inner.is_symlink():
                 shutil.rmtree(inner)
@@ -252,6 +262,14 @@ def _remove_tree(folder: Path) -> list[str]:
     except OSError as problem:
         return [str(named(problem, folder))]
     return []
+
+
+def _rmtree(folder: Path) -> None:
+    """Remove a folder, or a link, if it is there."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
 def _replaced(final: Path) -> Path:

@@ -156,6 +156,8 @@ def _finished(load_dir: Path) -> dict[str, dict[str, Any]]:
     """Manifests of the checkpoints that are complete and were to be found without their tag, by tag."""
     found = {}
     for path in load_dir.iterdir() if load_dir.is_dir() else ():
+        if path.name.startswith(_UNFINISHED) and not path.name.startswith(f"{_UNFINISHED}replaced-"):
+            continue  # of a save or a removal that was cut: the next save removes it
         try:
             manifest = read_manifest(path, of_run=False)
         except CheckpointError:

@@ -8,11 +8,13 @@ import os
 import shutil
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from coat_dist.checkpoint.manifest import read_manifest
+from coat_dist.checkpoint.save import Extras
 from tests.coat_dist.checkpoint.test_loading import build
 from tests.coat_dist.checkpoint.test_whole import told
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
@@ -288,6 +290,43 @@ def test_what_is_not_ours_stays_and_what_a_kill_left_is_found(tmp_path):
     assert replaced == by_tag == f"{tmp_path}/.unfinished-replaced-x/mp_rank_00_model_states.pt"
     assert (tmp_path / ".unfinished-replaced-x" / "mine" / "tokenizer.json").read_text() == "mine"
     assert left == [".unfinished-replaced-x", ".unfinished-thoughts"]
+
+
+def unpublished(rank, world, folder):
+    """What each load finds where saves were cut, or did not change ``latest``; and what a link leads to."""
+    engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    step(engine)
+    found = {}
+    with mock.patch.object(os, "rename", side_effect=Killed), contextlib.suppress(Killed):
+        engine.save_checkpoint(f"{folder}/first", tag="t")  # written, and never given its name
+    found["manifest"] = Path(folder, "first", ".unfinished-t", "manifest.json").is_file()
+    found["first"] = engine.load_checkpoint(f"{folder}/first")
+
+    for i in (1, 2, 3):
+        engine.save_checkpoint(f"{folder}/kept", f"step0000000{i}", save_latest=i == 1, extras=Extras(keep_last=1))
+    found["kept"] = [name for name in listed(f"{folder}/kept") if name.startswith("step")]
+    found["latest"] = engine.load_checkpoint(f"{folder}/kept")[0]
+
+    engine.save_checkpoint(f"{folder}/linked", tag="t")
+    os.mkdir(f"{folder}/elsewhere")
+    os.rename(f"{folder}/linked/t", f"{folder}/elsewhere/t")
+    Path(folder, "elsewhere", "t", "mine").write_text("mine")
+    os.symlink(f"{folder}/elsewhere/t", f"{folder}/linked/t")
+    there = sorted(os.listdir(f"{folder}/elsewhere/t"))
+    for _ in range(3):
+        step(engine)
+        engine.save_checkpoint(f"{folder}/linked", tag="t")
+    found["behind the link"] = sorted(os.listdir(f"{folder}/elsewhere/t")) == there
+    found["left"] = [name for name in os.listdir(f"{folder}/linked") if name.startswith(".")]
+    return found
+
+
+def test_what_was_never_published_is_not_loaded_and_what_is_published_stays(tmp_path):
+    (found,) = run_ranks(1, unpublished, str(tmp_path))
+    assert found["manifest"] and found["first"] == (None, None)
+    assert found["kept"] == ["step00000001", "step00000003"]
+    assert found["latest"] == f"{tmp_path}/kept/step00000001/mp_rank_00_model_states.pt"
+    assert found["behind the link"] and found["left"] == []
 
 
 @pytest.mark.parametrize("key", ["checkpoint.writer", "datastates_ckpt"])
