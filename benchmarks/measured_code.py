@@ -38,8 +38,13 @@ PARTS = {
 """Entry files by name or pattern: what GPUs compute in an optimizer's step, in a layer, and beside them in DeepSpeed's
 step."""
 PACKAGES = "coat_dist", "megatron_patches"
-NOT_COMPUTED = "coat_dist.ranks", "coat_dist.config_errors"
-"""Not followed: which rank this is, and the words of errors."""
+NOT_COMPUTED = {
+    "coat_dist.config_errors": "words of errors",
+    "coat_dist.optim.state.check_group": "refuses options before a step",
+    "coat_dist.optim.state_dict": "saves and loads",
+    "coat_dist.ranks": "which rank this is",
+}
+"""Modules and definitions that are not followed, and why: a change of them changes no step."""
 OPERATIONS = "coat_dist.reference.", "coat_dist.kernels."
 
 
@@ -115,7 +120,7 @@ class Code:
         todo = [one for module in entries for one in self._all(module)]
         while todo:
             module, name = todo.pop()
-            if (module, name) in done or module in NOT_COMPUTED:
+            if (module, name) in done or {module, f"{module}.{name}"} & NOT_COMPUTED.keys():
                 continue
             done.add((module, name))
             todo += [(module, ""), *self._used(module, name)]

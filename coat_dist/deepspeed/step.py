@@ -11,7 +11,9 @@ gradients before), and in each norm. The GPU then idles until the host has start
 for the norm: the host has to know whether the step is skipped. What follows the update is in ``step_weights.py``.
 
 All of this is left out by the entries of ``attach.py`` whose names begin with "step", and only with a DeepSpeed that
-was read (``reviewed.py``). Results are the same bits, but for the norm on a GPU, whose fp64 sums have another order.
+was read (``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU, whose fp64 sums have
+another order; and clipping with ``bf16_remainder``, where DeepSpeed rounds the clipped gradients to bf16 and the step,
+which clips in fp32, does not.
 """
 
 from __future__ import annotations

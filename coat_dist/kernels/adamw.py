@@ -14,7 +14,8 @@ addition before the conversion to FP8, which rounds to nearest.
 
 Against the definition: ``a`` and ``k`` differ by one step where what they round is within arithmetic error of a step;
 where both are equal, codes are equal except for values within about 2**-13 of the middle between two codes, which may
-take the neighbour. Parameters agree within 2**-22 of themselves and 4e-5 of the update's terms. Where a square
+take the neighbour. Parameters agree within 2**-22 of themselves and 4e-5 of the update's terms, if eps is at least
+1e-15: below, where v is not a normal number, its root here is smaller than it should be. Where a square
 overflows (gradients above 1.8e19) and ``over_root`` is set, a parameter is NaN at once; by the definition in the next
 step, with all of its group.
 

@@ -224,7 +224,7 @@ def _from_fp32(saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], wh
     try:
         step = int(step)
         whole = step == saved["step"]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         whole = False
     if not whole:
         raise ValueError(f"{what}, step: got {saved['step']!r}, accepted: a count of steps")

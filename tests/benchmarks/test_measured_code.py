@@ -110,6 +110,13 @@ def test_every_kernel_and_definition_is_reached_by_a_part() -> None:
     assert missed == {"coat_dist.kernels.launch.forget"}, "what tests alone call"
 
 
+def test_what_is_not_followed_is_there() -> None:
+    code = Code()
+    for name in measured_code.NOT_COMPUTED:
+        module, _, definition = name.rpartition(".")
+        assert name in code.modules or definition in code.modules[module].named, f"NOT_COMPUTED: {name} was renamed"
+
+
 def test_parts_are_told_apart() -> None:
     code = Code()
     modules = {part: {module for module, _ in code.reached(code.entries(part))} for part in PARTS}

@@ -272,7 +272,7 @@ def test_a_state_left_on_meta_is_refused_before_anything_changes():
     assert [optimizer.state[p]["step"] for p in params] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("bad", ["x", 2.5, -3, torch.ones(2), torch.tensor(float("nan")), None], ids=str)
+@pytest.mark.parametrize("bad", ["x", 2.5, -3, torch.ones(2), torch.tensor(float("nan")), float("inf"), None], ids=str)
 def test_a_count_of_steps_in_fp32_that_is_none_is_refused_by_key(bad):
     p = torch.nn.Parameter(torch.ones(4))
     saved = {"step": bad, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
