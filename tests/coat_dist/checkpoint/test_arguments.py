@@ -1,0 +1,84 @@
+"""Arguments that DeepSpeed would misread: one error on all ranks, before anything is written or loaded."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from coat_dist.checkpoint.save import Extras
+from tests.coat_dist.checkpoint.test_loading import build
+from tests.coat_dist.checkpoint.test_whole import told
+from tests.coat_dist.checkpoint.test_whole_saves import small, step
+from tests.coat_dist.deepspeed.zero_runs import CASES, run
+from tests.support import run_ranks
+
+ITSELF = "which DeepSpeed writes itself; accepted: other names"
+OWN = "which the manifest has itself; accepted: other names"
+COUNT = "accepted: a whole number, 0 to keep all"
+SAVING = {
+    "module": ({"client_state": {"module": None}}, f"client_state: got keys module, {ITSELF}"),
+    "schedule": ({"client_state": {"lr_scheduler": None}}, f"client_state: got keys lr_scheduler, {ITSELF}"),
+    "several": (
+        {"client_state": {"mine": 1, "global_steps": 99, "ds_version": "x"}},
+        f"client_state: got keys ds_version, global_steps, {ITSELF}",
+    ),
+    "latest": ({"save_latest": "no"}, "save_latest: got 'no', accepted: True or False"),
+    "extras": ({"extras": {"keep_last": 2}}, "extras: got dict, accepted: coat_dist.checkpoint.save.Extras(...)"),
+    "negative": ({"extras": Extras(keep_last=-1)}, f"extras.keep_last: got -1, {COUNT}"),
+    "bool": ({"extras": Extras(keep_last=True)}, f"extras.keep_last: got True, {COUNT}"),
+    "set": ({"extras": Extras(content={"x": {1, 2}})}, "extras.content: got Object of type set is not JSON"),
+    "list": ({"extras": Extras(content=["x"])}, "extras.content: got list, accepted: a dict"),
+    "files": ({"extras": Extras(content={"files": {}, "mine": 1})}, f"extras.content: got keys files, {OWN}"),
+    "add": ({"extras": Extras(add_files="x")}, "extras.add_files: got 'x', accepted: a function, or None"),
+    "old": ({"extras": Extras(supersedes=["x"])}, "extras.supersedes: got ['x'], accepted: a list of pathlib.Path"),
+}
+
+
+def saving(rank, world, folder):
+    """Each wrong argument on rank 1 alone."""
+    engine = build(CASES["zero-2"])
+    run(engine, rank, 0, 1)
+    said = {
+        name: told(engine.save_checkpoint, folder, **(wrong if rank else {})) for name, (wrong, _) in SAVING.items()
+    }
+    untouched = not os.path.exists(folder)
+    state = {"universal_checkpoint_info": {"a": 1}, "epoch": 2}  # as Megatron-DeepSpeed passes it
+    engine.save_checkpoint(folder, client_state=state, save_latest=1, extras=Extras(keep_last=0))
+    return said, untouched, {k: v for k, v in engine.load_checkpoint(folder)[1].items() if k in state} == state
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    for said, untouched, allowed in run_ranks(2, saving, str(tmp_path / "save")):
+        for name, (_, text) in SAVING.items():
+            assert str(said[name]).startswith(f"CheckpointError: {text}"), said[name]
+        assert untouched and allowed
+
+
+def handed_back(rank, world, folder):
+    """What loading returned goes into the next save, as in DeepSpeed's tutorial; the engine has gone on meanwhile."""
+    from coat_dist.checkpoint.arguments import _DEEPSPEEDS
+
+    wrong = []
+    bf16 = {"bf16": {"enabled": True}}
+    for stage in (0, 1, 2, 3):
+        where = f"{folder}/{stage}"
+        config = {**bf16, "zero_optimization": {"stage": stage}} if stage else {}
+        engine = small(config)
+        step(engine)
+        engine.save_checkpoint(where, client_state={"mine": 1})
+        file = next(Path(where).glob("*/*model_states.pt"))
+        wrong += [f"{stage}: {key}" for key in torch.load(file, weights_only=False).keys() - _DEEPSPEEDS - {"mine"}]
+        for flags in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
+            _, state = engine.load_checkpoint(where, **flags)
+            step(engine)
+            steps, samples = engine.global_steps, engine.global_samples
+            engine.save_checkpoint(f"{where}-again", tag="x", client_state={**state, "mine": 2})
+            _, state = engine.load_checkpoint(f"{where}-again")
+            found = engine.global_steps, engine.global_samples, state["mine"]
+            wrong += [] if found == (steps, samples, 2) else [f"{stage}, {flags}: {found}, not {(steps, samples)}"]
+    return wrong
+
+
+def test_what_loading_returned_may_be_saved_again(tmp_path):
+    """And all keys that DeepSpeed writes are known."""
+    assert run_ranks(1, handed_back, str(tmp_path)) == [[]]
