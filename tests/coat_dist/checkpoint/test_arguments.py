@@ -1,6 +1,8 @@
 """Arguments that DeepSpeed would misread: one error on all ranks, before anything is written or loaded."""
 
+import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -82,3 +84,62 @@ def handed_back(rank, world, folder):
 def test_what_loading_returned_may_be_saved_again(tmp_path):
     """And all keys that DeepSpeed writes are known."""
     assert run_ranks(1, handed_back, str(tmp_path)) == [[]]
+
+
+def loading(rank, world, folder):
+    engine, said = build(CASES["zero-2"]), {}
+    run(engine, rank, 0, 1)
+    engine.save_checkpoint(folder, tag="a")
+    engine.save_checkpoint(folder, tag="b/c", save_latest=False)
+    for name, more in {
+        "itself": {"load_dir": f"{folder}/a"},
+        "and by tag": {"load_dir": Path(folder, "a"), "tag": "a"},
+        "inner": {"load_dir": f"{folder}/b/c/"},
+        "a file": {"load_dir": f"{folder}/latest"},
+        "nothing": {"load_dir": None if rank else folder},
+        "verify": {"load_dir": folder, "verify": "no" if rank else True},
+        "unset": {"load_dir": folder, "verify": None},
+        "strict": {"load_dir": folder, "load_module_strict": "false"},
+        "different": {"load_dir": folder, "load_optimizer_states": rank == 0},
+    }.items():
+        said[name] = told(engine.load_checkpoint, **more)
+    with contextlib.chdir(f"{folder}/a"):
+        said["here"] = told(engine.load_checkpoint, ".")
+    torch.distributed.barrier()
+    if rank == 0:
+        os.remove(f"{folder}/a/manifest.json")  # as of plain DeepSpeed
+        shutil.copytree(f"{folder}/a", f"{folder}/.unfinished-d")
+        os.mkdir(f"{folder}/empty")
+    torch.distributed.barrier()
+    said["plain"] = told(engine.load_checkpoint, f"{folder}/a")
+    said["unfinished"] = told(engine.load_checkpoint, f"{folder}/.unfinished-d")
+    nothing = [engine.load_checkpoint(f"{folder}/{name}") for name in ("empty", "missing")]
+    return said, nothing, engine.load_checkpoint(f"{folder}/b", tag="c")[0] is not None
+
+
+def test_what_holds_no_checkpoints_is_not_taken_for_a_new_run(tmp_path):
+    first, second = run_ranks(2, loading, str(tmp_path))
+    assert first == second
+    said, nothing, of_a_folder_in_it = first
+    assert nothing == [(None, None)] * 2 and of_a_folder_in_it
+    itself = (
+        "CheckpointError: load_dir: got {}, which is a checkpoint itself; accepted: load_checkpoint({!r}, tag={!r})"
+    )
+    for name, given, where, tag in [
+        ("itself", f"{tmp_path}/a", str(tmp_path), "a"),
+        ("and by tag", f"{tmp_path}/a", str(tmp_path), "a"),
+        ("inner", f"{tmp_path}/b/c", f"{tmp_path}/b", "c"),
+        ("here", ".", str(tmp_path), "a"),
+        ("plain", f"{tmp_path}/a", str(tmp_path), "a"),
+    ]:
+        assert said[name] == itself.format(given, where, tag)
+    for name, text in {
+        "a file": f"load_dir: got {tmp_path}/latest, which is a file; accepted: a folder that holds checkpoints",
+        "unfinished": f"load_dir: got {tmp_path}/.unfinished-d, a save that was never finished; accepted: {tmp_path}, ",
+        "nothing": "load_dir: got None, accepted: the path of a folder",
+        "verify": "verify: got 'no', accepted: True or False",
+        "unset": "verify: got None, accepted: True or False",
+        "strict": "load_module_strict: got 'false', accepted: True or False",
+        "different": "load_optimizer_states: got True on rank(s) 0; False on rank(s) 1, accepted: the same on",
+    }.items():
+        assert str(said[name]).startswith(f"CheckpointError: {text}"), said[name]
