@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from coat_dist.checkpoint.save import Extras
@@ -143,3 +144,47 @@ def test_what_holds_no_checkpoints_is_not_taken_for_a_new_run(tmp_path):
         "different": "load_optimizer_states: got True on rank(s) 0; False on rank(s) 1, accepted: the same on",
     }.items():
         assert str(said[name]).startswith(f"CheckpointError: {text}"), said[name]
+
+
+class Sized(torch.nn.Sequential):
+    def __init__(self, width, layers, frozen):
+        super().__init__(*(torch.nn.Linear(width, width) for _ in range(layers)))
+        self[0].requires_grad_(not frozen)
+
+
+def other_models(rank, world, folder, stage):
+    """A checkpoint of two layers before models of other sizes, and before one in which a layer is frozen."""
+    import coat_dist
+    from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+
+    quiet_deepspeed()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage},
+    }
+
+    def engine(width=64, layers=2, frozen=False):
+        return coat_dist.initialize(model=Sized(width, layers, frozen), config=config)[0]
+
+    engine().save_checkpoint(folder, tag="a")
+    others = {"wide": {"width": 128}, "more": {"layers": 3}, "fewer": {"layers": 1}, "frozen": {"frozen": True}}
+    return {name: told(engine(**other).load_checkpoint, folder) for name, other in others.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_another_model_is_told_from_another_layout(stage, tmp_path):
+    first, second = run_ranks(2, other_models, str(tmp_path), stage)
+    assert first.keys() == second.keys()
+    for said in (first, second):
+        start = f"ValueError: {tmp_path}/a: model: "
+        small, wide = "shape [64, 64]", "shape [128, 128]"
+        for name, text in {
+            "wide": f"0.weight (and 3 more): checkpoint has {small}, this run has {wide}\n",
+            "more": f"2.weight (and 1 more): checkpoint has none, this run has {small}\n",
+            "fewer": f"1.weight (and 1 more): checkpoint has {small}, this run has none\n",
+        }.items():
+            assert said[name].startswith(start + text), said[name]
+            assert "convert" not in said[name] and said[name].endswith("or the model that wrote it")
+        assert "or other groups or frozen parameters: " in said["frozen"] and "convert_to_universal" in said["frozen"]
