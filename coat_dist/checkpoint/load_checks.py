@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ranks import raise_everywhere
+from .arguments import check_flags, check_folder, on_all_ranks
 from .expert_names import divided_experts
 from .manifest import CheckpointError
 from .publish import LATEST
 from .shared import check_there
-from .tags import find_tag
+from .tags import agree, find_tag
 from .team import team_of
 from .whole import check_whole
 from .zero_shards import forget_second_shard
@@ -78,7 +79,20 @@ def load_whole_checkpoints(engine: Any) -> None:
         *,
         verify: bool = True,
     ) -> Any:
+        flags = {
+            "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "load_module_only": load_module_only,
+        }
+
+        def check_arguments() -> None:
+            check_folder("load_dir", load_dir)
+            check_flags(flags, verify=verify)
+
         universal, team = engine.load_universal_checkpoint(), team_of(engine)
+        on_all_ranks(check_arguments)
+        agree({name: bool(value) for name, value in flags.items()}, team)
         tag = find_tag(Path(load_dir), None if tag is None else str(tag), universal, team)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
             check_there(Path(load_dir) / tag, "load_dir", CheckpointError)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,24 @@ _ACCEPTED = (
     "accepted: what wrote it, or the checkpoint converted by coat_dist.convert_to_universal (launch/to_universal.py) "
     'and "checkpoint": {"load_universal": true}'
 )
+_OTHERS = "or other groups or frozen parameters"
+_ACCEPTED_MODEL = "accepted: a checkpoint of this model, or the model that wrote it"
 
 
 def check_native_loads(engine: Any) -> None:
     """Let ``engine.load_checkpoint`` refuse checkpoints of another layout with a ``ValueError``, on every rank.
 
-    What the error names: ZeRO stage, data- and tensor-parallel size, where parameters lie in the flat shards, how
-    moments are stored. Loads without optimizer states are left to DeepSpeed. ``coat_dist.initialize`` calls it for
-    CoatAdamW.
+    What the error names: ZeRO stage, data- and tensor-parallel size, other parameters, where parameters lie in the flat
+    shards, how moments are stored. Loads without optimizer states are left to DeepSpeed. ``coat_dist.initialize`` calls
+    it for CoatAdamW.
     """
-    check_before_load(engine, "native", functools.partial(_problems, engine), _ACCEPTED)
+    check_before_load(engine, "native", functools.partial(_settings, engine), _ACCEPTED)
+    check_before_load(engine, "model", functools.partial(_model, engine), _ACCEPTED_MODEL)
+    check_before_load(engine, "layout", functools.partial(_shards, engine), _ACCEPTED)
 
 
-def _problems(engine: Any, request: Request) -> list[str]:
+def _settings(engine: Any, request: Request) -> list[str]:
+    """Whether stage and numbers of ranks are those of the checkpoint."""
     folder = request.folder
     if engine.load_universal_checkpoint():
         return []
@@ -67,13 +72,44 @@ def _problems(engine: Any, request: Request) -> list[str]:
         **_model_parallel(saved, engine),
         "expert-parallel size": (divided_experts(saved.get("universal_checkpoint_info"))[0], ours),
     }
-    problems = [
+    return [
         f"{folder}: {name}: checkpoint has {theirs}, this run has {ours}"
         for name, (theirs, ours) in compared.items()
         if theirs is not None and theirs != ours
     ]
-    if problems:
-        return problems
+
+
+def _model(engine: Any, request: Request) -> list[str]:
+    """Whether the parameters are those of the checkpoint: where they are not, no conversion helps.
+
+    One that is trained here and frozen there, or the other way round, is not meant: it belongs to the layout.
+    """
+    path = Path(engine._get_ckpt_name(str(request.load_dir), request.tag))
+    if engine.load_universal_checkpoint() or not request.states or not path.is_file():
+        return []
+    saved = read(path)
+    theirs, ours = (_shapes(groups) for groups in (saved.get("param_shapes"), engine._get_zero_param_shapes()))
+    if not theirs:
+        return []
+    there = theirs.keys() | (saved.get("frozen_param_shapes") or {}).keys() | (saved.get("module") or {}).keys()
+    here = ours.keys() | {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    wrong = [n for n, shape in theirs.items() if n not in here or shape != ours.get(n, shape)]
+    wrong += [n for n in ours if n not in there]
+    if not wrong:
+        return []
+    first, more = wrong[0], f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    has, this = (f"shape {shapes[first]}" if first in shapes else "none" for shapes in (theirs, ours))
+    return [f"{request.folder}: model: {first}{more}: checkpoint has {has}, this run has {this}"]
+
+
+def _shapes(groups: Iterable[Mapping[str, Any]] | None) -> dict[str, list[int]]:
+    return {name: list(shape) for group in groups or () for name, shape in group.items()}
+
+
+def _shards(engine: Any, request: Request) -> list[str]:
+    """Whether what the optimizer's file of this rank holds lies where it does in this run, and is stored so."""
+    if engine.load_universal_checkpoint() or not request.states:
+        return []
     path = Path(engine._get_zero_ckpt_name(str(request.load_dir), request.tag))
     if not path.is_file():
         return [f"{path}: missing"]
@@ -105,7 +141,7 @@ def _layout(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
         sizes = [[t.numel() for t in flat] for flat in (saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat)]
         if sizes[0] != sizes[1]:
             return [
-                f"{path}: zero_optimization.sub_group_size, or other parameters: checkpoint has sub-groups of "
+                f"{path}: zero_optimization.sub_group_size, {_OTHERS}: checkpoint has sub-groups of "
                 f"{sizes[0]} elements, this run has {sizes[1]}"
             ]
         return []
@@ -118,7 +154,7 @@ def _layout(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
         return []
     there, here = (p.get(wrong[0]) for p in places)
     return [
-        f"{path}: zero_optimization.round_robin_gradients or parameter_alignment, or other parameters or groups: "
+        f"{path}: zero_optimization.round_robin_gradients or parameter_alignment, {_OTHERS}: "
         f"{wrong[0]} is at {_at(there)} in the checkpoint and at {_at(here)} in this run"
     ]
 

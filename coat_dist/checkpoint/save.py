@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 from ..nodes import say_host
 from ..ranks import attempt, gather, rank_and_world
+from .arguments import check_client_state, check_flags, check_folder, on_all_ranks, values_of_the_program
 from .durable import make_folder
 from .engine_writes import Writes, watch_writes
 from .expert_names import divided_experts
@@ -32,6 +34,8 @@ from .team import Team, nodes_of_ranks, team_of
 
 __all__ = ["Extras", "save_whole_checkpoints"]
 
+_MANIFESTS = ("format", "unfinished", "universal", "tag", "saved", LATEST, "engine", "part", "files")
+"""What a manifest says by itself: another value of these would make of a checkpoint one that is not found or loaded."""
 _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
@@ -42,11 +46,36 @@ class Extras:
     add_files: Callable[[Path], None] | None = None
     """Called on each rank with the folder to write files of its own into."""
     content: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values that the manifest holds beside the list of files."""
+    """Values that the manifest holds beside its own: what JSON can hold."""
     keep_last: int = 0
     """Remove all but this many newest checkpoints named ``step%08d`` afterwards; 0 = keep all."""
     supersedes: Collection[Path] = ()
     """Checkpoints of an earlier run in the same folder, to be removed afterwards."""
+
+    def check(self) -> None:
+        """Refuse what would fail, or remove too much, when DeepSpeed has written. Saving asks on all ranks together:
+        one that raised earlier would let the others wait.
+
+        Raises:
+            CheckpointError: names the argument.
+        """
+        if self.add_files is not None and not callable(self.add_files):
+            raise CheckpointError(f"extras.add_files: got {self.add_files!r}, accepted: a function, or None")
+        if not isinstance(self.content, Mapping):
+            raise CheckpointError(f"extras.content: got {type(self.content).__name__}, accepted: a dict")
+        if taken := [key for key in self.content if key in _MANIFESTS]:
+            raise CheckpointError(
+                f"extras.content: got keys {', '.join(taken)}, which the manifest has itself; accepted: other names"
+            )
+        try:
+            json.dumps(dict(self.content))
+        except (TypeError, ValueError, RecursionError) as problem:
+            raise CheckpointError(f"extras.content: got {problem}, accepted: what JSON can hold") from None
+        count = self.keep_last
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise CheckpointError(f"extras.keep_last: got {count!r}, accepted: a whole number, 0 to keep all")
+        if not isinstance(self.supersedes, Collection) or not all(isinstance(p, Path) for p in self.supersedes):
+            raise CheckpointError(f"extras.supersedes: got {self.supersedes!r}, accepted: a list of pathlib.Path")
 
 
 def save_whole_checkpoints(engine: Any) -> None:
@@ -76,11 +105,20 @@ def save_whole_checkpoints(engine: Any) -> None:
         if tag is None:
             tag = f"global_step{engine.global_steps}"
         tag, state = str(tag), {} if client_state is None else client_state
-        _, problems = attempt(lambda: _check(save_dir, tag, state))
-        if problems:
-            raise CheckpointError("\n".join(dict.fromkeys(problems.values())))
-        options = {"save_latest": bool(save_latest), "exclude_frozen_parameters": bool(exclude_frozen_parameters)}
-        agree({"tag": tag, "folder": os.path.abspath(save_dir), **options}, team)
+        flags = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
+
+        def check() -> None:
+            check_folder("save_dir", save_dir)
+            check_client_state(state, engine)
+            check_tag(tag)
+            check_flags(flags)
+            if extras is not None and not isinstance(extras, Extras):
+                accepted = "coat_dist.checkpoint.save.Extras(...)"
+                raise CheckpointError(f"extras: got {type(extras).__name__}, accepted: {accepted}")
+            (extras or Extras()).check()
+
+        on_all_ranks(check)
+        agree({"tag": tag, "folder": os.path.abspath(save_dir), **{k: bool(v) for k, v in flags.items()}}, team)
         _together((lambda: make_folder(Path(save_dir))) if team.leads else None, f"cannot write {save_dir}")
         local, nodes = not team.whole, nodes_of_ranks(getattr(engine, "local_rank", None))
         check_shared(Path(save_dir), "save_dir", nodes, local, CheckpointError)
@@ -92,7 +130,7 @@ def save_whole_checkpoints(engine: Any) -> None:
                 original(
                     save_dir,
                     tag=str(temporary.relative_to(save_dir)),
-                    client_state=state,
+                    client_state=values_of_the_program(state, engine),
                     save_latest=False,
                     exclude_frozen_parameters=exclude_frozen_parameters,
                 )
@@ -130,14 +168,6 @@ def _model_parallel(engine: Any) -> dict[str, Any]:
     if stages == 1:
         return {"tensor_parallel": size}
     return {"tensor_parallel": engine.mp_world_size // stages, "pipeline_stages": stages}
-
-
-def _check(save_dir: Any, tag: str, client_state: Any) -> None:
-    if not save_dir or not isinstance(save_dir, str | os.PathLike):
-        raise CheckpointError(f"save_dir: got {save_dir!r}, accepted: the path of a folder")
-    if not isinstance(client_state, Mapping):
-        raise CheckpointError(f"client_state: got {type(client_state).__name__}, accepted: a dict")
-    check_tag(tag)
 
 
 def _complete(save_dir: Path, tag: str, about: dict[str, Any], writes: Writes, team: Team, extras: Extras) -> None:

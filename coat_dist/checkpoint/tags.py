@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -94,10 +95,12 @@ def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
         if any(part.startswith(_UNFINISHED) for part in PurePosixPath(tag).parts):
             raise CheckpointError(f"tag: got {tag!r}, a save that was never finished, accepted: {_there(load_dir)}")
         if not (load_dir / tag).is_dir() and replaced_or(load_dir / tag) == load_dir / tag:
+            _check_holds_checkpoints(load_dir)
             raise CheckpointError(f"tag: got {tag!r}, which is not in {load_dir}, accepted: {_there(load_dir)}")
         return _path_in(load_dir, tag)
     latest = load_dir / (_LATEST_UNIVERSAL if universal else LATEST)
     if not os.path.lexists(latest):
+        _check_holds_checkpoints(load_dir)
         if universal:
             raise CheckpointError(
                 f"checkpoint.load_universal: got true, accepted: false, or a folder with {_LATEST_UNIVERSAL}, as "
@@ -120,6 +123,31 @@ def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
     if universal:
         _check_not_overtaken(load_dir, named)
     return _path_in(load_dir, named)
+
+
+def _check_holds_checkpoints(load_dir: Path) -> None:
+    """Refuse a checkpoint's own folder, and a file: for DeepSpeed there is nothing in either, and a run would begin
+    anew."""
+    if load_dir.exists() and not load_dir.is_dir():
+        raise CheckpointError(f"load_dir: got {load_dir}, which is a file; accepted: a folder that holds checkpoints")
+    folder = Path(os.path.abspath(load_dir)) if load_dir.name in ("", "..") else load_dir
+    tag = folder.name.removeprefix(f"{_UNFINISHED}replaced-")
+    if not tag.startswith(_UNFINISHED) and _is_checkpoint(folder):
+        call = f"load_checkpoint({str(folder.parent)!r}, tag={tag!r})"
+        raise CheckpointError(f"load_dir: got {load_dir}, which is a checkpoint itself; accepted: {call}")
+    if tag.startswith(_UNFINISHED) and folder.is_dir():
+        there = _there(folder.parent)
+        raise CheckpointError(
+            f"load_dir: got {load_dir}, a save that was never finished; accepted: {folder.parent}, with as tag {there}"
+        )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Of this project, or of plain DeepSpeed: that has no manifest, but model files in the folder itself."""
+    with suppress(CheckpointError):
+        read_manifest(folder, of_run=False)
+        return True
+    return any(folder.glob("*model_states.pt"))
 
 
 def _check_not_overtaken(load_dir: Path, universal: str) -> None:

@@ -155,3 +155,41 @@ def test_from_torchs_adamw_and_back(source, ranks, target, to, tmp_path):
         for name, value in back[kind].items():
             assert torch.equal(ours[kind][name], value), (kind, name)
     assert back["steps"] == [5]
+
+
+def follow_the_page(rank, world, folder):
+    """What docs/from-deepspeed.md says in steps 2 and 4, in its words: losses, and what moved over."""
+    import contextlib
+    import io
+    import re
+    from pathlib import Path
+
+    from launch import to_universal
+    from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+
+    quiet_deepspeed()
+    page = (Path(__file__).parents[3] / "docs" / "from-deepspeed.md").read_text(encoding="utf-8")
+    (program, load), (before, after, key) = (
+        re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S) for language in ("python", "json")
+    )
+    (folder_now,) = re.findall(r"save into another folder,\s+`(\"[\w-]+\")`", page)
+    (arguments,) = re.findall(r"^python -m launch\.to_universal (.*)$", page, re.M)
+    printed, after_program = io.StringIO(), "import coat_dist\n" + program.replace('"out"', folder_now)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        there, here = {}, {}
+        for code, config, values in ((program, before, there), (after_program, after, here)):
+            Path("ds.json").write_text(config)
+            exec(code, values)
+        status = to_universal.main(arguments.split())
+        Path("ds.json").write_text(after.rstrip().removesuffix("}").rstrip() + ",\n" + key + "}")
+        loading = after_program.replace("\ndata =", f"\n{load}\ndata =")
+        exec(loading.replace("range(20)", "range(0)").partition("\nprint(")[0], now := {})
+    weights = [[p.detach() for p in values["model"].parameters()] for values in (there, here, now)]
+    same = [all(map(torch.equal, weights[2], one)) for one in weights[:2]]
+    return re.findall(r"^loss (\S+)$", printed.getvalue(), re.M), status, same, now["engine"].global_steps
+
+
+def test_the_page_for_deepspeed_programs_can_be_followed_word_for_word(tmp_path):
+    losses, status, same, steps = run_ranks(1, follow_the_page, str(tmp_path))[0]
+    assert len(losses) == 2 and status == 0 and steps == 20
+    assert same == [True, False], "the old run's checkpoint is what is converted"

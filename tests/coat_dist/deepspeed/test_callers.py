@@ -314,5 +314,5 @@ def after_one_group(rank, world, folder):
 
 def test_checkpoints_of_other_groups_are_refused_and_load_as_universal_ones(tmp_path):
     for refused, same, moments in run_ranks(2, after_one_group, str(tmp_path)):
-        assert "or other parameters or groups: " in refused and "convert_to_universal" in refused
+        assert "or other groups or frozen parameters: " in refused and "convert_to_universal" in refused
         assert same and moments == ["fp8", "fp32"]
