@@ -25,8 +25,8 @@ _MEANT = {
 
 
 def _number(text: str) -> int:
-    """A positive whole number, with an optional k, M or G (1000, 1000000, ...)."""
-    factor = {"k": 10**3, "M": 10**6, "G": 10**9}.get(text[-1:], 1)
+    """A positive whole number, with an optional k, M or G, small or capital (1000, 1000000, ...)."""
+    factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
     digits = text[:-1] if factor > 1 else text
     if not (digits.isascii() and digits.isdigit() and int(digits) > 0):
         raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, k, M or G may follow")

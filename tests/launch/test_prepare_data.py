@@ -186,7 +186,7 @@ def test_error_of_a_worker_reaches_the_user(tmp_path):
     with open(tmp_path / "in.jsonl", "a") as file:
         file.write("broken\n")
     with pytest.raises(DataError, match="in.jsonl:101: not JSON"):
-        run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "o", "--shard-bytes", "1k", workers="2")
+        run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "o", "--shard-bytes", "1K", workers="2")
 
 
 def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, capsys):
