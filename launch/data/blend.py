@@ -12,7 +12,7 @@ from pathlib import Path
 from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
 
-__all__ = ["DataInfo", "check_one_tokenizer", "parse_blend", "parse_split", "read_info", "without_suffix"]
+__all__ = ["DataInfo", "check_one_tokenizer", "parse_blend", "parse_split", "read_info", "telling", "without_suffix"]
 
 _SUFFIXES = (".bin", ".idx")
 _FORGIVEN = (*_SUFFIXES, ".json")
@@ -120,6 +120,12 @@ def check_one_tokenizer(prefixes: Sequence[str], infos: Sequence[DataInfo]) -> N
                 f"data: {prefix} was made with another tokenizer than {first[0]}: with {info.describe()}, not "
                 f"{first[1].describe()}; accepted: one tokenizer for all"
             )
+
+
+def telling(prefixes: Sequence[str], infos: Sequence[DataInfo]) -> tuple[str, DataInfo]:
+    """The first data set of a blend whose tokenizer is known, else the first; all have the same one."""
+    both = list(zip(prefixes, infos, strict=True))
+    return next((one for one in both if one[1].tokenizer_digest is not None), both[0])
 
 
 def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:

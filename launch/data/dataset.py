@@ -24,7 +24,15 @@ from torch.utils.data import Dataset
 
 from coat_dist.checkpoint.team import nodes_of_ranks, sharing
 from coat_dist.ranks import on_first_ranks
-from launch.data.blend import DataInfo, check_one_tokenizer, parse_blend, parse_split, read_info, without_suffix
+from launch.data.blend import (
+    DataInfo,
+    check_one_tokenizer,
+    parse_blend,
+    parse_split,
+    read_info,
+    telling,
+    without_suffix,
+)
 from launch.data.cache import cache_folder
 from launch.data.endless_blend import EndlessBlend
 from launch.data.gpt_dataset import EndlessConfig, EndlessGPTDataset, Identity
@@ -46,6 +54,7 @@ __all__ = [
     "parse_split",
     "read_info",
     "read_mixture",
+    "telling",
     "without_suffix",
 ]
 

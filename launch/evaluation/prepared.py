@@ -16,8 +16,8 @@ __all__ = ["check_data", "read_samples"]
 PARTS = ("train", "valid", "test")
 
 
-def check_data(paths: Sequence[str]) -> data.DataInfo:
-    """What the data sets say of their one tokenizer; ``vocab_size`` is the largest.
+def check_data(paths: Sequence[str]) -> tuple[str, data.DataInfo]:
+    """What the data sets say of their one tokenizer, and which of them says most: one that names it, if any does.
 
     Raises:
         DataError: a data set is missing or damaged, or they were made with different tokenizers.
@@ -26,7 +26,7 @@ def check_data(paths: Sequence[str]) -> data.DataInfo:
         prefixes, _ = data.parse_blend(paths)
         infos = [data.read_info(prefix) for prefix in prefixes]
         data.check_one_tokenizer(prefixes, infos)
-    return max(infos, key=lambda info: info.vocab_size)
+    return data.telling(prefixes, infos)
 
 
 def read_samples(

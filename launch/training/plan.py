@@ -147,7 +147,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         mixtures = {p: data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)}
     model = model.with_vocab(max(info.vocab_size for info in infos))
     eod = infos[0].eod if args.separate_documents else None
-    warning = tokenizer_warning(weights, prefixes[0], infos[0])
+    warning = tokenizer_warning(weights, *data.telling(prefixes, infos))
     sources = {
         (name if len(mixtures) == 1 else f"{path}#{name}"): source  # of several descriptions names may be the same
         for path, mixture in mixtures.items()

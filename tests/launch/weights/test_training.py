@@ -161,7 +161,7 @@ def test_contradictions_are_named(work, tmp_path):
 
 
 def test_another_tokenizer_is_told(tmp_path):
-    from launch.data.blend import DataInfo
+    from launch.data.blend import DataInfo, telling
     from launch.data.tokenizer import tokenizer_digest
     from launch.training.initial import tokenizer_warning
 
@@ -170,5 +170,7 @@ def test_another_tokenizer_is_told(tmp_path):
     assert tokenizer_warning(weights, "data", DataInfo(100, 2, same)) is None
     assert tokenizer_warning(weights, "data", DataInfo(100, 2, None)) is None  # not known
     assert tokenizer_warning(None, "data", DataInfo(100, 2, "0" * 64)) is None
+    blend = telling(["a", "b"], [DataInfo(100, 2, None), DataInfo(100, 2, "0" * 64)])  # token files, and prepared data
+    assert "--data: b was prepared with" in tokenizer_warning(weights, *blend)
     told = tokenizer_warning(weights, "data", DataInfo(100, 2, "0" * 64, "other"))
     assert "warning: --data: data was prepared with other" in told and "tokenizer.json of --init-from" in told
