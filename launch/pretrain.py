@@ -217,7 +217,7 @@ def make_loop(
         accumulation=p.batch.accumulation,
         samples_per_step=p.batch.total,
         samples=p.samples,
-        tokens_per_step=p.batch.total * p.model.seq_length,
+        tokens=p.tokens,
         flops_per_token=flops_per_token(p.model, p.model.seq_length),
         device=device,
         eval_interval=a.eval_interval,

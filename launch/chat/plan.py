@@ -74,6 +74,9 @@ class FinetunePlan(Plan):
     def samples(self) -> int | None:
         return self.train.sequences.end
 
+    def tokens(self, start: int, stop: int) -> int:
+        return self.train.sequences.tokens(start, stop)
+
     def describe(self) -> str:
         """A few lines for the log."""
         lines = [super().describe(), _about(self.train, "train", self.model.seq_length)]
@@ -255,12 +258,13 @@ def _told(found: Conversations, files: list[str]) -> str:
 
 
 def _about(held: Held, name: str, seq_length: int) -> str:
+    """What the first epoch has, or a part of it where there is no more."""
     s = held.sequences
-    numbers = [n for place in range(s.per_epoch) for n in s[place]]
-    tokens = int(held.conversations.lengths[numbers].sum())
+    count = s.per_epoch if s.end is None else min(s.per_epoch, s.end)
+    conversations = sum(len(s[place]) for place in range(count))
     return (
-        f"{name}: {len(numbers):,} conversations in {s.per_epoch:,} sequences of {seq_length} tokens, "
-        f"{100 * tokens / (s.per_epoch * seq_length):.1f} % full"
+        f"{name}: {conversations:,} conversations in {count:,} sequences of {seq_length} tokens, "
+        f"{100 * s.tokens(0, count) / (count * seq_length):.1f} % full"
     )
 
 

@@ -65,7 +65,8 @@ class Loop:
     samples_per_step: int
     samples: int | None = None
     """Of the whole run, where they end: the last step may have fewer than the others."""
-    tokens_per_step: int
+    tokens: Callable[[int, int], int]
+    """Of the samples from one up to another, of all ranks; padding is none."""
     flops_per_token: float
     device: torch.device
     stop_at_step: int | None = None
@@ -161,10 +162,11 @@ class Loop:
         took = time.perf_counter() - began
 
         progress.step += 1
-        consumed = progress.consumed_samples + self.samples_per_step
+        began_at = progress.consumed_samples
+        consumed = began_at + self.samples_per_step
         progress.consumed_samples = consumed if self.samples is None else min(consumed, self.samples)
         progress.loss = mean_loss if math.isfinite(mean_loss) else None
-        speed = self.tokens_per_step / took
+        speed = self.tokens(began_at, began_at + self.samples_per_step) / took
         record: dict[str, Any] = {
             "step": progress.step,
             "loss": mean_loss,
@@ -198,7 +200,8 @@ class Loop:
             self.times.begin()
             batch = next(self.train)
             self.times.batch_is_there()
-            with self.memory.forward() if self.memory is not None and index == 0 else contextlib.nullcontext():
+            watched = self.memory if index == 0 else None
+            with contextlib.nullcontext() if watched is None else watched.forward(batch["tokens"].numel()):
                 loss = self.loss(self.engine, batch)
             self.times.forward_done()
             total += loss.detach()

@@ -66,6 +66,10 @@ class Plan:
         """Of the whole run; None where every step has as many as the others."""
         return None
 
+    def tokens(self, start: int, stop: int) -> int:
+        """Tokens of the samples from ``start`` up to ``stop``, of all ranks; what only pads them is none."""
+        return (stop - start) * self.model.seq_length
+
     def describe(self) -> str:
         """One line for the log, and others before it where there is a warning or another batch than was set."""
         ep = self.args.expert_parallel

@@ -151,9 +151,13 @@ def test_skip_bad_lists_lines_and_goes_on(work, tmp_path):
     (tmp_path / "bad.jsonl").write_text(chat("user: q", "assistant: a") + "\n{}\n")
     config, run = sizes(tmp_path, 1, 1), tmp_path / "run"
     more = ("--data", tmp_path / "bad.jsonl", "--skip-bad", "--no-packing", "--no-export", "--epochs", 1)
-    more += ("--chat-template", "plain")
+    more += ("--chat-template", "plain", "--seq-length", 128)
     (end,) = run_ranks(1, rank_main, command(work, run, config, *more))
     assert end.startswith("finished 1 steps") and "exported" not in end, end
+    # Neither padding counts as tokens nor places that a shorter row has not got.
+    (prepared,) = (run / "prepared").glob("*/summary.json")
+    assert json.loads((run / "summary.json").read_text())["tokens"] == json.loads(prepared.read_text())["tokens"] < 64
+    assert json.loads((run / "memory.json").read_text())["activations"]["elements"] == 64
     (listed,) = map(json.loads, (run / "dropped.jsonl").read_text().splitlines())
     assert listed["file"].endswith("bad.jsonl") and listed["line"] == 2 and listed["what"] == "malformed"
     # A later convert_hf.py --from the checkpoint gives the template that was trained with, not the model's.

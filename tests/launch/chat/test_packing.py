@@ -8,8 +8,10 @@ import torch
 
 pytest.importorskip("transformers")
 
+from launch.chat import packing
 from launch.chat.batches import Layout, micro_batches
 from launch.chat.packing import Sequences, pack
+from launch.chat.plan import Held, _about
 from launch.chat.store import Conversations, Reading, prepare
 from launch.chat.template import ChatTemplate
 from launch.prep import DataError
@@ -48,7 +50,24 @@ def test_after_the_last_epoch_sequences_are_empty():
     made = sequences(epochs=1.5)
     assert made.end == -(-3 * made.per_epoch // 2) and made[made.end - 1] and made[made.end] == []
     assert made.trained(0, 10**3) == made.trained(0, made.end)
+    assert made.tokens(made.end - 1, 10**3) == sum(LENGTHS[made[made.end - 1]])
+    assert made.tokens(0, made.per_epoch) == sum(LENGTHS[::2])
     assert [made[p] for p in range(made.per_epoch)] == [sequences(epochs=None)[p] for p in range(made.per_epoch)]
+
+
+def test_what_is_told_of_an_epoch_is_what_is_trained_of_it(monkeypatch):
+    """Of less than an epoch its part, of several one."""
+    quarter = Held(conversations=None, sequences=sequences(packed=False, epochs=0.25))
+    share = f"{100 * quarter.sequences.tokens(0, 25) / (25 * 40):.1f} % full"
+    assert _about(quarter, "train", 40) == f"train: 25 conversations in 25 sequences of 40 tokens, {share}"
+    several = Held(conversations=None, sequences=sequences(epochs=2.5))
+    assert _about(several, "train", 40).startswith(f"train: 100 conversations in {several.sequences.per_epoch} seq")
+    made = sequences(epochs=3)
+    calls = []
+    monkeypatch.setattr(packing, "pack", lambda *given: calls.append(1) or pack(*given))
+    for position in (made.per_epoch - 1, made.per_epoch, made.per_epoch - 1, made.per_epoch):  # a step over the border
+        assert made[position]
+    assert len(calls) == 1
 
 
 def test_without_packing_a_sequence_is_a_conversation():
