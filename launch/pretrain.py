@@ -222,7 +222,6 @@ def make_loop(
         device=device,
         eval_interval=a.eval_interval,
         eval_steps=a.eval_steps,
-        eval_at_end=p.eval_at_end,
         save=save if a.save else None,
         save_interval=a.save_interval,
         max_bad_steps=a.max_bad_steps,

@@ -73,9 +73,8 @@ class Loop:
     valid: Callable[[], Iterator[Batch]] | None = None
     test: Callable[[], Iterator[Batch]] | None = None
     eval_interval: int = 0
+    """Steps between evaluations on ``valid``; the last step is followed by one wherever they fall."""
     eval_steps: int = 1
-    eval_at_end: bool = False
-    """Evaluate on ``valid`` after the last step, too, wherever ``eval_interval`` falls."""
     save: Callable[[], Any] | None = None
     save_interval: int = 0
     max_bad_steps: int = 5
@@ -95,7 +94,7 @@ class Loop:
     """The stream of :meth:`_beside_the_optimizer`."""
 
     def run(self) -> str | None:
-        """Train to the last step and evaluate on the test split.
+        """Train to the last step and evaluate on the valid and test splits.
 
         Returns:
             None when all steps are done, else why it ended before ("SIGTERM", "--stop-at-step", ...).
@@ -111,10 +110,10 @@ class Loop:
             with self.profiler.around(self.progress.step + 1) if self.profiler else contextlib.nullcontext():
                 record = self._step()
             step = self.progress.step
-            at_end = self.eval_at_end and step == self.total_steps
+            at_end = step == self.total_steps
             if self.valid is not None and (at_end or (self.eval_interval and step % self.eval_interval == 0)):
                 record["valid_loss"] = self.evaluate(self.valid())
-            if self.test is not None and step == self.total_steps:
+            if self.test is not None and at_end:
                 record["test_loss"] = self.evaluate(self.test())
             stopping = record.pop("stopping")
             self.log.step(record)

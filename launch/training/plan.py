@@ -57,11 +57,6 @@ class Plan:
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
     @property
-    def eval_at_end(self) -> bool:
-        """Whether the held-out set is evaluated after the last step, wherever --eval-interval falls."""
-        return False
-
-    @property
     def samples(self) -> int | None:
         """Of the whole run; None where every step has as many as the others."""
         return None
