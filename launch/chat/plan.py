@@ -67,10 +67,6 @@ class FinetunePlan(Plan):
     tokenizer: Any
 
     @property
-    def eval_at_end(self) -> bool:
-        return self.valid is not None
-
-    @property
     def samples(self) -> int | None:
         return self.train.sequences.end
 
@@ -115,9 +111,12 @@ def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
             f'{MICRO}: got "auto", accepted: an integer >= 1, of which the number of steps follows (--dry-run says how '
             "many fit)"
         )
-    find_files(args.data, "--data")
-    if args.valid is not None:
-        find_files(args.valid, "--valid")
+    trained = {file.resolve() for file in find_files(args.data, "--data")}
+    both = [file for file in find_files(args.valid or [], "--valid") if file.resolve() in trained]
+    if both:
+        raise DataError(
+            f"--valid: got {both[0]}, which --data has too, accepted: other files, or --valid-share of --data"
+        )
     weights = open_weights(args.model)
     seq_length = args.seq_length or min(weights.model.seq_length, LONGEST_DEFAULT)
     if seq_length > weights.model.seq_length:
@@ -200,15 +199,15 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
 
 def _conversations(d: Draft, given: list[str], option: str) -> Conversations:
     reading = Reading(seq_length=d.seq_length, too_long=d.args.too_long, skip_bad=d.args.skip_bad)
-    cache = Path(d.args.data_cache or Path(d.args.output, "prepared"))
+    cache, files = Path(d.args.data_cache or Path(d.args.output, "prepared")), find_files(given, option)
 
     def work() -> Path:
         try:
-            return prepare(find_files(given, option), ChatTemplate(d.tokenizer, d.model.vocab_size), reading, cache)
+            return prepare(files, ChatTemplate(d.tokenizer, d.model.vocab_size), reading, cache)
         except OSError as problem:
             raise DataError(f"--data-cache: {cache} cannot be written ({problem})") from problem
 
-    return Conversations(on_first_ranks(sharers(cache, "--data-cache"), work))
+    return Conversations(on_first_ranks(sharers(cache, "--data-cache"), work), files)
 
 
 def _steps(d: Draft, end: int, total: int) -> int:
@@ -271,8 +270,8 @@ def _about(held: Held, name: str, seq_length: int) -> str:
 def datasets(p: FinetunePlan) -> list[Any]:
     """Train and valid set, and no test set. Rank 0 writes the list of what was left out."""
     both = [p.train, *([] if p.valid is None else [p.valid])]
-    lists = {str(held.conversations.folder): held.conversations.dropped() for held in both}
-    on_rank_0(lambda: _write_list(Path(p.args.output, "dropped.jsonl"), "".join(lists.values())))
+    lists = dict.fromkeys(held.conversations.dropped() for held in both)  # both may be parts of the same files
+    on_rank_0(lambda: _write_list(Path(p.args.output, "dropped.jsonl"), "".join(lists)))
     return [p.train, p.valid, None]
 
 

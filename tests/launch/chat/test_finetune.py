@@ -130,6 +130,7 @@ def test_what_cannot_be_used_is_one_line(work, tmp_path):
         (("--tokenizer", tmp_path), "DataError: --tokenizer: "),
         (("--seq-length", 1000), "CoatConfigError: --seq-length: got 1000"),
         (("--valid-share", 1.5), "CoatConfigError: --valid-share: got 1.5"),
+        (("--valid", work / ".." / work.name / "chats.jsonl"), "DataError: --valid: got "),
         (("--epochs", 1, "--train-steps", 2), "CoatConfigError: --epochs: got 1.0, accepted: nothing with"),
         (("--export-to", tmp_path / "full"), "CoatConfigError: --export-to: got"),
         (("--eval-interval", 5), "CoatConfigError: --eval-interval: got 5"),

@@ -1,6 +1,7 @@
 """Which conversations share a sequence, what micro-batches hold, and what their losses are divided by."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -194,19 +195,33 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path):
     assert made.lengths.tolist()[1] == 64 and json.loads(made.dropped().splitlines()[2])["what"] == "cut"
 
     file.write_text(long)
-    with pytest.raises(DataError, match="no conversation to train on .too long 1."):
+    with pytest.raises(
+        DataError, match=f"no conversation to train on .too long 1; the first, {file}:1: 547 tokens, more"
+    ):
         prepare([file], template, Reading(seq_length=64), tmp_path / "cache")
+    file.write_text(chat("user: q", "assistant: a"), encoding="utf-16")
+    with pytest.raises(DataError, match=f".malformed 1; the first, {file}:1: not UTF-8., accepted: at least one of"):
+        prepare([file], template, Reading(seq_length=64, skip_bad=True), tmp_path / "cache")
 
 
 def test_what_is_prepared_is_used_again_until_anything_changes(tmp_path, monkeypatch):
     file, cache = tmp_path / "chats.jsonl", tmp_path / "cache"
-    file.write_text(chat("user: q", "assistant: a"))
-    template = ChatTemplate(make_tokenizer())
-    first = prepare([file], template, Reading(seq_length=64), cache)
+    file.write_text(chat("user: q", "assistant: a") + "\n{}")
+    template, bad = ChatTemplate(make_tokenizer()), Reading(seq_length=64, skip_bad=True)
+    first = prepare([file], template, bad, cache)
     with monkeypatch.context() as patch:
         patch.setattr(ChatTemplate, "encode", None)
-        assert prepare([file], template, Reading(seq_length=64), cache) == first
-    assert prepare([file], template, Reading(seq_length=65), cache) != first
+        assert prepare([file], template, bad, cache) == first
+        moved = tmp_path / "elsewhere" / "other.jsonl"
+        moved.parent.mkdir()
+        shutil.copy(file, moved)
+        assert prepare([moved], template, bad, cache) == first
+    here, there = (Conversations(first, [path]) for path in (file, moved))
+    assert here.summary["files"] == Conversations(first).summary["files"] == [str(file)]
+    assert there.summary["files"] == [str(moved)] and there.dropped() == here.dropped().replace(str(file), str(moved))
+    assert str(moved) in there.dropped()
+    assert prepare([file], template, Reading(seq_length=65, skip_bad=True), cache) != first
+    assert prepare([file, moved], template, bad, cache) != first
     file.write_text(chat("user: q", "assistant: b"))
     assert prepare([file], template, Reading(seq_length=64), cache) != first
     (first / "ends.npy").unlink()
