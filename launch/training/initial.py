@@ -15,7 +15,7 @@ from launch.prep import DataError
 from launch.weights import Weights, open_weights
 from launch.weights.checkpoint import CheckpointWeights
 
-__all__ = ["initial_weights", "tokenizer_warning", "training_data"]
+__all__ = ["initial_weights", "length_note", "tokenizer_warning", "training_data"]
 
 
 def initial_weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights | None]:
@@ -46,6 +46,16 @@ def initial_weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights | No
     if wrong:
         raise CoatConfigError("\n".join(wrong))
     return model, weights
+
+
+def length_note(seq_length: int, weights: Weights | None, option: str) -> str | None:
+    """A line where sequences are longer than those that weights were made for; ``option`` named these."""
+    if weights is None or seq_length <= weights.model.seq_length:
+        return None
+    return (
+        f"note: model.seq_length: got {seq_length}, more than the {weights.model.seq_length} that {weights.path} "
+        f"({option}) is made for: positions beyond are new to the weights"
+    )
 
 
 def training_data(run: Any) -> tuple[str, DataInfo] | None:
