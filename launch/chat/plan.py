@@ -25,6 +25,7 @@ from launch.chat.store import Conversations, Reading, prepare
 from launch.chat.template import ChatTemplate, ids_of_text, load_tokenizer
 from launch.model.gpt import ModelConfig
 from launch.prep import DataError
+from launch.training.arguments import UNKNOWN_STEPS
 from launch.training.checkpoint import require_loadable
 from launch.training.node_folders import sharers
 from launch.training.plan import Plan, assemble
@@ -146,9 +147,10 @@ def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
 
 
 def _with_steps(args: argparse.Namespace) -> argparse.Namespace:
-    """A copy from which a plan can be made before the data are read: any number of steps will do for batch sizes."""
+    """A copy from which a plan can be made before the data are read."""
     known = argparse.Namespace(**vars(args))
-    known.train_steps, known.eval_interval, known.eval_steps = args.train_steps or 10**9, args.eval_interval or 0, 1
+    known.train_steps = args.train_steps or UNKNOWN_STEPS
+    known.eval_interval, known.eval_steps = args.eval_interval or 0, 1
     return known
 
 

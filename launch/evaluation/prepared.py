@@ -58,7 +58,9 @@ def read_samples(
         train, valid, test = ((samples or 1) * (name == part) for name in PARTS)
         if not data.parse_split(split)[PARTS.index(part)]:
             raise data.DataError(f"split: got {split!r}, which gives {part} nothing, accepted: a share for {part}")
-        built = data.build_datasets(paths, split, seq_length, train, valid, test, seed, cache_dir)
+        built = data.build_datasets(
+            paths, split, seq_length, train, valid, test, seed, cache_dir, without="take another --part"
+        )
     dataset: Any = built[PARTS.index(part)]
     return [_row(dataset[i]) for i in range(samples or dataset.epoch_samples)]
 

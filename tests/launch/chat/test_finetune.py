@@ -132,6 +132,11 @@ def test_what_cannot_be_used_is_one_line(work, tmp_path):
         (("--valid-share", 1.5), "CoatConfigError: --valid-share: got 1.5"),
         (("--valid", work / ".." / work.name / "chats.jsonl"), "DataError: --valid: got "),
         (("--epochs", 1, "--train-steps", 2), "CoatConfigError: --epochs: got 1.0, accepted: nothing with"),
+        (
+            ("--epochs", 1, "--warmup-steps", 50),
+            "CoatConfigError: --warmup-steps: got 50, accepted: 0 to the 12 steps that --epochs makes",
+        ),
+        (("--stop-at-step", 0), "CoatConfigError: --stop-at-step: got 0, accepted: 1 to the steps that --epochs makes"),
         (("--export-to", tmp_path / "full"), "CoatConfigError: --export-to: got"),
         (("--eval-interval", 5), "CoatConfigError: --eval-interval: got 5"),
         (("--micro-batch", "auto"), 'CoatConfigError: train_micro_batch_size_per_gpu: got "auto"'),
