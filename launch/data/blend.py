@@ -154,7 +154,7 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     if any(not (w > 0 and math.isfinite(w)) for w in weights):
         raise DataError(f"data: got the weights {weights}, accepted: positive numbers")
     prefixes = [p for p, _ in given]
-    if len(set(prefixes)) < len(prefixes):
+    if len({os.path.realpath(prefix) for prefix in prefixes}) < len(prefixes):
         raise DataError(f"data: got {list(paths)}, accepted: every prefix once")
     return prefixes, weights or None
 

@@ -89,6 +89,11 @@ def test_a_corrected_command_is_not_one_of_other_settings(tmp_path):
         assert not (tmp_path / "out.parts").exists()
     run("--input", tmp_path / "bad.jsonl", "--text-key", "body", "--output", tmp_path / "out")
     assert decoded(tmp_path / "out") == ["xyz"]
+    np.asarray([5, 6, 0], np.uint16).tofile(tmp_path / "t.bin")
+    told = ["--input", str(tmp_path / "t.bin"), "--output", str(tmp_path / "made"), "--workers", "1"]
+    told += ["--tokenizer", "none", "--vocab-size", "9", "--eod", "0"]
+    for more, status in (([], 2), (["--dtype", "uint16"], 0)):  # refused before the first shard
+        assert main([*told, *more]) == status
 
 
 def test_two_inputs_are_both_read(tmp_path):
