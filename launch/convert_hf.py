@@ -74,6 +74,7 @@ def convert(args: argparse.Namespace) -> Path:
             written = conversion.write(weights, folder, args.max_shard_size, bar.update)
         if args.verify:
             _compare(conversion, weights, folder, written.files)
+            say(f"--verify: {len(conversion.tensors):,} tensors, read once more, are what was converted")
         return written
 
     output.write(weights.path, conversion.bytes, write, manifest)

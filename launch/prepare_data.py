@@ -143,8 +143,8 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
         else:
             open_parts(prefix, parts, settings, args.overwrite)
             summary = {"input_bytes": sum(f.size for f in files), "files": len(files), "settings": settings}
-            shards = cut_into_shards(files, args.shard_bytes, None if args.dtype is None else np.dtype(args.dtype))
             try:
+                shards = cut_into_shards(files, args.shard_bytes, None if args.dtype is None else np.dtype(args.dtype))
                 summary |= _write(args, tokenizer, shards, parts, skipped)
             except DataError:  # nothing is finished: the corrected command must not find other settings
                 if not any(parts.glob("[0-9]*.json")):

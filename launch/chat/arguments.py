@@ -15,7 +15,7 @@ from launch.command_line import (
     one_stage_only,
     whole_number,
 )
-from launch.training.arguments import check_arguments
+from launch.training.arguments import UNKNOWN_STEPS, check_arguments
 from launch.training.options import MEANT, deepspeed_options, memory_options, output_options, schedule_options
 
 __all__ = ["DEFAULT_EPOCHS", "check_steps", "parse", "parser"]
@@ -169,7 +169,7 @@ def check_steps(args: argparse.Namespace) -> None:
     """
     known = argparse.Namespace(**vars(args))
     if args.train_steps is None:
-        known.train_steps = 10**9
+        known.train_steps = UNKNOWN_STEPS
     known.eval_interval = args.eval_interval or 0
     known.eval_steps = 1 if args.eval_steps is None else args.eval_steps
     check_arguments(known)

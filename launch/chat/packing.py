@@ -66,7 +66,8 @@ class Sequences:
     ) -> None:
         self._lengths, self._trained, self._chosen = lengths, trained, chosen
         self._capacity, self._packed, self._seed = capacity, packed, seed
-        self._epoch, self._plan = -1, list[list[int]]()
+        self._plans: dict[int, list[list[int]]] = {}
+        """Of the last two epochs: a step may reach from one into the next."""
         # As many in every epoch: best fit depends on the lengths, not on which of equal ones comes first.
         self.per_epoch = len(self._of(0))
         self.end = None if epochs is None else int(np.ceil(epochs * self.per_epoch - 1e-9))
@@ -80,10 +81,17 @@ class Sequences:
 
     def trained(self, start: int, stop: int) -> int:
         """Trained tokens of the sequences from ``start`` up to ``stop``."""
-        return sum(int(self._trained[number]) for position in range(start, stop) for number in self[position])
+        return self._sum(self._trained, start, stop)
+
+    def tokens(self, start: int, stop: int) -> int:
+        """Tokens of the conversations of the sequences from ``start`` up to ``stop``; padding is none."""
+        return self._sum(self._lengths, start, stop)
+
+    def _sum(self, counts: np.ndarray, start: int, stop: int) -> int:
+        return sum(int(counts[number]) for position in range(start, stop) for number in self[position])
 
     def _of(self, epoch: int) -> list[list[int]]:
-        if epoch != self._epoch:
+        if epoch not in self._plans:
             order = self._chosen
             generator = None if self._seed is None else np.random.default_rng((self._seed, epoch))
             if generator is not None:
@@ -94,5 +102,5 @@ class Sequences:
                 plan = [[int(number)] for number in order]
             if generator is not None:
                 plan = [plan[place] for place in generator.permutation(len(plan))]
-            self._epoch, self._plan = epoch, plan
-        return self._plan
+            self._plans = {**dict(list(self._plans.items())[-1:]), epoch: plan}
+        return self._plans[epoch]

@@ -25,6 +25,7 @@ from launch.chat.store import Conversations, Reading, prepare
 from launch.chat.template import ChatTemplate, ids_of_text, load_tokenizer
 from launch.model.gpt import ModelConfig
 from launch.prep import DataError
+from launch.training.arguments import UNKNOWN_STEPS
 from launch.training.checkpoint import require_loadable
 from launch.training.node_folders import sharers
 from launch.training.plan import Plan, assemble
@@ -67,12 +68,11 @@ class FinetunePlan(Plan):
     tokenizer: Any
 
     @property
-    def eval_at_end(self) -> bool:
-        return self.valid is not None
-
-    @property
     def samples(self) -> int | None:
         return self.train.sequences.end
+
+    def tokens(self, start: int, stop: int) -> int:
+        return self.train.sequences.tokens(start, stop)
 
     def describe(self) -> str:
         """A few lines for the log."""
@@ -112,9 +112,12 @@ def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
             f'{MICRO}: got "auto", accepted: an integer >= 1, of which the number of steps follows (--dry-run says how '
             "many fit)"
         )
-    find_files(args.data, "--data")
-    if args.valid is not None:
-        find_files(args.valid, "--valid")
+    trained = {file.resolve() for file in find_files(args.data, "--data")}
+    both = [file for file in find_files(args.valid or [], "--valid") if file.resolve() in trained]
+    if both:
+        raise DataError(
+            f"--valid: got {both[0]}, which --data has too, accepted: other files, or --valid-share of --data"
+        )
     weights = open_weights(args.model)
     seq_length = args.seq_length or min(weights.model.seq_length, LONGEST_DEFAULT)
     if seq_length > weights.model.seq_length:
@@ -144,9 +147,10 @@ def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
 
 
 def _with_steps(args: argparse.Namespace) -> argparse.Namespace:
-    """A copy from which a plan can be made before the data are read: any number of steps will do for batch sizes."""
+    """A copy from which a plan can be made before the data are read."""
     known = argparse.Namespace(**vars(args))
-    known.train_steps, known.eval_interval, known.eval_steps = args.train_steps or 10**9, args.eval_interval or 0, 1
+    known.train_steps = args.train_steps or UNKNOWN_STEPS
+    known.eval_interval, known.eval_steps = args.eval_interval or 0, 1
     return known
 
 
@@ -197,15 +201,15 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
 
 def _conversations(d: Draft, given: list[str], option: str) -> Conversations:
     reading = Reading(seq_length=d.seq_length, too_long=d.args.too_long, skip_bad=d.args.skip_bad)
-    cache = Path(d.args.data_cache or Path(d.args.output, "prepared"))
+    cache, files = Path(d.args.data_cache or Path(d.args.output, "prepared")), find_files(given, option)
 
     def work() -> Path:
         try:
-            return prepare(find_files(given, option), ChatTemplate(d.tokenizer, d.model.vocab_size), reading, cache)
+            return prepare(files, ChatTemplate(d.tokenizer, d.model.vocab_size), reading, cache)
         except OSError as problem:
             raise DataError(f"--data-cache: {cache} cannot be written ({problem})") from problem
 
-    return Conversations(on_first_ranks(sharers(cache, "--data-cache"), work))
+    return Conversations(on_first_ranks(sharers(cache, "--data-cache"), work), files)
 
 
 def _steps(d: Draft, end: int, total: int) -> int:
@@ -255,20 +259,21 @@ def _told(found: Conversations, files: list[str]) -> str:
 
 
 def _about(held: Held, name: str, seq_length: int) -> str:
+    """What the first epoch has, or a part of it where there is no more."""
     s = held.sequences
-    numbers = [n for place in range(s.per_epoch) for n in s[place]]
-    tokens = int(held.conversations.lengths[numbers].sum())
+    count = s.per_epoch if s.end is None else min(s.per_epoch, s.end)
+    conversations = sum(len(s[place]) for place in range(count))
     return (
-        f"{name}: {len(numbers):,} conversations in {s.per_epoch:,} sequences of {seq_length} tokens, "
-        f"{100 * tokens / (s.per_epoch * seq_length):.1f} % full"
+        f"{name}: {conversations:,} conversations in {count:,} sequences of {seq_length} tokens, "
+        f"{100 * s.tokens(0, count) / (count * seq_length):.1f} % full"
     )
 
 
 def datasets(p: FinetunePlan) -> list[Any]:
     """Train and valid set, and no test set. Rank 0 writes the list of what was left out."""
     both = [p.train, *([] if p.valid is None else [p.valid])]
-    lists = {str(held.conversations.folder): held.conversations.dropped() for held in both}
-    on_rank_0(lambda: _write_list(Path(p.args.output, "dropped.jsonl"), "".join(lists.values())))
+    lists = dict.fromkeys(held.conversations.dropped() for held in both)  # both may be parts of the same files
+    on_rank_0(lambda: _write_list(Path(p.args.output, "dropped.jsonl"), "".join(lists)))
     return [p.train, p.valid, None]
 
 

@@ -49,12 +49,13 @@ class Conversations:
 
     Args:
         folder: from :func:`prepare`.
+        files: what it was asked for; None = those that it was made of, whose content is the same.
 
     Raises:
         DataError: it is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         try:
             self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             self._tokens, self._learnt, self._ends, trained, self.places = (
@@ -67,6 +68,9 @@ class Conversations:
         if not whole:
             raise DataError(f"{folder}: its files do not belong together, accepted: remove it, and it is made anew")
         self.folder = folder
+        named = self.summary["files"] if files is None else [str(file) for file in files]
+        self._names = dict(zip(self.summary["files"], named, strict=True))
+        self.summary["files"] = named
         self.lengths = np.diff(self._ends, prepend=0)
         """Tokens of each conversation, int64."""
         self.trained = np.asarray(trained)
@@ -83,7 +87,8 @@ class Conversations:
 
     def dropped(self) -> str:
         """The list of what was left out or cut: a JSON object a line, with ``file``, ``line``, ``what``, ``why``."""
-        return (self.folder / "dropped.jsonl").read_text(encoding="utf-8")
+        listed = map(json.loads, (self.folder / "dropped.jsonl").read_text(encoding="utf-8").splitlines())
+        return "".join(json.dumps({**one, "file": self._names[one["file"]]}) + "\n" for one in listed)
 
 
 def prepare(
@@ -128,7 +133,7 @@ def prepare(
 
 
 def _digest(files: Sequence[Path], template: ChatTemplate, reading: Reading) -> str:
-    """Of everything that the result depends on."""
+    """Of everything that the result depends on: the files' contents in their order, wherever they lie."""
     tokenizer = template.tokenizer
     text = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     made = hashlib.sha256(
@@ -138,7 +143,6 @@ def _digest(files: Sequence[Path], template: ChatTemplate, reading: Reading) -> 
         ).encode()
     )
     for file in files:
-        made.update(str(file).encode() + b"\0")
         try:
             with file.open("rb") as opened:
                 made.update(hashlib.file_digest(opened, "sha256").digest())
@@ -153,6 +157,8 @@ class _Encoder:
         self._counts: Counter = Counter()
         self._arrays: dict[str, list[np.ndarray]] = {name: [] for name in _ARRAYS}
         self._end = 0
+        self._first = ""
+        """Where and why the first line was left out."""
 
     def run(self, files: Sequence[Path]) -> dict[str, Any]:
         """Encode everything; what the summary is to say."""
@@ -168,8 +174,8 @@ class _Encoder:
         if not counts.get("kept"):
             left = ", ".join(f"{name} {count}" for name, count in counts.items()) or "no lines"
             raise DataError(
-                f"{' '.join(map(str, files))}: no conversation to train on ({left}), accepted: at least one of at most "
-                f"{self._reading.seq_length} tokens (--seq-length)"
+                f"{' '.join(map(str, files))}: no conversation to train on ({left}{self._first}), accepted: at least "
+                f"one of at most {self._reading.seq_length} tokens (--seq-length)"
             )
         for name, parts in self._arrays.items():
             np.save(self._folder / f"{name}.npy", np.concatenate(parts))
@@ -215,6 +221,7 @@ class _Encoder:
 
     def _note(self, file: Path, line: int, what: str, why: str) -> None:
         self._counts[what] += 1
+        self._first = self._first or f"; the first, {file}:{line}: {why.partition(', accepted: ')[0]}"
         self._list.write(json.dumps({"file": str(file), "line": line, "what": what, "why": why}) + "\n")
 
 

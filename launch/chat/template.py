@@ -86,6 +86,10 @@ def ids_of_text(tokenizer: Any) -> int:
     return max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=0) + 1
 
 
+def _without_empty(spans: Spans) -> Spans:
+    return [(start, end) for start, end in spans if end > start]
+
+
 class ChatTemplate:
     """Renders, encodes and masks conversations with one tokenizer.
 
@@ -178,14 +182,10 @@ class ChatTemplate:
         if _MARKED.search(template):
             text, spans = self._marked(conversation, template)
             speaking = [place for place, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-            if all(conversation.learnt[place] for place in speaking):
-                return text, spans
-            if len(spans) != len(speaking):
-                raise Malformed(
-                    f"the chat template marks {len(spans)} texts of {len(speaking)} messages of the assistant, "
-                    "accepted: one each where not all of them are trained"
-                )
-            return text, [s for place, s in zip(speaking, spans, strict=True) if conversation.learnt[place]]
+            if not all(conversation.learnt[place] for place in speaking):
+                marked = self._one_each(spans, [conversation.messages[place] for place in speaking])
+                spans = [s for place, s in zip(speaking, marked, strict=True) if conversation.learnt[place]]
+            return text, _without_empty(spans)
         return self._by_prefixes(conversation)
 
     def _marked(self, conversation: Conversation, template: str) -> tuple[str, Spans]:
@@ -198,7 +198,21 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
-        return texts[0], [(start, end) for start, end in spans[0] if end > start]  # type: ignore[str-unpack,misc]
+        return texts[0], list(spans[0])  # type: ignore[arg-type]
+
+    @staticmethod
+    def _one_each(spans: Spans, said: list[dict[str, Any]]) -> Spans:
+        """The spans of messages, in their order; one that says nothing may have an empty one."""
+        full = _without_empty(spans)
+        if len(spans) == len(said):
+            return spans
+        # Marks around a part that a message may lack, such as its thoughts, leave empty spans of no message.
+        if len(full) == len(said) and all(m["content"] or m.get("tool_calls") for m in said):
+            return full
+        raise Malformed(
+            f"the chat template marks {len(spans)} texts of {len(said)} messages of the assistant, accepted: one each "
+            "where not all of them are trained"
+        )
 
     def _by_prefixes(self, conversation: Conversation) -> tuple[str, Spans]:
         messages, tools = conversation.messages, conversation.tools

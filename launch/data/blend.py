@@ -12,7 +12,7 @@ from pathlib import Path
 from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
 
-__all__ = ["DataInfo", "check_one_tokenizer", "parse_blend", "parse_split", "read_info", "without_suffix"]
+__all__ = ["DataInfo", "check_one_tokenizer", "parse_blend", "parse_split", "read_info", "telling", "without_suffix"]
 
 _SUFFIXES = (".bin", ".idx")
 _FORGIVEN = (*_SUFFIXES, ".json")
@@ -122,6 +122,12 @@ def check_one_tokenizer(prefixes: Sequence[str], infos: Sequence[DataInfo]) -> N
             )
 
 
+def telling(prefixes: Sequence[str], infos: Sequence[DataInfo]) -> tuple[str, DataInfo]:
+    """The first data set of a blend whose tokenizer is known, else the first; all have the same one."""
+    both = list(zip(prefixes, infos, strict=True))
+    return next((one for one in both if one[1].tokenizer_digest is not None), both[0])
+
+
 def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights of ``["a", "b"]``, ``["0.3 a", "0.7 b"]`` or Megatron's ``["0.3", "a", "0.7", "b"]``.
 
@@ -148,7 +154,7 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     if any(not (w > 0 and math.isfinite(w)) for w in weights):
         raise DataError(f"data: got the weights {weights}, accepted: positive numbers")
     prefixes = [p for p, _ in given]
-    if len(set(prefixes)) < len(prefixes):
+    if len({os.path.realpath(prefix) for prefix in prefixes}) < len(prefixes):
         raise DataError(f"data: got {list(paths)}, accepted: every prefix once")
     return prefixes, weights or None
 

@@ -24,7 +24,15 @@ from torch.utils.data import Dataset
 
 from coat_dist.checkpoint.team import nodes_of_ranks, sharing
 from coat_dist.ranks import on_first_ranks
-from launch.data.blend import DataInfo, check_one_tokenizer, parse_blend, parse_split, read_info, without_suffix
+from launch.data.blend import (
+    DataInfo,
+    check_one_tokenizer,
+    parse_blend,
+    parse_split,
+    read_info,
+    telling,
+    without_suffix,
+)
 from launch.data.cache import cache_folder
 from launch.data.endless_blend import EndlessBlend
 from launch.data.gpt_dataset import EndlessConfig, EndlessGPTDataset, Identity
@@ -46,6 +54,7 @@ __all__ = [
     "parse_split",
     "read_info",
     "read_mixture",
+    "telling",
     "without_suffix",
 ]
 
@@ -121,6 +130,7 @@ def build_datasets(
     seed: int,
     cache_dir: str | None = None,
     eod_mask_loss: bool = False,
+    without: str | None = None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Train, valid and test sets of one or several prepared data sets. With torch.distributed, call it on all ranks.
 
@@ -134,6 +144,7 @@ def build_datasets(
         cache_dir: where sample indices are kept; None = ``PREFIX.cache``, or the user's cache
             folder if that is not writable.
         eod_mask_loss: take the loss of predicting what follows an end of document out.
+        without: how a program's user leaves out valid and test set, for errors; None = by 0 samples.
 
     Returns:
         Datasets whose items are dicts of ``tokens``, ``labels``, ``position_ids`` (int64 ``[seq_length]``) and
@@ -180,7 +191,7 @@ def build_datasets(
         token_files={part.name: part.files for part in parts if part.files is not None},
     )
     assert config.split_matrix is not None
-    _check_amounts([part.name for part in parts], lengths, config.split_matrix, sizes, seq_length)
+    _check_amounts([part.name for part in parts], lengths, config.split_matrix, sizes, seq_length, without)
     config.split_matrix = [m if n else None for m, n in zip(config.split_matrix, sizes, strict=True)]  # type: ignore[misc]
     if len(parts) > 1 and config.token_files:
         return _mixed(parts, sizes, config)
@@ -207,6 +218,7 @@ def _check_amounts(
     matrix: Sequence[tuple[float, float] | None],
     sizes: Sequence[int],
     seq_length: int,
+    without: str | None,
 ) -> None:
     """Refuse a split that has not one sample."""
     for name, bounds, size in zip(SPLITS, matrix, sizes, strict=True):
@@ -215,8 +227,9 @@ def _check_amounts(
             begin, end = (int(round(b * float(len(length)))) for b in bounds or (0.0, 0.0))
             tokens = int(length[begin:end].sum(dtype=np.int64))
             if size and tokens <= seq_length:
+                left_out = "" if name == "train" else f", or {without or f'ask for 0 {name} samples'}"
                 raise DataError(
                     f"split: {name} gets {end - begin} of the {len(length)} documents of {prefix}, {tokens} tokens, "
-                    f"accepted: at least {seq_length + 1} for one sample; prepare more data, change the shares or ask "
-                    f"for 0 {name} samples"
+                    f"accepted: at least {seq_length + 1} for one sample; prepare more data or change the shares"
+                    f"{left_out}"
                 )

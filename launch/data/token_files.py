@@ -23,6 +23,7 @@ import numpy as np
 from launch.data.mixture import Mixture, Source
 from launch.prep import DataError
 from launch.prep.sources import open_tokens
+from launch.prep.widths import check_width
 from launch.progress import Progress
 
 __all__ = ["TokenFiles", "build_index"]
@@ -197,16 +198,10 @@ def _index_file(mixture: Mixture, source: Source, file: str, part: Path) -> None
 def _check_type(tokens: np.ndarray, vocab_size: int, where: str) -> None:
     """Refuse numbers of another width than they are read with, where that shows.
 
-    Ids of four bytes read as two show every second one 0 (or 1, beyond 65536). Ids of two bytes read as four show
-    values far above the vocabulary whose halves are ids.
+    Wider ones show by their zeros. Ids of two bytes read as four show values far above the vocabulary whose halves are
+    ids.
     """
-    if tokens.itemsize == 2 and len(tokens) >= 16:
-        low, high = (float((tokens[half::2] <= 1).mean()) for half in (0, 1))
-        if high > 0.99 and low < 0.5:
-            raise DataError(
-                f"{where}: every second token is 0 or 1 when it is read as {tokens.dtype}, accepted: its real dtype, "
-                "which looks like uint32"
-            )
+    check_width(tokens, where)
     if tokens.itemsize == 4 and len(tokens) >= 4:
         halves = np.asarray(tokens).view(np.uint16)
         if float((tokens >= vocab_size).mean()) > 0.9 and int(halves.max()) < vocab_size:

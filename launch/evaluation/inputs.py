@@ -30,6 +30,8 @@ class Inputs:
     """File, questions, their rows, lines that were left out."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What was taken where the command line leaves a choice."""
+    warnings: list[str] = field(default_factory=list)
+    """What makes results doubtful, a line each."""
 
 
 def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, Any]) -> Inputs:
@@ -70,7 +72,10 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
         found.questions.append((path, asked, of_choices, bad))
         found.settings |= {"choices_window": window, "delimiter": args.delimiter or ""}
     if args.data:
-        tokens.check_fits(f"--data: {args.data[0]}", prepared.check_data(args.data).vocab_size, vocab)
+        prefix, info = prepared.check_data(args.data)
+        tokens.check_fits(f"--data: {prefix}", info.vocab_size, vocab)
+        if warning := tokens.check_data_trained_with(prefix, info, weights, run):
+            found.warnings.append(warning)
         part = args.part or "valid"
         recorded = run.get("data")
         of_run = recorded if isinstance(recorded, dict) else {}
@@ -98,7 +103,7 @@ def digests(inputs: Inputs) -> list[tuple[str, str, str]]:
 
 def notes(inputs: Inputs) -> list[str]:
     """What a reader should know of the inputs, one line each."""
-    lines = []
+    lines = list(inputs.warnings)
     for text in inputs.texts:
         left = [f"{count} {reason}" for reason, count in text.skipped.items()]
         left += [f"{text.unscored_documents} with no token to score"] if text.unscored_documents else []

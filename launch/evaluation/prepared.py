@@ -16,8 +16,8 @@ __all__ = ["check_data", "read_samples"]
 PARTS = ("train", "valid", "test")
 
 
-def check_data(paths: Sequence[str]) -> data.DataInfo:
-    """What the data sets say of their one tokenizer; ``vocab_size`` is the largest.
+def check_data(paths: Sequence[str]) -> tuple[str, data.DataInfo]:
+    """What the data sets say of their one tokenizer, and which of them says most: one that names it, if any does.
 
     Raises:
         DataError: a data set is missing or damaged, or they were made with different tokenizers.
@@ -26,7 +26,7 @@ def check_data(paths: Sequence[str]) -> data.DataInfo:
         prefixes, _ = data.parse_blend(paths)
         infos = [data.read_info(prefix) for prefix in prefixes]
         data.check_one_tokenizer(prefixes, infos)
-    return max(infos, key=lambda info: info.vocab_size)
+    return data.telling(prefixes, infos)
 
 
 def read_samples(
@@ -58,7 +58,9 @@ def read_samples(
         train, valid, test = ((samples or 1) * (name == part) for name in PARTS)
         if not data.parse_split(split)[PARTS.index(part)]:
             raise data.DataError(f"split: got {split!r}, which gives {part} nothing, accepted: a share for {part}")
-        built = data.build_datasets(paths, split, seq_length, train, valid, test, seed, cache_dir)
+        built = data.build_datasets(
+            paths, split, seq_length, train, valid, test, seed, cache_dir, without="take another --part"
+        )
     dataset: Any = built[PARTS.index(part)]
     return [_row(dataset[i]) for i in range(samples or dataset.epoch_samples)]
 

@@ -9,20 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
-from launch.data.blend import DataInfo, parse_blend, read_info
+from launch.data.blend import DataInfo
 from launch.data.tokenizer import HuggingFaceTokenizer, Tokenizer, for_data, load
 from launch.evaluation.rows import Row
 from launch.prep import DataError
+from launch.training.initial import tokenizer_warning, training_data
+from launch.weights import Weights
 
-__all__ = ["begin_ids", "check_fits", "check_rows", "check_trained_with", "find_tokenizer"]
-
-
-def training_data(run: Mapping[str, Any]) -> tuple[str, DataInfo] | None:
-    """Prefix of the first data set that a run of ``pretrain.py`` read, and what it says; None where it is not here."""
-    with suppress(DataError, KeyError, TypeError):
-        prefixes, _ = parse_blend(run["data"]["paths"])
-        return prefixes[0], read_info(prefixes[0])
-    return None
+__all__ = ["begin_ids", "check_data_trained_with", "check_fits", "check_rows", "check_trained_with", "find_tokenizer"]
 
 
 def find_tokenizer(
@@ -103,6 +97,23 @@ def check_trained_with(tokenizer: Tokenizer, source: str, run: Mapping[str, Any]
             f"--tokenizer: {source} has {tokenizer.vocab_size} ids, accepted: what the model was trained with, "
             f"{data[1].describe()} of {data[0]}"
         )
+
+
+def check_data_trained_with(prefix: str, info: DataInfo, weights: Weights, run: Mapping[str, Any]) -> str | None:
+    """:func:`check_trained_with` of prepared data: where sizes are the same, a line that tells of another tokenizer.
+
+    Its ids mean other texts to the model, and the loss says nothing of the data.
+
+    Raises:
+        CoatConfigError: names both.
+    """
+    warning, trained = tokenizer_warning(weights, prefix, info, "--load"), training_data(run)
+    if warning and trained is not None and info.vocab_size != trained[1].vocab_size:
+        raise CoatConfigError(
+            f"--data: {prefix} was prepared with {info.describe()}, accepted: what the model was trained with, "
+            f"{trained[1].describe()} of {trained[0]}"
+        )
+    return warning
 
 
 def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:

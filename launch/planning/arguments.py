@@ -216,7 +216,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
     settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
     overrides = list(args.model_override)
     overrides += [f"seq_length={args.seq_length}"] if args.seq_length else []
-    model = _model(args.model, overrides)
+    model, note = _model(args.model, overrides)
     if args.vocab_size is not None:
         model = model.with_vocab(args.vocab_size)
     if model.vocab_size is None:
@@ -234,20 +234,25 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
             )
         settings["coat"].setdefault("activation", {})[key] = value
         coat = CoatConfig.parse(settings["coat"])
-    return _with_batch(args, model, settings, coat, world)
+    run, gpu, args = _with_batch(args, model, settings, coat, world)
+    return (run if note is None else run.but(told=(note,))), gpu, args
 
 
-def _model(given: str, overrides: Sequence[str]) -> ModelConfig:
-    """A description, or what a folder of weights says of its model: only headers are read."""
+def _model(given: str, overrides: Sequence[str]) -> tuple[ModelConfig, str | None]:
+    """A description, or what a folder of weights says of its model: only headers are read. And what is to be noted."""
     if not os.path.isdir(given):
-        return load_model_config(given, overrides)
+        return load_model_config(given, overrides), None
     try:
         find_config("--model", given, "models")  # a name of ours, beside which somebody has a folder
     except CoatConfigError:
+        from launch.training.initial import length_note
         from launch.weights import open_weights
 
-        return described_model(open_weights(given).model.model_dump(exclude_defaults=True), overrides)
-    return load_model_config(given, overrides)
+        weights = open_weights(given)
+        model = described_model(weights.model.model_dump(exclude_defaults=True), overrides)
+        note = length_note(model.seq_length, weights, "--model")
+        return model, None if note is None else note.removeprefix("note: ")
+    return load_model_config(given, overrides), None
 
 
 def _with_batch(args: argparse.Namespace, model: ModelConfig, settings: dict[str, Any], coat: Any, world: int) -> Any:

@@ -13,6 +13,8 @@ from .zero import states
 __all__ = ["ACCURACY", "answer", "size", "table", "text"]
 
 GIB = 2**30
+_SHOWN = 2**20 // 20
+"""Bytes below which :func:`size` says 0.0 MiB."""
 ACCURACY = "memory: within 5 % of measured peaks; time: within about 20 % (docs/memory.md)"
 _ORDER = (
     "parameters",
@@ -158,9 +160,10 @@ def text(run: Run, gpu: GPU) -> str:
     lines.append("")
     parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in said["step"]["parts_seconds"].items())
     lines.append(f"a step of {1e3 * said['step']['seconds']:.0f} ms: {parts}")
-    if said["savings"]:
+    savings_told = [(size(one["bytes"]), one["setting"]) for one in said["savings"] if one["bytes"] >= _SHOWN]
+    if savings_told:
         lines.append("what would save most:")
-        lines += [f"  {size(one['bytes']):>11}  {one['setting']}" for one in said["savings"]]
+        lines += [f"  {bytes_:>11}  {setting}" for bytes_, setting in savings_told]
     lines += [f"note: {note}" for note in said["notes"]]
     if not gpu.measured:
         lines.append(f"note: rates of {gpu.name} follow from a measured H200 by the ratio of data sheets")

@@ -39,6 +39,8 @@ class Run:
     accumulation: int = 1
     recompute: Mapping[str, Any] = field(default_factory=dict)
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
+    told: tuple[str, ...] = ()
+    """What the run's own plan says, for :meth:`notes`."""
 
     def __post_init__(self) -> None:
         if self.model.num_moe_experts is not None:
@@ -76,6 +78,7 @@ class Run:
             micro=p.batch.micro,
             accumulation=p.batch.accumulation,
             recompute=p.recompute,
+            told=tuple(line.partition(": ")[2] for line in (p.warning or "").splitlines()),
         )
 
     def but(self, **changes: Any) -> Run:
@@ -144,10 +147,10 @@ class Run:
         return self.tp if self.sequence_parallel else 1
 
     def notes(self) -> list[str]:
-        """What this model has that is not counted."""
+        """What the run is told anyway, and what this model has that is not counted."""
         given = self.model.model_dump(exclude_unset=True)
         default = {key: one.get_default() for key, one in type(self.model).model_fields.items()}
-        return [
+        return [*self.told] + [
             f"model.{key}: {json.dumps(value)} is not counted"
             for key, value in given.items()
             if key not in _FREE | _COUNTED and value != default[key]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from launch.prep import DataError
+from launch.prep.widths import check_width
 
 __all__ = ["Piece", "Source", "cut_into_shards", "find", "open_parquet", "open_tokens"]
 
@@ -182,7 +183,7 @@ def cut_into_shards(files: Sequence[Source], shard_bytes: int, dtype: np.dtype |
         dtype: type of headerless token files.
 
     Raises:
-        DataError: a Parquet or token file cannot be opened.
+        DataError: a Parquet or token file cannot be opened, or its tokens have another width than they are read with.
     """
     shards: list[list[Piece]] = [[]]
     filled = 0
@@ -205,6 +206,7 @@ def _pieces(source: Source, shard_bytes: int, dtype: np.dtype | None) -> Iterato
         return
     if kind == "tokens":
         tokens = open_tokens(path, dtype)
+        check_width(tokens, f"--input: {path}")
         length, item = len(tokens), tokens.itemsize
     else:
         length, item = size, 1

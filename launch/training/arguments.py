@@ -14,7 +14,10 @@ from launch.planning.recompute import check_recompute
 from launch.training.options import MEANT, deepspeed_options, memory_options, output_options, schedule_options
 from launch.training.profile import parse_steps
 
-__all__ = ["check_arguments", "parse", "parser"]
+__all__ = ["UNKNOWN_STEPS", "check_arguments", "parse", "parser"]
+
+UNKNOWN_STEPS = 10**9
+"""``train_steps`` of a run whose data have not been read: any number will do for checks and batch sizes."""
 
 _SAME = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "seq_length",
          "vocab_size", "normalization", "rotary_base", "hidden_dropout", "attention_dropout")  # fmt: skip
@@ -124,6 +127,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         if not good:
             problems.append(f"--{name}: got {getattr(args, name.replace('-', '_'))!r}, accepted: {accepted}")
 
+    steps = f"--train-steps ({args.train_steps})"
+    if getattr(args, "epochs", None) is not None:  # of finetune.py, whose steps follow from the data
+        known = "" if args.train_steps == UNKNOWN_STEPS else f"{args.train_steps} "
+        steps = f"the {known}steps that --epochs makes"
     for name in (
         "tensor-parallel",
         "pipeline-parallel",
@@ -146,12 +153,10 @@ def check_arguments(args: argparse.Namespace) -> None:
     require(
         "warmup-steps",
         args.lr_schedule == "constant" or args.warmup_steps <= max(end, 0),
-        f"0 to {'--lr-decay-steps' if args.lr_decay_steps else '--train-steps'} ({end})",
+        f"0 to {f'--lr-decay-steps ({end})' if args.lr_decay_steps else steps}",
     )
     require("seed", 0 <= args.seed < 2**31, "an integer from 0 to 2^31 - 1")
-    require(
-        "stop-at-step", args.stop_at_step is None or 1 <= args.stop_at_step <= args.train_steps, "1 to --train-steps"
-    )
+    require("stop-at-step", args.stop_at_step is None or 1 <= args.stop_at_step <= args.train_steps, f"1 to {steps}")
     require("save-interval", not args.save_interval or args.save is not None, "0 without --save")
     require("keep-last", not args.keep_last or args.save is not None, "0 without --save")
     require("load", args.load != "auto" or args.save is not None, "auto only with --save")
@@ -185,7 +190,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             possible = parse_steps(args.profile_steps)[1] <= args.train_steps
         except ValueError:
             possible = False
-        require("profile-steps", possible, "FIRST-LAST, such as 10-12, or one step, from 1 to --train-steps")
+        require("profile-steps", possible, f"FIRST-LAST, such as 10-12, or one step, from 1 to {steps}")
     problems += check_recompute(args)
     require("json", not args.json or args.dry_run, "only with --dry-run")
     require("gpu", args.gpu is None or args.dry_run, "only with --dry-run")

@@ -142,6 +142,7 @@ def datasets(p: Plan) -> list[Any]:
                 test_samples=asked if data.parse_split(a.split)[2] else 0,
                 seed=a.seed,
                 cache_dir=a.data_cache,
+                without="give --eval-interval 0",
             )
         )
 

@@ -6,6 +6,7 @@ progress and its settings. Before one is loaded, its files are verified and its 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ _LAYOUT = (
     "deepspeed.data_types",
 )
 """How ranks share what there is: ``launch/training/layout.py`` converts these without being asked."""
+_DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
+"""Of which the beginning tells two apart."""
 _FREE = (
     "model.hidden_dropout",
     "model.attention_dropout",
@@ -157,7 +160,7 @@ def examine(checkpoint: Path, run: Mapping[str, Any], team: Team | None = None) 
         hint = "" if any(_among(key, _UNIVERSAL_STRUCTURE) for key in changed) else f"\n{_CONVERSION}"
         raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal) + hint)
     verify(checkpoint, manifest["files"], team)
-    told = [line for key, line in changed.items() if not _among(key, structure) and key != "batch.given"]
+    told = [_DIGEST.sub(r"\1", v) for k, v in changed.items() if not _among(k, structure) and k != "batch.given"]
     return Examined(checkpoint, manifest, run, told)
 
 

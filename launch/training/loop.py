@@ -65,16 +65,16 @@ class Loop:
     samples_per_step: int
     samples: int | None = None
     """Of the whole run, where they end: the last step may have fewer than the others."""
-    tokens_per_step: int
+    tokens: Callable[[int, int], int]
+    """Of the samples from one up to another, of all ranks; padding is none."""
     flops_per_token: float
     device: torch.device
     stop_at_step: int | None = None
     valid: Callable[[], Iterator[Batch]] | None = None
     test: Callable[[], Iterator[Batch]] | None = None
     eval_interval: int = 0
+    """Steps between evaluations on ``valid``; the last step is followed by one wherever they fall."""
     eval_steps: int = 1
-    eval_at_end: bool = False
-    """Evaluate on ``valid`` after the last step, too, wherever ``eval_interval`` falls."""
     save: Callable[[], Any] | None = None
     save_interval: int = 0
     max_bad_steps: int = 5
@@ -94,7 +94,7 @@ class Loop:
     """The stream of :meth:`_beside_the_optimizer`."""
 
     def run(self) -> str | None:
-        """Train to the last step and evaluate on the test split.
+        """Train to the last step and evaluate on the valid and test splits.
 
         Returns:
             None when all steps are done, else why it ended before ("SIGTERM", "--stop-at-step", ...).
@@ -110,10 +110,10 @@ class Loop:
             with self.profiler.around(self.progress.step + 1) if self.profiler else contextlib.nullcontext():
                 record = self._step()
             step = self.progress.step
-            at_end = self.eval_at_end and step == self.total_steps
+            at_end = step == self.total_steps
             if self.valid is not None and (at_end or (self.eval_interval and step % self.eval_interval == 0)):
                 record["valid_loss"] = self.evaluate(self.valid())
-            if self.test is not None and step == self.total_steps:
+            if self.test is not None and at_end:
                 record["test_loss"] = self.evaluate(self.test())
             stopping = record.pop("stopping")
             self.log.step(record)
@@ -161,10 +161,11 @@ class Loop:
         took = time.perf_counter() - began
 
         progress.step += 1
-        consumed = progress.consumed_samples + self.samples_per_step
+        began_at = progress.consumed_samples
+        consumed = began_at + self.samples_per_step
         progress.consumed_samples = consumed if self.samples is None else min(consumed, self.samples)
         progress.loss = mean_loss if math.isfinite(mean_loss) else None
-        speed = self.tokens_per_step / took
+        speed = self.tokens(began_at, began_at + self.samples_per_step) / took
         record: dict[str, Any] = {
             "step": progress.step,
             "loss": mean_loss,
@@ -198,7 +199,8 @@ class Loop:
             self.times.begin()
             batch = next(self.train)
             self.times.batch_is_there()
-            with self.memory.forward() if self.memory is not None and index == 0 else contextlib.nullcontext():
+            watched = self.memory if index == 0 else None
+            with contextlib.nullcontext() if watched is None else watched.forward(batch["tokens"].numel()):
                 loss = self.loss(self.engine, batch)
             self.times.forward_done()
             total += loss.detach()

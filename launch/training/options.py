@@ -150,7 +150,10 @@ def schedule_options(p: argparse.ArgumentParser, *, steps: bool = True) -> None:
         help="stop after so many steps in a row with a non-finite loss or gradient norm",
     )
     g.add_argument(
-        "--eval-interval", type=whole_number, default=0, help="steps between evaluations on the valid split; 0 = never"
+        "--eval-interval",
+        type=whole_number,
+        default=0,
+        help="steps between evaluations on the valid split, which the last step is followed by, too; 0 = never",
     )
     g.add_argument("--eval-steps", type=whole_number, default=10, help="micro-batches a rank and evaluation")
 

@@ -16,7 +16,7 @@ from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.planning.recompute import recompute_options
 from launch.training import checkpoint
-from launch.training.initial import initial_weights, tokenizer_warning
+from launch.training.initial import initial_weights, length_note, tokenizer_warning
 from launch.training.layout import KeptBatch, keep_batch
 from launch.training.schedule import Schedule
 from launch.training.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
@@ -48,7 +48,7 @@ class Plan:
     """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
 
     warning: str | None = None
-    """A line for the log."""
+    """Lines for the log, one at least."""
     kept: KeptBatch | None = None
     """Where batch sizes are those of a checkpoint of another number of ranks; with a line for the log."""
     auto: bool = False
@@ -57,14 +57,13 @@ class Plan:
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
     @property
-    def eval_at_end(self) -> bool:
-        """Whether the held-out set is evaluated after the last step, wherever --eval-interval falls."""
-        return False
-
-    @property
     def samples(self) -> int | None:
         """Of the whole run; None where every step has as many as the others."""
         return None
+
+    def tokens(self, start: int, stop: int) -> int:
+        """Tokens of the samples from ``start`` up to ``stop``, of all ranks; what only pads them is none."""
+        return (stop - start) * self.model.seq_length
 
     def describe(self) -> str:
         """One line for the log, and others before it where there is a warning or another batch than was set."""
@@ -147,7 +146,11 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
         mixtures = {p: data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)}
     model = model.with_vocab(max(info.vocab_size for info in infos))
     eod = infos[0].eod if args.separate_documents else None
-    warning = tokenizer_warning(weights, prefixes[0], infos[0])
+    told = (
+        tokenizer_warning(weights, *data.telling(prefixes, infos)),
+        length_note(model.seq_length, weights, "--init-from"),
+    )
+    warning = "\n".join(line for line in told if line is not None) or None
     sources = {
         (name if len(mixtures) == 1 else f"{path}#{name}"): source  # of several descriptions names may be the same
         for path, mixture in mixtures.items()

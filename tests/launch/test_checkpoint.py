@@ -181,6 +181,18 @@ def test_differences_name_the_key():
     assert differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
 
 
+def saved_and_examined(rank, world, folder):
+    """What is told of a checkpoint of other data by a run that would go on from it."""
+    start()
+    saved = checkpoint.save(Engine(), folder, {"data": {"train": "0123456789ab" + "c" * 52}}, progress(1))
+    return checkpoint.examine(saved, {"data": {"train": "d" * 64}}).changed
+
+
+def test_of_digests_the_beginning_is_told(tmp_path):
+    told = run_ranks(1, saved_and_examined, str(tmp_path))[0]
+    assert told == ["data.train: checkpoint has '0123456789ab', this run has 'dddddddddddd'"]
+
+
 def remove_the_right_ones(rank, world, folder):
     """Folders that are not this run's stay; of its own, those of the line that goes on are kept first."""
     start()

@@ -168,6 +168,8 @@ def test_files_of_a_data_set_are_its_prefix(tmp_path, monkeypatch):
         assert without_suffix(f"2 {prefix}{suffix}") == f"2 {prefix}"
     with pytest.raises(DataError, match="every prefix once"):
         parse_blend([prefix, f"{prefix}.bin"])
+    with pytest.raises(DataError, match="every prefix once"):
+        parse_blend([prefix, str(tmp_path / ".." / tmp_path.name / "a dätaset")])
     really = make(tmp_path / "x.bin")  # a prefix that ends so
     assert parse_blend([really]) == ([really], None) and parse_blend([f"{really}.idx"]) == ([really], None)
     with pytest.raises(DataError, match=r"data: .*b\.bin does not exist, .* has .*a dätaset"):

@@ -26,6 +26,8 @@ def test_too_little_data(tmp_path):
             build_datasets([prefix], split, 256, 10, 1, 0, 0)
     with pytest.raises(DataError, match=r"split: test gets 0 of .*ask for 0 test samples"):
         build_datasets([prefix], "9,1", 32, 10, 1, 1, 0)
+    with pytest.raises(DataError, match=r"split: train gets 1 of .*prepare more data or change the shares$"):
+        build_datasets([prefix], "1,99", 256, 10, 0, 0, 0)
     total = int(np.fromfile(f"{prefix}.bin", np.uint16).size)
     assert build_datasets([prefix], "1", total - 1, 3, 0, 0, 0)[0].epoch_samples == 1
     with pytest.raises(DataError, match=f"{total} tokens, accepted: at least {total + 1}"):

@@ -89,6 +89,11 @@ def test_a_corrected_command_is_not_one_of_other_settings(tmp_path):
         assert not (tmp_path / "out.parts").exists()
     run("--input", tmp_path / "bad.jsonl", "--text-key", "body", "--output", tmp_path / "out")
     assert decoded(tmp_path / "out") == ["xyz"]
+    np.asarray([5, 6, 0], np.uint16).tofile(tmp_path / "t.bin")
+    told = ["--input", str(tmp_path / "t.bin"), "--output", str(tmp_path / "made"), "--workers", "1"]
+    told += ["--tokenizer", "none", "--vocab-size", "9", "--eod", "0"]
+    for more, status in (([], 2), (["--dtype", "uint16"], 0)):  # refused before the first shard
+        assert main([*told, *more]) == status
 
 
 def test_two_inputs_are_both_read(tmp_path):
@@ -126,6 +131,7 @@ def bad_inputs(folder):
     np.save(folder / "f.npy", np.zeros(4))
     np.save(folder / "n.npy", np.asarray([1, -1, 0], np.int32))
     (folder / "odd.bin").write_bytes(b"abc")
+    (np.arange(40) % 8).astype(np.int64).tofile(folder / "wide.bin")
     tokens = ["--vocab-size", "9", "--eod", "0"]
     return [
         (["missing"], "--input: .*missing does not exist"),
@@ -148,6 +154,8 @@ def bad_inputs(folder):
         (["n.npy", "--tokenizer", "none", *tokens], "holds the id -1, accepted: 0 to 8"),
         (["f.npy", "--tokenizer", "none", *tokens], "f.npy holds float64"),
         (["n.npy", "--tokenizer", "none", "--dtype", "uint16", *tokens], "holds int32, --dtype says uint16"),
+        (["wide.bin", "--tokenizer", "none", "--dtype", "uint16", *tokens], "wide.bin: three of four .* like int64"),
+        (["wide.bin", "--tokenizer", "none", "--dtype", "uint32", *tokens], "wide.bin: every second .* like int64"),
         (["odd.bin", "--tokenizer", "none", "--dtype", "uint16", *tokens], "odd.bin has 3 bytes"),
         (
             ["t.bin", "--tokenizer", "none", "--vocab-size", "9", "--eod", "9"],

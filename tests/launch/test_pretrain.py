@@ -37,7 +37,7 @@ def test_restart_is_exact(work, tmp_path, stage, coat, more):
     """
     config = configuration(tmp_path, stage, coat, **more)
     straight, parts, save = tmp_path / "straight", tmp_path / "parts", tmp_path / "save"
-    evaluate = ["--split", "35,35,30", "--eval-interval", "4", "--eval-steps", "1"]
+    evaluate = ["--split", "35,35,30", "--eval-interval", "5", "--eval-steps", "1"]
     ends = run_ranks(2, rank_main, command(work, straight, config, *evaluate, steps=12))
     assert ends[0].startswith("finished 12 steps")
     both = [*evaluate, "--save", save, "--load", "auto", "--keep-last", "1"]
@@ -50,6 +50,7 @@ def test_restart_is_exact(work, tmp_path, stage, coat, more):
     assert losses(straight) == losses(parts)
     assert len({loss for _, loss, *_ in losses(straight)}) == 12 and all(r["changed"] for r in read_metrics(parts))
     assert [r.get("valid_loss") for r in read_metrics(straight)] == [r.get("valid_loss") for r in read_metrics(parts)]
+    assert [r["step"] for r in read_metrics(parts) if "valid_loss" in r] == [5, 10, 12]  # at the end, too
     assert sorted(p.name for p in save.glob("step*")) == ["step00000012"]
 
 
@@ -238,7 +239,8 @@ def test_ranks_started_differently_are_told(work, tmp_path):
 def test_evaluation_without_a_valid_split_is_refused(work, tmp_path):
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--eval-interval", "2")
     argv[argv.index("--split") + 1] = "100,0,0"
-    assert "split: valid gets 0 of " in run_ranks(1, rank_main, argv)[0]
+    (end,) = run_ranks(1, rank_main, argv)
+    assert "--split: valid gets 0 of " in end and end.endswith("change the shares, or give --eval-interval 0"), end
 
 
 def builds_nothing(rank, world, argv):

@@ -290,7 +290,16 @@ def test_a_description_that_cannot_be_used_is_refused_before_tokens_are_read(tmp
     [
         ([5, 6, EOS, 5000, EOS] * 9, "uint16", "uint16", r"token 3 is 5000, accepted: ids from 0 to 999"),
         ([5, 6, 8] * 30, "uint16", "uint16", "eos 7 does not occur in its 90 tokens"),
-        ([*range(10, 40), EOS], "uint32", "uint16", "every second token is 0 or 1 .* looks like uint32"),
+        ([*range(10, 40), EOS], "uint32", "uint16", "every second token is about 0 .* looks like uint32"),
+        ([*range(70_000, 70_030), EOS], "uint32", "uint16", "every second token is about 0 .* looks like uint32"),
+        (
+            [*range(10, 40), EOS],
+            "int64",
+            "uint16",
+            "three of four tokens are 0 .* like int64, accepted: uint16 or uint32",
+        ),
+        ([*[0] * 40, *range(10, 40), EOS], "int64", "uint16", "looks like int64"),  # with padding
+        ([*range(10, 40), EOS], "int64", "uint32", "every second token is about 0 .* looks like int64"),
         ([*range(10, 41), EOS], "uint16", "uint32", "looks like uint16"),
     ],
 )
@@ -300,6 +309,18 @@ def test_tokens_that_cannot_be_right_are_named(tmp_path, values, dtype, given, m
     path = describe(tmp_path, [{"name": "a", "files": ["good.npy", "bad.npy"]}], dtype=given)
     with pytest.raises(DataError, match=rf"data: .*mix.json: a: .*bad.npy: .*{message}"):
         train(path, 10)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize(
+    "values", [[0] * 400, [3, EOS] * 200, [0] * 398 + [9, EOS], [9, EOS, 0], [EOS], [8, 0, 0, EOS] + [0, 9] * 5 + [EOS]]
+)
+def test_zeros_that_ids_have_themselves_are_accepted(tmp_path, dtype, values):
+    """Padding, a few ids, short files."""
+    write(tmp_path / "a.npy", [*values, EOS], dtype)
+    path = describe(tmp_path, [{"name": "a", "files": ["a.npy"]}], dtype=dtype)
+    (index,) = token_files.build_index(read_mixture(path), tmp_path, quiet=True)
+    assert len(np.load(index)) > 2
 
 
 def test_files_with_numpys_header(tmp_path):

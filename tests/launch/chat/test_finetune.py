@@ -130,7 +130,13 @@ def test_what_cannot_be_used_is_one_line(work, tmp_path):
         (("--tokenizer", tmp_path), "DataError: --tokenizer: "),
         (("--seq-length", 1000), "CoatConfigError: --seq-length: got 1000"),
         (("--valid-share", 1.5), "CoatConfigError: --valid-share: got 1.5"),
+        (("--valid", work / ".." / work.name / "chats.jsonl"), "DataError: --valid: got "),
         (("--epochs", 1, "--train-steps", 2), "CoatConfigError: --epochs: got 1.0, accepted: nothing with"),
+        (
+            ("--epochs", 1, "--warmup-steps", 50),
+            "CoatConfigError: --warmup-steps: got 50, accepted: 0 to the 12 steps that --epochs makes",
+        ),
+        (("--stop-at-step", 0), "CoatConfigError: --stop-at-step: got 0, accepted: 1 to the steps that --epochs makes"),
         (("--export-to", tmp_path / "full"), "CoatConfigError: --export-to: got"),
         (("--eval-interval", 5), "CoatConfigError: --eval-interval: got 5"),
         (("--micro-batch", "auto"), 'CoatConfigError: train_micro_batch_size_per_gpu: got "auto"'),
@@ -151,9 +157,13 @@ def test_skip_bad_lists_lines_and_goes_on(work, tmp_path):
     (tmp_path / "bad.jsonl").write_text(chat("user: q", "assistant: a") + "\n{}\n")
     config, run = sizes(tmp_path, 1, 1), tmp_path / "run"
     more = ("--data", tmp_path / "bad.jsonl", "--skip-bad", "--no-packing", "--no-export", "--epochs", 1)
-    more += ("--chat-template", "plain")
+    more += ("--chat-template", "plain", "--seq-length", 128)
     (end,) = run_ranks(1, rank_main, command(work, run, config, *more))
     assert end.startswith("finished 1 steps") and "exported" not in end, end
+    # Neither padding counts as tokens nor places that a shorter row has not got.
+    (prepared,) = (run / "prepared").glob("*/summary.json")
+    assert json.loads((run / "summary.json").read_text())["tokens"] == json.loads(prepared.read_text())["tokens"] < 64
+    assert json.loads((run / "memory.json").read_text())["activations"]["elements"] == 64
     (listed,) = map(json.loads, (run / "dropped.jsonl").read_text().splitlines())
     assert listed["file"].endswith("bad.jsonl") and listed["line"] == 2 and listed["what"] == "malformed"
     # A later convert_hf.py --from the checkpoint gives the template that was trained with, not the model's.

@@ -1,6 +1,7 @@
 """Which conversations share a sequence, what micro-batches hold, and what their losses are divided by."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 pytest.importorskip("transformers")
 
+from launch.chat import packing
 from launch.chat.batches import Layout, micro_batches
 from launch.chat.packing import Sequences, pack
+from launch.chat.plan import Held, _about
 from launch.chat.store import Conversations, Reading, prepare
 from launch.chat.template import ChatTemplate
 from launch.prep import DataError
@@ -48,7 +51,24 @@ def test_after_the_last_epoch_sequences_are_empty():
     made = sequences(epochs=1.5)
     assert made.end == -(-3 * made.per_epoch // 2) and made[made.end - 1] and made[made.end] == []
     assert made.trained(0, 10**3) == made.trained(0, made.end)
+    assert made.tokens(made.end - 1, 10**3) == sum(LENGTHS[made[made.end - 1]])
+    assert made.tokens(0, made.per_epoch) == sum(LENGTHS[::2])
     assert [made[p] for p in range(made.per_epoch)] == [sequences(epochs=None)[p] for p in range(made.per_epoch)]
+
+
+def test_what_is_told_of_an_epoch_is_what_is_trained_of_it(monkeypatch):
+    """Of less than an epoch its part, of several one."""
+    quarter = Held(conversations=None, sequences=sequences(packed=False, epochs=0.25))
+    share = f"{100 * quarter.sequences.tokens(0, 25) / (25 * 40):.1f} % full"
+    assert _about(quarter, "train", 40) == f"train: 25 conversations in 25 sequences of 40 tokens, {share}"
+    several = Held(conversations=None, sequences=sequences(epochs=2.5))
+    assert _about(several, "train", 40).startswith(f"train: 100 conversations in {several.sequences.per_epoch} seq")
+    made = sequences(epochs=3)
+    calls = []
+    monkeypatch.setattr(packing, "pack", lambda *given: calls.append(1) or pack(*given))
+    for position in (made.per_epoch - 1, made.per_epoch, made.per_epoch - 1, made.per_epoch):  # a step over the border
+        assert made[position]
+    assert len(calls) == 1
 
 
 def test_without_packing_a_sequence_is_a_conversation():
@@ -175,19 +195,33 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path):
     assert made.lengths.tolist()[1] == 64 and json.loads(made.dropped().splitlines()[2])["what"] == "cut"
 
     file.write_text(long)
-    with pytest.raises(DataError, match="no conversation to train on .too long 1."):
+    with pytest.raises(
+        DataError, match=f"no conversation to train on .too long 1; the first, {file}:1: 547 tokens, more"
+    ):
         prepare([file], template, Reading(seq_length=64), tmp_path / "cache")
+    file.write_text(chat("user: q", "assistant: a"), encoding="utf-16")
+    with pytest.raises(DataError, match=f".malformed 1; the first, {file}:1: not UTF-8., accepted: at least one of"):
+        prepare([file], template, Reading(seq_length=64, skip_bad=True), tmp_path / "cache")
 
 
 def test_what_is_prepared_is_used_again_until_anything_changes(tmp_path, monkeypatch):
     file, cache = tmp_path / "chats.jsonl", tmp_path / "cache"
-    file.write_text(chat("user: q", "assistant: a"))
-    template = ChatTemplate(make_tokenizer())
-    first = prepare([file], template, Reading(seq_length=64), cache)
+    file.write_text(chat("user: q", "assistant: a") + "\n{}")
+    template, bad = ChatTemplate(make_tokenizer()), Reading(seq_length=64, skip_bad=True)
+    first = prepare([file], template, bad, cache)
     with monkeypatch.context() as patch:
         patch.setattr(ChatTemplate, "encode", None)
-        assert prepare([file], template, Reading(seq_length=64), cache) == first
-    assert prepare([file], template, Reading(seq_length=65), cache) != first
+        assert prepare([file], template, bad, cache) == first
+        moved = tmp_path / "elsewhere" / "other.jsonl"
+        moved.parent.mkdir()
+        shutil.copy(file, moved)
+        assert prepare([moved], template, bad, cache) == first
+    here, there = (Conversations(first, [path]) for path in (file, moved))
+    assert here.summary["files"] == Conversations(first).summary["files"] == [str(file)]
+    assert there.summary["files"] == [str(moved)] and there.dropped() == here.dropped().replace(str(file), str(moved))
+    assert str(moved) in there.dropped()
+    assert prepare([file], template, Reading(seq_length=65, skip_bad=True), cache) != first
+    assert prepare([file, moved], template, bad, cache) != first
     file.write_text(chat("user: q", "assistant: b"))
     assert prepare([file], template, Reading(seq_length=64), cache) != first
     (first / "ends.npy").unlink()

@@ -57,6 +57,27 @@ def test_a_message_of_weight_zero_is_not_trained(text):
     assert [piece for learnt, piece in found if learnt] == ["four<|end|>"]
 
 
+def test_a_message_without_words_has_no_text_to_train():
+    """The end of a turn lies outside of the marks: what is marked of such a message is empty, and still its own."""
+    text = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+        "{% if m.reasoning_content is defined %}{% generation %}{{ m.reasoning_content }}{% endgeneration %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    )
+    template = ChatTemplate(make_tokenizer(text))
+    for silent, wanted in (("assistant: ", ["yes"]), ("assistant: no", ["no", "yes"])):
+        found = spoken(template, chat("user: a", silent, "user: b", "assistant: yes"))
+        assert [piece for learnt, piece in found if learnt] == wanted
+
+    def trained(*messages):
+        messages = [{"role": "assistant", **m} for m in messages]
+        return [piece for learnt, piece in spoken(template, json.dumps({"messages": messages})) if learnt]
+
+    assert trained({"content": "one", "reasoning_content": "", "weight": 0}, {"content": "two"}) == ["two"]
+    with pytest.raises(Malformed, match="marks 4 texts of 2 messages"):  # whose they are cannot be told
+        trained({"content": "one", "reasoning_content": "why"}, {"content": "", "reasoning_content": ""})
+
+
 def test_plain_template():
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     found = spoken(ChatTemplate(tokenizer), chat("user: one", "assistant: two"))

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,35 @@ def test_the_tokenizer_of_a_training_checkpoint_is_its_datas(trained):
     assert result["text"][0]["documents"] == 3
     problem = evaluated("--load", trained.saved, "--text", trained.folder / "text.jsonl", "--tokenizer", "bytes")
     assert "--tokenizer: bytes has 257 ids, accepted: what the model was trained with, bpe:300" in problem
+
+
+def test_prepared_data_of_another_tokenizer_is_told(trained, tiny):
+    """Refused where the tokenizer of a text would be; a line where only the ids' meaning is another one."""
+    from launch.evaluation.inputs import notes, read_inputs
+    from launch.evaluation.model import read_run
+    from launch.prepare_data import main as prepare
+    from launch.weights import open_weights
+
+    prepared = ["--input", str(trained.folder / "text.jsonl"), "--output", str(trained.folder / "bytes")]
+    assert prepare([*prepared, "--tokenizer", "bytes", "--quiet", "--workers", "1"]) == 0
+    for suffix in ("bin", "idx"):
+        shutil.copy(f"{trained.data}.{suffix}", trained.folder / f"other.{suffix}")
+    summary = json.loads(Path(f"{trained.data}.json").read_text())
+    (trained.folder / "other.json").write_text(json.dumps({**summary, "tokenizer_digest": "0" * 64}))
+
+    def told(load, data):
+        weights = open_weights(load)
+        args = arguments.parse(["--load", str(load), "--data", str(data), "--samples", "2", "--window", "16"], None)
+        return notes(read_inputs(args, weights, read_run(Path(weights.path))[0]))
+
+    assert told(trained.saved, trained.data) == []
+    (line,) = told(trained.saved, trained.folder / "other")
+    assert line.startswith(f"warning: --data: {trained.folder}/other was prepared with bpe:300 (vocabulary 300, ")
+    assert f" of {trained.data}, the training data of --load: the weights know that one's ids" in line
+    with pytest.raises(program.CoatConfigError, match="--data: .*bytes was prepared with bytes .*accepted: .* bpe:300"):
+        told(trained.saved, trained.folder / "bytes")
+    (line,) = told(tiny.hf, trained.data)
+    assert f"which is not {tiny.hf}/tokenizer.json of --load" in line
 
 
 def test_the_same_weights_give_the_same_numbers_in_every_kind_of_folder(trained, tiny):

@@ -38,7 +38,7 @@ def convert(*argv):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_directions(one_rank, tmp_path, name):
+def test_both_directions(one_rank, tmp_path, capsys, name):
     """In: transformers' logits. Out, with other weights: transformers reads ours. Round trip: the same bytes."""
     source, converted, back, trained = (tmp_path / n for n in ("source", "converted", "back", "trained"))
     make(name, source, shard="100KB")
@@ -56,6 +56,8 @@ def test_both_directions(one_rank, tmp_path, name):
     convert("--from", source, "--to", converted, "--max-shard-size", "150KB")
     assert len(list(converted.glob("weights-0000?-of-0000?.safetensors"))) > 1
     convert("--from", converted, "--to", back, "--max-shard-size", "100KB", "--verify")
+    said = f"--verify: {len(tensors(back))} tensors, read once more, are what was converted"
+    assert said in capsys.readouterr().out
     one, other = tensors(source), tensors(back)
     assert one.keys() == other.keys()
     assert all(one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one)

@@ -91,7 +91,12 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
 
     model = open_weights(tmp_path / "hf").model
     said = say(capsys, "--model", str(tmp_path / "hf"), "--seq-length", "16")
-    assert said["states_bytes"]["parameters"] == 2 * parameter_count(model)
+    assert said["states_bytes"]["parameters"] == 2 * parameter_count(model) and said["notes"] == []
+    longer = str(2 * model.seq_length)
+    (note,) = say(capsys, "--model", str(tmp_path / "hf"), "--seq-length", longer)["notes"]
+    assert note.startswith(f"model.seq_length: got {longer}, more than the {model.seq_length} that ")
+    assert planner.main(["--model", str(tmp_path / "hf"), "--seq-length", "16", "--micro-batch", "2"]) == 0
+    assert " 0.0 MiB" not in capsys.readouterr().out  # of a model so small
     (tmp_path / "empty").mkdir()
     assert planner.main(["--model", str(tmp_path / "empty")]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'empty'}: holds no weights, accepted: a Hugging")

@@ -160,8 +160,26 @@ def test_contradictions_are_named(work, tmp_path):
     assert "--model: missing, accepted: a description, or --init-from" in refused(work, tmp_path, model=False)
 
 
+def test_sequences_longer_than_the_weights_are_made_for_are_told(work, tmp_path):
+    from launch.planning.run import Run
+    from launch.training import arguments
+    from launch.training.plan import plan
+
+    make("llama3", tmp_path / "hf", vocab_size=300)
+    base = ["--deepspeed_config", configuration(tmp_path, 2), "--init-from", str(tmp_path / "hf"), "--train-steps", "1"]
+    base += ["--data", str(work / "data"), "--split", "1,0,0", "--model-override"]
+    longest = open_weights(tmp_path / "hf").model.seq_length
+    for length, said in ((longest, False), (2 * longest, True)):
+        p = plan(arguments.parse([*base, f"seq_length={length}"]), 1)
+        line = (
+            f"model.seq_length: got {length}, more than the {longest} that {tmp_path / 'hf'} (--init-from) is made for"
+        )
+        assert (f"note: {line}" in p.describe()) == said
+        assert any(note.startswith(line) for note in Run.of_plan(p).notes()) == said
+
+
 def test_another_tokenizer_is_told(tmp_path):
-    from launch.data.blend import DataInfo
+    from launch.data.blend import DataInfo, telling
     from launch.data.tokenizer import tokenizer_digest
     from launch.training.initial import tokenizer_warning
 
@@ -170,5 +188,7 @@ def test_another_tokenizer_is_told(tmp_path):
     assert tokenizer_warning(weights, "data", DataInfo(100, 2, same)) is None
     assert tokenizer_warning(weights, "data", DataInfo(100, 2, None)) is None  # not known
     assert tokenizer_warning(None, "data", DataInfo(100, 2, "0" * 64)) is None
+    blend = telling(["a", "b"], [DataInfo(100, 2, None), DataInfo(100, 2, "0" * 64)])  # token files, and prepared data
+    assert "--data: b was prepared with" in tokenizer_warning(weights, *blend)
     told = tokenizer_warning(weights, "data", DataInfo(100, 2, "0" * 64, "other"))
     assert "warning: --data: data was prepared with other" in told and "tokenizer.json of --init-from" in told
