@@ -10,7 +10,7 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import decode_base64, load_json, look_up
-from coat_dist.deepspeed.refusals import check_deepspeed
+from coat_dist.deepspeed.refusals import check_deepspeed, read_block
 from launch.find_config import read_config
 
 __all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes", "load_settings", "peak_lr"]
@@ -29,8 +29,8 @@ def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | 
         CoatConfigError: names each key, its value and what is accepted.
     """
     settings = _read(given)
-    coat = CoatConfig.from_deepspeed(settings)
     found_later = {MICRO: 1} if settings.get(MICRO) == "auto" else {}
+    coat = read_block({**settings, **found_later})
     check_deepspeed({**settings, **found_later}, tp=tp, mpu=True, coat=coat)
     problems = []
 
