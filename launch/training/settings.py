@@ -30,8 +30,10 @@ def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | 
     """
     settings = _read(given)
     found_later = {MICRO: 1} if settings.get(MICRO) == "auto" else {}
-    coat = read_block({**settings, **found_later})
-    check_deepspeed({**settings, **found_later}, tp=tp, mpu=True, coat=coat)
+    checked = {**settings, **found_later}
+    checked.pop("scheduler", None)  # refused below, whatever it says
+    coat = read_block(checked)
+    check_deepspeed(checked, tp=tp, mpu=True, coat=coat)
     problems = []
 
     def require(key: str, good: bool, accepted: str) -> None:
