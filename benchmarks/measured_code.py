@@ -40,11 +40,14 @@ step."""
 PACKAGES = "coat_dist", "megatron_patches"
 NOT_COMPUTED = {
     "coat_dist.config_errors": "words of errors",
+    "coat_dist.optim.group_keys": "refuses keys of a new group",
     "coat_dist.optim.state.check_group": "refuses options before a step",
     "coat_dist.optim.state_dict": "saves and loads",
     "coat_dist.ranks": "which rank this is",
 }
 """Modules and definitions that are not followed, and why: a change of them changes no step."""
+_CHECKS = ("coat_dist.optim.group_keys",)
+"""Of these, what only raises: a line that is nothing but a call of it computes nothing either, and does not count."""
 OPERATIONS = "coat_dist.reference.", "coat_dist.kernels."
 
 
@@ -68,6 +71,13 @@ class Module:
             # Not those inside of definitions: another one's name may be the same.
             if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
                 self.imports |= self.imported(ast.walk(statement))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and self._checks(node.value.func):
+                for row in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                    self.lines[row - 1] = ""
+
+    def _checks(self, function: ast.expr) -> bool:
+        return isinstance(function, ast.Name) and self.imports.get(function.id, ("",))[0] in _CHECKS
 
     def imported(self, nodes: Iterable[ast.AST]) -> dict[str, tuple[str, str | None]]:
         """What the import statements among ``nodes`` bind: a module, and a name in it or None."""

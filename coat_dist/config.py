@@ -25,7 +25,7 @@ from .config_errors import explain, keys_of
 from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
 
 __all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "explain", "load_json", "look_up"]
-__all__ += ["COMMENTS", "decode_base64", "misspells_coat"]
+__all__ += ["COMMENTS", "decode_base64", "misspells_coat", "without_comments"]
 
 COMMENTS = ("_", "#", "/", "$")
 """What keys begin with that nobody reads, such as "_comment" and "$schema"."""
@@ -168,8 +168,7 @@ class CoatConfig(_Block):
             raise CoatConfigError(
                 "\n".join(f'{key}: unknown key (did you mean "coat"?), accepted: "coat"' for key in wrong)
             )
-        block = settings.get("coat")
-        return None if block is None else cls.parse(block)
+        return cls.parse(settings["coat"]) if "coat" in settings else None
 
     @classmethod
     def parse(cls, block: Any) -> CoatConfig:
@@ -181,11 +180,19 @@ class CoatConfig(_Block):
         if isinstance(block, CoatConfig):
             return block
         if not isinstance(block, Mapping):
-            raise CoatConfigError(f"coat: got {block!r}, accepted: an object with keys {keys_of(cls)}")
+            given = json.dumps(block, default=str)
+            raise CoatConfigError(f"coat: got {given}, accepted: an object with keys {keys_of(cls)}, or no such key")
         try:
-            return cls.model_validate(dict(block))
+            return cls.model_validate(without_comments(block))
         except ValidationError as error:
             raise CoatConfigError("\n".join(explain("coat", cls, e) for e in error.errors())) from None
+
+
+def without_comments(value: Any) -> Any:
+    """A configuration, or a part of one, less the keys that begin with one of :data:`COMMENTS`, at every level."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: without_comments(v) for key, v in value.items() if not str(key).startswith(COMMENTS)}
 
 
 def misspells_coat(key: Any, settings: Mapping[str, Any]) -> bool:
@@ -205,7 +212,7 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of a DeepSpeed configuration given as dict, path of a JSON file, or base64 of JSON.
 
     Raises:
-        CoatConfigError: nothing there, not JSON, a duplicate key, or not an object.
+        CoatConfigError: nothing there, not JSON (an empty text is none), a duplicate key, or not an object.
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
@@ -228,7 +235,7 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
         loaded = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as problem:
         loaded = _read_hjson(text)
-        if not isinstance(loaded, dict):
+        if not isinstance(loaded, dict) or (not loaded and "{" not in text):  # HJSON reads no text as {}
             raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
     if not isinstance(loaded, dict):
         raise CoatConfigError(f"config: {os.fspath(config)} holds {type(loaded).__name__}, accepted: a JSON object")
@@ -245,10 +252,13 @@ def _read_hjson(text: str) -> Any:
 
 
 def decode_base64(given: str) -> str | None:
-    """The JSON text that a string holds in base64, as DeepSpeed's autotuner passes it; None where it holds none."""
+    """The text of an object that a string holds in base64, as DeepSpeed's autotuner passes it; None where it holds
+    none. HJSON counts, as DeepSpeed reads that there, too."""
     try:
         text = base64.urlsafe_b64decode(given).decode()
         json.loads(text)
+    except json.JSONDecodeError:
+        return text if isinstance(_read_hjson(text), dict) and "{" in text else None
     except ValueError:
         return None
     return text

@@ -12,8 +12,9 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 import coat_dist
-from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
+from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError, load_json
 from coat_dist.deepspeed.engine import configurations
+from coat_dist.deepspeed.refusals import read_block
 from coat_dist.deepspeed.replicated_grads import SUMMED
 
 from .groups import MPUAdapter
@@ -78,7 +79,7 @@ def initialize(
         )
     mpu = MPUAdapter() if mpu is None else mpu
     sources = configurations({"args": args, "config": config, "config_params": config_params})
-    coat = CoatConfig.from_deepspeed(sources[0]) if len(sources) == 1 else None  # any other number is refused below
+    coat = read_block(load_json(sources[0])) if len(sources) == 1 else None  # any other number is refused below
     report, patched_here = _patch(model, coat)
     try:
         if not any(hasattr(p, SUMMED) for p in model.parameters()):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.zero_partitions import base_optimizer
-from ..config import CoatConfig, CoatConfigError, load_json, look_up
+from ..config import CoatConfig, CoatConfigError, load_json, look_up, without_comments
 from ..optim import CoatAdamW
 from ..ranks import on_rank_0
 from .attach import attach
@@ -27,7 +27,7 @@ from .monitors import make_folders
 from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw, list_parameters
 from .pipeline import check_one_model_a_stage, check_settings, stages
-from .refusals import check_deepspeed
+from .refusals import check_deepspeed, read_block
 from .replicated_grads import check_replicated_grads
 from .roll_call import answer
 from .without_launcher import leave_out_compiled_operation
@@ -125,15 +125,13 @@ _ARGUMENTS = ("deepspeed_config", "deepscale_config")
 
 
 def _settings_of(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The configuration, not a copy, if there is one that can be read."""
-    return next((s for s in map(_read, configurations(given)) if s is not None), None)
+    """The configuration, not a copy, if there is one."""
+    return next(map(_read, configurations(given)), None)
 
 
-def _read(source: Any) -> Mapping[str, Any] | None:
-    try:
-        return source if isinstance(source, Mapping) else load_json(source)
-    except CoatConfigError:
-        return None  # for DeepSpeed to refuse
+def _read(source: Any) -> Mapping[str, Any]:
+    """Raises CoatConfigError where DeepSpeed could not read it either, and would name no file."""
+    return source if isinstance(source, Mapping) else load_json(source)
 
 
 def _is_ours(given: Mapping[str, Any]) -> bool:
@@ -141,7 +139,7 @@ def _is_ours(given: Mapping[str, Any]) -> bool:
     a CoatAdamW, a patched model, or the mpu of ``megatron_patches``, beside which gradients need more sums.
 
     Raises:
-        CoatConfigError: something that is nearly a block or CoatAdamW's name.
+        CoatConfigError: something that is nearly a block or CoatAdamW's name; a configuration that cannot be read.
     """
     if isinstance(given.get("optimizer"), CoatAdamW) or getattr(given.get("mpu"), "coat_mpu", False):
         return True
@@ -149,10 +147,10 @@ def _is_ours(given: Mapping[str, Any]) -> bool:
         return True
     for source in configurations(given):
         settings = _read(source) or {}
-        coat = CoatConfig.from_deepspeed(settings)
-        check_names(settings)
-        if coat is not None or look_up(settings, "optimizer.type") == "CoatAdamW":
+        if "coat" in settings or look_up(settings, "optimizer.type") == "CoatAdamW":
             return True
+        CoatConfig.from_deepspeed(settings)
+        check_names(settings)
     return False
 
 
@@ -170,8 +168,8 @@ def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
             f"config: got {len(sources)} of `config`, `config_params`, `args.deepspeed_config`, "
             "accepted: exactly one of them"
         )
-    settings = load_json(sources[0])
-    coat = CoatConfig.from_deepspeed(settings)
+    settings = without_comments(load_json(sources[0]))  # DeepSpeed would take some for settings
+    coat = read_block(settings, optimizer if isinstance(optimizer, CoatAdamW) else None)
     pipeline = isinstance(model, deepspeed.PipelineModule)
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     cp = _size(mpu, "get_context_parallel_world_size")

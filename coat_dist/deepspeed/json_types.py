@@ -5,11 +5,14 @@ DeepSpeed would end in an AttributeError or TypeError that names no key, some of
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from ..config import look_up
+from ..config import look_up, without_comments
+from .known_keys import models
+from .schedules import wrong_schedule
 
 __all__ = ["as_read", "wrong_types"]
 
@@ -24,6 +27,16 @@ _NUMBERS = (
     ("tensor_parallel.autotp_size", int, "an integer >= 0"),
 )
 """Key, type and what is accepted: DeepSpeed compares them with numbers without a look at their types."""
+_SWITCHES = (
+    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler.enabled", "prescale_gradients"),
+    *("disable_allgather", "dataloader_drop_last", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+)
+"""Keys that are true or false, to which DeepSpeed takes ``"false"`` for true. It has more, in blocks of its own."""
+_CHOICES = {
+    "communication_data_type": ("fp16", "bf16", "fp32"),
+    "checkpoint.tag_validation": ("Ignore", "Warn", "Fail"),
+}
+"""Names that DeepSpeed takes in upper or lower case."""
 _UNSET = ("bf16", "bfloat16", "aio", *(key for key, kind, _ in _NUMBERS if kind is int))
 """Keys that may be null, which means to DeepSpeed that they are not given."""
 _MODELS = ("zero_optimization", "fp16", "bf16", "bfloat16", "tensor_parallel", "compile")
@@ -37,12 +50,13 @@ _INNER = (
 
 
 def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what DeepSpeed reads as not given: null of some keys, and "auto", which programs on top
-    of it fill in."""
+    """The configuration without comments and what DeepSpeed reads as not given: null of some keys, and "auto", which
+    programs on top of it fill in."""
 
     def without_auto(value: Any) -> Any:
         return {k: without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, Mapping) else value
 
+    config = without_comments(config)
     given = {key: value for key, value in config.items() if value is not None or key not in _UNSET}
     return given | {key: without_auto(given[key]) for key in _MODELS if key in given}
 
@@ -58,7 +72,7 @@ def wrong_types(config: Mapping[str, Any]) -> list[str]:
     ]
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
         problems.append(f"zero_optimization.stage: got {json.dumps(stage, default=str)}, accepted: 0, 1, 2 or 3")
     for key, kind, accepted in _NUMBERS:
         value = look_up(config, key)
@@ -66,4 +80,42 @@ def wrong_types(config: Mapping[str, Any]) -> list[str]:
         least = 1 if accepted.endswith("1") else 0
         if wanted and (isinstance(value, bool) or not isinstance(value, kind) or not value >= least):
             problems.append(f"{key}: got {json.dumps(value, default=str)}, accepted: {accepted}")
-    return problems
+    steps = config.get("steps_per_print")  # infinity, as Accelerate has it, is never
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int | float) or not steps > 0):
+        problems.append(f"steps_per_print: got {json.dumps(steps, default=str)}, accepted: a number > 0, or null")
+    for key in (*_SWITCHES, *_switches_of_models()):
+        block, _, name = key.rpartition(".")
+        owner = config.get(block) if block else config
+        value = owner.get(name, False) if isinstance(owner, Mapping) else False
+        if not isinstance(value, bool) and (value is not None or key not in _switches_of_models(null=True)):
+            problems.append(f"{key}: got {json.dumps(value, default=str)}, accepted: true or false")
+    for key, choices in _CHOICES.items():
+        value = look_up(config, key)
+        if value is not None and str(value).lower() not in map(str.lower, choices):
+            accepted = ", ".join(map(json.dumps, choices))
+            problems.append(f"{key}: got {json.dumps(value, default=str)}, accepted: {accepted}")
+    return [*problems, *_wrong_dtype(config), *wrong_schedule(config)]
+
+
+@functools.cache
+def _switches_of_models(null: bool = False) -> tuple[str, ...]:
+    """Keys of DeepSpeed's blocks that are true or false; ``null``: or null. It reads ``"true"``, and 1, as true."""
+    kinds = ({bool, type(None)},) if null else ({bool}, {bool, type(None)})
+    return tuple(
+        f"{block}.{field.alias or name}"
+        for block, model in models().items()
+        for name, field in model.model_fields.items()
+        if {*(get_args(field.annotation) or (field.annotation,))} in kinds
+    )
+
+
+def _wrong_dtype(config: Mapping[str, Any]) -> list[str]:
+    from deepspeed.runtime.config import DtypeEnum
+
+    value = look_up(config, "data_types.grad_accum_dtype")
+    try:
+        DtypeEnum(value) if value is not None else None
+    except ValueError:
+        given = json.dumps(value, default=str)
+        return [f'data_types.grad_accum_dtype: got {given}, accepted: "fp32", "fp16" or "bf16"']
+    return []

@@ -10,15 +10,25 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..config import COMMENTS, ActivationConfig, OptimizerConfig
+from pydantic import BaseModel
 
-__all__ = ["unknown_keys"]
+from ..config import COMMENTS, ActivationConfig, OptimizerConfig
+from .refusal_rules import RULES
+
+__all__ = ["models", "unknown_keys"]
 
 _BLOCKS = (
     *("optimizer", "scheduler", "data_types", "checkpoint", "torch_autocast", "activation_checkpointing"),
     "flops_profiler",
 )
 """Blocks that DeepSpeed reads key by key. It refuses unknown keys of most others itself."""
+_MODELS = {
+    "zero_optimization": "zero_config",
+    "fp16": "float16_config",
+    "bf16": "bfloat16_config",
+    "bfloat16": "bfloat16_config",
+}
+"""Blocks whose unknown keys it refuses without a word on where they belong, and what its configuration calls them."""
 _ELSEWHERE = {
     "coat",
     *("data_parallel_size", "sequence_parallel_size"),  # read by deepspeed.initialize
@@ -54,15 +64,30 @@ class _Asked(dict):
 
 
 @functools.cache
-def _known() -> dict[str, frozenset[str]]:
-    """The keys that the installed DeepSpeed reads, by block; "" is the top level."""
+def _asked() -> tuple[dict[str, frozenset[str]], dict[str, type[BaseModel]]]:
+    """The keys that the installed DeepSpeed reads, by block, "" being the top level; and the classes of ``_MODELS``."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     blocks = {name: _Asked({"type": ""} if name in ("optimizer", "scheduler") else {}) for name in _BLOCKS}
     top = _Asked({"train_micro_batch_size_per_gpu": 1, **blocks})
-    DeepSpeedConfig(top)
+    made = DeepSpeedConfig(top)
     known = {name: frozenset(block.asked) for name, block in blocks.items()}
-    return {"": frozenset(top.asked | _ELSEWHERE), **known}
+    classes = {name: type(getattr(made, attribute)) for name, attribute in _MODELS.items()}
+    for name, model in classes.items():
+        fields = model.model_fields
+        known[name] = frozenset({*fields, *(field.alias for field in fields.values() if field.alias)})
+    refused = (rule.key.partition(".") for rule in RULES)  # with a reason, which says more
+    known["zero_optimization"] |= {key for owner, _, key in refused if owner == "zero_optimization"}
+    return {"": frozenset(top.asked | _ELSEWHERE), **known}, classes
+
+
+def _known() -> dict[str, frozenset[str]]:
+    return _asked()[0]
+
+
+def models() -> dict[str, type[BaseModel]]:
+    """DeepSpeed's classes for its blocks of which there is one, by the name of the block."""
+    return _asked()[1]
 
 
 @functools.cache
@@ -81,7 +106,7 @@ def _belongs_to() -> dict[str, str]:
 
 
 def unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each key that neither DeepSpeed nor this project reads, of the top level and of ``_BLOCKS``.
+    """One line for each key that neither DeepSpeed nor this project reads, of the top level, ``_BLOCKS``, ``_MODELS``.
 
     Keys that begin with "_", "#", "/" or "$" are taken for comments.
     """
@@ -91,8 +116,11 @@ def unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
             if key in known or str(key).startswith(COMMENTS):
                 continue
             close = difflib.get_close_matches(str(key).lower().replace("-", "_").replace(" ", "_"), sorted(known), 1)
-            meant = (f"{owner}." if owner else "") + close[0] if close else _belongs_to().get(str(key))
+            near = (f"{owner}." if owner else "") + close[0] if close else None
+            meant = _belongs_to().get(str(key), near)
             hint = f' (did you mean "{meant}"?)' if meant else ""
             name = f"{owner}.{key}" if owner else key
-            accepted = ", ".join(sorted(known)) if owner else 'DeepSpeed\'s keys, "coat"'
-            yield f'{name}: unknown key{hint}, which DeepSpeed would ignore; accepted: {accepted}, a comment "_{key}"'
+            ignored = "," if owner in _MODELS else ", which DeepSpeed would ignore;"
+            accepted = {"": 'DeepSpeed\'s keys, "coat"', "zero_optimization": "DeepSpeed's keys of it"}
+            keys = accepted.get(owner) or ", ".join(sorted(known))
+            yield f'{name}: unknown key{hint}{ignored} accepted: {keys}, a comment "_{key}"'

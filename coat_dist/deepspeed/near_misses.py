@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from ..config import COMMENTS, ActivationConfig, CoatConfigError, OptimizerConfig, look_up, misspells_coat
+from ..config import ActivationConfig, CoatConfigError, OptimizerConfig, look_up, misspells_coat, without_comments
 from ..optim import CoatAdamW
 
-__all__ = ["check_names"]
+__all__ = ["check_names", "wrong_names"]
 
 
 def _letters(name: str) -> str:
@@ -37,23 +37,31 @@ _DISTINCT = {
 
 
 def check_names(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Refuse what is nearly right. The block's own name is checked where it is read, by ``CoatConfig.from_deepspeed``.
+    """Refuse what is nearly right.
+
+    Raises:
+        CoatConfigError: what :func:`wrong_names` says.
+    """
+    if problems := wrong_names(config, optimizer):
+        raise CoatConfigError("\n".join(problems))
+
+
+def wrong_names(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> list[str]:
+    """One line for each name that is nearly right: the key, and what was probably meant. The block's own name is
+    checked where it is read, by ``CoatConfig.from_deepspeed``.
 
     Args:
         config: the DeepSpeed configuration.
         optimizer: the one that is given beside it; with a CoatAdamW, DeepSpeed does not look at ``optimizer.type``.
-
-    Raises:
-        CoatConfigError: names the key and what was probably meant.
     """
+    config = without_comments(config)
     problems = [
         f"{key}: unknown key (did you mean {json.dumps(meant)}?), accepted: {where}"
         for key, meant, where in (*_misplaced(config), *_nested("", config))
     ]
     if not isinstance(optimizer, CoatAdamW):
         problems += _misnamed_optimizer(config)
-    if problems:
-        raise CoatConfigError("\n".join(problems))
+    return problems
 
 
 def _misspells_coat_adamw(name: Any) -> bool:
@@ -73,11 +81,14 @@ def _misnamed_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(block, Mapping):
         elsewhere |= {f"optimizer.{key}": value for key, value in block.items() if key != "type"}
     for key, value in config.items():
-        if key != "optimizer" and not str(key).startswith(COMMENTS) and isinstance(value, Mapping):
+        if key != "optimizer" and isinstance(value, Mapping):
             elsewhere[f"{key}.type"] = value.get("type")
     for key, value in elsewhere.items():
         if "CoatAdamW" in (value if isinstance(value, list | tuple) else [value]):
-            accepted = 'an object with its settings, "type" among them' if key == "optimizer" else 'as "optimizer.type"'
+            accepted = {
+                "optimizer": 'an object with its settings, "type" among them',
+                "optimizer.type": 'a name, not a list: "CoatAdamW"',
+            }.get(key, 'as "optimizer.type"')
             yield f"{key}: got {json.dumps(value)}, accepted: {accepted}"
 
 
@@ -96,7 +107,7 @@ def _misplaced(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _distinct(key: str) -> str | None:
     near = difflib.get_close_matches(_letters(key), _DISTINCT, 1, 0.9)
-    return _DISTINCT[near[0]] if near and not key.startswith(COMMENTS) else None
+    return _DISTINCT[near[0]] if near else None
 
 
 def _key_of_the_block(key: str, value: Any) -> str | None:
@@ -116,7 +127,7 @@ def _key_of_the_block(key: str, value: Any) -> str | None:
 def _nested(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """The block inside another one, where nobody reads it."""
     for owner, block in config.items():
-        if isinstance(block, Mapping) and owner != "coat" and not str(owner).startswith(COMMENTS):
+        if isinstance(block, Mapping) and owner != "coat":
             for key in block:
                 if isinstance(block[key], Mapping) and (key == "coat" or misspells_coat(key, block)):
                     yield f"{prefix}{owner}.{key}", "coat", "at the top level"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ..config import CoatConfig
+from ..ops.dispatch import use_kernels
 from ..optim import CoatAdamW, param_groups, split_groups
+from ..optim.group_keys import check_keys
 from ..optim.state import check_group
 
 __all__ = ["build_coat_adamw", "check_params", "experts_apart", "list_parameters"]
@@ -19,8 +22,7 @@ __all__ = ["build_coat_adamw", "check_params", "experts_apart", "list_parameters
 
 def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str]:
     """What is wrong with ``optimizer.params``: one line for each key."""
-    known = inspect.signature(CoatAdamW.__init__).parameters
-    defaults = {name: p.default for name, p in known.items() if name not in ("self", "params")}
+    defaults = _defaults()
     own = coat.optimizer.model_dump() if coat is not None and "optimizer" in coat.model_fields_set else {}
     problems = []
     for name, value in params.items():
@@ -34,14 +36,21 @@ def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str
             problems.append(f"optimizer.params.{name}: got {json.dumps(value, default=str)}, accepted: a single value")
         else:
             problems += _group_problem({**defaults, name: value})
+    if params.get("capturable") is True and not (torch.cuda.is_available() or use_kernels(torch.empty(0))):
+        problems.append("optimizer.params.capturable: got true without a CUDA GPU, accepted: false there")
     return problems or _group_problem({**defaults, **own, **params})
 
 
 def _group_problem(options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with options that a file gives, in JSON's words."""
     try:
         check_group({**options, "moments": "fp8", "params": []})
     except ValueError as error:
-        return [str(error).replace("CoatAdamW ", "optimizer.params.", 1)]
+        said = re.fullmatch(r"CoatAdamW (\w+): got .*, accepted: (.*)", str(error), re.DOTALL)
+        assert said is not None, error
+        key, accepted = said[1], said[2].removesuffix(", or a tensor of one element")  # no file holds one
+        accepted = re.sub(r"'(\w+)'", r'"\1"', accepted.replace("True", "true").replace("False", "false"))
+        return [f"optimizer.params.{key}: got {json.dumps(options[key], default=str)}, accepted: {accepted}"]
     return []
 
 
@@ -54,10 +63,11 @@ def build_coat_adamw(
         settings: DeepSpeed's configuration, whose ``optimizer.params`` are options of CoatAdamW.
         coat: the block; its ``optimizer`` holds the others.
         model: its parameters are grouped by :func:`coat_dist.optim.param_groups`,
-        parameters: or only these of them; or a list of groups, for :func:`coat_dist.optim.split_groups`.
+        parameters: or only these of them, with or without names; or a list of groups, for
+            :func:`coat_dist.optim.split_groups`.
 
     Raises:
-        ValueError: some of ``parameters`` are not the model's.
+        ValueError: some of ``parameters`` are not the model's; an option of a group is not accepted.
     """
     params = dict(settings["optimizer"].get("params") or {})
     options = {**coat.optimizer.model_dump(), **params}
@@ -69,17 +79,40 @@ def build_coat_adamw(
 
     listed = None if parameters is None else list(parameters)
     if listed and isinstance(listed[0], Mapping):
+        _check_groups(listed, options)
         return make, split_groups(listed)
-    chosen = None if listed is None else {id(p) for p in listed}
+    chosen = None if listed is None else {id(p[1] if isinstance(p, tuple) and len(p) == 2 else p) for p in listed}
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
     if chosen is not None and len(named) != len(chosen):
         raise ValueError(
-            f"model_parameters: {len(chosen) - len(named)} of {len(chosen)} are not parameters of the model"
+            f"model_parameters: got {len(chosen)} of which {len(chosen) - len(named)} are not parameters of the model, "
+            "accepted: parameters of it, its named_parameters(), or a list of parameter groups"
         )
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:
         del group["names"]  # ZeRO puts shards in the parameters' place
     return make, groups
+
+
+def _check_groups(groups: list[Any], options: Mapping[str, Any]) -> None:
+    """Say what CoatAdamW would say of the groups, before DeepSpeed builds anything, and of which group."""
+    defaults = _defaults()
+    for i, group in enumerate(groups):
+        what = f"model_parameters.{i}"
+        if not isinstance(group, Mapping):
+            raise ValueError(f"{what}: got {type(group).__name__} beside a group, accepted: another group")
+        check_keys(group, [*defaults, "moments"], what + ",")
+        try:
+            # without parameters: DeepSpeed may convert them before the optimizer is built
+            check_group({**defaults, "moments": "fp8", **options, **group, "params": []})
+        except (ValueError, TypeError) as error:
+            raise type(error)(str(error).replace("CoatAdamW", what + ",", 1)) from None
+
+
+def _defaults() -> dict[str, Any]:
+    """CoatAdamW's options and their defaults."""
+    known = inspect.signature(CoatAdamW.__init__).parameters
+    return {name: p.default for name, p in known.items() if name not in ("self", "params")}
 
 
 def list_parameters(parameters: Iterable[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from ..optim import CoatAdamW
 from .json_types import as_read, wrong_types
 from .known_keys import unknown_keys
 from .monitors import missing_packages
-from .near_misses import check_names
+from .near_misses import check_names, wrong_names
 from .optimizer_from_json import check_params
 from .refusal_facts import Facts
 from .refusal_rules import RULES
 
-__all__ = ["check_deepspeed"]
+__all__ = ["check_deepspeed", "read_block"]
 
 
 def check_deepspeed(
@@ -51,20 +51,19 @@ def check_deepspeed(
         CoatConfigError: names each offending key, its value and what is accepted.
     """
     if coat is None:
-        coat = CoatConfig.from_deepspeed(config)
-    check_names(config, optimizer)
+        coat = read_block(config, optimizer)
     if coat is not None:
         config = {**config, "coat": coat.model_dump()}
     facts = Facts(as_read(config), coat, optimizer, tp, cp, pipeline, mpu)
     if coat is None and not facts.compressed:
-        return
-    _raise(wrong_types(facts.config))
+        return check_names(config, optimizer)
+    _raise(_unreadable(config, optimizer))  # rules look into values
     problems = [
         f"{facts.fill(rule.key)}: got {json.dumps(facts[rule.key], default=str)}, accepted: {facts.fill(rule.accepted)}"
         for rule in RULES
         if rule.refused(facts)
     ]
-    problems += [*unknown_keys(facts.config), *missing_packages(facts.config)]
+    problems += missing_packages(facts.config)
     if facts.ours is not None:
         problems += _against(coat, facts.ours)
     elif facts.compressed and optimizer is None:
@@ -83,6 +82,37 @@ def check_deepspeed(
             stacklevel=2,
         )
     _raise(problems)
+
+
+def read_block(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> CoatConfig | None:
+    """The ``"coat"`` block, as ``CoatConfig.from_deepspeed`` reads it.
+
+    Args:
+        config: the whole DeepSpeed configuration.
+        optimizer: as in :func:`check_deepspeed`.
+
+    Raises:
+        CoatConfigError: the block is wrong; with what is wrong elsewhere whatever the block says, so that nobody mends
+            a file line by line.
+    """
+    try:
+        return CoatConfig.from_deepspeed(config)
+    except CoatConfigError as error:
+        raise CoatConfigError("\n".join(_unreadable(config, optimizer, str(error).splitlines()))) from None
+
+
+def _unreadable(
+    config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, found: Sequence[str] = ()
+) -> list[str]:
+    """Lines on names that are nearly right, values of a wrong kind and unknown keys outside of the block, after those
+    that were ``found`` before. The first on a key says best what was meant."""
+    rest = as_read(config)
+    of_key: dict[str, str] = {}
+    for line in (*wrong_names(config, optimizer), *wrong_types(rest), *unknown_keys(rest)):
+        of_key.setdefault(line.partition(":")[0], line)
+    for line in found:
+        of_key.pop(line.partition(":")[0], None)
+    return [*found, *of_key.values()]
 
 
 def _raise(problems: list[str]) -> None:

@@ -71,7 +71,8 @@ def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
             f"model: got {len(missing)} parameters ({missing[0]}{', ...' if len(missing) > 1 else ''}) that the {tp} "
             "tensor-parallel ranks each hold and whose gradients nobody sums over these ranks, so that their copies "
             "would drift apart; accepted: call megatron_patches.install_replicated_grad_hooks(model) before "
-            "initialize, or megatron_patches.initialize, which does"
+            "initialize, or megatron_patches.initialize, which does; or, if this program sums them itself, set "
+            f"parameter.{SUMMED} = True on each"
         )
 
 

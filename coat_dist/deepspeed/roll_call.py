@@ -45,11 +45,10 @@ def answer(ours: bool, given: Mapping[str, Any]) -> None:
     import deepspeed
 
     call = next(_calls)
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if not dist.is_initialized() and given.get("dist_init_required") is not False and (ours or several):
-        if ours:
-            prepare()
-        deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
+    if not dist.is_initialized() and given.get("dist_init_required") is not False:
+        prepare()  # a baseline, which has nothing of ours, starts as the run it is compared with
+        if ours or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
     rank, world = rank_and_world()
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() and world > 1 else None
     if store is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.zero_shards import copy_into
-from ..config import CoatConfig, load_json, look_up
+from ..config import CoatConfig, load_json, look_up, without_comments
 from .refusals import check_deepspeed
 from .without_launcher import leave_out_compiled_operation
 
@@ -41,7 +41,7 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
     Raises:
         CoatConfigError: the configuration cannot be read, or has what ``initialize`` refuses.
     """
-    settings = dict(config) if isinstance(config, dict) else load_json(config)
+    settings = without_comments(config if isinstance(config, dict) else load_json(config))
     coat = CoatConfig.from_deepspeed(settings)
     if look_up(settings, "zero_optimization.stage") != 3:
         yield False

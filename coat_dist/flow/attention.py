@@ -21,7 +21,7 @@ from ..config import ActivationConfig
 from ..formats import QuantizedTensor
 from ..ops import dequantize, quantize_groups
 from .documents import Documents, why_no_flash
-from .function import without_autocast
+from .function import check_settings, without_autocast
 from .scaling import saved_format
 from .sdpa_node import DocumentNodes, attend, node_of
 
@@ -90,6 +90,7 @@ def attention(
     Raises:
         ValueError: a shape or dtype that does not fit; names the argument.
     """
+    check_settings(settings)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4 or t.dtype != q.dtype or t.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ..config import ActivationConfig
 from ..formats import FP8Format, QuantizedTensor, fp8_format
 from ..ops import dequantize, quantize_rows
-from .function import without_autocast
+from .function import check_settings, without_autocast
 
 __all__ = ["dispatch_rows"]
 
@@ -42,6 +42,7 @@ def dispatch_rows(
     Returns:
         ``[sum(received), h]`` of x's dtype: what quantizing each row gives, read back.
     """
+    check_settings(settings)
     return _Dispatch.apply(x, group, [int(n) for n in received], [int(n) for n in sent], settings)
 
 

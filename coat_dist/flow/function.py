@@ -1,4 +1,5 @@
-"""What all functions of the flow do alike: switch autocast off, return tensors that are no views, leave graphs."""
+"""What all functions of the flow do alike: look at their settings, switch autocast off, return tensors that are no
+views, leave graphs."""
 
 from __future__ import annotations
 
@@ -8,9 +9,19 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["outside_of_graphs", "shaped", "without_autocast"]
+from ..config import ActivationConfig
+
+__all__ = ["check_settings", "outside_of_graphs", "shaped", "without_autocast"]
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def check_settings(settings: Any) -> None:
+    """Raises TypeError for a whole block, or a dict, where its ``activation`` belongs."""
+    if not isinstance(settings, ActivationConfig):
+        raise TypeError(
+            f"settings: got {type(settings).__name__}, accepted: ActivationConfig, as CoatConfig.parse({{}}).activation"
+        )
 
 
 def without_autocast(step: _Step) -> _Step:

@@ -43,7 +43,7 @@ from ..ops import (
     tensor_scale,
     transpose,
 )
-from .function import shaped, without_autocast
+from .function import check_settings, shaped, without_autocast
 from .scaling import Operand, saved_format
 from .weights import cacheable, from_cache, into_main_grad, row_blocks
 
@@ -88,6 +88,7 @@ def grouped_mlp(
 
 
 def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs, quantized) -> None:
+    check_settings(settings)
     parts = check_activation(activation).parts
     for name, t in (("x", x), ("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
         if t.dtype not in (torch.bfloat16, torch.float32):

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops import dequantize, exact_mm, quantize_tensor
-from .function import shaped, without_autocast
+from .function import check_settings, shaped, without_autocast
 from .products import check_input, gemm, summed_gemm
 from .scaling import gradient_amax, quantize_gradient, quantize_input
 from .tensor_parallel import TensorParallel
@@ -43,6 +43,7 @@ def linear(
     Raises:
         ValueError: a shape or dtype that does not fit; names the argument.
     """
+    check_settings(settings)
     check_input(x, weight)
     if tp.sharded and x.shape[0] % tp.size:
         raise ValueError(f"x: got a sequence of {x.shape[0]}, accepted: a multiple of {tp.size}, its ranks")

@@ -25,7 +25,7 @@ from ..ops import (
     spread_gradient,
     take_rows,
 )
-from .function import shaped, without_autocast
+from .function import check_settings, shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
 from .overlap import Rows
@@ -126,6 +126,7 @@ def mlp(
 
 
 def _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias) -> None:
+    check_settings(settings)
     check_input(x, fc1_weight, "fc1_weight")
     parts = check_activation(activation).parts
     rows, width = fc1_weight.shape[0], fc2_weight.shape[-1]
@@ -270,6 +271,7 @@ def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig
     Raises:
         ValueError: the shapes do not fit.
     """
+    check_settings(settings)
     if factor.shape != y.shape[:-1]:
         raise ValueError(f"factor: got shape {list(factor.shape)}, accepted: {list(y.shape[:-1])}")
     return _ScaleRows.apply(y, factor, settings)

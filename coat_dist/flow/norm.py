@@ -28,14 +28,16 @@ class Norm:
     """Sum the gradients of weight and bias over ``tp.group`` inside backward, before they are rounded: for parameters
     that every rank holds while each sees only some of the rows."""
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("rmsnorm", "layernorm"):
+            raise ValueError(f"norm.kind: got {self.kind!r}, accepted: 'rmsnorm', 'layernorm'")
+
     def without_parameters(self) -> Norm:
         """Its kind and options alone, for an autograd context: tensors belong into ``save_for_backward``."""
         return replace(self, weight=None, bias=None)
 
     def check(self, hidden: int) -> None:
-        """Raises ValueError where kind, weight or bias do not fit x ``[..., hidden]``."""
-        if self.kind not in ("rmsnorm", "layernorm"):
-            raise ValueError(f"norm.kind: got {self.kind!r}, accepted: 'rmsnorm', 'layernorm'")
+        """Raises ValueError where weight or bias do not fit x ``[..., hidden]``."""
         if self.bias is not None and self.weight is None:
             raise ValueError("norm.bias: got a bias without a weight, accepted: both, or a weight alone, or neither")
         for name, t in (("weight", self.weight), ("bias", self.bias)):
@@ -59,7 +61,7 @@ def norm(x: torch.Tensor, norm: Norm, tp: TensorParallel, exact: bool = False) -
         exact: sum the parameters' gradients in fp64, so that they do not depend on how rows are spread over ranks.
 
     Raises:
-        ValueError: the norm's kind or parameters do not fit x.
+        ValueError: the norm's parameters do not fit x.
     """
     norm.check(x.shape[-1])
     return _NormFunction.apply(x, norm.weight, norm.bias, norm, tp, exact)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..config import ActivationConfig
 from ..ops import Heads, RopeTable, split_rope, split_rope_backward
-from .function import shaped, without_autocast
+from .function import check_settings, shaped, without_autocast
 from .inputs import check_normed, quantized_input, residual_alias, restore_input
 from .norm import Norm
 from .overlap import Rows
@@ -73,7 +73,7 @@ def norm_linear(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    _check(x, norm, weight, bias, tp, residual)
+    _check(x, norm, weight, bias, tp, settings, residual)
     alias = residual_alias(x, residual)
     out = _NormLinear.apply(x, *_parameters(norm), weight, bias, norm, tp, settings, None, None, alias)
     return out if alias or not residual else (out, x)
@@ -109,7 +109,7 @@ def norm_qkv(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    _check(x, norm, weight, bias, tp, residual)
+    _check(x, norm, weight, bias, tp, settings, residual)
     if x.dim() != 3:
         raise ValueError(f"x: got shape {list(x.shape)}, accepted: [s, b, h]")
     rows = x.shape[0] * (tp.size if tp.sharded else 1)
@@ -129,8 +129,10 @@ def _check(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tp: TensorParallel,
+    settings: ActivationConfig,
     residual: bool,
 ) -> None:
+    check_settings(settings)
     check_input(x, weight)
     if norm is not None:
         check_normed(x, norm, tp)

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..ops import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
 from .checks import Pairs, check_capturable, check_capture, check_step
+from .group_keys import check_keys
 from .plan import Columns, Plan, Plans
 from .seeds import name_of, new_seed, noise_seed, taken_seeds
 from .sharded import is_dtensor, local, local_grad
@@ -126,6 +127,7 @@ class CoatAdamW(torch.optim.Optimizer):
         if isinstance(param_group, dict) and "params" in param_group:
             if not isinstance(param_group["params"], torch.Tensor | set):  # torch refuses a set: its order is not fixed
                 param_group = {**param_group, "params": list(param_group["params"])}
+            check_keys(param_group, self.defaults)
             check_group({**self.defaults, **param_group})
             check_capturable({**self.defaults, **param_group})
         super().add_param_group(param_group)

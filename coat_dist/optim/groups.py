@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -43,8 +44,12 @@ def param_groups(
         parameters, from which :class:`CoatAdamW` derives their noise), ``name``, ``weight_decay`` and ``moments``.
 
     Raises:
-        ValueError: a parameter listed twice, nothing to train, or a key in ``defaults`` that this function sets.
+        ValueError: parameters without names, one that is listed twice, nothing to train, a ``weight_decay`` that is no
+            number from 0, or a key in ``defaults`` that this function sets.
     """
+    number = isinstance(weight_decay, Real) and not isinstance(weight_decay, bool)
+    if not (number and 0 <= float(weight_decay) < float("inf")):
+        raise ValueError(f"param_groups: got weight_decay {weight_decay!r}, accepted: a number >= 0")
     if reserved := {"params", "names", "name", "moments"} & set(defaults):
         raise ValueError(f"param_groups: got {', '.join(sorted(reserved))}, accepted: keys that it does not set itself")
     named = list(
@@ -52,6 +57,9 @@ def param_groups(
         if isinstance(model_or_named_params, torch.nn.Module)
         else model_or_named_params
     )
+    for one in named:
+        if not (isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], torch.Tensor)):
+            raise ValueError(f"param_groups: got a {type(one).__name__}, accepted: a module, or its named_parameters()")
     first_name: dict[int, str] = {}
     for name, p in named:
         if id(p) in first_name:

@@ -10,7 +10,7 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import decode_base64, load_json, look_up
-from coat_dist.deepspeed.refusals import check_deepspeed
+from coat_dist.deepspeed.refusals import check_deepspeed, read_block
 from launch.find_config import read_config
 
 __all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes", "load_settings", "peak_lr"]
@@ -29,9 +29,11 @@ def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | 
         CoatConfigError: names each key, its value and what is accepted.
     """
     settings = _read(given)
-    coat = CoatConfig.from_deepspeed(settings)
     found_later = {MICRO: 1} if settings.get(MICRO) == "auto" else {}
-    check_deepspeed({**settings, **found_later}, tp=tp, mpu=True, coat=coat)
+    checked = {**settings, **found_later}
+    checked.pop("scheduler", None)  # refused below, whatever it says
+    coat = read_block(checked)
+    check_deepspeed(checked, tp=tp, mpu=True, coat=coat)
     problems = []
 
     def require(key: str, good: bool, accepted: str) -> None:

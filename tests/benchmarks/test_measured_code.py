@@ -13,9 +13,10 @@ FILES = {
     "coat_dist/__init__.py": "from .optim import CoatAdamW\n",
     "coat_dist/optim/__init__.py": "from .adamw import CoatAdamW\n",
     "coat_dist/optim/adamw.py": (
-        "from ..ops import step\n\n\nclass CoatAdamW:\n    def step(self):\n"
+        "from ..ops import step\nfrom .group_keys import check_keys\n\n\nclass CoatAdamW:\n    def step(self):\n"
         "        from . import later\n\n        return step(later.WHEN)\n"
     ),
+    "coat_dist/optim/group_keys.py": "def check_keys(group):\n    pass\n",
     "coat_dist/optim/later.py": "WHEN = 1\nNEVER = 2\n",
     "coat_dist/ops/__init__.py": (
         "from ..reference import sums\n\nstep, other = operation(sums.step), operation(sums.other)\n"
@@ -51,6 +52,19 @@ def library(tmp_path):
     "file, old, new, outdated",
     [
         ("optim/adamw.py", "return step", "return 2 * step", {"optimizer"}),
+        (
+            "optim/adamw.py",
+            "    def step(self):\n",
+            "    def step(self):\n        check_keys(\n            {})\n",
+            set(),
+        ),
+        (
+            "optim/adamw.py",
+            "    def step(self):\n",
+            "    def step(self):\n        found = check_keys({})\n",
+            {"optimizer"},
+        ),
+        ("optim/group_keys.py", "pass", "return 1", set()),
         ("optim/later.py", "WHEN = 1", "WHEN = 3", {"optimizer"}),  # imported where it is used
         ("optim/later.py", "NEVER = 2", "NEVER = 3", set()),
         ("reference/sums.py", "step(x):\n    return x", "step(x):\n    return -x", {"optimizer"}),

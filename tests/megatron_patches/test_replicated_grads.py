@@ -5,12 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coat_dist.config import ActivationConfig
+from coat_dist.config import ActivationConfig, CoatConfigError
+from coat_dist.deepspeed.replicated_grads import check_replicated_grads
 from megatron_patches import check_replicas, install_replicated_grad_hooks, tensor_parallel
 from tests.support import run_ranks
 
 from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 from .training import train
+
+
+def test_sums_that_nobody_makes_are_refused_with_both_ways_out():
+    model = torch.nn.Linear(4, 4)
+    model.bias.sequence_parallel = True
+    with pytest.raises(CoatConfigError) as error:
+        check_replicated_grads(model, mpu=object(), tp=2)
+    said = str(error.value)
+    assert said.startswith("model: got 1 parameters (bias) that the 2 tensor-parallel ranks each hold")
+    assert "install_replicated_grad_hooks(model)" in said and "parameter.coat_replicated_grad = True" in said
+    model.bias.coat_replicated_grad = True
+    check_replicated_grads(model, mpu=object(), tp=2)
 
 
 def test_one_rank_needs_no_hooks(device):

@@ -237,6 +237,64 @@ def test_an_optimizer_of_a_callable_is_checked_before_zero_is_built():
         assert none.startswith("optimizer.type: got null with zero_optimization.stage 2, accepted: ")
 
 
+def given_parameters(rank, world):
+    """What CoatAdamW's groups hold, or the message, by what is handed over as ``model_parameters``."""
+    deepspeed = quiet_deepspeed()
+    import coat_dist  # noqa: F401
+
+    found = {}
+    for name, listed in {
+        "named": lambda net: net.named_parameters(),
+        "foreign": lambda net: [*net.parameters(), torch.nn.Parameter(torch.ones(3))],
+        "misspelt": lambda net: [{"params": net.parameters(), "wieght_decay": 0.5}],
+        "fused": lambda net: [{"params": net.parameters()}, {"params": [], "fused": True}],
+        "wrong": lambda net: [{"params": net.parameters(), "weight_decay": "0.5"}],
+        "own": lambda net: [{"params": net.parameters(), "lr_scale": 0.5, "layer_id": 3}],
+    }.items():
+        net = model()
+        try:
+            engine = deepspeed.initialize(model=net, model_parameters=listed(net), config=CONFIG)[0]
+            found[name] = [(g.get("name"), g["moments"], g.get("layer_id")) for g in engine.optimizer.param_groups]
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw():
+    (found,) = run_ranks(1, given_parameters)
+    assert found == {
+        "named": [("decay/fp8", "fp8", None), ("no_decay/fp32", "fp32", None)],
+        "foreign": "model_parameters: got 7 of which 1 are not parameters of the model, accepted: parameters of it, "
+        "its named_parameters(), or a list of parameter groups",
+        "misspelt": "model_parameters.0, wieght_decay: unknown key of a parameter group, accepted: 'weight_decay', or "
+        "another name",
+        "fused": "model_parameters.1, fused: got True, accepted: False, there is one implementation",
+        "wrong": "model_parameters.0, weight_decay: got '0.5', accepted: a number >= 0",
+        "own": [(None, "fp8", 3), (None, "fp32", 3)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"coat": {', "ds.json is not JSON: "),
+        (b"", "ds.json is not JSON: "),
+        (b"\xff\xfe\x00", "ds.json is not JSON: 'utf-8' codec"),
+        (b"[]", "ds.json holds list, accepted: a JSON object"),
+        (None, "cannot read .*ds.json' .Is a directory., accepted: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_whoever_is_called(text, message, tmp_path):
+    deepspeed = quiet_deepspeed()
+    import coat_dist
+
+    path = tmp_path / "ds.json"
+    path.mkdir() if text is None else path.write_bytes(text)
+    for call in (deepspeed.initialize, coat_dist.initialize):
+        with pytest.raises(coat_dist.CoatConfigError, match=f"^config: .*{message}"):
+            call(model=torch.nn.Linear(3, 3), config=str(path))
+
+
 def test_exactly_one_configuration():
     import coat_dist
 

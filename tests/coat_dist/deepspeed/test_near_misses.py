@@ -90,7 +90,10 @@ def test_keys_of_the_block_outside_of_it(changes, key, meant):
 )
 def test_coat_adamw_where_no_optimizer_is_named(changes, key):
     line = problem({**PLAIN, **changes})
-    accepted = 'an object with its settings, "type" among them' if key == "optimizer" else 'as "optimizer.type"'
+    accepted = {
+        "optimizer": 'an object with its settings, "type" among them',
+        "optimizer.type": 'a name, not a list: "CoatAdamW"',
+    }.get(key, 'as "optimizer.type"')
     assert line.startswith(f"{key}: got ") and line.endswith(f"accepted: {accepted}")
 
 
@@ -103,6 +106,15 @@ def test_coat_adamw_where_no_optimizer_is_named(changes, key):
         ({"stage": 2}, 'stage: unknown key (did you mean "zero_optimization.stage"?)'),
         ({"lr": 2}, 'lr: unknown key (did you mean "optimizer.params.lr"?)'),
         ({"group_size": 64}, 'group_size: unknown key (did you mean "coat.'),
+        (
+            {"zero_optimization__first_moment": "e4m3"},
+            'zero_optimization.first_moment: unknown key (did you mean "coat.optimizer.first_moment"?), accepted: ',
+        ),
+        ({"bf16__group_size": 128}, 'bf16.group_size: unknown key (did you mean "coat.optimizer.group_size"?), acc'),
+        (
+            {"zero_optimization__overlap_com": True},
+            'zero_optimization.overlap_com: unknown key (did you mean "zero_optimization.overlap_comm"?), accepted: ',
+        ),
         ({"my_own_key": 2}, "my_own_key: unknown key, which DeepSpeed would ignore; accepted: DeepSpeed's keys"),
         ({"optimizer__parms": {}}, 'optimizer.parms: unknown key (did you mean "optimizer.params"?)'),
         ({"data_types__grad_acum_dtype": 1}, 'data_types.grad_acum_dtype: unknown key (did you mean "data_types.grad_'),
@@ -130,8 +142,15 @@ def test_keys_that_deepspeed_would_ignore(changes, start):
 
 def test_comments_and_what_deepspeed_reads_are_accepted():
     read_elsewhere = {"sequence_parallel_size": 1, "data_parallel_size": 1, "inference": {}, "vocabulary_size": 64}
-    comments = {"_comment": "", "#": "", "//": "", "$schema": ""}
+    comments = {"_comment": "", "#": "", "//": "CoatAdamW", "$schema": ""}
     check_deepspeed({**config(), **comments, **read_elsewhere, "zero_allow_untested_optimizer": True})
+    settings = config()
+    for key in ("zero_optimization", "bf16", "optimizer", "coat"):
+        settings[key] |= comments
+    for block in (settings["coat"]["optimizer"], settings["coat"]["activation"], settings["optimizer"]["params"]):
+        block |= comments
+    check_deepspeed({**settings, "scheduler": {"type": "WarmupLR", "params": comments}})
+    assert CoatConfig.from_deepspeed(settings) == CoatConfig.from_deepspeed(config())
     expected = {"train_batch_size", "wandb", "csv_monitor", "zero_optimization", "hybrid_engine", "timers", "pipeline"}
     assert expected <= _known()[""] and _known()["optimizer"] == {"type", "params", "legacy_fusion"}
     for path in sorted((Path(__file__).parents[3] / "configs" / "deepspeed").glob("*.json")):

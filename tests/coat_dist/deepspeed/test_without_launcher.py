@@ -39,6 +39,22 @@ def test_mpi_is_asked_where_there_is_some(monkeypatch):
     assert "RANK" not in os.environ
 
 
+def test_a_call_without_block_or_coat_adamw_starts_the_same_way(monkeypatch):
+    """A BF16 baseline is started as the run that it is compared with."""
+    deepspeed = pytest.importorskip("deepspeed")
+    seen = {}
+
+    def start(model=None, config=None):
+        seen.update({name: os.environ.get(name) for name in NAMES[:4]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "original", lambda: start)
+    monkeypatch.setattr(deepspeed, "init_distributed", None)  # left to DeepSpeed, as this is the only rank
+    with pytest.raises(KeyboardInterrupt):
+        engine.called_as_deepspeed((torch.nn.Linear(4, 4),), {"config": {"optimizer": {"type": "AdamW"}}})
+    assert [*seen.values()] == ["0", "1", "0", "127.0.0.1"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_no_operation_is_compiled_without_a_gpu():
     import deepspeed

@@ -6,7 +6,21 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import Norm, TensorParallel, invariant_linear, linear, mlp, norm, norm_linear, norm_mlp, scale_rows
+from coat_dist.config import CoatConfig
+from coat_dist.flow import (
+    Norm,
+    TensorParallel,
+    attention,
+    dispatch_rows,
+    grouped_mlp,
+    invariant_linear,
+    linear,
+    mlp,
+    norm,
+    norm_linear,
+    norm_mlp,
+    scale_rows,
+)
 
 from .common import EPS, ONE, Layer, gradients, settings
 
@@ -166,7 +180,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: norm_linear(X, short, W, None, ONE, config), "norm.weight: got shape [1]"),
         (lambda: norm(X, Norm("layernorm", EPS, gain, torch.ones(3)), ONE), "norm.bias: got shape [3], accepted: [64]"),
         (lambda: norm(X, Norm("layernorm", EPS, None, gain), ONE), "norm.bias: got a bias without a weight"),
-        (lambda: norm(X, Norm("l2", EPS), ONE), "norm.kind: got 'l2', accepted: 'rmsnorm', 'layernorm'"),
+        (lambda: Norm("l2", EPS), "norm.kind: got 'l2', accepted: 'rmsnorm', 'layernorm'"),
         (lambda: norm_linear(X, Norm("rmsnorm", EPS, gain, None, True), W, None, two, config),
          "norm.reduce_grad: got true without sequence parallelism"),
         (lambda: norm_mlp(X, good, W, torch.randn(H, 48), "swiglu", ONE, config), "fc2_weight: got shape [64, 48]"),
@@ -183,3 +197,21 @@ def test_what_does_not_fit_is_refused():
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
+
+
+def test_a_whole_block_in_the_place_of_its_activation_is_refused():
+    gain = torch.ones(H)
+    q = torch.randn(2, 3, 2, 32)
+    for given in (CoatConfig(), {}, None):
+        for call in (
+            lambda config: norm_linear(X, Norm("rmsnorm", EPS, gain), W, None, ONE, config),
+            lambda config: linear(X, W, ONE, config),
+            lambda config: norm_mlp(X, Norm("rmsnorm", EPS, gain), W, W[:24].t(), "swiglu", ONE, config),
+            lambda config: mlp(X, W, W[:24].t(), "swiglu", ONE, config),
+            lambda config: scale_rows(X, torch.ones(2, 3), config),
+            lambda config: attention(q, q, q, config),
+            lambda config: grouped_mlp(X[0], torch.tensor([3]), W, W, "swiglu", config),
+            lambda config: dispatch_rows(X[0], None, [3], [3], config),
+        ):
+            with pytest.raises(TypeError, match=f"^settings: got {type(given).__name__}, accepted: ActivationConfig"):
+                call(given)

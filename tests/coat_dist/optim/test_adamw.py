@@ -105,12 +105,37 @@ def test_bad_options_are_named(options, word):
         make(**options)
 
 
-@pytest.mark.parametrize("key", ["amsgrad", "differentiable", "capturable"])
+@pytest.mark.parametrize("key", ["amsgrad", "differentiable", "capturable", "fused", "foreach"])
 def test_options_of_other_adams_are_refused(key):
     p = torch.nn.Parameter(torch.randn(3))
     with pytest.raises(ValueError, match=key):
         CoatAdamW([{"params": [p], key: True}])
     CoatAdamW([{"params": [p], key: False}])
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        *(("moment", "moments"), ("wieght_decay", "weight_decay"), ("weight-decay", "weight_decay"), ("LR", "lr")),
+        *(("first_momnt", "first_moment"), ("beta", "betas"), ("group_sizes", "group_size")),
+    ],
+)
+def test_keys_of_groups_that_are_nearly_options_are_refused(key, meant):
+    optimizer = CoatAdamW([torch.nn.Parameter(torch.ones(3))])
+    late = {"params": [torch.nn.Parameter(torch.ones(3))], key: 0.5}
+    for add in (lambda: CoatAdamW([late]), lambda: optimizer.add_param_group(late)):
+        with pytest.raises(ValueError, match=f"CoatAdamW {key}: unknown key of a parameter group, accepted: '{meant}'"):
+            add()
+    saved = optimizer.state_dict()  # of an earlier release, which took it
+    saved["param_groups"][0] |= {key: 0.5, "fused": True}
+    optimizer.load_state_dict(saved)
+
+
+def test_keys_of_the_programs_own_stay():
+    own = {"name": "x", "lr_scale": 0.5, "layer_id": 3, "lr_mult": 1.0, "wd_mult": 1.0, "weight_decay_mult": 2.0}
+    own |= {"initial_lr": 0.1, "base_momentum": 0.8, "max_lr": 1.0, "min_lr": 0.0, "is_expert_parallel": False}
+    group = {"params": [torch.nn.Parameter(torch.ones(3))], "fused": None, "foreach": False, **own}
+    assert CoatAdamW([group]).param_groups[0].items() >= own.items()
 
 
 def test_sparse_complex_and_wide_tensors_are_refused():
