@@ -12,12 +12,14 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 import coat_dist
+from coat_dist.checkpoint.zero_partitions import base_optimizer
 from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError, load_json
 from coat_dist.deepspeed.engine import configurations
 from coat_dist.deepspeed.refusals import read_block
 from coat_dist.deepspeed.replicated_grads import SUMMED
 
 from .groups import MPUAdapter
+from .invariance import what_varies
 from .patch import patch_model, unpatch_model
 from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
@@ -107,6 +109,10 @@ def initialize(
             unpatch_model(model)
         raise
     engine.coat_patch_report = report
+    inner = base_optimizer(engine.optimizer)
+    if inner is not None and report is not None and report.settings is not None and report.settings.tp_invariant:
+        for note in what_varies(model, inner, parallel_state.get_tensor_model_parallel_world_size()):
+            report.note(note)
     return engine, *others
 
 

@@ -25,7 +25,7 @@ class PatchReport:
     loss: dict[str, str] = field(default_factory=dict)
     """Output layers of language models: "chunked", or "plain" and why."""
     notes: list[str] = field(default_factory=list)
-    """Settings of the model that patching overrides."""
+    """Settings of the model that patching overrides, and what else is not as one may expect."""
     settings: ActivationConfig | None = None
     """What the model was patched with."""
 

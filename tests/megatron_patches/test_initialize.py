@@ -15,7 +15,7 @@ from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
 from megatron_patches import patch_model, patched
 from tests.support import run_ranks
 
-from .tiny import tiny_gpt
+from .tiny import NARROW, tiny_gpt
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -297,3 +297,24 @@ def test_patch_model_refuses_what_has_no_block(config, said):
 def test_patch_model_refuses_what_is_no_model(model):
     with pytest.raises(ValueError, match="model: got (dict|str|list), accepted: a module, or a list of model chunks"):
         patch_model(model, CONFIG)
+
+
+def _notes_of_invariance(rank, world):
+    """Of a model whose rows on a rank are 64 elements: with noise, without, with whole groups, with fp32 moments."""
+    _start(world)
+    from megatron_patches import initialize
+
+    notes = []
+    for params in ({}, {"stochastic_rounding": False}, {"stochastic_rounding": False, "group_size": 64}):
+        block = {"optimizer": params, "activation": {"tp_invariant": True}}
+        engine = initialize(model=tiny_gpt(**NARROW), config=CONFIG | {"coat": block})[0]
+        notes.append([n for n in engine.coat_patch_report.notes if n.startswith("tp_invariant")])
+    return notes
+
+
+def test_what_makes_losses_depend_on_the_tensor_parallel_size_is_noted():
+    for both, rows, none in run_ranks(2, _notes_of_invariance):
+        assert len(both) == 2 and "stochastic_rounding draws noise" in both[0] and both[1] == rows[0]
+        assert len(rows) == 1 and "a row of decoder.layers.0.self_attention.linear_proj.weight on a rank" in rows[0]
+        assert none == []
+    assert run_ranks(1, _notes_of_invariance) == [[[], [], []]]
