@@ -235,7 +235,9 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
         loaded = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as problem:
         loaded = _read_hjson(text)
-        if not isinstance(loaded, dict) or (not loaded and "{" not in text):  # HJSON reads no text as {}
+        if loaded == {} and "{" not in text:  # HJSON reads no text as an object
+            raise CoatConfigError(f"config: {os.fspath(config)} holds nothing, accepted: a JSON object") from None
+        if not isinstance(loaded, dict):
             raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
     if not isinstance(loaded, dict):
         raise CoatConfigError(f"config: {os.fspath(config)} holds {type(loaded).__name__}, accepted: a JSON object")

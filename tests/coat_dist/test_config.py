@@ -268,7 +268,13 @@ def test_config_sources(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("{", "not JSON"), ("", "not JSON"), ("# a\n", "not JSON"), ("[]", "list"), ('{"a": 1, "a": 2}', "twice")],
+    [
+        ("{", "not JSON"),
+        ("", "holds nothing"),
+        ("# a\n", "holds nothing"),
+        ("[]", "list"),
+        ('{"a": 1, "a": 2}', "twice"),
+    ],
 )
 def test_broken_files(tmp_path, text, word):
     path = tmp_path / "ds.json"

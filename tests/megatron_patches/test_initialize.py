@@ -274,7 +274,7 @@ def test_patch_model_takes_what_deepspeed_takes(tmp_path):
         ({"activation": {"forward": "exact"}}, "(its keys: activation)"),
         ({"enabled": True, "forward": "exact"}, "(its keys: enabled, forward)"),
         ({}, "(its keys: none)"),
-        ({"train_batch_size": 8, "coat": None}, '"coat" block'),
+        ({"train_batch_size": 8, "coat": None}, "coat: got null, accepted: an object with keys optimizer, activation"),
         (
             {"coat": {"activation": {"forwrd": "exact"}}},
             "coat.activation.forwrd: unknown key (did you mean 'forward'?)",

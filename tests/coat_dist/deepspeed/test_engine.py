@@ -278,7 +278,7 @@ def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw
     ("text", "message"),
     [
         (b'{"coat": {', "ds.json is not JSON: "),
-        (b"", "ds.json is not JSON: "),
+        (b"", "ds.json holds nothing, accepted: a JSON object"),
         (b"\xff\xfe\x00", "ds.json is not JSON: 'utf-8' codec"),
         (b"[]", "ds.json holds list, accepted: a JSON object"),
         (None, "cannot read .*ds.json' .Is a directory., accepted: "),

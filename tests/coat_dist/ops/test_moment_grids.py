@@ -5,6 +5,8 @@ import torch
 
 from coat_dist.reference.moments import RATIO_SPAN, TINY, MomentCodec, decode, divisor, encode
 
+ERROR = {"e4m3": 0.09, "e5m2": 0.06, "int8": 0.16}
+"""Of ratios above 0.05 in normally distributed ones; 1500 draws of 1000 had up to 0.073, 0.041 and 0.137."""
 PAIRS = [("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8")]
 SECOND = [MomentCodec(f, keep_nonzero=True, keep_grid=True) for f in ("e4m3", "e5m2", "log8")]
 SECOND.append(MomentCodec(expand=False, keep_nonzero=True, keep_grid=True))
@@ -29,7 +31,7 @@ def test_a_first_moment_is_coded_as_its_ratio_to_the_root(first, second, scale):
     back = decode(coded, codec_m, 1000, over)
     assert torch.equal(back, decode(coded, codec_m, 1000) * over.sqrt())
     large = ratio.abs() > 0.05
-    assert ((back / over.sqrt() - ratio).abs() / ratio.abs())[large].max() < 0.11
+    assert ((back / over.sqrt() - ratio).abs() / ratio.abs())[large].max() < ERROR[first]
 
 
 def test_a_root_is_never_below_that_of_the_smallest_normal_number():
