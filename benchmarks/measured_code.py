@@ -34,9 +34,14 @@ PARTS = {
     "deepspeed": tuple(
         f"coat_dist/deepspeed/{file}.py" for file in ("step*", "cached_weights", "fp8_gather", "pipeline")
     ),
+    "training": (
+        "coat_dist/optim/groups.py",
+        *(f"coat_dist/deepspeed/{file}.py" for file in ("master_weights", "replicated_grads", "round_robin")),
+        *(f"megatron_patches/{file}.py" for file in ("optimizer", "pipeline", "replicated_grads")),
+    ),
 }
 """Entry files by name or pattern: what GPUs compute in an optimizer's step, in a layer, and beside them in DeepSpeed's
-step."""
+step; and what only whole training runs depend on: groups of parameters, hooks of gradients, schedules of stages."""
 PACKAGES = "coat_dist", "megatron_patches"
 NOT_COMPUTED = {
     "coat_dist.config_errors": "words of errors",

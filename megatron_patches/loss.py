@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from coat_dist import flow
+from coat_dist.flow.function import outside_of_graphs
 
 from .attached import Patch
 from .compat import field_or
@@ -27,14 +28,27 @@ __all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLine
 
 
 class _Given(threading.local):
-    """Labels ``[s, b]`` on their way to an output layer. Of each thread its own: several may call one model at a time,
-    as they may call Megatron's."""
-
     to: Any = None
     labels: torch.Tensor | None = None
 
 
-given = _Given()
+_given = _Given()
+"""Labels ``[s, b]`` on their way to an output layer. Of each thread its own: several may call one model at a time, as
+they may call Megatron's. torch.compile would trace what one thread has, once and for all: it does not look in here."""
+
+
+@outside_of_graphs
+def give(layer: Any, labels: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
+    """Hand labels to an output layer; returns what was on its way before, of a call one of whose hooks calls this."""
+    before = _given.to, _given.labels
+    _given.to, _given.labels = layer, labels
+    return before
+
+
+@outside_of_graphs
+def given_to(layer: Any) -> torch.Tensor | None:
+    """The labels that were handed to an output layer."""
+    return _given.labels if _given.to is layer else None
 
 
 class _ChunkedLoss:
@@ -51,14 +65,14 @@ class _ChunkedLoss:
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
         """``[s, b, h]`` (s/TP under sequence parallelism) → losses ``[s, b]`` fp32, or logits ``[s, b, out/TP]``."""
-        if given.to is not self or given.labels is None:
+        if (labels := given_to(self)) is None:
             return super().forward(input_, weight, runtime_gather_output, **rest)  # type: ignore[misc]
         weight = self.weight if weight is None else weight
         settings = self.coat.settings
         z_loss = settings.z_loss if self.training else 0.0  # type: ignore[attr-defined]
         options = {"exact": settings.tp_invariant, "z_loss": z_loss}
         tp = self.coat.tp_now(self)
-        return flow.linear_cross_entropy(input_, weight, given.labels, tp, **options), None
+        return flow.linear_cross_entropy(input_, weight, labels, tp, **options), None
 
 
 class ChunkedLossLinear(_ChunkedLoss, ColumnParallelLinear):
@@ -82,12 +96,11 @@ class ChunkedLossGPTModel(GPTModel):
                     "(a loss of the caller's own would lack it), or 0, or model.eval()"
                 )
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
-        before = given.to, given.labels  # of another model's call, one of whose hooks calls this one
-        given.to, given.labels = self.output_layer, labels.transpose(0, 1).contiguous()
+        before = give(self.output_layer, labels.transpose(0, 1).contiguous())
         try:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
         finally:
-            given.to, given.labels = before
+            give(*before)
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Losses ``[b, s]`` from what the output layer returned: losses ``[s, b]``, or logits ``[s, b, out/TP]``."""

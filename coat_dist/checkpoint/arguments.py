@@ -61,6 +61,9 @@ def check_client_state(client_state: Any, engine: Any) -> None:
     """
     if not isinstance(client_state, Mapping):
         raise CheckpointError(f"client_state: got {type(client_state).__name__}, accepted: a dict")
+    info = client_state.get(_INFO, {})
+    if not isinstance(info, Mapping):  # DeepSpeed reads it as one when it loads
+        raise CheckpointError(f"client_state: {_INFO}: got {type(info).__name__}, accepted: a dict, or another name")
     keys = sorted(values_of_the_program(client_state, engine).keys() & _keys_of_deepspeed(engine))
     if keys:
         raise CheckpointError(
@@ -76,7 +79,7 @@ def values_of_the_program(client_state: Mapping[str, Any], engine: Any) -> Mappi
     """
     if not client_state.keys() >= _HANDED_BACK:
         return client_state
-    old = _keys_of_deepspeed(engine) | _OF_EXPERTS
+    old = _keys_of_deepspeed(engine)
     if isinstance(getattr(engine.module, _INFO, None), Mapping):  # DeepSpeed writes the model's
         old |= {_INFO}
     return {key: value for key, value in client_state.items() if key not in old}

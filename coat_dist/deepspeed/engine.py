@@ -29,7 +29,7 @@ from .optimizer_from_json import build_coat_adamw, list_parameters
 from .pipeline import check_one_model_a_stage, check_settings, stages
 from .refusals import check_deepspeed, read_block
 from .replicated_grads import check_replicated_grads
-from .roll_call import answer
+from .roll_call import answer, refusals_are_heard
 from .without_launcher import leave_out_compiled_operation
 
 __all__ = ["called_as_deepspeed", "configurations", "initialize"]
@@ -88,7 +88,9 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     except TypeError:
         return start(*args, **kwargs)  # for DeepSpeed to refuse
     given = {name: value for name, value in bound.items() if value is not None}
-    if _is_ours(given):
+    with refusals_are_heard(given):
+        ours = _is_ours(given)
+    if ours:
         return _initialize(given)
     answer(False, given)
     if not callable(given.get("optimizer")) or isinstance(given["optimizer"], torch.optim.Optimizer):
@@ -156,6 +158,11 @@ def _is_ours(given: Mapping[str, Any]) -> bool:
 
 def _initialize(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     """``initialize`` with arguments by name, those that are None left out."""
+    with refusals_are_heard(given):
+        return _checked_and_built(given)
+
+
+def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     import deepspeed
 
     given = dict(given)

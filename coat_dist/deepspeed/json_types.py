@@ -72,7 +72,7 @@ def wrong_types(config: Mapping[str, Any]) -> list[str]:
     ]
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         problems.append(f"zero_optimization.stage: got {json.dumps(stage, default=str)}, accepted: 0, 1, 2 or 3")
     for key, kind, accepted in _NUMBERS:
         value = look_up(config, key)
@@ -81,13 +81,14 @@ def wrong_types(config: Mapping[str, Any]) -> list[str]:
         if wanted and (isinstance(value, bool) or not isinstance(value, kind) or not value >= least):
             problems.append(f"{key}: got {json.dumps(value, default=str)}, accepted: {accepted}")
     steps = config.get("steps_per_print")  # infinity, as Accelerate has it, is never
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int | float) or not steps > 0):
-        problems.append(f"steps_per_print: got {json.dumps(steps, default=str)}, accepted: a number > 0, or null")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int | float) or steps == 0):
+        problems.append(f"steps_per_print: got {json.dumps(steps, default=str)}, accepted: a number but 0, or null")
     for key in (*_SWITCHES, *_switches_of_models()):
         block, _, name = key.rpartition(".")
         owner = config.get(block) if block else config
         value = owner.get(name, False) if isinstance(owner, Mapping) else False
-        if not isinstance(value, bool) and (value is not None or key not in _switches_of_models(null=True)):
+        may_be_null = key in (*_SWITCHES, *_switches_of_models(null=True)) and key != "wall_clock_breakdown"
+        if isinstance(value, str) or value not in (True, False, *([None] if may_be_null else [])):
             problems.append(f"{key}: got {json.dumps(value, default=str)}, accepted: true or false")
     for key, choices in _CHOICES.items():
         value = look_up(config, key)

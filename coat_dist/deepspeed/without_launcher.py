@@ -21,11 +21,14 @@ _OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "AZUREML_EXPER
 """Variables from which DeepSpeed, or what it asks, learns of several ranks."""
 
 
-def prepare() -> None:
+def prepare(slurm: bool = True) -> None:
     """Let ``deepspeed.init_distributed`` work here; before torch.distributed is initialized.
 
     Tasks of ``srun`` become ranks. Without any launcher, DeepSpeed asks mpi4py which rank this is, and fails where that
     is not installed: this process is then made the only rank.
+
+    Args:
+        slurm: whether to look at SLURM's variables. A batch script has them, too, and is one process.
 
     Raises:
         CoatConfigError: SLURM's variables lack something, or contradict each other.
@@ -37,7 +40,7 @@ def prepare() -> None:
 
         dist.init_process_group(get_accelerator().communication_backend_name(), timeout=default_pg_timeout, **store)
         return
-    if take_ranks():
+    if slurm and take_ranks():
         return
     if any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS)) or find_spec("mpi4py") is not None:
         return

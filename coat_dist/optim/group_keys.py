@@ -11,7 +11,8 @@ __all__ = ["check_keys"]
 _ONE_WAY = ("fused", "foreach")
 """Options of torch's AdamW that choose an implementation."""
 _NEAR = 0.85
-"""How much of a key must be an option's: "wieght_decay" has 0.92 of it, "weight_decay_mult" 0.83."""
+"""How much of a key must be an option's, besides one letter more or less at most: "wieght_decay" has 0.92 of it. Names
+of the program's own are often longer, "no_weight_decay" (0.89) or "weight_decay_mult" (0.83)."""
 
 
 def check_keys(group: Mapping[str, Any], options: Collection[str], what: str = "CoatAdamW") -> None:
@@ -26,7 +27,9 @@ def check_keys(group: Mapping[str, Any], options: Collection[str], what: str = "
     """
     known = {*options, "params", "names", "param_names", "name"}
     for key in group:
-        near = difflib.get_close_matches(str(key).lower().replace("-", "_"), options, 1, _NEAR)
+        written = str(key).lower().replace("-", "_")
+        as_long = [one for one in options if abs(len(one) - len(written)) <= 1]
+        near = difflib.get_close_matches(written, as_long, 1, _NEAR)
         if key not in known and near:
             raise ValueError(f"{what} {key}: unknown key of a parameter group, accepted: {near[0]!r}, or another name")
     for key in _ONE_WAY:

@@ -33,6 +33,9 @@ FILES = {
     "coat_dist/flow/norm.py": "from ..kernels.shared import unused as u\n\nfor one in range(3):\n    print(u)\n",
     "coat_dist/deepspeed/step.py": "A = 1\n",
     **{f"coat_dist/deepspeed/{name}.py": "" for name in ("cached_weights", "fp8_gather", "pipeline")},
+    **{f"coat_dist/deepspeed/{name}.py": "" for name in ("master_weights", "replicated_grads", "round_robin")},
+    "coat_dist/optim/groups.py": "from .later import NEVER as N\n\n\ndef param_groups():\n    return N\n",
+    **{f"megatron_patches/{name}.py": "" for name in ("optimizer", "pipeline", "replicated_grads")},
     "megatron_patches/__init__.py": "",
     "megatron_patches/patch.py": "def patch(model):\n    return model\n",
     "megatron_patches/spec.py": "",
@@ -66,7 +69,7 @@ def library(tmp_path):
         ),
         ("optim/group_keys.py", "pass", "return 1", set()),
         ("optim/later.py", "WHEN = 1", "WHEN = 3", {"optimizer"}),  # imported where it is used
-        ("optim/later.py", "NEVER = 2", "NEVER = 3", set()),
+        ("optim/later.py", "NEVER = 2", "NEVER = 3", {"training"}),
         ("reference/sums.py", "step(x):\n    return x", "step(x):\n    return -x", {"optimizer"}),
         ("reference/sums.py", "other(x):\n    return x", "other(x):\n    return -x", {"optimizer"}),  # one statement
         ("kernels/parts.py", "WARPS: int = 4", "WARPS: int = 8", {"optimizer"}),  # by the operation's name
@@ -108,6 +111,7 @@ def test_the_digests_of_another_checkout(library, capsys) -> None:
     code = Code(library)
     assert lines[:2] == [f"{part}: {code.digest(part)}" for part in ("optimizer", "flow")]
     assert lines[2].startswith("PARTS: got coat_dist/deepspeed/pipeline.py, accepted: files of ")
+    assert lines[3] == f"training: {code.digest('training')}"
 
 
 def test_every_kernel_and_definition_is_reached_by_a_part() -> None:

@@ -296,7 +296,7 @@ def test_a_description_that_cannot_be_used_is_refused_before_tokens_are_read(tmp
             [*range(10, 40), EOS],
             "int64",
             "uint16",
-            "three of four tokens are 0 .* like int64, accepted: uint16 or uint32",
+            "three of four tokens are about 0 .* like int64, accepted: uint16 or uint32",
         ),
         ([*[0] * 40, *range(10, 40), EOS], "int64", "uint16", "looks like int64"),  # with padding
         ([*range(10, 40), EOS], "int64", "uint32", "every second token is about 0 .* looks like int64"),

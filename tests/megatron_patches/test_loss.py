@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, patched, tensor_parallel
-from megatron_patches.loss import ChunkedLossGPTModel, given
+from megatron_patches.loss import ChunkedLossGPTModel, give
 
 from .tiny import BATCH, HIDDEN, SEQ, VOCAB, tiny_batch, tiny_gpt
 
@@ -255,8 +254,9 @@ def test_output_layer_returns_losses_while_it_has_labels(device):
     model, (_, labels, _) = tiny_gpt(), tiny_batch(9, device)
     patch_model(model, ActivationConfig())
     hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
-    with patch.multiple(given, to=model.output_layer, labels=labels.t().contiguous()):
-        losses, bias = model.output_layer(hidden)
+    before = give(model.output_layer, labels.t().contiguous())
+    losses, bias = model.output_layer(hidden)
+    give(*before)
     assert bias is None and losses.shape == (SEQ, BATCH)
     logits, _ = model.output_layer(hidden)
     wanted = flow.vocab_parallel_cross_entropy(logits, labels.t(), flow.TensorParallel())
@@ -301,3 +301,26 @@ def test_threads_and_hooks_may_call_one_model_at_a_time(device):
     hook = model.output_layer.register_forward_pre_hook(another_call, with_kwargs=True)
     assert torch.equal(loss(batches[0]), wanted[0]) and torch.equal(inner[1], wanted[1])
     hook.remove()
+
+
+@pytest.mark.parametrize("eager_first", [False, True])
+def test_a_compiled_model_has_the_chunked_loss_too(eager_first, device, monkeypatch):
+    """With its z_loss, whether or not it was called before; nothing of one call's labels is traced."""
+    calls, chunked = [], flow.linear_cross_entropy
+    monkeypatch.setattr(flow, "linear_cross_entropy", lambda *a, **k: (calls.append(a), chunked(*a, **k))[1])
+    torch._dynamo.reset()
+    model = tiny_gpt()
+    patch_model(model, ActivationConfig(z_loss=0.1))
+    batches = [tiny_batch(i, device) for i in range(2)]
+
+    def losses(called, batch):
+        tokens, labels, positions = batch
+        return called(tokens, positions, None, labels=labels)
+
+    wanted = [losses(model, batch).detach() for batch in batches] if eager_first else None
+    compiled, before = torch.compile(model, backend="eager"), len(calls)
+    found = [losses(compiled, batch) for batch in batches]
+    assert len(calls) == before + 2
+    found[1].sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted or [losses(model, b) for b in batches], strict=True))
+    torch._dynamo.reset()

@@ -25,6 +25,10 @@ SAVING = {
         {"client_state": {"mine": 1, "global_steps": 99, "ds_version": "x"}},
         f"client_state: got keys ds_version, global_steps, {ITSELF}",
     ),
+    "info": (
+        {"client_state": {"universal_checkpoint_info": 5}},
+        "client_state: universal_checkpoint_info: got int, accepted: a dict",
+    ),
     "latest": ({"save_latest": "no"}, "save_latest: got 'no', accepted: True or False"),
     "extras": ({"extras": {"keep_last": 2}}, "extras: got dict, accepted: coat_dist.checkpoint.save.Extras(...)"),
     "negative": ({"extras": Extras(keep_last=-1)}, f"extras.keep_last: got -1, {COUNT}"),
@@ -68,17 +72,20 @@ def handed_back(rank, world, folder):
         config = {**bf16, "zero_optimization": {"stage": stage}} if stage else {}
         engine = small(config)
         step(engine)
-        engine.save_checkpoint(where, client_state={"mine": 1})
+        engine.save_checkpoint(where, client_state={"mine": 1, "num_experts": 8})  # without experts it is the program's
         file = next(Path(where).glob("*/*model_states.pt"))
-        wrong += [f"{stage}: {key}" for key in torch.load(file, weights_only=False).keys() - _DEEPSPEEDS - {"mine"}]
+        wrong += [
+            f"{stage}: {key}"
+            for key in torch.load(file, weights_only=False).keys() - _DEEPSPEEDS - {"mine", "num_experts"}
+        ]
         for flags in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
             _, state = engine.load_checkpoint(where, **flags)
             step(engine)
             steps, samples = engine.global_steps, engine.global_samples
             engine.save_checkpoint(f"{where}-again", tag="x", client_state={**state, "mine": 2})
             _, state = engine.load_checkpoint(f"{where}-again")
-            found = engine.global_steps, engine.global_samples, state["mine"]
-            wrong += [] if found == (steps, samples, 2) else [f"{stage}, {flags}: {found}, not {(steps, samples)}"]
+            found = engine.global_steps, engine.global_samples, state["mine"], state["num_experts"]
+            wrong += [] if found == (steps, samples, 2, 8) else [f"{stage}, {flags}: {found}, not {(steps, samples)}"]
     return wrong
 
 

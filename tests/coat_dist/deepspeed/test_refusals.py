@@ -26,7 +26,7 @@ AN_OBJECT, A_STAGE, A_RATE = "an object with its settings", "0, 1, 2 or 3", "a n
         ("optimizer.params", [1], AN_OBJECT),
         ("zero_optimization.offload_optimizer", True, AN_OBJECT),
         ("zero_optimization.offload_param", "cpu", AN_OBJECT),
-        *(("zero_optimization.stage", value, A_STAGE) for value in ("2", 4, True, None, 2.0)),
+        *(("zero_optimization.stage", value, A_STAGE) for value in ("2", 4, True, None, 2.5)),
         *(("optimizer.params.betas", value, "two numbers in [0, 1)") for value in (0.9, [0.9], ["a", 1], [0.9, 1.0])),
         *(("optimizer.params.lr", value, A_RATE) for value in ("1e-3", "auto", -1)),
         ("optimizer.params.lr", [1e-3], "a single value"),
@@ -37,12 +37,13 @@ AN_OBJECT, A_STAGE, A_RATE = "an object with its settings", "0, 1, 2 or 3", "a n
         ("tensor_parallel.autotp_size", "2", "an integer >= 0"),
         ("gradient_clipping", float("nan"), A_RATE),
         ("gradient_accumulation_steps", 0, "an integer >= 1"),
-        *(("steps_per_print", value, "a number > 0, or null") for value in ("10", 0, True)),
+        *(("steps_per_print", value, "a number but 0, or null") for value in ("10", 0, True)),
         *(
             (key, value, "true or false")
             for key in ("wall_clock_breakdown", "flops_profiler.enabled", "bf16.enabled", "fp16.enabled")
-            for value in ("true", 1, None)
+            for value in ("true", 2, [])
         ),
+        *((key, None, "true or false") for key in ("wall_clock_breakdown", "bf16.enabled")),
         ("zero_optimization.overlap_comm", "false", "true or false"),
         ("data_types.grad_accum_dtype", "f32", '"fp32", "fp16" or "bf16"'),
         ("communication_data_type", "float32", '"fp16", "bf16", "fp32"'),
@@ -68,6 +69,8 @@ def test_values_of_a_wrong_kind_give_one_line_by_key(key, value, accepted):
         {"bf16": {"enabled": False}, "bfloat16": {"enabled": True}, "zero_optimization__stage": 0},
         {"fp16__enabled": "auto"},
         {"tensor_parallel__autotp_size": "auto"},
+        {"bf16__enabled": 1, "wall_clock_breakdown": 0, "dump_state": None, "zero_optimization__stage": 2.0},
+        {"flops_profiler": {"enabled": None}, "steps_per_print": -1, "zero_optimization__overlap_comm": 1},
         {"steps_per_print": float("inf"), "zero_optimization__overlap_comm": None, "wall_clock_breakdown": True},
         {"checkpoint__tag_validation": "WARN", "communication_data_type": "BF16", "steps_per_print": None},
         {"data_types__grad_accum_dtype": "bf16"},

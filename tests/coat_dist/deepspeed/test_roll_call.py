@@ -1,5 +1,6 @@
 """Ranks of which some have a block and others have not: both are told, and nobody waits in a collective."""
 
+import tempfile
 import time
 
 import torch
@@ -33,6 +34,42 @@ def one_without(rank, world, late):
 def test_a_rank_without_a_block_is_named_before_ranks_would_wait_for_each_other():
     for late in (0, 1):
         assert run_ranks(2, one_without, late) == [SAID, SAID]
+
+
+REFUSED = (
+    "ranks were started differently: {} on rank 0, one that is refused there on rank 1; accepted: the same "
+    "configuration on all ranks"
+)
+
+
+def one_refused(rank, world, ours):
+    """Rank 1's file is cut off; it stays alive after its error."""
+    from torch import distributed as dist
+
+    deepspeed = quiet_deepspeed()
+    import coat_dist  # noqa: F401
+
+    net, started = model(), time.monotonic()
+    plain = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
+    with open(cut := f"{tempfile.mkdtemp()}/ds.json", "w") as file:
+        file.write('{"coat": {')
+    try:
+        if ours:
+            deepspeed.initialize(model=net, config=CONFIG if rank == 0 else cut)
+        else:
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            deepspeed.initialize(model=net, optimizer=optimizer, config=plain if rank == 0 else cut)
+    except ValueError as error:
+        took = time.monotonic() - started
+        dist.barrier()
+        return str(error), took
+    return None
+
+
+def test_a_rank_whose_configuration_is_refused_is_named_by_the_others():
+    for ours, had in ((True, 'a "coat" block or a CoatAdamW'), (False, "neither")):
+        (of_0, took), (of_1, _) = run_ranks(2, one_refused, ours)
+        assert of_0 == REFUSED.format(had) and "ds.json is not JSON" in of_1 and took < 20
 
 
 def alone(rank, world):

@@ -132,7 +132,16 @@ def test_keys_of_groups_that_are_nearly_options_are_refused(key, meant):
 
 
 def test_keys_of_the_programs_own_stay():
-    own = {"name": "x", "lr_scale": 0.5, "layer_id": 3, "lr_mult": 1.0, "wd_mult": 1.0, "weight_decay_mult": 2.0}
+    own = {
+        "name": "x",
+        "lr_scale": 0.5,
+        "layer_id": 3,
+        "lr_mult": 1.0,
+        "wd_mult": 1.0,
+        "weight_decay_mult": 2.0,
+        "no_weight_decay": True,
+        "my_weight_decay": 1.0,
+    }
     own |= {"initial_lr": 0.1, "base_momentum": 0.8, "max_lr": 1.0, "min_lr": 0.0, "is_expert_parallel": False}
     group = {"params": [torch.nn.Parameter(torch.ones(3))], "fused": None, "foreach": False, **own}
     assert CoatAdamW([group]).param_groups[0].items() >= own.items()
