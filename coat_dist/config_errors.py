@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["explain", "keys_of"]
+__all__ = ["did_you_mean", "explain", "keys_of"]
+
+
+def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """What follows an unknown name where a known one is near; else nothing."""
+    near = difflib.get_close_matches(given, [*known], 1, cutoff)
+    return f' (did you mean "{near[0]}"?)' if near else ""
 
 
 def keys_of(model: type[BaseModel]) -> str:

@@ -131,7 +131,7 @@ def _check_holds_checkpoints(load_dir: Path) -> None:
     if load_dir.exists() and not load_dir.is_dir():
         raise CheckpointError(f"load_dir: got {load_dir}, which is a file; accepted: a folder that holds checkpoints")
     folder = Path(os.path.abspath(load_dir)) if load_dir.name in ("", "..") else load_dir
-    tag = folder.name.removeprefix(f"{_UNFINISHED}replaced-")
+    tag = _tag_of(folder)
     if not tag.startswith(_UNFINISHED) and _is_checkpoint(folder):
         call = f"load_checkpoint({str(folder.parent)!r}, tag={tag!r})"
         raise CheckpointError(f"load_dir: got {load_dir}, which is a checkpoint itself; accepted: {call}")
@@ -140,6 +140,11 @@ def _check_holds_checkpoints(load_dir: Path) -> None:
         raise CheckpointError(
             f"load_dir: got {load_dir}, a save that was never finished; accepted: {folder.parent}, with as tag {there}"
         )
+
+
+def _tag_of(folder: Path) -> str:
+    """The tag that a folder has, or had until it was saved again; still "unfinished" where it never had one."""
+    return folder.name.removeprefix(f"{_UNFINISHED}replaced-")
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -184,14 +189,14 @@ def _finished(load_dir: Path) -> dict[str, dict[str, Any]]:
     """Manifests of the checkpoints that are complete and were to be found without their tag, by tag."""
     found = {}
     for path in load_dir.iterdir() if load_dir.is_dir() else ():
-        if path.name.startswith(_UNFINISHED) and not path.name.startswith(f"{_UNFINISHED}replaced-"):
+        tag = _tag_of(path)
+        if tag.startswith(_UNFINISHED):
             continue  # of a save or a removal that was cut: the next save removes it
         try:
             manifest = read_manifest(path, of_run=False)
         except CheckpointError:
             continue
         if manifest.get(LATEST, True) and not manifest.get("universal"):
-            tag = path.name.removeprefix(f"{_UNFINISHED}replaced-")
             found[tag] = manifest
     return found
 

@@ -148,7 +148,7 @@ def _is_ours(given: Mapping[str, Any]) -> bool:
     if isinstance(given.get("model"), torch.nn.Module) and is_patched(given["model"]):
         return True
     for source in configurations(given):
-        settings = _read(source) or {}
+        settings = _read(source)
         if "coat" in settings or look_up(settings, "optimizer.type") == "CoatAdamW":
             return True
         CoatConfig.from_deepspeed(settings)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..config import COMMENTS, ActivationConfig, OptimizerConfig
+from ..config import ActivationConfig, OptimizerConfig
 from .refusal_rules import RULES
 
 __all__ = ["models", "unknown_keys"]
@@ -108,12 +108,13 @@ def _belongs_to() -> dict[str, str]:
 def unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
     """One line for each key that neither DeepSpeed nor this project reads, of the top level, ``_BLOCKS``, ``_MODELS``.
 
-    Keys that begin with "_", "#", "/" or "$" are taken for comments.
+    Args:
+        config: without comments (``json_types.as_read``).
     """
     for owner, known in _known().items():
         block = config if owner == "" else config.get(owner)
         for key in block if isinstance(block, Mapping) else ():
-            if key in known or str(key).startswith(COMMENTS):
+            if key in known:
                 continue
             close = difflib.get_close_matches(str(key).lower().replace("-", "_").replace(" ", "_"), sorted(known), 1)
             near = (f"{owner}." if owner else "") + close[0] if close else None

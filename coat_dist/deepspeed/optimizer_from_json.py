@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import re
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from ..config import CoatConfig
+from ..config_errors import did_you_mean
 from ..ops.dispatch import use_kernels
 from ..optim import CoatAdamW, param_groups, split_groups
 from ..optim.group_keys import check_keys
@@ -27,8 +27,7 @@ def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str
     problems = []
     for name, value in params.items():
         if name not in defaults:
-            close = difflib.get_close_matches(name, defaults, 1, 0.7)
-            hint = f' (did you mean "{close[0]}"?)' if close else ""
+            hint = did_you_mean(name, defaults, 0.7)
             problems.append(f"optimizer.params.{name}: unknown key{hint}, accepted: {', '.join(defaults)}")
         elif name in own:
             problems.append(f"optimizer.params.{name}: given beside coat.optimizer, accepted: one of the two")

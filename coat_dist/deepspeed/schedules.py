@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ..config import look_up
+from ..config_errors import did_you_mean
 
 __all__ = ["wrong_schedule"]
 
@@ -25,8 +25,7 @@ def wrong_schedule(config: Mapping[str, Any]) -> Iterator[str]:
     zero = look_up(config, "zero_optimization.stage")
     schedule = _class_of(name, torchs=not zero)
     if schedule is None:
-        near = difflib.get_close_matches(name, VALID_LR_SCHEDULES, 1) if isinstance(name, str) else []
-        hint = f' (did you mean "{near[0]}"?)' if near else ""
+        hint = did_you_mean(name, VALID_LR_SCHEDULES) if isinstance(name, str) else ""
         others = "" if zero else ", or the name of a schedule of torch"
         # torch's own take no optimizer but torch's, which ZeRO's are not
         instead = "; others as the argument lr_scheduler, a function of the optimizer" if zero else ""
@@ -59,9 +58,7 @@ def _wrong_parameters(schedule: type, params: Mapping[str, Any]) -> Iterator[str
         if key not in known:
             if takes_any and key != "optimizer":
                 continue
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f' (did you mean "{near[0]}"?)' if near else ""
-            yield f"scheduler.params.{key}: unknown key{hint}, accepted: {', '.join(known)}"
+            yield f"scheduler.params.{key}: unknown key{did_you_mean(str(key), known)}, accepted: {', '.join(known)}"
         elif isinstance(value, str) and value != "auto" and _number(known[key]):
             yield f"scheduler.params.{key}: got {json.dumps(value)}, accepted: a number"
     for key, parameter in known.items():
