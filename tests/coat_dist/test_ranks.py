@@ -75,14 +75,14 @@ def test_equal_values_are_compared_once(monkeypatch):
 
 
 def patient_rank(rank, world, folder):
-    """A new group, whose collectives fail after two seconds."""
+    """A new group, whose collectives fail after five seconds; less, and a busy machine could not build it."""
     dist.destroy_process_group()
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world, timeout=timedelta(seconds=2)
+        "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world, timeout=timedelta(seconds=5)
     )
 
     def long():
-        time.sleep(4)
+        time.sleep(8)
         return "done"
 
     def wrong():

@@ -102,7 +102,11 @@ LAUNCHERS = {
 def wait_for_steps(programs, run, steps):
     end = time.monotonic() + 200
     while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < steps:
-        assert [p.poll() for p in programs] == [None, None], finish(programs)
+        if any(p.poll() is not None for p in programs):
+            time.sleep(1)  # the other one may be about to say why
+            for program in programs:
+                program.kill()
+            pytest.fail("a program has ended:\n" + "\n".join(finish(programs)))
         assert time.monotonic() < end, "no steps in time"
         time.sleep(0.05)
 
