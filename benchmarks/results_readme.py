@@ -55,7 +55,8 @@ def table(name: str, results: Path) -> tuple[dict[str, Any], list[str]] | None:
 
 
 def train(results: Path, figures: Path) -> list[str]:
-    if (current := table("train", results)) is None:
+    """On two GPUs, otherwise on one."""
+    if (current := table("train", results) or table("train_one", results)) is None:
         return []
     found, lines = current
     given = found["settings"]

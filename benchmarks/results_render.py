@@ -11,8 +11,10 @@ __all__ = [
     "amax_collectives",
     "engine_step",
     "layer",
+    "layer_presets",
     "layers",
     "layouts",
+    "micro_batches",
     "number",
     "optimizer",
     "over_four",
@@ -115,6 +117,18 @@ def layer(found: Result) -> list[str]:
     return rows(" | forward + backward | to Transformer Engine BF16 | saved, B/token", lines)
 
 
+def layer_presets(found: Result) -> list[str]:
+    lines = []
+    for one in found["results"]:
+        base, ours = one["runs"]["bf16"], one["runs"]["coat"]
+        lines.append(
+            f"{one['preset']}, {number(one['tokens'])} | {base['ms']:.2f} ms | {ours['ms']:.2f} ms | "
+            f"{ours['ratio_to_bf16']:.3f} | {number(base['saved_bytes_per_token'])} | "
+            f"{number(ours['saved_bytes_per_token'])}"
+        )
+    return rows("layer, tokens | BF16 | coat | ratio | saved, BF16, B/token | saved, coat", lines)
+
+
 def layers(over_ranks: Result, experts: Result) -> list[str]:
     lines = []
     for one in over_ranks["results"]:
@@ -156,6 +170,17 @@ def engine_step(found: Result) -> list[str]:
 
 def whole(found: Result) -> list[str]:
     return whole_report.report(found["cases"])
+
+
+def micro_batches(found: Result) -> list[str]:
+    """Of one case: how fast each is, and what the allocator had to give back to the driver and ask for again."""
+    (case,) = found["cases"]
+    lines = [
+        f"{step['micro_batch']} | {number(step['tokens_per_second_per_gpu'])} | {step['peak_bytes'] / GIB:.1f} GiB | "
+        f"{step['allocator_retries']}"
+        for step in case["steps"]
+    ]
+    return rows(f"micro-batch{whole_report.mark(case)} | tokens/s/GPU | peak | the allocator's retries", lines)
 
 
 def step(*found: Result) -> list[str]:

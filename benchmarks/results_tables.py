@@ -37,7 +37,7 @@ class Table(NamedTuple):
 RUN = "-m benchmarks.speed."
 PEERS = "PEERS"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node "
-TWO, FOUR = TORCHRUN + "2 " + RUN, TORCHRUN + "4 " + RUN
+ONE, TWO, FOUR = (f"{TORCHRUN}{count} {RUN}" for count in (1, 2, 4))
 FLOW, OPTIMIZER = ("flow",), ("optimizer",)
 PEERS_7B = "layer --variants coat 'coat saved in e4m3' --name "
 TABLES = {
@@ -50,7 +50,21 @@ TABLES = {
         render.step,
         seconds=90,
     ),
+    "train_one": Table({"train-1-rank": (RUN + "train --ranks 1 PEERS?",)}, render.train, seconds=300),
+    "step_one": Table(
+        {
+            "step-1-rank-te-fp8": (ONE + "step --variant 'TE fp8 delayed' --name step-1-rank-te-fp8 PEERS",),
+            "step-1-rank": (ONE + "step --name step-1-rank",),
+        },
+        render.step,
+        seconds=90,
+    ),
     "layer": Table({"layer-peers-7b": (RUN + PEERS_7B + "layer-peers-7b PEERS",)}, render.layer, code=FLOW),
+    "layer_presets": Table(
+        {"layer": (RUN + "layer --presets llama2-7b llama2-13b llama3-8b olmo-1b --tokens 16384 4096 --kernels 0",)},
+        render.layer_presets,
+        code=FLOW,
+    ),
     "layers": Table(
         {
             "tp-layer": (TWO + "tp_layer --variants coat 'coat over NCCL' PEERS",),
@@ -72,6 +86,9 @@ TABLES = {
     "engine_step": Table(
         {"engine-step-zero2-2-ranks": (TWO + "engine_step",)}, render.engine_step, code=(*OPTIMIZER, "deepspeed")
     ),
+    "engine_step_one": Table(
+        {"engine-step-zero2-1-rank": (ONE + "engine_step",)}, render.engine_step, code=(*OPTIMIZER, "deepspeed")
+    ),
     "optimizer": Table({"optimizer": (RUN + "optimizer",)}, render.optimizer, code=OPTIMIZER),
     "pipeline": Table({"pipeline-2-stages": (TWO + "pipeline",)}, render.pipeline, seconds=200),
     "whole": Table(
@@ -84,6 +101,16 @@ TABLES = {
             )
         },
         render.whole,
+        goes_on=True,
+    ),
+    "micro_batches": Table(
+        {
+            "micro-batches": (
+                RUN + "whole --ranks 1 --models llama2-7b --model-override num_layers=8 --variants both "
+                "--micro-batches 2 4 6 8 9 10 11 12 14 16 --name micro-batches",
+            )
+        },
+        render.micro_batches,
         goes_on=True,
     ),
     "four_whole": Table(

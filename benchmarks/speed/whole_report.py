@@ -18,7 +18,20 @@ from typing import Any
 from benchmarks.common import argument_parser, result_path
 from benchmarks.measured_code import digests
 
-__all__ = ["PLUS", "cost", "current", "equal", "groups", "largest", "main", "plot", "report", "title", "unfinished"]
+__all__ = [
+    "PLUS",
+    "cost",
+    "current",
+    "equal",
+    "groups",
+    "largest",
+    "main",
+    "mark",
+    "plot",
+    "report",
+    "title",
+    "unfinished",
+]
 
 TOKENS = 300e9
 """Of a pretraining run, for the cost."""

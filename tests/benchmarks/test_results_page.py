@@ -133,6 +133,40 @@ def test_readme_has_the_first_three_tables_of_the_present_code(results, tmp_path
     assert "two H200s" in flat and "with the layers of Transformer Engine" in flat and "one H200" in flat
 
 
+def test_readme_has_training_on_one_gpu_where_two_were_not_measured_with_this_code(results, tmp_path) -> None:
+    one = training(11.0)
+    one["settings"]["ranks"] = 1
+    for name, code in (("train-2-ranks", OTHER), ("train-1-rank", digests())):
+        put(results, name, training(11.0) if name == "train-2-ranks" else one, code)
+    assert "ZeRO-2, one H200, 50 steps" in results_readme.readme_part(results, tmp_path).replace("\n", " ")
+    put(results, "train-2-ranks", training(11.0))
+    assert "ZeRO-2, two H200s, 50 steps" in results_readme.readme_part(results, tmp_path).replace("\n", " ")
+
+
+def test_layers_of_several_shapes(results) -> None:
+    runs = {
+        "bf16": {"ms": 40.0, "saved_bytes_per_token": 173960.0},
+        "coat": {"ms": 24.0, "saved_bytes_per_token": 64056.0, "ratio_to_bf16": 0.6},
+    }
+    put(results, "layer", {"results": [{"preset": "llama2-7b", "tokens": 16384, "runs": runs}]})
+    lines = results_tables.lines_of(TABLES["layer_presets"], results)
+    assert lines[2:] == ["| llama2-7b, 16 384 | 40.00 ms | 24.00 ms | 0.600 | 173 960 | 64 056 |"]
+
+
+def test_micro_batches_say_how_often_the_allocator_began_anew(results) -> None:
+    one = case("both", {8: 1000.0, 10: 900.0})
+    for step, retries in zip(one["steps"], (0, 3), strict=True):
+        step |= {"allocator_retries": retries, "peak_bytes": 2**30}
+    put(results, "micro-batches", {"cases": [one]})
+    lines = results_tables.lines_of(TABLES["micro_batches"], results)
+    assert lines[0].startswith("| micro-batch | ") and lines[2:] == [
+        "| 8 | 1 000 | 1.0 GiB | 0 |",
+        "| 10 | 900 | 1.0 GiB | 3 |",
+    ]
+    put(results, "micro-batches", {"cases": [one | {"measured": one["measured"] | {"code": OTHER}}]})
+    assert "\u2020" in results_tables.lines_of(TABLES["micro_batches"], results)[0]
+
+
 def test_what_readme_says_of_losses_and_moments_is_of_the_present_code(results, tmp_path) -> None:
     for room, name, words in (
         ("convergence", "branches", "ended **+0.12 % ± "),
