@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,8 @@ def wait_for_steps(programs, run, steps):
         if any(p.poll() is not None for p in programs):
             time.sleep(1)  # the other one may be about to say why
             for program in programs:
-                program.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)
             pytest.fail("a program has ended:\n" + "\n".join(finish(programs)))
         assert time.monotonic() < end, "no steps in time"
         time.sleep(0.05)
