@@ -15,6 +15,7 @@ from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
 from .attached import Patch
+from .compiled import eager_under_zero3
 from .grouped import GROUPED, why_bf16_grouped
 from .hooks import CALL, why_bf16_hooks
 from .mlp import checked_activation, why_bf16_products
@@ -36,6 +37,7 @@ class ExpertMLP(MLP):
         """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
         return [self.linear_fc1.weight, self.linear_fc2.weight]
 
+    @eager_under_zero3
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -18,6 +18,7 @@ from coat_dist.config import ActivationConfig
 
 from .activations import activation_name
 from .attached import Patch
+from .compiled import eager_under_zero3
 from .mlp import checked_activation
 
 __all__ = [
@@ -93,6 +94,7 @@ class FP8GroupedMLP(GroupedMLP):
     coat_patched = True
     coat: Patch
 
+    @eager_under_zero3
     def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,

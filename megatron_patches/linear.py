@@ -12,6 +12,7 @@ from coat_dist import flow
 from coat_dist.formats import QuantizedTensor
 
 from .attached import Patch
+from .compiled import eager_under_zero3
 from .norm import describe
 from .residual import Residual
 from .uncalled import check_whole
@@ -40,6 +41,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
         return [self.weight]
 
+    @eager_under_zero3
     def forward(
         self,
         input_: torch.Tensor,
@@ -77,6 +79,7 @@ class FP8RowParallelLinear(RowParallelLinear):
         """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
         return [self.weight]
 
+    @eager_under_zero3
     def forward(
         self, input_: torch.Tensor, compressed: QuantizedTensor | None = None, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -14,6 +14,7 @@ from coat_dist.config import ActivationConfig
 
 from .activations import activation_name
 from .attached import Patch
+from .compiled import eager_under_zero3
 from .hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import whole_shape, why_bf16_linear, why_not_invariant_bias
 from .norm import describe, why_bf16_norm
@@ -45,6 +46,7 @@ class NormMLP(MLP):
         """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
         return [self.linear_fc1.weight, self.linear_fc2.weight]
 
+    @eager_under_zero3
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

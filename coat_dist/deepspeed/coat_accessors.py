@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checkpoint.zero_partitions import Fragment, Partition, base_optimizer, members, partitions
 from ..checkpoint.zero_shards import forget_second_shard
+from ..flow.weights import invalidate_weights
 from ..ops import split
 from ..optim.master import read_master, write_master
 from ..optim.moments import read_moment, write_moment
@@ -143,6 +144,7 @@ def set_full_master(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     forget_second_shard(param)
     if param.numel() == shape.numel():  # not a ZeRO-3 parameter that is in pieces now: its pieces have been written
         param.data.copy_(split(whole)[0].view(shape))
+        invalidate_weights()  # a write to `data` raises no version that the cache of codes could see
 
 
 def check_which(which: str) -> WhichMoment:

@@ -217,3 +217,27 @@ def _asked_for_values(rank, world, folder):
 
 def test_whoever_asks_for_values_gets_them(tmp_path):
     assert run_ranks(2, _asked_for_values, str(tmp_path)) == [True, True]
+
+
+def _compiled(rank, world):
+    """Losses eager, compiled from the first step on, and from the second on."""
+    import megatron_patches
+
+    megatron_patches.initialize_model_parallel(1)
+    found = []
+    for gather, zero, compiled_at in [(False, LET_GO, None), (False, LET_GO, 0), (True, LET_GO, 0), (True, KEPT, 1)]:
+        torch._dynamo.reset()
+        engine, losses = _engine(_config(gather, zero)), []
+        for start in range(2):
+            if start == compiled_at:
+                engine.compile(backend="eager")
+            losses += _run(engine, world, rank, steps=1)
+        engine.destroy()
+        found.append(losses)
+    return found
+
+
+def test_a_compiled_engine_trains_to_the_same_bits():
+    """Compiled code sees neither what ZeRO-3 fetches when Python reads it, nor codes in place of a weight."""
+    for eager, *compiled in run_ranks(2, _compiled):
+        assert compiled == [eager] * 3 and all(torch.tensor(eager).isfinite())

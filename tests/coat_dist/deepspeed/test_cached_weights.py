@@ -194,3 +194,31 @@ def test_scales_of_weights_are_reduced_once_a_step(scales, reductions):
         assert cached == plain
         layers, steps, micro = 2, 3, 4
         assert many - few == layers * reductions * steps * (micro - 1)
+
+
+def _replaced(rank, world, weights):
+    """Losses before and after a master weight, of which the library writes the weight too, was replaced."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    import megatron_patches
+    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
+
+    megatron_patches.initialize_model_parallel(1)
+    config = _config(2, "bf16", weights) | {"gradient_accumulation_steps": 1}
+    config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    config["coat"]["optimizer"] = {"master_weights": "bf16_remainder"}
+    del config["data_types"]
+    engine = megatron_patches.initialize(model=tiny_gpt(**SMALL), config=config)[0]
+    losses = []
+    _evaluate(engine, losses)
+    weight = engine.module.decoder.layers[0].mlp.linear_fc1.weight
+    safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight) * -3)
+    _evaluate(engine, losses)
+    loss = tiny_loss(engine, tiny_batch(rank))
+    engine.destroy()
+    return [*losses, loss.item()]
+
+
+def test_codes_of_a_weight_that_was_replaced_are_dropped():
+    kept, quantized = (run_ranks(1, _replaced, weights)[0] for weights in ("cached", "on_use"))
+    assert kept == quantized and kept[0] != kept[1]
