@@ -26,7 +26,7 @@ __all__ = ["activation_backward", "activation_grad_amax", "launch_backward", "la
 
 # Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 AMAX_TILE = (8, 256, 4)
-BACKWARD_TILE = (32, 256, 8)
+BACKWARD_TILE = (32, 128, 4)
 
 
 @fast_launch

@@ -19,11 +19,10 @@ from .quantize import launch_rows
 
 __all__ = ["norm_backward"]
 
-# Programs, each with a partial weight gradient of its rows; warps; registers a thread, without and with a residual.
-# Rows have to stay in registers: with a residual, rows of 4096 take 147 us at 112 and 129 us at 128, with which two
-# programs still fit a multiprocessor; rows of 5120 take 600 us with 8 warps and 212 us with 16.
-BACKWARD = (264, 8, (112, 128))
-BACKWARD_WIDE = (132, 16, (128, 128))  # beyond 4096 columns
+# Up to so many columns, the last also beyond: programs, each with a partial weight gradient of its rows; warps;
+# registers a thread, without and with a residual. Rows have to stay in registers, and two programs should fit a
+# multiprocessor. Rows of 4096 take 131 us with 8 warps and 119 with 16; rows of 5120 take 600 us with 8.
+BACKWARD = ((2048, 264, 8, (112, 128)), (4096, 264, 16, (64, 64)), (8192, 132, 16, (128, 128)))
 
 
 @triton.jit
@@ -108,7 +107,7 @@ def norm_backward(
     source = launch_rows(source)
     rows, columns = source.shape
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
-    programs, warps, registers = BACKWARD if columns <= 4096 else BACKWARD_WIDE
+    _, programs, warps, registers = next((choice for choice in BACKWARD if columns <= choice[0]), BACKWARD[-1])
     programs = max(1, min(rows, programs))  # without rows one that writes zero sums
     mean = stats.mean if scales is None else None
     carried = None if residual is None else launch_rows(residual)
