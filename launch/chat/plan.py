@@ -27,6 +27,7 @@ from launch.model.gpt import ModelConfig
 from launch.prep import DataError
 from launch.training.arguments import UNKNOWN_STEPS
 from launch.training.checkpoint import require_loadable
+from launch.training.loop import Progress
 from launch.training.node_folders import sharers
 from launch.training.plan import Plan, assemble
 from launch.training.settings import MICRO, load_settings
@@ -269,8 +270,11 @@ def _about(held: Held, name: str, seq_length: int) -> str:
     )
 
 
-def datasets(p: FinetunePlan) -> list[Any]:
-    """Train and valid set, and no test set. Rank 0 writes the list of what was left out."""
+def datasets(p: FinetunePlan, begun: Progress | None = None) -> list[Any]:
+    """Train and valid set, and no test set. Rank 0 writes the list of what was left out.
+
+    ``begun``, where the run continues, changes neither: the sequences' order has its end in it, or none.
+    """
     both = [p.train, *([] if p.valid is None else [p.valid])]
     lists = dict.fromkeys(held.conversations.dropped() for held in both)  # both may be parts of the same files
     on_rank_0(lambda: _write_list(Path(p.args.output, "dropped.jsonl"), "".join(lists)))
