@@ -45,6 +45,15 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(capsys) -> None:
     assert not say(capsys, *SEVEN, "--micro-batch", str(said["micro_batch"] + 1))["fits"]
 
 
+@pytest.mark.parametrize(("batch", "accumulation"), [({}, 1), ({"train_batch_size": 64}, 8)])
+def test_where_nothing_fits_a_step_has_its_samples_all_the_same(tmp_path, capsys, batch, accumulation) -> None:
+    config = configuration(tmp_path, 2, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None, **batch)
+    options = ["--deepspeed_config", config, "--micro-batch", "auto", "--gpu-memory", "4GiB"]
+    said = say(capsys, *SEVEN, *options)
+    assert not said["fits"] and said["largest_micro_batch"] == 0
+    assert (said["micro_batch"], said["gradient_accumulation_steps"]) == (1, accumulation)
+
+
 @pytest.mark.parametrize(
     ("options", "larger"),
     [
