@@ -126,6 +126,13 @@ def test_a_dry_run_says_the_same_without_a_launcher(work, tmp_path, capsys, monk
     dry = json.loads(capsys.readouterr().out)
     options = ["--model", str(work / "model.json"), "--deepspeed_config", config, "--vocab-size", "250"]
     assert dry == say(capsys, *options, "--gpus", "4", "--gpu", "h100")
+    # Also where nothing fits.
+    config = configuration(tmp_path, 2, train_batch_size=64, gradient_accumulation_steps=None)
+    more = ["--gpus", "4", "--micro-batch", "auto", "--gpu-memory", "1GiB"]
+    assert pretrain.main(command(work, tmp_path / "run", config, "--dry-run", "--json", *more)) == 0
+    dry = json.loads(capsys.readouterr().out)
+    assert dry == say(capsys, *options[:2], "--deepspeed_config", config, *options[4:], *more) and not dry["fits"]
+    assert dry["gradient_accumulation_steps"] == 16
     assert not (tmp_path / "run").exists()
 
 
