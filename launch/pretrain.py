@@ -110,7 +110,8 @@ def train(
         locks.push(explain.leave)
         team = team_of_checkpoints(p.settings)
         examined = None if source is None else checkpoint.examine(layout.fitting(source, p), p.identity(), team)
-        sets = source_of_data.datasets(p)
+        begun = Progress() if examined is None else Progress(**examined.manifest["progress"])
+        sets = source_of_data.datasets(p, begun)
         say(p.describe())
         engine = build.build_engine(
             p,

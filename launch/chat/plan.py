@@ -20,6 +20,7 @@ from launch.chat.arguments import LONGEST_DEFAULT, check_steps
 from launch.chat.batches import Layout, micro_batches
 from launch.chat.export import write_beside
 from launch.chat.files import find_files
+from launch.chat.held_out import check_kept, hold_out
 from launch.chat.packing import Sequences
 from launch.chat.store import Conversations, Reading, prepare
 from launch.chat.template import ChatTemplate, ids_of_text, load_tokenizer
@@ -27,6 +28,7 @@ from launch.model.gpt import ModelConfig
 from launch.prep import DataError
 from launch.training.arguments import UNKNOWN_STEPS
 from launch.training.checkpoint import require_loadable
+from launch.training.loop import Progress
 from launch.training.node_folders import sharers
 from launch.training.plan import Plan, assemble
 from launch.training.settings import MICRO, load_settings
@@ -66,6 +68,8 @@ class FinetunePlan(Plan):
     train: Held
     valid: Held | None
     tokenizer: Any
+    held_out: str | None = None
+    """Digest of what is held out of ``--data``; None = nothing is."""
 
     @property
     def samples(self) -> int | None:
@@ -95,6 +99,7 @@ class FinetunePlan(Plan):
             "train": self.train.conversations.summary["digest"],
             "valid": None if self.valid is None else self.valid.conversations.summary["digest"],
             "valid_share": self.args.valid_share,
+            "held_out": self.held_out,
             "packed": not self.args.no_packing,
             "epochs": self.args.epochs,
         }
@@ -171,8 +176,11 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
     train = _conversations(d, a.data, "--data")
     valid = train if a.valid is None else _conversations(d, a.valid, "--valid")
     everything = np.arange(len(train))
-    held_out = np.arange(len(valid)) if a.valid is not None else _hold_out(len(train), a.valid_share, a.seed)
-    chosen = everything if a.valid is not None else np.setdiff1d(everything, held_out)
+    # On one rank: all that the conversations hold is read for it.
+    held_out, digest = on_rank_0(lambda: _held_out(d, train), patient=True)
+    chosen = np.setdiff1d(everything, held_out)
+    if a.valid is not None:
+        held_out = np.arange(len(valid))
     for found, files in {id(train): (train, a.data), id(valid): (valid, a.valid or a.data)}.values():
         say(_told(found, files))
 
@@ -196,7 +204,8 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
         if a.eval_interval is None:  # about once an epoch
             args.eval_interval = max(1, math.ceil(training.sequences.per_epoch / batch.total))
     check_steps(args)
-    return assemble(*known, FinetunePlan, weights=d.weights, train=training, valid=valid_plan, tokenizer=d.tokenizer)
+    parts: dict[str, Any] = {"weights": d.weights, "train": training, "valid": valid_plan, "tokenizer": d.tokenizer}
+    return assemble(*known, FinetunePlan, held_out=digest, **parts)
 
 
 def _conversations(d: Draft, given: list[str], option: str) -> Conversations:
@@ -236,12 +245,15 @@ def _steps(d: Draft, end: int, total: int) -> int:
     return step + math.ceil(max(end - consumed, 0) / total)
 
 
-def _hold_out(count: int, share: float, seed: int) -> np.ndarray:
-    """Numbers of the held-out conversations: the same for any number of ranks and every start."""
-    wanted = min(math.ceil(share * count), count - 1)
-    if share and not wanted:
-        raise CoatConfigError(f"--valid-share: got {share} of {count} conversation, accepted: 0")
-    return np.sort(np.random.default_rng((seed, 1)).permutation(count)[:wanted])
+def _held_out(d: Draft, train: Conversations) -> tuple[np.ndarray, str | None]:
+    """:func:`launch.chat.held_out.hold_out` of ``--data``, which a checkpoint that is continued must have held out."""
+    a = d.args
+    numbers, digest = hold_out(train, a.valid_share, a.seed)
+    source = require_loadable(a.load, a.save)
+    earlier = {} if source is None else (read_manifest(source).get("run") or {}).get("data", {})
+    if source is not None and "packed" in earlier:  # of another program's checkpoint other errors tell
+        check_kept(source, earlier, a.valid_share, digest)
+    return numbers, digest
 
 
 def _told(found: Conversations, files: list[str]) -> str:
@@ -269,8 +281,11 @@ def _about(held: Held, name: str, seq_length: int) -> str:
     )
 
 
-def datasets(p: FinetunePlan) -> list[Any]:
-    """Train and valid set, and no test set. Rank 0 writes the list of what was left out."""
+def datasets(p: FinetunePlan, begun: Progress | None = None) -> list[Any]:
+    """Train and valid set, and no test set. Rank 0 writes the list of what was left out.
+
+    ``begun``, where the run continues, changes neither: the sequences' order has its end in it, or none.
+    """
     both = [p.train, *([] if p.valid is None else [p.valid])]
     lists = dict.fromkeys(held.conversations.dropped() for held in both)  # both may be parts of the same files
     on_rank_0(lambda: _write_list(Path(p.args.output, "dropped.jsonl"), "".join(lists)))

@@ -267,7 +267,8 @@ def _with_batch(args: argparse.Namespace, model: ModelConfig, settings: dict[str
         if args.micro_batch is not None or settings.get(MICRO) is not None:
             settings.pop(TOTAL, None)  # it follows
     if auto_batch(args, settings, dp):
-        run = _run(model, settings, coat, args, world, 1, settings.get(STEPS) or 1)
+        smallest = batch_sizes(settings, dp)  # the micro-batch is 1 by now: what is told where nothing fits
+        run = _run(model, settings, coat, args, world, smallest.micro, smallest.accumulation)
         return next(candidates(run, gpu, settings.get(TOTAL), settings.get(STEPS)), run), gpu, args
     sizes = batch_sizes(settings, dp)
     return _run(model, settings, coat, args, world, sizes.micro, sizes.accumulation), gpu, args

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from launch.training.settings import batch_sizes
+
 from .arguments import as_json, chosen_gpu
 from .report import answer, text
 from .run import Run
@@ -21,7 +23,8 @@ def dry_run(p: Any, rank: int = 0) -> int:
     gpu, run = chosen_gpu(p.args), Run.of_plan(p)
     if p.auto:
         given = p.settings.get("train_batch_size"), p.settings.get("gradient_accumulation_steps")
-        run = next(candidates(run, gpu, *given), run)
+        smallest = batch_sizes(p.settings, p.dp)  # where nothing fits, with the samples that a step is to have
+        run = next(candidates(run, gpu, *given), run.but(micro=smallest.micro, accumulation=smallest.accumulation))
     if rank == 0:
         print(as_json(answer(run, gpu)) if p.args.json else text(run, gpu), flush=True)
     return 0

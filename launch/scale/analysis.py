@@ -81,7 +81,12 @@ def analyse(
                 raise
             found["left_out"][f"{variant}, what steps are made of"] = str(problem)
             continue
-        found["fits"][variant] = {"micro_batch": fitted.micro, "update": fitted.update, "shows": fitted.shows}
+        found["fits"][variant] = {
+            "micro_batch": fitted.micro,
+            "update": fitted.update,
+            "shows": fitted.shows,
+            "shows_error": fitted.shows_error,
+        }
         found["predictions"] += _predictions(fitted, variant, predict, found["steps"], identity)
     return found
 

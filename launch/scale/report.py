@@ -106,6 +106,8 @@ def markdown(found: Mapping[str, Any]) -> str:
             f"{_milliseconds(one['update'])} ms of update, {100 * one['shows']:.0f} % of data parallelism's "
             "communication shows.",
         ]
+        if one["shows"] - one["shows_error"] > 1:
+            lines[-1] += _MORE_THAN_ALL
     if found["held_out"]:
         lines += ["", "## Predicted from fewer ranks, and measured", ""]
         lines += table(
@@ -147,6 +149,10 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_MORE_THAN_ALL = (
+    " More than all of it cannot show: ranks slow each other in another way, such as by sharing cores, which this "
+    "describes badly, and predictions of more ranks do not hold."
+)
 _RANGES = (
     "Ranges are 95 %: the scatter of the measurements and what it leaves open in the factors, every growth of latency "
     "that fits (or, of a link that was given, its bandwidth from 0.7 to 1.15), and waiting for the slowest rank. They "

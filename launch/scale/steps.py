@@ -93,6 +93,12 @@ class StepFit:
         """K."""
         return float(self.fits[0].factors[2])
 
+    @property
+    def shows_error(self) -> float:
+        """Half of a 95 % interval of K; 0 where steps say nothing of it."""
+        best = self.fits[0]
+        return self.t * best.scatter * float(np.sqrt(best.covariance[2, 2]))
+
     def seconds(self, ranks: int, accumulation: int) -> Range:
         """Of a step on ``ranks`` ranks: a 95 % range.
 

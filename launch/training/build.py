@@ -15,7 +15,7 @@ from launch.data import dataset as data
 from launch.data.packed import packed_documents
 from launch.model.experts import scale_aux_loss
 from launch.model.gpt import build_model
-from launch.training.loop import Batch
+from launch.training.loop import Batch, Progress
 from launch.training.plan import Plan, as_typed
 from launch.weights import fill
 
@@ -127,9 +127,15 @@ def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
     return step
 
 
-def datasets(p: Plan) -> list[Any]:
-    """Train, valid and test set; the last two are None where there is no evaluation, the last where it has no share."""
-    a = p.args
+def datasets(p: Plan, begun: Progress | None = None) -> list[Any]:
+    """Train, valid and test set; the last two are None where there is no evaluation, the last where it has no share.
+
+    ``begun``: where the run continues; None = at its beginning. The training set ends where the run does, after the
+    samples that were used and those of the steps that are left: the steps before may have had more samples than these,
+    and a set of ``--train-steps`` times the present batch would then begin again within what was trained on.
+    """
+    a, begun = p.args, begun or Progress()
+    left = max(a.train_steps - begun.step, 0)
     asked = a.eval_steps * p.batch.micro * p.dp if a.eval_interval else 0
     with as_typed():
         return list(
@@ -137,7 +143,7 @@ def datasets(p: Plan) -> list[Any]:
                 a.data,
                 a.split,
                 p.model.seq_length,
-                train_samples=a.train_steps * p.batch.total,
+                train_samples=begun.consumed_samples + left * p.batch.total,
                 valid_samples=asked,
                 test_samples=asked if data.parse_split(a.split)[2] else 0,
                 seed=a.seed,

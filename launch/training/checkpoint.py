@@ -22,6 +22,7 @@ from coat_dist.checkpoint.publish import find, name_of
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
 from coat_dist.checkpoint.shared import wrong_part
 from coat_dist.checkpoint.team import Team, everyone, team_of
+from coat_dist.config import look_up
 from launch.training.runtime import get_random_state, reseed, set_random_state
 from launch.weights.source import CARRIED, Weights, files_in
 
@@ -41,10 +42,6 @@ _STRUCTURE = (
     "format",
 )
 _UNIVERSAL_STRUCTURE = ("model.", "format")
-_CONVERSION = (
-    "launch/to_universal.py converts it for other parallel sizes, ZeRO stages and optimizers; --load auto does so by "
-    "itself for parallel sizes and ZeRO stages (not with checkpoint.use_node_local_storage)"
-)
 _LAYOUT = (
     "parallel.",
     "deepspeed.zero_optimization.stage",
@@ -64,7 +61,9 @@ _FREE = (
     "model.moe_aux_loss_coeff",
     "model.moe_token_dispatcher_type",
     "parallel.sequence_parallel",
+    "deepspeed.coat.optimizer.stochastic_rounding",  # how the next codes are found; what they mean stays
 )
+_NODE_LOCAL = "deepspeed.checkpoint.use_node_local_storage"
 
 
 def save(
@@ -155,13 +154,30 @@ def examine(checkpoint: Path, run: Mapping[str, Any], team: Team | None = None) 
     manifest = team.ask_leader(lambda: _own_manifest(checkpoint, team), CheckpointError)
     changed = differences(manifest["run"], run)
     structure = _UNIVERSAL_STRUCTURE if manifest.get("universal") else _STRUCTURE
-    fatal = [line for key, line in changed.items() if _among(key, structure)]
-    if fatal:
-        hint = "" if any(_among(key, _UNIVERSAL_STRUCTURE) for key in changed) else f"\n{_CONVERSION}"
-        raise CheckpointError(f"{checkpoint} was made by a different run:\n" + "\n".join(fatal) + hint)
+    if fatal := {key: line for key, line in changed.items() if _among(key, structure)}:
+        lines = [f"{checkpoint} was made by a different run:", *fatal.values()]
+        if not any(_among(key, _UNIVERSAL_STRUCTURE) for key in fatal):
+            lines.append(_way_out(checkpoint, manifest, run, fatal))
+        raise CheckpointError("\n".join(lines))
     verify(checkpoint, manifest["files"], team)
     told = [_DIGEST.sub(r"\1", v) for k, v in changed.items() if not _among(k, structure) and k != "batch.given"]
     return Examined(checkpoint, manifest, run, told)
+
+
+def _way_out(checkpoint: Path, manifest: Mapping[str, Any], run: Mapping[str, Any], fatal: Collection[str]) -> str:
+    """What makes a checkpoint fit a run from which it differs in the keys ``fatal``."""
+    if manifest.get("part"):
+        return (
+            "what lies on nodes' own disks (checkpoint.use_node_local_storage) is not converted, accepted: the "
+            "checkpoint's own values of these keys"
+        )
+    in_the_way = [key for key in fatal if not key.startswith(_LAYOUT)]
+    in_the_way += [_NODE_LOCAL] if look_up(run, _NODE_LOCAL) else []
+    by_itself = f"cannot, because of {', '.join(in_the_way)}" if in_the_way else "does so by itself"
+    return (
+        f"launch/to_universal.py --load {checkpoint} --output DIR converts it for these settings, and --load DIR takes "
+        f"what it wrote; --load auto {by_itself}"
+    )
 
 
 def _own_manifest(checkpoint: Path, team: Team) -> dict[str, Any]:

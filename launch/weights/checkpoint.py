@@ -13,6 +13,7 @@ from coat_dist.checkpoint.publish import LATEST, find
 from coat_dist.checkpoint.universal_folder import UniversalFolder
 from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.zero_files import Shard
+from coat_dist.ranks import alone
 from launch.model.gpt import ModelConfig
 from launch.weights.forget import forget
 from launch.weights.grouped import Ungrouped
@@ -70,9 +71,16 @@ class CheckpointWeights(Weights):
             if self.model.num_moe_experts is not None:
                 self._source = Ungrouped(self._source, self.model.num_moe_experts, self.model.hidden_size)
         except ValueError as problem:
+            self._check_sizes()
             raise CheckpointError(str(problem)) from None
         self._check("--model" if model is not None else MANIFEST)
         self._last: tuple[str, torch.Tensor] | None = None
+
+    def _check_sizes(self) -> None:
+        """After files could not be read: of one that was cut off the manifest says more than torch does."""
+        if files := self.manifest.get("files"):
+            with alone():  # only this rank may have got here
+                verify(self.path, files, checksums=False)
 
     def _check(self, by: str) -> None:
         """Whether these are the tensors of the model that ``by`` describes: of others, rows would be mixed up."""

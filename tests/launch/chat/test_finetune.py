@@ -84,6 +84,8 @@ def test_restart_is_exact(work, tmp_path):
     stopped = run_ranks(2, rank_main, command(work, parts, config, *both, "--stop-at-step", steps // 2 + 1))[0]
     assert "--stop-at-step" in stopped and "exported" not in stopped and not (parts / "hf").exists()
     assert "exported to" in run_ranks(2, rank_main, command(work, parts, config, *both))[0]
+    (end, _) = run_ranks(2, rank_main, command(work, parts, config, *both, "--seed", "5"))
+    assert end.startswith("CheckpointError: --valid-share: got 0.2, which holds out other conversations than"), end
     assert losses(straight) == losses(parts)
     assert [r.get("valid_loss") for r in read_metrics(straight)] == [r.get("valid_loss") for r in read_metrics(parts)]
     one, other = exported(straight), exported(parts)

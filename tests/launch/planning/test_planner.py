@@ -45,6 +45,15 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(capsys) -> None:
     assert not say(capsys, *SEVEN, "--micro-batch", str(said["micro_batch"] + 1))["fits"]
 
 
+@pytest.mark.parametrize(("batch", "accumulation"), [({}, 1), ({"train_batch_size": 64}, 8)])
+def test_where_nothing_fits_a_step_has_its_samples_all_the_same(tmp_path, capsys, batch, accumulation) -> None:
+    config = configuration(tmp_path, 2, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None, **batch)
+    options = ["--deepspeed_config", config, "--micro-batch", "auto", "--gpu-memory", "4GiB"]
+    said = say(capsys, *SEVEN, *options)
+    assert not said["fits"] and said["largest_micro_batch"] == 0
+    assert (said["micro_batch"], said["gradient_accumulation_steps"]) == (1, accumulation)
+
+
 @pytest.mark.parametrize(
     ("options", "larger"),
     [
@@ -117,6 +126,13 @@ def test_a_dry_run_says_the_same_without_a_launcher(work, tmp_path, capsys, monk
     dry = json.loads(capsys.readouterr().out)
     options = ["--model", str(work / "model.json"), "--deepspeed_config", config, "--vocab-size", "250"]
     assert dry == say(capsys, *options, "--gpus", "4", "--gpu", "h100")
+    # Also where nothing fits.
+    config = configuration(tmp_path, 2, train_batch_size=64, gradient_accumulation_steps=None)
+    more = ["--gpus", "4", "--micro-batch", "auto", "--gpu-memory", "1GiB"]
+    assert pretrain.main(command(work, tmp_path / "run", config, "--dry-run", "--json", *more)) == 0
+    dry = json.loads(capsys.readouterr().out)
+    assert dry == say(capsys, *options[:2], "--deepspeed_config", config, *options[4:], *more) and not dry["fits"]
+    assert dry["gradient_accumulation_steps"] == 16
     assert not (tmp_path / "run").exists()
 
 

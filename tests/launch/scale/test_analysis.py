@@ -32,6 +32,16 @@ def test_four_ranks_from_one_and_two(shape, shows):
     assert inside == every
 
 
+@pytest.mark.parametrize(("shows", "told"), [(0.0, False), (1.0, False), (4.0, True)])
+def test_more_than_all_of_communication_cannot_show(shows, told):
+    """Ranks that slow each other otherwise: the page says that predictions do not hold."""
+    for seed in range(5):
+        found = analyse(Cluster(shows=shows, noise=0.02, seed=seed).measured(1, 2, 4), predict=[8])
+        lines = [line for line in markdown(found).splitlines() if line.startswith("Steps, ")]
+        assert len(lines) == 2
+        assert all(("ranks slow each other" in line and "do not hold" in line) is told for line in lines), lines
+
+
 def test_the_held_out_size_is_measured_and_not_used():
     truth = Cluster("tree", seed=7)
     there = truth.measured(1, 2, 4)

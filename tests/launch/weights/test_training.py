@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from launch.model.gpt import load_model_config
 from launch.training.metrics import read_metrics
 from launch.weights import open_weights
 from launch.weights.checkpoint import find_checkpoint
+from launch.weights.source import CheckpointError
 from tests.launch.hf.folders import SIZES, make, tensors
 from tests.launch.pretrain_runs import FP32_GRADIENTS, configuration
 from tests.launch.weights.runs import options, train
@@ -64,6 +66,12 @@ def test_export_is_what_the_engine_held(work, tmp_path, stage, tp, coat, more):
     again = options(work, tmp_path / "again", config, *parallel, "--init-from", tmp_path / "save", steps=1)
     begun = run_ranks(2, train, again)
     assert all(torch.equal(begun[rank][1][n], ends[rank][2][n]) for rank in range(2) for n in ends[0][2])
+
+    cut = next(find_checkpoint(tmp_path / "save").glob("*optim_states.pt"))
+    whole = cut.stat().st_size
+    os.truncate(cut, whole - 1000)
+    with pytest.raises(CheckpointError, match=rf"{cut}: damaged \(is {whole - 1000} bytes, was {whole}\)"):
+        open_weights(tmp_path / "save")
 
 
 def without_model(argv):
