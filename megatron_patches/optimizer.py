@@ -28,6 +28,7 @@ from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import EARLIER, LAYOUT_KEYS, check_state, ensure_state
 
 from .blocks import pipelined
+from .report import check_same_settings
 from .settings import Config, coat_block
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
@@ -59,8 +60,10 @@ def get_megatron_optimizer(
         Megatron's optimizer; the distributed optimizers in it are :class:`CoatDistributedOptimizer`.
 
     Raises:
-        CoatConfigError: a setting of Megatron's with which moments cannot be in FP8, by its name; a wrong ``coat``.
+        CoatConfigError: a setting of Megatron's with which moments cannot be in FP8, by its name; a wrong ``coat``, or
+            one whose ``"activation"`` is not what the chunks were patched with; chunks that Megatron has not wrapped.
     """
+    _check_chunks(model_chunks)
     _check_config(config, model_chunks)
     moments = _moments(coat, model_chunks)
     built = megatron_optimizer.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
@@ -68,6 +71,16 @@ def get_megatron_optimizer(
         if not optimizer.is_stub_optimizer:
             _convert(optimizer, moments, index)
     return built
+
+
+def _check_chunks(model_chunks: Any) -> None:
+    accepted = "accepted: a list of models in Megatron's DistributedDataParallel"
+    if not isinstance(model_chunks, Sequence | nn.ModuleList) or not model_chunks:
+        given = "an empty list" if isinstance(model_chunks, Sequence) else type(model_chunks).__name__
+        raise CoatConfigError(f"model_chunks: got {given}, {accepted}")
+    for chunk in model_chunks:
+        if not hasattr(chunk, "ddp_config"):  # Megatron-FSDP has one, too, and is refused by its own name
+            raise CoatConfigError(f"model_chunks: got a list with {type(chunk).__name__}, {accepted}")
 
 
 def _check_config(config: Any, model_chunks: Sequence[nn.Module]) -> None:
@@ -103,6 +116,9 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
                 f"{'patched' if patched else 'not patched'}; accepted: "
                 f"{'true' if patched else 'false, or call megatron_patches.patch_model before the model is wrapped'}"
             )
+        if block.activation.enabled:
+            for chunk in model_chunks:
+                check_same_settings(chunk, block.activation)
         moments = block.optimizer
     if moments.master_weights != "parameter":
         raise CoatConfigError(
