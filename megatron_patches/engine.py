@@ -150,6 +150,7 @@ def _patch(model: nn.Module, coat: CoatConfig | None) -> tuple[PatchReport | Non
         try:
             return patch_model(model, coat), True
         except ValueError as problem:
-            raise CoatConfigError(f"coat.activation: {problem}") from problem
+            where = "coat." if str(problem).startswith("activation.") else "coat.activation: "
+            raise CoatConfigError(f"{where}{problem}") from problem
     check_same_settings(model, coat.activation)
     return before, False

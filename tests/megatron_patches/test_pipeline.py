@@ -77,8 +77,8 @@ def test_bf16_layers_count_over_all_stages(layers, expected):
 @pytest.mark.parametrize(
     ("settings", "change", "message"),
     [
-        ({"bf16_layers": (4,)}, {}, "bf16_layers: got 4, accepted: -4 to 3 for 4 layers"),
-        ({"bf16_layers": (0, 1, 2, 3)}, {}, "nothing to patch"),
+        ({"bf16_layers": (4,)}, {}, "bf16_layers: got 4, accepted: 0 to 3, or -4 to -1 from the last, for 4 layers"),
+        ({"bf16_layers": (0, 1, 2, 3)}, {}, r"^activation.bf16_layers: got \[0, 1, 2, 3\], every layer"),
         ({}, {"cpu_offloading": True}, r"nothing to patch(.|\n)*config.cpu_offloading=True"),
         (
             {"z_loss": 1e-4},
