@@ -27,7 +27,6 @@ from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import EARLIER, LAYOUT_KEYS, check_state, ensure_state
 
-from .blocks import pipelined
 from .report import check_same_settings
 from .settings import Config, coat_block
 
@@ -109,8 +108,13 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
         moments = coat
     else:
         block = coat_block(coat, "coat")
-        patched = any(getattr(type(m), "coat_patched", False) for chunk in model_chunks for m in chunk.modules())
-        if block.activation.enabled != patched and not any(pipelined(chunk) for chunk in model_chunks):
+        # A pipeline stage with nothing to patch has the report alone, and a part of what was patched has none.
+        patched = any(
+            getattr(type(m), "coat_patched", False) or "coat_patch_report" in vars(m)
+            for chunk in model_chunks
+            for m in chunk.modules()
+        )
+        if block.activation.enabled != patched:
             raise CoatConfigError(
                 f"coat.activation.enabled: got {str(block.activation.enabled).lower()} for a model that is "
                 f"{'patched' if patched else 'not patched'}; accepted: "
