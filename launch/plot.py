@@ -29,6 +29,7 @@ from launch.training.metrics import read_metrics
 __all__ = ["draw", "main"]
 
 Records = list[dict[str, Any]]
+_LOSSES = ("loss", "valid_loss", "test_loss")
 
 
 def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_gap: bool = False) -> list[str]:
@@ -41,11 +42,14 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         with_gap: also draw how far the losses are from those of the first run.
 
     Returns:
-        With ``with_gap`` a line for each other run.
+        A line for each run that has no finite loss and, with ``with_gap``, for each but the first.
 
     Raises:
-        ValueError: a format that matplotlib does not write; runs without a common step.
+        ValueError: no run has a finite loss; a format that matplotlib does not write; runs without a common step.
     """
+    without = [name for name, records in runs.items() if not any(series(records, key) for key in _LOSSES)]
+    if len(without) == len(runs):
+        raise ValueError(f"{', '.join(without)}: no finite loss in any step, accepted: a run that has some")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,7 +57,8 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
 
     panels = 4 if with_gap else 3
     figure, (loss, speed, memory, *more) = plt.subplots(1, panels, figsize=(5 * panels, 4.2), layout="constrained")
-    said = _draw_gap(more[0], runs, smooth) if with_gap else []
+    said = [f"{name}: no finite loss in any step" for name in without]
+    said += _draw_gap(more[0], runs, smooth) if with_gap else []
     for index, (name, records) in enumerate(runs.items()):
         color = f"C{index}"
         x, y = _series(records, "loss")

@@ -33,6 +33,12 @@ def check_model(model: nn.Module, settings: ActivationConfig) -> None:
 def check_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None:
     """Raises ValueError, with the report, where the plan is not what the settings ask for."""
     if plan.nothing:
+        asked = plan.report.left.values() or [plan.why_nothing]  # a stage of a pipeline may have no layers to leave
+        if set(asked) == {"bf16_layers"}:
+            raise ValueError(
+                f"activation.bf16_layers: got {list(settings.bf16_layers)}, every layer, and nothing to patch is left; "
+                f"accepted: fewer layers, or activation.enabled false\n{plan.report}"
+            )
         why = f" ({plan.why_nothing})" if plan.why_nothing and not any(layers_of(model)) else ""
         raise ValueError(f"model: nothing to patch{why}\n{plan.report}")
     if settings.z_loss and _loss_stays_plain(plan, model):

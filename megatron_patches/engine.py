@@ -13,7 +13,7 @@ from torch import nn
 
 import coat_dist
 from coat_dist.checkpoint.zero_partitions import base_optimizer
-from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError, load_json
+from coat_dist.config import CoatConfig, CoatConfigError, load_json
 from coat_dist.deepspeed.engine import configurations
 from coat_dist.deepspeed.refusals import read_block
 from coat_dist.deepspeed.replicated_grads import SUMMED
@@ -23,7 +23,7 @@ from .invariance import what_varies
 from .patch import patch_model, unpatch_model
 from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
-from .report import PatchReport
+from .report import PatchReport, check_same_settings, reports_of
 from .stage_check import check_stage
 from .universal import universal_checkpoint_info
 
@@ -143,26 +143,14 @@ def _one_module(model: Any) -> nn.Module:
 
 def _patch(model: nn.Module, coat: CoatConfig | None) -> tuple[PatchReport | None, bool]:
     """The report of the patched model, if it is patched, and whether it was patched just now."""
-    before: PatchReport | None = next(
-        (vars(m)["coat_patch_report"] for m in model.modules() if "coat_patch_report" in vars(m)), None
-    )
+    before = next(reports_of(model), None)
     if coat is None or not coat.activation.enabled:
         return before, False
     if before is None:
         try:
             return patch_model(model, coat), True
         except ValueError as problem:
-            raise CoatConfigError(f"coat.activation: {problem}") from problem
-    if before.settings != coat.activation:
-        raise CoatConfigError(
-            f"coat.activation: got a model that is patched already with {_difference(before.settings, coat.activation)}"
-            "; accepted: the same settings, or an unpatched model"
-        )
+            where = "coat." if str(problem).startswith("activation.") else "coat.activation: "
+            raise CoatConfigError(f"{where}{problem}") from problem
+    check_same_settings(model, coat.activation)
     return before, False
-
-
-def _difference(model: ActivationConfig | None, block: ActivationConfig) -> str:
-    if model is None:
-        return "unknown settings"
-    pairs = [(key, getattr(model, key), value) for key, value in block if getattr(model, key) != value]
-    return ", ".join(f"{key} {given!r} where the block says {asked!r}" for key, given, asked in pairs)

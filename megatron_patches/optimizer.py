@@ -27,7 +27,7 @@ from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import EARLIER, LAYOUT_KEYS, check_state, ensure_state
 
-from .blocks import pipelined
+from .report import check_same_settings
 from .settings import Config, coat_block
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
@@ -59,8 +59,10 @@ def get_megatron_optimizer(
         Megatron's optimizer; the distributed optimizers in it are :class:`CoatDistributedOptimizer`.
 
     Raises:
-        CoatConfigError: a setting of Megatron's with which moments cannot be in FP8, by its name; a wrong ``coat``.
+        CoatConfigError: a setting of Megatron's with which moments cannot be in FP8, by its name; a wrong ``coat``, or
+            one whose ``"activation"`` is not what the chunks were patched with; chunks that Megatron has not wrapped.
     """
+    _check_chunks(model_chunks)
     _check_config(config, model_chunks)
     moments = _moments(coat, model_chunks)
     built = megatron_optimizer.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
@@ -68,6 +70,16 @@ def get_megatron_optimizer(
         if not optimizer.is_stub_optimizer:
             _convert(optimizer, moments, index)
     return built
+
+
+def _check_chunks(model_chunks: Any) -> None:
+    accepted = "accepted: a list of models in Megatron's DistributedDataParallel"
+    if not isinstance(model_chunks, Sequence | nn.ModuleList) or not model_chunks:
+        given = "an empty list" if isinstance(model_chunks, Sequence) else type(model_chunks).__name__
+        raise CoatConfigError(f"model_chunks: got {given}, {accepted}")
+    for chunk in model_chunks:
+        if not hasattr(chunk, "ddp_config"):  # Megatron-FSDP has one, too, and is refused by its own name
+            raise CoatConfigError(f"model_chunks: got a list with {type(chunk).__name__}, {accepted}")
 
 
 def _check_config(config: Any, model_chunks: Sequence[nn.Module]) -> None:
@@ -96,13 +108,21 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
         moments = coat
     else:
         block = coat_block(coat, "coat")
-        patched = any(getattr(type(m), "coat_patched", False) for chunk in model_chunks for m in chunk.modules())
-        if block.activation.enabled != patched and not any(pipelined(chunk) for chunk in model_chunks):
+        # A pipeline stage with nothing to patch has the report alone, and a part of what was patched has none.
+        patched = any(
+            getattr(type(m), "coat_patched", False) or "coat_patch_report" in vars(m)
+            for chunk in model_chunks
+            for m in chunk.modules()
+        )
+        if block.activation.enabled != patched:
             raise CoatConfigError(
                 f"coat.activation.enabled: got {str(block.activation.enabled).lower()} for a model that is "
                 f"{'patched' if patched else 'not patched'}; accepted: "
                 f"{'true' if patched else 'false, or call megatron_patches.patch_model before the model is wrapped'}"
             )
+        if block.activation.enabled:
+            for chunk in model_chunks:
+                check_same_settings(chunk, block.activation)
         moments = block.optimizer
     if moments.master_weights != "parameter":
         raise CoatConfigError(

@@ -112,5 +112,5 @@ def _check_bf16_layers(settings: ActivationConfig, layers: int) -> None:
     """Raises ValueError for an index that is out of range; ``layers``: of the highest stack in the model."""
     wrong = [i for i in settings.bf16_layers if not -layers <= i < layers]
     if wrong and layers:
-        accepted = f"{-layers} to {layers - 1} for {layers} layers"
+        accepted = f"0 to {layers - 1}, or {-layers} to -1 from the last, for {layers} layers"
         raise ValueError(f"activation.bf16_layers: got {wrong[0]}, accepted: {accepted}")

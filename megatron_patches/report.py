@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from coat_dist.config import ActivationConfig
+from torch import nn
 
-__all__ = ["PatchReport"]
+from coat_dist.config import ActivationConfig, CoatConfigError
+
+__all__ = ["PatchReport", "check_same_settings", "reports_of"]
 
 
 @dataclass
@@ -45,6 +48,30 @@ class PatchReport:
                 lines += [f"  {word}  {names}: {reason}" for names in _condensed(group)]
         lines += [f"  loss     {name}: {how}" for name, how in self.loss.items()]
         return "\n".join(lines + [f"  note     {note}" for note in self.notes])
+
+
+def reports_of(model: nn.Module) -> Iterator[PatchReport]:
+    """The reports of what was patched in ``model``: none where nothing was, several where parts were one by one."""
+    for module in model.modules():
+        if "coat_patch_report" in vars(module):
+            yield vars(module)["coat_patch_report"]
+
+
+def check_same_settings(model: nn.Module, block: ActivationConfig) -> None:
+    """Raises CoatConfigError where something in ``model`` was patched with other settings than a block's."""
+    for report in reports_of(model):
+        if report.settings != block:
+            raise CoatConfigError(
+                "coat.activation: got a model that is patched already with "
+                f"{_difference(report.settings, block)}; accepted: the same settings, or an unpatched model"
+            )
+
+
+def _difference(model: ActivationConfig | None, block: ActivationConfig) -> str:
+    if model is None:
+        return "unknown settings"
+    pairs = [(key, getattr(model, key), value) for key, value in block if getattr(model, key) != value]
+    return ", ".join(f"{key} {given!r} where the block says {asked!r}" for key, given, asked in pairs)
 
 
 def _condensed(names: list[str]) -> list[str]:

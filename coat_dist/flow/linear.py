@@ -41,9 +41,13 @@ def linear(
         ``[..., n]`` of x's dtype, summed over ranks; with sequence parallelism this rank's share of dimension 0.
 
     Raises:
+        TypeError: x is no tensor.
         ValueError: a shape or dtype that does not fit; names the argument.
     """
     check_settings(settings)
+    if not isinstance(x, torch.Tensor):
+        pair = "; flow.attention returns (output, compressed)" if isinstance(x, tuple) else ""
+        raise TypeError(f"x: got {type(x).__name__}, accepted: a tensor{pair}")
     check_input(x, weight)
     if tp.sharded and x.shape[0] % tp.size:
         raise ValueError(f"x: got a sequence of {x.shape[0]}, accepted: a multiple of {tp.size}, its ranks")

@@ -43,10 +43,16 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
     Raises:
         CoatConfigError: not started by a launcher, or more ranks than GPUs.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
         program = "finetune" if Path(sys.argv[0]).stem == "finetune" else "pretrain"
+        of_step = next((name for name in sorted(os.environ) if name.startswith("SLURM_STEP")), None)
+        if of_step is not None and "SLURM_PROCID" not in os.environ:  # from which RANK would have been set
+            raise CoatConfigError(
+                f"SLURM_PROCID: not set beside {of_step}, accepted: the task's number, as `srun python "
+                f"launch/{program}.py ...` sets it; or {', '.join(missing)}, as a launcher does"
+            )
         raise CoatConfigError(
-            f"RANK: not set, accepted: start with `deepspeed launch/{program}.py ...` or "
+            f"{missing[0]}: not set, accepted: start with `deepspeed launch/{program}.py ...` or "
             f"`torchrun launch/{program}.py ...`, under SLURM also `srun python launch/{program}.py ...`"
         )
     gpu = torch.cuda.is_available()

@@ -57,6 +57,22 @@ def test_bad_input_is_one_line(tmp_path, capsys, content):
     assert error.startswith("error: ") and error.count("\n") == 1 and str(tmp_path) in error
 
 
+def test_runs_without_a_finite_loss_are_said(tmp_path, capsys):
+    """All of them: an error, and no empty picture; some of them: a line."""
+    write(tmp_path / "good", range(1, 3))
+    for name in ("bad", "worse"):
+        write(tmp_path / name, range(1, 3), loss=None)
+    picture = tmp_path / "x.png"
+    assert main([str(tmp_path / "bad"), str(tmp_path / "worse"), "--output", str(picture)]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: bad, worse: no finite loss in any step, accepted: a run that has some\n"
+    assert not picture.exists()
+    assert main([str(tmp_path / "good"), str(tmp_path / "bad"), "--output", str(picture)]) == 0
+    out = capsys.readouterr()
+    assert "bad: no finite loss in any step\n" in out.out + out.err and picture.exists()
+    assert "good: no finite" not in out.out + out.err
+
+
 def test_unknown_format_is_one_line(tmp_path, capsys):
     write(tmp_path / "a", range(1, 3))
     assert main([str(tmp_path / "a"), "--output", str(tmp_path / "x.nonsense")]) == 2

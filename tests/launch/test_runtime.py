@@ -108,10 +108,29 @@ def test_random_states_survive_a_file(tmp_path):
     assert results[0][0][0][3] != results[1][0][0][3]  # tensor-parallel regions draw differently on each rank
 
 
+def _without_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", *(name for name in os.environ if name.startswith("SLURM_"))):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_task_of_srun_without_its_number_is_told_so(monkeypatch):
+    _without_launcher(monkeypatch)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(CoatConfigError) as caught:
+        runtime.start(None)
+    assert str(caught.value) == (
+        "SLURM_PROCID: not set beside SLURM_STEP_NUM_TASKS, accepted: the task's number, as `srun python "
+        "launch/pretrain.py ...` sets it; or RANK, WORLD_SIZE, as a launcher does"
+    )
+
+
 def test_needs_a_launcher(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+    _without_launcher(monkeypatch)
     with pytest.raises(CoatConfigError, match="RANK: not set, accepted: start with `deepspeed launch/pretrain.py"):
         runtime.start(None)
     monkeypatch.setattr("sys.argv", ["launch/finetune.py"])
     with pytest.raises(CoatConfigError, match="or `torchrun launch/finetune.py"):
+        runtime.start(None)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(CoatConfigError, match="^WORLD_SIZE: not set, accepted: start with"):
         runtime.start(None)

@@ -13,6 +13,7 @@ import torch
 
 from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
 from megatron_patches import patch_model, patched
+from megatron_patches.engine import _patch
 from tests.support import run_ranks
 
 from .tiny import NARROW, tiny_gpt
@@ -297,6 +298,21 @@ def test_patch_model_refuses_what_has_no_block(config, said):
 def test_patch_model_refuses_what_is_no_model(model):
     with pytest.raises(ValueError, match="model: got (dict|str|list), accepted: a module, or a list of model chunks"):
         patch_model(model, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"bf16_layers": [2]}, "coat.activation.bf16_layers: got 2, accepted: 0 to 1, or -2 to -1 from the last"),
+        ({"bf16_layers": [0, 1]}, "coat.activation.bf16_layers: got [0, 1], every layer"),
+        ({}, "coat.activation: model: got Linear, which holds no Megatron transformer layer"),
+    ],
+)
+def test_initialize_names_a_key_of_the_block_once(settings, said):
+    model = tiny_gpt() if settings else torch.nn.Linear(4, 4)
+    with pytest.raises(CoatConfigError) as caught:
+        _patch(model, CoatConfig.parse({"activation": settings}))
+    assert str(caught.value).startswith(said)
 
 
 def _notes_of_invariance(rank, world):

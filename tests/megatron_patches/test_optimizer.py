@@ -271,6 +271,12 @@ def test_other_models_resume_to_the_bit(tmp_path, tp, model):
             {},
             "coat.activation.enabled: got false for a model that is pat",
         ),
+        (
+            {"coat": {"activation": {"forward_scales": "tensor", "bf16_layers": [0]}}},
+            {},
+            "coat.activation: got a model that is patched already with forward_scales 'row' where the block says "
+            "'tensor', bf16_layers () where the block says (0,); accepted: the same settings, or an unpatched model",
+        ),
         ({"optimizer": {}}, {}, 'coat: got a dict without a "coat" block'),
         (Moments(master_weights="bf16_remainder"), {}, "coat.optimizer.master_weights"),
     ],
@@ -279,6 +285,29 @@ def test_what_is_refused(coat, options, said):
     with pytest.raises(CoatConfigError) as caught:
         Run(coat, **options)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        (lambda ddp: ddp, "got DistributedDataParallel"),
+        (lambda ddp: ddp.module, "got ChunkedLossGPTModel"),
+        (lambda ddp: [ddp, ddp.module], "got a list with ChunkedLossGPTModel"),
+        (lambda ddp: [], "got an empty list"),
+        (lambda ddp: None, "got NoneType"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_chunks_that_megatron_has_not_wrapped_are_refused_before_all_else(chunks, said, kind):
+    from megatron.core.optimizer import OptimizerConfig
+
+    from megatron_patches import get_megatron_optimizer
+
+    config = OptimizerConfig(optimizer=kind, lr=1e-3, bf16=True, use_distributed_optimizer=True)
+    with pytest.raises(CoatConfigError) as caught:
+        get_megatron_optimizer(config, chunks(Run(COAT).model), coat=COAT)
+    accepted = "accepted: a list of models in Megatron's DistributedDataParallel"
+    assert str(caught.value) == f"model_chunks: {said}, {accepted}"
 
 
 def test_gradients_that_would_be_summed_twice_are_refused():

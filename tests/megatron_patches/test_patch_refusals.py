@@ -121,8 +121,22 @@ def test_bf16_layers(layers, kept):
 
 @pytest.mark.parametrize("index", [2, -3, 99])
 def test_bf16_layers_out_of_range(index):
-    with pytest.raises(ValueError, match=rf"bf16_layers: got {index}, accepted: -2 to 1 for 2 layers"):
+    said = rf"^activation.bf16_layers: got {index}, accepted: 0 to 1, or -2 to -1 from the last, for 2 layers$"
+    with pytest.raises(ValueError, match=said):
         patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(index,)))
+
+
+def test_bf16_layers_that_leave_nothing_are_named():
+    with pytest.raises(ValueError) as caught:
+        patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(0, -1)))
+    assert str(caught.value).startswith(
+        "activation.bf16_layers: got [0, -1], every layer, and nothing to patch is left; accepted: fewer layers, or "
+        "activation.enabled false\nFP8 flow: 0 of 4 blocks patched"
+    )
+    model = tiny_gpt()
+    model.config.cpu_offloading = True  # of the layers that are not asked for
+    with pytest.raises(ValueError, match="^model: nothing to patch"):
+        patch_model(model, ActivationConfig(bf16_layers=(0,)))
 
 
 def test_patching_twice_unpatching_twice_and_patching_nothing():

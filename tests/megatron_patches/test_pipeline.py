@@ -12,6 +12,7 @@ from torch import nn
 from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, patch_model, patched, unpatch_model
 from megatron_patches.loss import ChunkedLossGPTModel
+from megatron_patches.optimizer import _moments
 
 from .tiny import BATCH, HIDDEN, SEQ, VOCAB, tiny_batch, tiny_config, tiny_gpt
 
@@ -77,8 +78,8 @@ def test_bf16_layers_count_over_all_stages(layers, expected):
 @pytest.mark.parametrize(
     ("settings", "change", "message"),
     [
-        ({"bf16_layers": (4,)}, {}, "bf16_layers: got 4, accepted: -4 to 3 for 4 layers"),
-        ({"bf16_layers": (0, 1, 2, 3)}, {}, "nothing to patch"),
+        ({"bf16_layers": (4,)}, {}, "bf16_layers: got 4, accepted: 0 to 3, or -4 to -1 from the last, for 4 layers"),
+        ({"bf16_layers": (0, 1, 2, 3)}, {}, r"^activation.bf16_layers: got \[0, 1, 2, 3\], every layer"),
         ({}, {"cpu_offloading": True}, r"nothing to patch(.|\n)*config.cpu_offloading=True"),
         (
             {"z_loss": 1e-4},
@@ -105,6 +106,19 @@ def test_a_list_of_model_chunks(device):
         with pytest.raises(ValueError, match=r"patched already \(0\.decoder"):
             patch_model(chunks, ActivationConfig())
     assert not any(getattr(type(m), "coat_patched", False) for c in chunks for m in c.modules())
+
+
+def test_megatrons_optimizer_knows_a_stage_that_was_not_patched():
+    """By its report, which a stage without layers has, too."""
+    last = stage((), last=True)
+    with pytest.raises(ValueError, match="coat.activation.enabled: got true for a model that is not patched"):
+        _moments({"coat": {}}, [last])
+    with patched(last, ActivationConfig(loss="plain")) as report:
+        assert not report.patched and _moments({"coat": {"activation": {"loss": "plain"}}}, [last])
+        with pytest.raises(ValueError, match="coat.activation.enabled: got false for a model that is patched"):
+            _moments({"coat": {"activation": {"enabled": False}}}, [last])
+        with pytest.raises(ValueError, match="loss 'plain' where the block says 'chunked'"):
+            _moments({"coat": {}}, [last])
 
 
 def test_without_a_pipeline_a_model_without_layers_is_refused():

@@ -182,7 +182,7 @@ def test_bf16_layers_count_in_each_stack():
         assert set(report.left) == {f"vision.decoder.layers.2.{b}" for b in ("self_attention", "mlp")}
     with patched(model, ActivationConfig(bf16_layers=(-1,))) as report:
         assert {n[: n.rindex(".")] for n in report.left} == {"vision.decoder.layers.2", "language.decoder.layers.1"}
-    with pytest.raises(ValueError, match="bf16_layers: got 3, accepted: -3 to 2 for 3 layers"):
+    with pytest.raises(ValueError, match="got 3, accepted: 0 to 2, or -3 to -1 from the last, for 3 layers"):
         patch_model(model, ActivationConfig(bf16_layers=(3,)))
 
 

@@ -138,6 +138,9 @@ def test_bad_documents_are_named():
         for attend in (kinds("bf16"), kinds("fp8")):
             with pytest.raises(ValueError, match=message):
                 attend(q, k, v, given)
+    for attend in (kinds("bf16"), kinds("fp8")):
+        with pytest.raises(TypeError, match=r"documents: got Tensor, accepted: Documents\(cu_seqlens, max_seqlen\)"):
+            attend(q, k, v, starts)
     for tensors in ([t.expand(-1, 2, -1, -1) for t in (q, k, v)],):
         with pytest.raises(ValueError, match=r"q: got \[40, 2, 4, 32\] with 40 keys, accepted: \[s, 1, heads, d\]"):
             sdpa(*tensors, documents=documents())

@@ -1,0 +1,82 @@
+"""Dropout after a resume under DeepSpeed, in a program of one's own, as docs/checkpoints.md shows it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import run_ranks
+
+STEPS, SAVED_AFTER = 4, 2
+
+
+def _start(stage):
+    import megatron_patches as mp
+
+    from .tiny import SMALL, tiny_gpt
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
+        "coat": {},
+    }
+    model = tiny_gpt(**SMALL, hidden_dropout=0.1, attention_dropout=0.1)
+    return mp.initialize(model=model, config=config)[0]
+
+
+def _train(engine, steps):
+    from .tiny import tiny_batch
+
+    losses = []
+    for step in steps:
+        tokens, labels, positions = tiny_batch(2 * step + dist.get_rank())
+        loss = engine(tokens, positions, None, labels=labels).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _resumes(rank, world, folder, stage):
+    """The rest of a run whose ranks have random states of their own, and of it when it was resumed in three ways."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    from coat_dist.checkpoint.save import Extras
+    from megatron_patches import initialize_model_parallel, rng_state, set_rng_state
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    initialize_model_parallel()
+
+    def write_random(folder):
+        torch.save(rng_state(), folder / f"random_{dist.get_rank()}.pt")
+
+    def read_random(path):
+        return torch.load(Path(path).parent / f"random_{dist.get_rank()}.pt", weights_only=True)
+
+    engine = _start(stage)
+    torch.manual_seed(100 + rank)
+    _train(engine, range(SAVED_AFTER))
+    engine.save_checkpoint(folder, client_state={"rng": rng_state()}, extras=Extras(add_files=write_random))
+    rest, resumed = _train(engine, range(SAVED_AFTER, STEPS)), {}
+    for way in ("nothing", "client_state", "a file a rank"):
+        engine = _start(stage)
+        path, state = engine.load_checkpoint(folder)
+        if way != "nothing":
+            set_rng_state(state["rng"] if way == "client_state" else read_random(path))
+        resumed[way] = _train(engine, range(SAVED_AFTER, STEPS)) == rest
+    return resumed
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_file_a_rank_resumes_dropout_to_the_bit(tmp_path, stage):
+    """``client_state`` below ZeRO-3 gives every rank the first one's state, and a plain resume restores none."""
+    for resumed in run_ranks(2, _resumes, tmp_path, stage):
+        assert resumed == {"nothing": False, "client_state": stage == 3, "a file a rank": True}
