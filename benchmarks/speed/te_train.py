@@ -67,9 +67,14 @@ def spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
 @contextmanager
 def te_layers(recipe: str) -> Iterator[None]:
     """Models that are built inside have Transformer Engine's layers and Megatron's fusions for them, in FP8 by a
-    recipe, or in BF16 by "none"."""
+    recipe, or in BF16 by "none".
+
+    Layers that keep FP8 weights are told by Megatron's schedules when a step begins. Nobody does so here: they would
+    compute with the initial weights for ever. So they quantize in every micro-batch, which is once a step as well.
+    """
     fused = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
-    fp8 = {} if recipe == "none" else {"fp8": "hybrid", "fp8_recipe": recipe}
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "disable_parameter_transpose_cache": True}
+    fp8 = {} if recipe == "none" else fp8
     built = gpt.transformer_config
 
     def config(model: ModelConfig, **given: Any) -> Any:
