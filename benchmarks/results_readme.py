@@ -87,7 +87,8 @@ def whole(results: Path, figures: Path) -> list[str]:
     group = found[0][1]
     text = (
         f"**A whole model.** {whole_report.title(group[0])}, random tokens, sequences of 4096: each variant's largest "
-        "of the micro-batches that were tried."
+        "of the micro-batches that were tried. Retries are those of torch's allocator in five steps, near the end of "
+        "memory."
     )
     lines = [wrapped(text), "", *whole_report.largest(group)]
     if any(one["out_of_memory_at"] is None for one in group):

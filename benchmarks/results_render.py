@@ -81,7 +81,8 @@ def train(found: Result) -> list[str]:
         lines.append(" | ".join(cells))
     to = "".join(f" | to {'Transformer Engine BF16' if base.startswith('TE') else 'BF16'}" for base in bases)
     head = f" | step | tokens/s/GPU{to} | moments, B/param | saved for backward | peak"
-    return rows(head + " | largest loss gap | mean gap, last ten", lines)
+    table = rows(head + " | largest loss gap | mean gap, last ten", lines)
+    return table + [part for note in found.get("notes", ()) for part in ("", note)]
 
 
 def train_tp(found: Result) -> list[str]:

@@ -102,7 +102,7 @@ def _base(pairs: Sequence[Pair]) -> Pair | None:
 def _row(case: dict[str, Any], step: dict[str, Any] | None, base: Pair | None, plus: str = "") -> str:
     name = case["variant"] + mark(case)
     if step is None:
-        return f"| {name} | does not fit | | | | | |"
+        return f"| {name} | does not fit | | | | | | |"
     held = step["held_bytes"]
     speed = step["tokens_per_second_per_gpu"]
     ratio = ""
@@ -111,13 +111,13 @@ def _row(case: dict[str, Any], step: dict[str, Any] | None, base: Pair | None, p
     return (
         f"| {name} | {step['micro_batch']}{plus} | {held['optimizer moments'] / GIB:.1f} | "
         f"{held['activations'] / GIB:.1f} | "
-        f"{step.get('peak_bytes', 0) / GIB:.1f} | {speed:,.0f} | {ratio} |"
+        f"{step.get('peak_bytes', 0) / GIB:.1f} | {speed:,.0f} | {ratio} | {step.get('allocator_retries', '')} |"
     )
 
 
 HEAD = [
-    "| | micro-batch | moments, GiB | saved for backward, GiB | peak, GiB | tokens/s/GPU | to BF16 |",
-    "|---|---|---|---|---|---|---|",
+    "| | micro-batch | moments, GiB | saved for backward, GiB | peak, GiB | tokens/s/GPU | to BF16 | retries |",
+    "|---|---|---|---|---|---|---|---|",
 ]
 
 

@@ -139,6 +139,8 @@ def test_readme_has_training_on_one_gpu_where_two_were_not_measured_with_this_co
     for name, code in (("train-2-ranks", OTHER), ("train-1-rank", digests())):
         put(results, name, training(11.0) if name == "train-2-ranks" else one, code)
     assert "ZeRO-2, one H200, 50 steps" in results_readme.readme_part(results, tmp_path).replace("\n", " ")
+    put(results, "train-1-rank", one | {"notes": ["One of them on another day."]})
+    assert results_tables.lines_of(TABLES["train_one"], results)[-2:] == ["", "One of them on another day."]
     put(results, "train-2-ranks", training(11.0))
     assert "ZeRO-2, two H200s, 50 steps" in results_readme.readme_part(results, tmp_path).replace("\n", " ")
 
@@ -215,7 +217,7 @@ def test_a_change_outdates_the_tables_it_is_about(results) -> None:
 
 
 def test_a_table_of_other_code_is_not_in_readme(results, tmp_path) -> None:
-    for name in ("train-2-ranks", "layer-peers-7b", "optimizer"):
+    for name in ("train-2-ranks", "train-1-rank", "layer-peers-7b", "optimizer"):
         put(results, name, results_tables.read(name, results), OTHER)
     text = results_readme.readme_part(results, tmp_path)
     assert [name for name, start in SPEED.items() if start in text] == ["whole"]
@@ -231,7 +233,8 @@ def test_a_table_of_other_code_is_not_in_readme(results, tmp_path) -> None:
         put(results, "whole", {"cases": cases})
         text = results_readme.readme_part(results, tmp_path)
         assert "|---" not in text and "at the moment there are none" in text.replace("\n", " ")
-    (results / "speed/train-2-ranks.json").unlink()
+    for ranks in ("2-ranks", "1-rank"):
+        (results / f"speed/train-{ranks}.json").unlink()
     assert "|---" not in results_readme.readme_part(results, tmp_path)
 
 

@@ -109,3 +109,13 @@ def test_layers_that_are_not_transformer_engines() -> None:
         model = load_model_config(ROOT / f"configs/models/{name}.json", [])
         with pytest.raises(ValueError, match=f"^{key}: got .*, accepted with Transformer Engine's layers"):
             te_train.spec(model, None)
+
+
+def test_fp8_weights_of_a_peer_are_quantized_in_every_step(monkeypatch) -> None:
+    """Nobody tells its layers when a step begins: what they kept would be the weights of the first step."""
+    monkeypatch.setattr(te_train.gpt, "transformer_config", lambda model, **given: given)
+    with te_train.te_layers("delayed"):
+        config = te_train.gpt.transformer_config(None)
+        assert config["fp8"] == "hybrid" and config["disable_parameter_transpose_cache"]
+    with te_train.te_layers("none"):
+        assert not {"fp8", "disable_parameter_transpose_cache"} & te_train.gpt.transformer_config(None).keys()
