@@ -70,7 +70,8 @@ def te_layers(recipe: str) -> Iterator[None]:
     recipe, or in BF16 by "none".
 
     Layers that keep FP8 weights are told by Megatron's schedules when a step begins. Nobody does so here: they would
-    compute with the initial weights for ever. So they quantize in every micro-batch, which is once a step as well.
+    compute with the initial weights for ever. So they quantize in every micro-batch, which is once a step where a step
+    has one. With more they would be slower than in Megatron, and ``train.py`` refuses that.
     """
     fused = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
     fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "disable_parameter_transpose_cache": True}

@@ -125,6 +125,11 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         arguments.configs = [*(PEERS if arguments.peers is not None else ()), *OURS]
     if any(name in RECIPES for name in arguments.configs) and arguments.peers is None:
         parser.error("--configs: got a peer without --peers, accepted: with a folder that has Transformer Engine")
+    if arguments.accumulation > 1 and any(RECIPES.get(name, "none") != "none" for name in arguments.configs):
+        parser.error(
+            f"--accumulation: got {arguments.accumulation} with a peer in FP8, accepted: 1 (it would quantize its "
+            "weights in every micro-batch)"
+        )
     for name in [*arguments.configs, arguments.peer_config]:
         file = ROOT / f"configs/deepspeed/{name.removesuffix(NCCL_ONLY)}.json"
         if name not in RECIPES and not file.is_file():

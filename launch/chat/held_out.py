@@ -21,7 +21,7 @@ def hold_out(conversations: Conversations, share: float, seed: int) -> tuple[np.
     """Numbers of the held-out conversations, ascending, and a digest of what they hold (None of none).
 
     They are those of the smallest hashes of ids, trained places and seed: a draw at random that does not depend on the
-    order of files and lines.
+    order of files and lines. Copies of what is held out are held out, too, and may make it more than its share.
 
     Raises:
         CoatConfigError: ``share`` of one conversation would leave nothing to train on.
@@ -32,13 +32,16 @@ def hold_out(conversations: Conversations, share: float, seed: int) -> tuple[np.
         if share:
             raise CoatConfigError(f"--valid-share: got {share} of {count} conversation, accepted: 0")
         return np.arange(0), None
-    marks = np.asarray([_mark(*conversations[number], seed) for number in range(count)], np.uint64)
-    chosen = np.sort(np.argsort(marks, kind="stable")[:wanted])  # of copies the first; it does not matter which
+    key = hashlib.sha256(str(seed).encode()).digest()
+    marks = np.asarray([_mark(*conversations[number], key) for number in range(count)], np.uint64)
+    chosen = np.flatnonzero(marks <= np.sort(marks)[wanted - 1])
+    if len(chosen) == count:  # all that would be left are copies of what is held out
+        chosen = np.sort(np.argsort(marks, kind="stable")[:wanted])
     return chosen, hashlib.sha256(np.sort(marks[chosen]).tobytes()).hexdigest()
 
 
-def _mark(ids: np.ndarray, learnt: np.ndarray, seed: int) -> int:
-    made = hashlib.blake2b(ids.tobytes(), digest_size=8, key=str(seed).encode())
+def _mark(ids: np.ndarray, learnt: np.ndarray, key: bytes) -> int:
+    made = hashlib.blake2b(ids.tobytes(), digest_size=8, key=key)
     made.update(learnt.tobytes())
     return int.from_bytes(made.digest(), "big")
 
@@ -61,6 +64,6 @@ def check_kept(source: Path, earlier: Mapping[str, Any], share: float, digest: s
     why = " (it is of a release that chose them by their places in the files)" if by_place else ""
     same = "" if why else "; or its --data, --tokenizer, --chat-template, --seq-length, --valid-share and --seed"
     raise CheckpointError(
-        f"--valid-share: got {share}, which holds out other conversations than {source} does{why}: it has trained on "
-        f"some of them, accepted: --valid FILE, or --valid-share 0{same}"
+        f"--valid-share: got {share}, which holds out other conversations than {source} does{why}: it may have trained "
+        f"on some of them, accepted: --valid FILE, or --valid-share 0{same}"
     )

@@ -119,3 +119,10 @@ def test_fp8_weights_of_a_peer_are_quantized_in_every_step(monkeypatch) -> None:
         assert config["fp8"] == "hybrid" and config["disable_parameter_transpose_cache"]
     with te_train.te_layers("none"):
         assert not {"fp8", "disable_parameter_transpose_cache"} & te_train.gpt.transformer_config(None).keys()
+
+
+def test_peers_in_fp8_take_steps_of_one_micro_batch(capsys) -> None:
+    train.parse(["--peers", "x", "--configs", "TE bf16", "zero2", "--accumulation", "2"])
+    with pytest.raises(SystemExit):
+        train.parse(["--peers", "x", "--accumulation", "2"])
+    assert "--accumulation: got 2 with a peer in FP8, accepted: 1" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_shares(stored):
         hold_out(stored("one"), 0.5, 0)
 
 
-def test_of_copies_as_many_are_held_out_in_any_order(stored):
+def test_copies_are_held_out_together_in_any_order(stored):
     chats = stored("a")
     copies = [*range(30), *range(30), *range(30)]
 
@@ -75,6 +75,11 @@ def test_of_copies_as_many_are_held_out_in_any_order(stored):
     one, other = Repeated(copies), Repeated(copies[::-1])
     (here, digest), (there, same) = (hold_out(c, 0.1, 3) for c in (one, other))
     assert len(here) == 9 and digest == same and content(one, here) == content(other, there)
+    for seed in range(20):  # a tenth and a bit more: the cut would go through copies
+        held, _ = hold_out(one, 0.12, seed)
+        left = set(range(90)) - set(held.tolist())
+        assert len(held) == 12 and not set(content(one, held)) & set(content(one, left))
+    assert len(hold_out(Repeated([4, 4]), 0.5, 0)[0]) == 1, "something is left to train on"
 
 
 def test_what_was_trained_on_is_not_evaluated(tmp_path, stored):
@@ -84,7 +89,7 @@ def test_what_was_trained_on_is_not_evaluated(tmp_path, stored):
     check_kept(tmp_path, kept, 0.0, None)  # --valid FILE, or nothing is held out any more
     with pytest.raises(CheckpointError, match=r"^--valid-share: got 0.2, which .*accepted: --valid FILE, .* --seed$"):
         check_kept(tmp_path, kept, 0.2, other)
-    with pytest.raises(CheckpointError, match="has trained on"):  # everything was trained on
+    with pytest.raises(CheckpointError, match="may have trained on"):  # everything was trained on
         check_kept(tmp_path, {"packed": True, "valid_share": 0.0, "held_out": None}, 0.2, digest)
     with pytest.raises(CheckpointError, match=r"by their places in the files.*accepted: --valid FILE, or .*share 0$"):
         check_kept(tmp_path, {"packed": True, "valid_share": 0.2}, 0.2, digest)
