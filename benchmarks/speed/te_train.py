@@ -74,8 +74,9 @@ def te_layers(recipe: str) -> Iterator[None]:
     has one. With more they would be slower than in Megatron, and ``train.py`` refuses that.
     """
     fused = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
-    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "disable_parameter_transpose_cache": True}
-    fp8 = {} if recipe == "none" else fp8
+    fp8: dict[str, Any] = {}
+    if recipe != "none":
+        fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "disable_parameter_transpose_cache": True}
     built = gpt.transformer_config
 
     def config(model: ModelConfig, **given: Any) -> Any:
