@@ -111,6 +111,8 @@ class ActivationConfig(_Block):
     """Quantize weights on every use, or keep their codes until the weights change: 1 byte a parameter and rank."""
     wgrad: Literal["grad", "main_grad"] = "grad"
     """Weight gradients: given to autograd, or added to ``weight.main_grad`` (``gradient_accumulation_fusion``)."""
+    cuda_graphs: bool = False
+    """Train patched layers as CUDA graphs: for small ones with few tokens, which the host starts too slowly."""
     attention: Literal["bf16", "fp8"] = "bf16"
     """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward computes from that."""
     loss: Literal["chunked", "plain"] = "chunked"
@@ -142,6 +144,10 @@ class ActivationConfig(_Block):
             raise ValueError('expert_dispatch: got "fp8" with forward_scales "tensor", accepted: "auto" or "bf16"')
         if self.expert_dispatch_grad == "fp8" and not self.dispatches_fp8:
             raise ValueError('expert_dispatch_grad: got "fp8" where tokens travel in BF16, accepted: "bf16"')
+        for key, accepted in (("weights", "on_use"), ("wgrad", "grad"), ("tp_invariant", False)):
+            if self.cuda_graphs and getattr(self, key) != accepted:
+                given, needed = json.dumps(getattr(self, key)), json.dumps(accepted)
+                raise ValueError(f"cuda_graphs: got true with {key} {given}, accepted: {key} {needed}, or false")
         if self.z_loss and (self.loss == "plain" or not self.enabled):
             why = 'loss "plain"' if self.enabled else "enabled false"
             raise ValueError(f'z_loss: got {self.z_loss} with {why}, accepted: 0, or loss "chunked" with enabled true')

@@ -15,11 +15,13 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel
+from coat_dist.flow.cuda_graphs import GraphedFunction
 
 from .activations import activation_name
 from .attached import Patch
 from .attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
 from .blocks import NORMS, layers_of
+from .cuda_graphs import GRAPHED
 from .dispatch import FP8AlltoAllDispatcher, may_send_fp8
 from .experts import ExpertMLP, SharedExperts
 from .grouped import GROUPED, grouped_activation
@@ -65,6 +67,8 @@ def apply_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
             swapped = InvariantChunkedLossLinear if settings.tp_invariant else ChunkedLossLinear
             changes.swap(module.output_layer, swapped, Patch(settings, tensor_parallel(module.output_layer)))
             changes.swap(module, ChunkedLossGPTModel)
+        if settings.cuda_graphs:
+            _patch_layers(plan, settings, changes)
         for whole in _given(model):
             changes.set(whole, "coat_patch_report", report)
 
@@ -173,6 +177,22 @@ def _fold_norm(layer: Any, block: str, changes: Changes, report: PatchReport) ->
         changes.set(norm, "coat_recompute", True)
         report.note("recompute_modules 'layernorm' is off in patched blocks: they never keep a norm's output")
     return norm
+
+
+def _patch_layers(plan: Plan, settings: ActivationConfig, changes: Changes) -> None:
+    """Let layers run as CUDA graphs whose blocks are all patched."""
+    patched: dict[int, tuple[str, Any, set[str]]] = {}
+    for block in plan.blocks:
+        patched.setdefault(id(block.layer), (block.layer_name, block.layer, set()))[2].add(block.kind)
+    done = 0
+    for name, layer, kinds in patched.values():
+        if kinds == {"self_attention", "mlp"}:
+            patch = Patch(settings, TensorParallel(), graphs=GraphedFunction())
+            changes.swap(layer, GRAPHED[type(layer)], patch)
+            done += 1
+        else:
+            plan.report.note(f"{name} runs without CUDA graphs: a part of it stays BF16")
+    plan.report.note(f"forward and backward of {done} layers run as CUDA graphs in training")
 
 
 def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> ActivationConfig:

@@ -31,6 +31,8 @@ class Patch:
     """The function that has this name: what ``config.activation_func`` must still be."""
     residual: bool = False
     """Whether the block's output carries its :class:`~megatron_patches.residual.Residual`."""
+    graphs: Any = None
+    """Of a layer that runs as CUDA graphs, the :class:`~coat_dist.flow.cuda_graphs.GraphedFunction`."""
     recompute: bool = False
     """Whether the MLP checkpoints itself, in the layer's place: so the residual's alias leaves the checkpoint too."""
 

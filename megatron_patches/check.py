@@ -11,7 +11,8 @@ from torch import nn
 from coat_dist.config import ActivationConfig
 
 from .attention import why_no_fp8_attention
-from .blocks import language_models, layers_of, pipelined
+from .blocks import configs_of, language_models, layers_of, pipelined
+from .cuda_graphs import why_no_graphs
 from .loss import why_plain_loss
 from .plan import Plan
 
@@ -46,6 +47,10 @@ def check_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
         raise ValueError(f"activation.z_loss: got {settings.z_loss}, accepted: {accepted}\n{plan.report}")
     if settings.tp_invariant and (plan.report.left or settings.bf16_layers):
         raise ValueError(f"activation.tp_invariant: got true, accepted: false with BF16 blocks\n{plan.report}")
+    if settings.cuda_graphs:
+        for config in configs_of(model):
+            if (reason := why_no_graphs(config)) is not None:
+                raise ValueError(f"activation.cuda_graphs: got true, accepted: false with {reason}")
     if settings.attention == "fp8":
         for block in plan.blocks:
             reason = why_no_fp8_attention(block.layer.self_attention) if block.kind == "self_attention" else None

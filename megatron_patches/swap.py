@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .attached import Patch
 from .attention import PATCHED
+from .cuda_graphs import GRAPHED
 from .experts import ExpertMLP, SharedExperts
 from .grouped import GROUPED
 from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
@@ -34,7 +35,9 @@ _ORIGINAL: dict[type, type] = {
     NormMLP: MLP,
     ExpertMLP: MLP,
     SharedExperts: SharedExpertMLP,
-    **{swapped: original for table in (FOLDED, EXACT, PATCHED, GROUPED) for original, swapped in table.items()},
+    **{
+        swapped: original for table in (FOLDED, EXACT, PATCHED, GROUPED, GRAPHED) for original, swapped in table.items()
+    },
 }
 _ABSENT = object()
 

@@ -28,6 +28,7 @@ from benchmarks.speed.layer_memory import Peak, expected_peak
 from benchmarks.timing import stages_ms
 from coat_dist import CoatConfig
 from coat_dist.config import ActivationConfig
+from coat_dist.flow.cuda_graphs import pool_bytes
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.model.gpt import ModelConfig, build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
@@ -42,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "coat quantized": {"forward": "quantized"},
     "coat fp8 attention": {"attention": "fp8"},
     "coat tensor scales": {"forward_scales": "tensor"},
+    "coat cuda graphs": {"cuda_graphs": True},
 }
 """The "activation" blocks that can be measured, by name."""
 
@@ -101,7 +103,8 @@ def stack(
 
 def measure(forward: Callable[[], torch.Tensor], gpt: torch.nn.Module, x: torch.Tensor, layers: int) -> dict[str, Any]:
     """Median milliseconds a layer of forward and backward, bytes saved a token and layer, and the peak and the
-    gradients of one pass that starts without gradients."""
+    gradients of one pass that starts without gradients. CUDA graphs have memory of their own for what they save and
+    make: ``graphs_bytes``, which the others leave out."""
     tokens = x.shape[0] * x.shape[1]
     y = forward()
     dy = torch.randn_like(y)
@@ -130,6 +133,7 @@ def measure(forward: Callable[[], torch.Tensor], gpt: torch.nn.Module, x: torch.
         "saved_bytes_per_token": saved / layers / tokens,
         "peak_bytes": peak,
         "gradient_bytes": grads,
+        "graphs_bytes": pool_bytes(x.device),
     }
 
 
@@ -255,7 +259,9 @@ def report(preset, tokens, model, runs, theirs, table, arguments) -> dict[str, A
             f"{one['tflops']:5.0f} TFLOP/s  saved {one['saved_bytes_per_token']:,.0f} B/token",
             flush=True,
         )
-        if expected := one.get("expected_peak"):
+        if one.get("graphs_bytes"):
+            print(f"{'':<24} {one['graphs_bytes']:,} B for graphs, in which they save and compute", flush=True)
+        elif expected := one.get("expected_peak"):
             one["peak_to_expected"] = one["peak_bytes"] / expected["bytes"]
             print(
                 f"{'':<24} peak {one['peak_bytes']:,} B, expected {expected['bytes']:,} B "

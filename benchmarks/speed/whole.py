@@ -174,7 +174,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     arguments = parser.parse_args(given)
     if arguments.variants is None:
-        arguments.variants = [v for v in VARIANTS if arguments.peers is not None or v not in RECIPES]
+        usual = [v for v in VARIANTS if "graphs" not in v]  # those are for small models
+        arguments.variants = [v for v in usual if arguments.peers is not None or v not in RECIPES]
     if arguments.peers is None and any(v in RECIPES for v in arguments.variants):
         parser.error("--variants: got a peer without --peers, accepted: with a folder that has Transformer Engine")
     return arguments

@@ -210,6 +210,11 @@ _FLOW = (
         lambda f: f.flow and f.coat.activation.weights == "cached" and f.stage == 3,  # type: ignore[union-attr]
     ),
     Rule(
+        "coat.activation.cuda_graphs",
+        "false with zero_optimization.stage 3: graphs read weights where they lie, and these come and go",
+        lambda f: f.flow and f.coat.activation.cuda_graphs and f.stage == 3,  # type: ignore[union-attr]
+    ),
+    Rule(
         "coat.activation.wgrad",
         '"grad" under DeepSpeed, whose parameters have no main_grad',
         lambda f: f.flow and f.coat.activation.wgrad == "main_grad",  # type: ignore[union-attr]

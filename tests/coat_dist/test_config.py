@@ -92,6 +92,17 @@ def test_no_block_is_none_and_unchecked():
         ({"activation": {"z_loss": 1e-4, "enabled": False}}, ["coat.activation.z_loss: got 0.0001 with enabled false"]),
         ({"activation": {"bf16_layers": ["first"]}}, ["coat.activation.bf16_layers.0", "an integer"]),
         ({"activation": {"bf16_layers": [0, 0]}}, ["coat.activation.bf16_layers", "distinct"]),
+        *(
+            (
+                {"activation": {"cuda_graphs": True, key: value}},
+                [f"cuda_graphs: got true with {key} {given}", "or false"],
+            )
+            for key, value, given in (
+                ("weights", "cached", '"cached"'),
+                ("wgrad", "main_grad", '"main_grad"'),
+                ("tp_invariant", True, "true"),
+            )
+        ),
         (
             {"activation": {"tp_invariant": True, "fp8_gather": False}},
             ["coat.activation.tp_invariant", "fp8_gather true"],
@@ -153,6 +164,11 @@ def test_all_problems_are_listed_at_once():
             {"zero_optimization__stage": 3, "coat__activation__weights": "cached"},
             {},
             ['coat.activation.weights: got "cached"', '"on_use" with zero_optimization.stage 3'],
+        ),
+        (
+            {"zero_optimization__stage": 3, "coat__activation__cuda_graphs": True},
+            {},
+            ["coat.activation.cuda_graphs: got true", "false with zero_optimization.stage 3"],
         ),
         (
             {"coat__activation__wgrad": "main_grad"},

@@ -1,0 +1,141 @@
+"""Patched layers as CUDA graphs (``activation.cuda_graphs``): for models whose layers the host starts too slowly.
+
+``coat_dist/flow/cuda_graphs.py`` captures and replays. Here is which models and layers may, and which calls: training
+on whole sequences with Megatron's causal mask. Evaluation runs as without the key, and so does, with a warning, every
+other call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from coat_dist.flow.cuda_graphs import run_without_graphs
+
+from .attached import Patch
+from .hooks import CALL
+from .post_norm import PostNormTransformerLayer
+
+__all__ = ["GRAPHED", "why_no_graphs"]
+
+_ARGUMENTS = ("hidden_states", "attention_mask", "context", "context_mask", "rotary_pos_emb")
+"""Of a layer's forward, the first by position."""
+_ALONE = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "num_moe_experts": None,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "recompute_granularity": None,
+    "gradient_accumulation_fusion": False,
+}
+"""Fields of the model's configuration and the one value with which layers can be graphs. Experts make the host wait for
+numbers of tokens, Megatron's dropout and recomputation exchange random states; collectives in graphs are not tested."""
+
+
+class _Graphed:
+    """A patched layer whose training runs as CUDA graphs."""
+
+    coat_patched = True
+    coat: Patch
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """As Megatron's: hidden states ``[s, b, h]`` → the same shape, and the context."""
+        plain = super().forward  # type: ignore[misc]
+        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        x, rope = given.pop("hidden_states", None), given.pop("rotary_pos_emb", None)
+        trains = torch.is_grad_enabled() and self.training  # type: ignore[attr-defined]
+        if not trains or torch.compiler.is_compiling() or not isinstance(x, torch.Tensor):
+            return plain(*args, **kwargs)
+        modules = dict(self.named_modules(prefix="layer"))  # type: ignore[attr-defined]
+        named = {f"{path}.{key}": p for path, m in modules.items() for key, p in m._parameters.items() if p is not None}
+        own = tuple(named.values())
+        why = _why_as_it_is(x, own, modules, given, len(args))
+        if why is not None:
+            run_without_graphs(why)
+            return plain(*args, **kwargs)
+
+        def layer(x: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+            if parameters is own:
+                return plain(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
+            values = dict(zip(named, parameters, strict=True))
+            return torch.func.functional_call(_Plain(self, rope), values, (x,))  # type: ignore[arg-type]
+
+        return self.coat.graphs(layer, x, own, rope), None
+
+
+class _Plain(nn.Module):
+    """A layer without its graphs, whose parameters can be replaced for a call."""
+
+    def __init__(self, layer: nn.Module, rope: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.rope = rope
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plain = super(_Graphed, self.layer).forward  # type: ignore[misc, arg-type]
+        return plain(hidden_states=x, attention_mask=None, rotary_pos_emb=self.rope)[0]
+
+
+class GraphedTransformerLayer(_Graphed, TransformerLayer):
+    """:class:`_Graphed` in the place of Megatron's layer."""
+
+
+class GraphedPostNormTransformerLayer(_Graphed, PostNormTransformerLayer):
+    """:class:`_Graphed` in the place of a layer with norms after its blocks."""
+
+
+GRAPHED: dict[type, type] = {
+    TransformerLayer: GraphedTransformerLayer,
+    PostNormTransformerLayer: GraphedPostNormTransformerLayer,
+}
+
+
+def _why_as_it_is(
+    x: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    modules: Mapping[str, nn.Module],
+    others: Mapping[str, Any],
+    positions: int,
+) -> str | None:
+    """Why a call does not run as graphs, or None. ``modules``: the layer, first, and those in it."""
+    if not x.is_cuda:
+        return f"the model is on {x.device.type}"
+    if positions > len(_ARGUMENTS):
+        return f"a layer was called with {positions} positional arguments"
+    for name, given in others.items():
+        if given is not None:
+            return f"a layer was called with {name}"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is on"
+    if _hooks_of_saved_tensors():
+        return "hooks of saved tensors, as for checkpointing or offloading, are on"
+    for parameter in parameters:
+        if hasattr(parameter, "ds_id") or isinstance(parameter, DTensor):
+            return "parameters are divided between ranks (ZeRO-3, fully_shard)"
+    for path, module in list(modules.items())[1:]:
+        if any(getattr(module, table) for table in CALL):
+            return f"{path} has a hook, which a graph would not call"
+    return None
+
+
+def _hooks_of_saved_tensors() -> bool:
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none"):
+            return False
+    except RuntimeError:
+        return True
+
+
+def why_no_graphs(config: Any) -> str | None:
+    """The first field of a model's configuration with which its layers cannot be graphs, or None."""
+    for name, accepted in _ALONE.items():
+        if (given := getattr(config, name, accepted)) != accepted:
+            return f"config.{name}={given}"
+    return None

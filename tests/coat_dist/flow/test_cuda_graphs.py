@@ -1,0 +1,73 @@
+"""Which forward passes hold memory of the graphs' pool; on a GPU: ``tests/gpu/test_cuda_graphs.py``."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from coat_dist.flow.cuda_graphs import GraphedFunction, Pass, Waiting, pool_bytes
+
+
+def begin(waiting: Waiting, *owners: int) -> list[Pass]:
+    passes = [Pass(owner) for owner in owners]
+    for one in passes:
+        waiting.add(one)
+    return passes
+
+
+def test_passes_wait_until_their_backward():
+    waiting = Waiting()
+    assert waiting.now() == ()
+    first, second, third = begin(waiting, 1, 2, 3)
+    assert waiting.now() == (1, 2, 3)
+    for one, left in ((third, (1, 2)), (second, (1,)), (first, ())):
+        waiting.finish(one)
+        assert waiting.now() == left
+
+
+def test_a_pass_that_nobody_holds_does_not_wait():
+    waiting = Waiting()
+    passes = begin(waiting, 1, 2, 3)
+    del passes[1]
+    assert waiting.now() == (1, 3)
+    waiting.finish(passes.pop())
+    assert waiting.now() == (1,)
+    passes.clear()
+    assert waiting.now() == ()
+
+
+def test_backward_out_of_turn_overwrites_what_came_later():
+    waiting = Waiting()
+    first, second, third = begin(waiting, 1, 2, 3)
+    waiting.finish(second)
+    assert waiting.now() == (1,)
+    with pytest.raises(RuntimeError, match=r"activation.cuda_graphs: .*overwritten"):
+        waiting.finish(third)
+    waiting.finish(first)
+    with pytest.raises(RuntimeError, match="ran twice"):
+        waiting.finish(first)
+    (again,) = begin(waiting, 1)
+    waiting.finish(again)
+
+
+def test_without_gradients_a_function_runs_as_it_is():
+    graphs = GraphedFunction()
+    x, weight = torch.ones(2), torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        assert graphs(lambda x, p: x + p[0], x, (weight,)).tolist() == [2, 2]
+    assert graphs(lambda x, p: x + p[0], x, (weight.detach(),)).tolist() == [2, 2]
+    assert graphs.captured == 0
+
+
+def test_copies_have_no_graphs():
+    graphs = GraphedFunction()
+    graphs._graphs["key"] = object()  # type: ignore[assignment]
+    assert graphs.captured == 1
+    assert copy.deepcopy(graphs).captured == pickle.loads(pickle.dumps(graphs)).captured == 0
+
+
+def test_no_memory_without_graphs():
+    assert pool_bytes(torch.device("cpu")) == 0

@@ -1,0 +1,98 @@
+"""``activation.cuda_graphs`` without a GPU: what is patched, what runs as it is, what is refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from coat_dist.config import ActivationConfig, CoatConfig
+from megatron_patches import patch_model, patched, unpatch_model
+
+from .tiny import NARROW, OLMO2, gradients, tiny_batch, tiny_gpt, tiny_loss
+
+GRAPHS = ActivationConfig(cuda_graphs=True)
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_cuda_graphs.py has what runs on a GPU")
+
+
+@pytest.mark.parametrize("options", [{}, OLMO2], ids=["norms before", "norms after"])
+def test_layers_are_swapped_and_restored(options):
+    model = tiny_gpt(**NARROW, **options)
+    classes = [type(m) for m in model.modules()]
+    report = patch_model(model, GRAPHS)
+    assert "forward and backward of 2 layers run as CUDA graphs in training" in str(report)
+    for layer in model.decoder.layers:
+        assert type(layer) not in classes and isinstance(layer, TransformerLayer)
+    unpatch_model(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert not any("coat" in vars(m) for m in model.modules())
+
+
+def test_layers_that_stay_bf16_are_no_graphs():
+    model = tiny_gpt(**NARROW)
+    report = patch_model(model, GRAPHS.model_copy(update={"bf16_layers": (1,)}))
+    assert "of 1 layers run as CUDA graphs" in str(report)
+    assert type(model.decoder.layers[1]) is TransformerLayer
+
+
+def test_a_layer_half_of_which_is_patched_is_no_graph():
+    model = tiny_gpt(**NARROW | {"ffn_hidden_size": 248})
+    report = patch_model(model, GRAPHS)
+    assert "decoder.layers.0 runs without CUDA graphs: a part of it stays BF16" in report.notes
+    assert type(model.decoder.layers[0]) is TransformerLayer
+
+
+@on_cpu
+def test_on_a_cpu_layers_run_as_they_are_and_say_so():
+    model = tiny_gpt(**NARROW)
+    with patched(model, ActivationConfig()):
+        loss, expected = gradients(model, tiny_batch(0))
+    with patched(model, GRAPHS):
+        with pytest.warns(
+            UserWarning, match="activation.cuda_graphs: layers run without CUDA graphs: the model is on cpu"
+        ):
+            found, grads = gradients(model, tiny_batch(0))
+        with warnings.catch_warnings(), torch.no_grad():  # evaluation does not claim to be graphs
+            warnings.simplefilter("error")
+            assert tiny_loss(model, tiny_batch(0)).item() == loss
+    assert found == loss
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tensor_model_parallel_size", 2),
+        ("hidden_dropout", 0.1),
+        ("attention_dropout", 0.1),
+        ("num_moe_experts", 4),
+        ("recompute_granularity", "selective"),
+        ("gradient_accumulation_fusion", True),
+    ],
+)
+def test_what_cannot_be_a_graph_is_refused_before_anything_changes(field, value):
+    model = tiny_gpt(**NARROW)
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        setattr(config, field, value)
+    with pytest.raises(ValueError, match=rf"^activation.cuda_graphs: got true, accepted: false with config.{field}="):
+        patch_model(model, GRAPHS)
+    assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())
+
+
+def test_the_key_is_named_as_the_user_wrote_it():
+    import megatron_patches
+    from coat_dist.config import CoatConfigError
+
+    model = tiny_gpt(**NARROW, hidden_dropout=0.1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
+        "coat": {"activation": {"cuda_graphs": True}},
+    }
+    assert CoatConfig.from_deepspeed(config).activation.cuda_graphs
+    with pytest.raises(CoatConfigError, match=r"^coat.activation.cuda_graphs: got true.*config.hidden_dropout=0.1"):
+        megatron_patches.initialize(model=model, config=config)
