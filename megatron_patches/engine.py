@@ -23,7 +23,7 @@ from .invariance import what_varies
 from .patch import patch_model, unpatch_model
 from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
-from .report import PatchReport, check_same_settings, reports_of
+from .report import PatchReport, check_patched, reports_of
 from .stage_check import check_stage
 from .universal import universal_checkpoint_info
 
@@ -51,7 +51,8 @@ def initialize(
     Call it after :func:`~megatron_patches.initialize_model_parallel`, on the built model. It
 
     1. patches the layers (:func:`~megatron_patches.patch_model`), if there is a ``"coat"`` block whose
-       ``activation.enabled`` is true; a model that is patched already must have been patched with the same settings;
+       ``activation.enabled`` is true; a model that is patched already must be patched with the same settings, all
+       chunks of it, and no part of it unpatched since;
     2. installs the hooks that sum replicated gradients (:func:`~megatron_patches.install_replicated_grad_hooks`),
        unless they are installed;
     3. makes the ``mpu`` (:class:`~megatron_patches.MPUAdapter`), unless one is given;
@@ -143,7 +144,7 @@ def _one_module(model: Any) -> nn.Module:
 
 def _patch(model: nn.Module, coat: CoatConfig | None) -> tuple[PatchReport | None, bool]:
     """The report of the patched model, if it is patched, and whether it was patched just now."""
-    before = next(reports_of(model), None)
+    before = next(iter(reports_of(model)), None)
     if coat is None or not coat.activation.enabled:
         return before, False
     if before is None:
@@ -152,5 +153,5 @@ def _patch(model: nn.Module, coat: CoatConfig | None) -> tuple[PatchReport | Non
         except ValueError as problem:
             where = "coat." if str(problem).startswith("activation.") else "coat.activation: "
             raise CoatConfigError(f"{where}{problem}") from problem
-    check_same_settings(model, coat.activation)
+    check_patched(model, coat.activation)
     return before, False

@@ -27,7 +27,7 @@ from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import EARLIER, LAYOUT_KEYS, check_state, ensure_state
 
-from .report import check_same_settings
+from .report import check_patched, is_patched
 from .settings import Config, coat_block
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
@@ -60,7 +60,8 @@ def get_megatron_optimizer(
 
     Raises:
         CoatConfigError: a setting of Megatron's with which moments cannot be in FP8, by its name; a wrong ``coat``, or
-            one whose ``"activation"`` is not what the chunks were patched with; chunks that Megatron has not wrapped.
+            one whose ``"activation"`` is not what the chunks were patched with; chunks of which some are not patched,
+            or a part is no more; chunks that Megatron has not wrapped.
     """
     _check_chunks(model_chunks)
     _check_config(config, model_chunks)
@@ -108,21 +109,16 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
         moments = coat
     else:
         block = coat_block(coat, "coat")
-        # A pipeline stage with nothing to patch has the report alone, and a part of what was patched has none.
-        patched = any(
-            getattr(type(m), "coat_patched", False) or "coat_patch_report" in vars(m)
-            for chunk in model_chunks
-            for m in chunk.modules()
-        )
+        chunks = nn.ModuleList(model_chunks)
+        patched = is_patched(chunks, "model_chunks")
         if block.activation.enabled != patched:
             raise CoatConfigError(
                 f"coat.activation.enabled: got {str(block.activation.enabled).lower()} for a model that is "
                 f"{'patched' if patched else 'not patched'}; accepted: "
                 f"{'true' if patched else 'false, or call megatron_patches.patch_model before the model is wrapped'}"
             )
-        if block.activation.enabled:
-            for chunk in model_chunks:
-                check_same_settings(chunk, block.activation)
+        if patched:
+            check_patched(chunks, block.activation, "model_chunks")
         moments = block.optimizer
     if moments.master_weights != "parameter":
         raise CoatConfigError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
 
@@ -58,6 +59,7 @@ def patch_model(model: nn.Module | Sequence[nn.Module], config: Config | Activat
     plan = make_plan(model, settings)
     check_plan(plan, model, settings)
     apply_plan(plan, model, settings)
+    _name_modules(model, plan.report)
     return plan.report
 
 
@@ -85,6 +87,15 @@ def patched(model: nn.Module | Sequence[nn.Module], config: Config | ActivationC
         yield report
     finally:
         unpatch_model(model)
+
+
+def _name_modules(model: nn.Module, report: PatchReport) -> None:
+    """Name in the report of ``model``, or of each of its chunks, what is patched there. Earlier reports go."""
+    for module in model.modules():
+        if vars(module).pop("coat_patch_report", None) is report:
+            own = report if module is model else replace(report)
+            own.modules = [n for n, m in module.named_modules() if getattr(type(m), "coat_patched", False)]
+            module.coat_patch_report = own  # type: ignore[assignment]
 
 
 def _one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
