@@ -21,6 +21,7 @@ __all__ = [
     "percent",
     "pipeline",
     "rows",
+    "small_whole",
     "step",
     "train",
     "train_tp",
@@ -118,16 +119,18 @@ def layer(found: Result) -> list[str]:
     return rows(" | forward + backward | to Transformer Engine BF16 | saved, B/token", lines)
 
 
-def layer_presets(found: Result) -> list[str]:
+def layer_presets(*found: Result) -> list[str]:
     lines = []
-    for one in found["results"]:
-        base, ours = one["runs"]["bf16"], one["runs"]["coat"]
+    for one in (one for result in found for one in result["results"]):
+        base, ours, graphs = (one["runs"].get(name) for name in ("bf16", "coat", "coat cuda graphs"))
+        replayed = f"{graphs['ms']:.2f} ms | {graphs['ratio_to_bf16']:.3f}" if graphs else " | "
         lines.append(
             f"{one['preset']}, {number(one['tokens'])} | {base['ms']:.2f} ms | {ours['ms']:.2f} ms | "
-            f"{ours['ratio_to_bf16']:.3f} | {number(base['saved_bytes_per_token'])} | "
+            f"{ours['ratio_to_bf16']:.3f} | {replayed} | {number(base['saved_bytes_per_token'])} | "
             f"{number(ours['saved_bytes_per_token'])}"
         )
-    return rows("layer, tokens | BF16 | coat | ratio | saved, BF16, B/token | saved, coat", lines)
+    head = "layer, tokens | BF16 | coat | ratio | coat, CUDA graphs | ratio | saved, BF16, B/token | saved, coat"
+    return rows(head, lines)
 
 
 def layers(over_ranks: Result, experts: Result) -> list[str]:
@@ -182,6 +185,22 @@ def micro_batches(found: Result) -> list[str]:
         for step in case["steps"]
     ]
     return rows(f"micro-batch{whole_report.mark(case)} | tokens/s/GPU | peak | the allocator's retries", lines)
+
+
+def small_whole(found: Result) -> list[str]:
+    """Tokens a second and GPU, and peaks: a line for each micro-batch, a column for each variant, the first is 1."""
+    variants = {one["variant"] + whole_report.mark(one): one["steps"] for one in found["cases"]}
+    by = {name: {step["micro_batch"]: step for step in steps} for name, steps in variants.items()}
+    lines = []
+    for size in sorted({size for steps in by.values() for size in steps}):
+        base, cells = next(iter(by.values())).get(size), []
+        for steps in by.values():
+            one = steps.get(size)
+            speed = 0.0 if one is None else one["tokens_per_second_per_gpu"]
+            ratio = f" ({speed / base['tokens_per_second_per_gpu']:.2f})" if base else ""
+            cells.append("" if one is None else f"{number(speed)}{ratio}, {one['peak_bytes'] / GIB:.1f} GiB")
+        lines.append(f"{size} | " + " | ".join(cells))
+    return rows("micro-batch | " + " | ".join(by), lines)
 
 
 def step(*found: Result) -> list[str]:

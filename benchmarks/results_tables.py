@@ -39,6 +39,7 @@ PEERS = "PEERS"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node "
 ONE, TWO, FOUR = (f"{TORCHRUN}{count} {RUN}" for count in (1, 2, 4))
 FLOW, OPTIMIZER = ("flow",), ("optimizer",)
+PRESETS = "layer --presets llama2-7b llama2-13b llama3-8b olmo-1b --kernels 0 "
 PEERS_7B = "layer --variants coat 'coat saved in e4m3' --name "
 TABLES = {
     "train": Table({"train-2-ranks": (RUN + "train --ranks 2 PEERS?",)}, render.train, seconds=360),
@@ -61,7 +62,10 @@ TABLES = {
     ),
     "layer": Table({"layer-peers-7b": (RUN + PEERS_7B + "layer-peers-7b PEERS",)}, render.layer, code=FLOW),
     "layer_presets": Table(
-        {"layer": (RUN + "layer --presets llama2-7b llama2-13b llama3-8b olmo-1b --tokens 16384 4096 --kernels 0",)},
+        {
+            "layer": (RUN + PRESETS + "--tokens 16384",),
+            "layer-4096": (RUN + PRESETS + "--tokens 4096 --variants coat 'coat cuda graphs' --name layer-4096",),
+        },
         render.layer_presets,
         code=FLOW,
     ),
@@ -111,6 +115,16 @@ TABLES = {
             )
         },
         render.micro_batches,
+        goes_on=True,
+    ),
+    "small_whole": Table(
+        {
+            "whole-small": (
+                RUN + "whole --ranks 1 --models olmo-1b --variants BF16 both 'both, CUDA graphs' "
+                "--micro-batches 1 2 4 8 --name whole-small",
+            )
+        },
+        render.small_whole,
         goes_on=True,
     ),
     "four_whole": Table(

@@ -35,7 +35,7 @@ def known(monkeypatch, *missing):
     found = {name: {"environment": {"code": digests()}} for table in TABLES.values() for name in table.results}
     for name in ("train-2-ranks", "train-1-rank"):
         found[name]["runs"] = [{"config": "TE bf16"}]
-    for name in ("whole", "whole-4", "whole-h100", "micro-batches"):
+    for name in ("whole", "whole-4", "whole-h100", "whole-small", "micro-batches"):
         found[name]["cases"] = []
     for name in missing:
         del found[name]
@@ -51,10 +51,10 @@ def test_what_is_measured(monkeypatch, capsys, started, peers) -> None:
     """What is missing, outdated or can go on, in the tables' order, with the peers' folder; failures have names."""
     known(monkeypatch, "experts")["optimizer"]["environment"]["code"] = OTHER
     found = list(dict.fromkeys(name for name, _ in results_measure.to_measure([*TABLES])))
-    assert found == ["experts", "optimizer", "whole", "micro-batches", "whole-4", "whole-h100"]
+    assert found == ["experts", "optimizer", "whole", "micro-batches", "whole-small", "whole-4", "whole-h100"]
     results_measure.measure(results_page.parse(["--measure", "--peers", peers]))
-    assert modules(started) == ["experts", "optimizer", *["whole"] * 5]
-    assert started[-2][-4:-1] == ["--peers", peers, "--seconds"]
+    assert modules(started) == ["experts", "optimizer", *["whole"] * 6]
+    assert started[-3][-4:-1] == ["--peers", peers, "--seconds"]
     out = capsys.readouterr().out
     assert "optimizer: ended with 1" in out and "left out, is about H100, not NVIDIA H200: whole-h100" in out
     assert "left out, needs 4 GPUs, 2 here: whole-4" in out

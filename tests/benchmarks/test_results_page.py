@@ -151,8 +151,25 @@ def test_layers_of_several_shapes(results) -> None:
         "coat": {"ms": 24.0, "saved_bytes_per_token": 64056.0, "ratio_to_bf16": 0.6},
     }
     put(results, "layer", {"results": [{"preset": "llama2-7b", "tokens": 16384, "runs": runs}]})
+    runs = runs | {"coat cuda graphs": {"ms": 20.0, "ratio_to_bf16": 0.5}}
+    put(results, "layer-4096", {"results": [{"preset": "olmo-1b", "tokens": 4096, "runs": runs}]})
     lines = results_tables.lines_of(TABLES["layer_presets"], results)
-    assert lines[2:] == ["| llama2-7b, 16 384 | 40.00 ms | 24.00 ms | 0.600 | 173 960 | 64 056 |"]
+    assert lines[2:] == [
+        "| llama2-7b, 16 384 | 40.00 ms | 24.00 ms | 0.600 |  |  | 173 960 | 64 056 |",
+        "| olmo-1b, 4 096 | 40.00 ms | 24.00 ms | 0.600 | 20.00 ms | 0.500 | 173 960 | 64 056 |",
+    ]
+
+
+def test_small_models_by_micro_batch(results) -> None:
+    cases = [case(name, steps) for name, steps in (("BF16", {1: 1000.0}), ("both", {1: 1500.0, 2: 3000.0}))]
+    for step in (step for one in cases for step in one["steps"]):
+        step["peak_bytes"] = 2**31
+    put(results, "whole-small", {"cases": cases})
+    lines = results_tables.lines_of(TABLES["small_whole"], results)
+    assert lines[2:] == [
+        "| 1 | 1 000 (1.00), 2.0 GiB | 1 500 (1.50), 2.0 GiB |",
+        "| 2 |  | 3 000, 2.0 GiB |",
+    ]
 
 
 def test_micro_batches_say_how_often_the_allocator_began_anew(results) -> None:
