@@ -1,10 +1,35 @@
-"""Kernels run on the GPU where there is one that they run on, and on the CPU in Triton's interpreter elsewhere."""
+"""Kernels run on the GPU where there is one that they run on, and on the CPU in Triton's interpreter elsewhere.
+
+No test leaves the variables of a launcher to the next one.
+"""
+
+import os
 
 import pytest
 
 from tests.support import devices
 
 devices.prepare()  # before anything imports Triton, which reads the environment while it defines kernels
+
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NODES = ("GROUP_RANK", "CROSS_RANK", "CROSS_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def launcher_variables():
+    """After each test they are what they were before it.
+
+    `deepspeed.initialize` without a launcher makes this process the only rank, and what later tests start would be that
+    rank, too. What fixtures of a module or session set stays: they are made before those of a function.
+    """
+    before = {name: os.environ.get(name) for name in RANKS + NODES}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def pytest_collection_modifyitems(items):

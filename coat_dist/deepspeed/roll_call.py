@@ -66,7 +66,8 @@ def answer(ours: bool | None, given: Mapping[str, Any]) -> None:
     global _answered
     call, _answered = _answered, _answered + 1
     if not dist.is_initialized() and given.get("dist_init_required") is not False:
-        prepare(ours is not False or in_a_step())  # a baseline starts as the run it is compared with
+        # A baseline starts as the run it is compared with; where nothing will run, a process of its own stays as it is.
+        prepare(ours is not False or in_a_step(), alone=ours is not None)
         if ours or int(os.environ.get("WORLD_SIZE", 1)) > 1:
             deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
     rank, world = rank_and_world()

@@ -21,7 +21,7 @@ _OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "AZUREML_EXPER
 """Variables from which DeepSpeed, or what it asks, learns of several ranks."""
 
 
-def prepare(slurm: bool = True) -> None:
+def prepare(slurm: bool = True, alone: bool = True) -> None:
     """Let ``deepspeed.init_distributed`` work here; before torch.distributed is initialized.
 
     Tasks of ``srun`` become ranks. Without any launcher, DeepSpeed asks mpi4py which rank this is, and fails where that
@@ -29,6 +29,7 @@ def prepare(slurm: bool = True) -> None:
 
     Args:
         slurm: whether to look at SLURM's variables. A batch script has them, too, and is one process.
+        alone: whether a process without any launcher becomes the only rank.
 
     Raises:
         CoatConfigError: SLURM's variables lack something, or contradict each other.
@@ -42,7 +43,8 @@ def prepare(slurm: bool = True) -> None:
         return
     if slurm and take_ranks():
         return
-    if any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS)) or find_spec("mpi4py") is not None:
+    launched = any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS))
+    if launched or not alone or find_spec("mpi4py") is not None:
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -34,11 +34,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
-def nodes(tmp_path, monkeypatch):
-    # A test before may have made this process a rank of its own, as `deepspeed.initialize` without a launcher does:
-    # programs that get their ranks from SLURM would each be that rank.
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+def nodes(tmp_path):
     with Nodes(tmp_path, namespaces=os.environ.get("NODES") != "loopback") as made:
         yield made
 
