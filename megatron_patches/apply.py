@@ -21,7 +21,7 @@ from .activations import activation_name
 from .attached import Patch
 from .attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
 from .blocks import NORMS, layers_of
-from .cuda_graphs import GRAPHED
+from .cuda_graphs import GRAPHED, layers_to_graph
 from .dispatch import FP8AlltoAllDispatcher, may_send_fp8
 from .experts import ExpertMLP, SharedExperts
 from .grouped import GROUPED, grouped_activation
@@ -181,18 +181,12 @@ def _fold_norm(layer: Any, block: str, changes: Changes, report: PatchReport) ->
 
 def _patch_layers(plan: Plan, settings: ActivationConfig, changes: Changes) -> None:
     """Let layers run as CUDA graphs whose blocks are all patched."""
-    patched: dict[int, tuple[str, Any, set[str]]] = {}
-    for block in plan.blocks:
-        patched.setdefault(id(block.layer), (block.layer_name, block.layer, set()))[2].add(block.kind)
-    done = 0
-    for name, layer, kinds in patched.values():
-        if kinds == {"self_attention", "mlp"}:
-            patch = Patch(settings, TensorParallel(), graphs=GraphedFunction())
-            changes.swap(layer, GRAPHED[type(layer)], patch)
-            done += 1
-        else:
-            plan.report.note(f"{name} runs without CUDA graphs: a part of it stays BF16")
-    plan.report.note(f"forward and backward of {done} layers run as CUDA graphs in training")
+    whole, parted = layers_to_graph(plan.blocks)
+    for layer in whole.values():
+        changes.swap(layer, GRAPHED[type(layer)], Patch(settings, TensorParallel(), graphs=GraphedFunction()))
+    for name in parted:
+        plan.report.note(f"{name} runs without CUDA graphs: a part of it stays BF16")
+    plan.report.note(f"forward and backward of {len(whole)} layers run as CUDA graphs in training")
 
 
 def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> ActivationConfig:

@@ -12,7 +12,7 @@ from coat_dist.config import ActivationConfig
 
 from .attention import why_no_fp8_attention
 from .blocks import configs_of, language_models, layers_of, pipelined
-from .cuda_graphs import why_no_graphs
+from .cuda_graphs import layers_to_graph, why_no_graphs
 from .loss import why_plain_loss
 from .plan import Plan
 
@@ -51,6 +51,9 @@ def check_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
         for config in configs_of(model):
             if (reason := why_no_graphs(config)) is not None:
                 raise ValueError(f"activation.cuda_graphs: got true, accepted: false with {reason}")
+        if not layers_to_graph(plan.blocks)[0]:
+            why = "accepted: false where no layer has attention and MLP patched"
+            raise ValueError(f"activation.cuda_graphs: got true, {why}\n{plan.report}")
     if settings.attention == "fp8":
         for block in plan.blocks:
             reason = why_no_fp8_attention(block.layer.self_attention) if block.kind == "self_attention" else None

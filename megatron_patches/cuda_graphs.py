@@ -1,8 +1,8 @@
 """Patched layers as CUDA graphs (``activation.cuda_graphs``): for models whose layers the host starts too slowly.
 
 ``coat_dist/flow/cuda_graphs.py`` captures and replays. Here is which models and layers may, and which calls: training
-on whole sequences with Megatron's causal mask. Evaluation runs as without the key, and so does, with a warning, every
-other call.
+on whole sequences with Megatron's causal mask. Without gradients a layer runs as without the key, and so does, with a
+warning, every other call.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from coat_dist.flow.cuda_graphs import run_without_graphs
+from coat_dist.flow.graph_pool import run_without_graphs
 
 from .attached import Patch
+from .blocks import Block
 from .hooks import CALL
 from .post_norm import PostNormTransformerLayer
 
-__all__ = ["GRAPHED", "why_no_graphs"]
+__all__ = ["GRAPHED", "layers_to_graph", "why_no_graphs"]
 
 _ARGUMENTS = ("hidden_states", "attention_mask", "context", "context_mask", "rotary_pos_emb")
 """Of a layer's forward, the first by position."""
@@ -50,8 +52,10 @@ class _Graphed:
         plain = super().forward  # type: ignore[misc]
         given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         x, rope = given.pop("hidden_states", None), given.pop("rotary_pos_emb", None)
-        trains = torch.is_grad_enabled() and self.training  # type: ignore[attr-defined]
-        if not trains or torch.compiler.is_compiling() or not isinstance(x, torch.Tensor):
+        if torch.compiler.is_compiling():
+            _say_that_it_is_compiled()
+            return plain(*args, **kwargs)
+        if not torch.is_grad_enabled() or not isinstance(x, torch.Tensor):
             return plain(*args, **kwargs)
         modules = dict(self.named_modules(prefix="layer"))  # type: ignore[attr-defined]
         named = {f"{path}.{key}": p for path, m in modules.items() for key, p in m._parameters.items() if p is not None}
@@ -65,9 +69,16 @@ class _Graphed:
             if parameters is own:
                 return plain(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
             values = dict(zip(named, parameters, strict=True))
-            return torch.func.functional_call(_Plain(self, rope), values, (x,))  # type: ignore[arg-type]
+            # Tied parameters have a name and a value for each place: of what torch ties it restores one place alone.
+            return torch.func.functional_call(_Plain(self, rope), values, (x,), tie_weights=False)  # type: ignore[arg-type]
 
         return self.coat.graphs(layer, x, own, rope), None
+
+
+@torch.compiler.assume_constant_result
+def _say_that_it_is_compiled() -> None:
+    """Run while torch.compile traces, and not part of what it compiles."""
+    run_without_graphs("the model is compiled")
 
 
 class _Plain(nn.Module):
@@ -112,16 +123,21 @@ def _why_as_it_is(
     for name, given in others.items():
         if given is not None:
             return f"a layer was called with {name}"
+    if torch.cuda.get_allocator_backend() != "native":
+        return f"PYTORCH_ALLOC_CONF has backend {torch.cuda.get_allocator_backend()}, which has no memory pools"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
     if _hooks_of_saved_tensors():
         return "hooks of saved tensors, as for checkpointing or offloading, are on"
-    for parameter in parameters:
-        if hasattr(parameter, "ds_id") or isinstance(parameter, DTensor):
-            return "parameters are divided between ranks (ZeRO-3, fully_shard)"
-    for path, module in list(modules.items())[1:]:
+    layer, *parts = modules.items()
+    divided = isinstance(layer[1], FSDPModule) or any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in parameters)
+    if divided:
+        return "parameters are divided between ranks (ZeRO-3, fully_shard)"
+    for path, module in parts:
         if any(getattr(module, table) for table in CALL):
             return f"{path} has a hook, which a graph would not call"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "there are hooks on all modules, which a graph would not call"
     return None
 
 
@@ -131,6 +147,15 @@ def _hooks_of_saved_tensors() -> bool:
             return False
     except RuntimeError:
         return True
+
+
+def layers_to_graph(blocks: Sequence[Block]) -> tuple[dict[str, Any], list[str]]:
+    """Of ``blocks``, which are patched: the layers that are whole, by name, and names of those with a part in BF16."""
+    found: dict[int, tuple[str, Any, set[str]]] = {}
+    for block in blocks:
+        found.setdefault(id(block.layer), (block.layer_name, block.layer, set()))[2].add(block.kind)
+    whole = {name: layer for name, layer, kinds in found.values() if kinds == {"self_attention", "mlp"}}
+    return whole, [name for name, _, _ in found.values() if name not in whole]
 
 
 def why_no_graphs(config: Any) -> str | None:

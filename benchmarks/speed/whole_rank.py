@@ -19,7 +19,7 @@ from benchmarks.common import ROOT
 from benchmarks.speed.te_train import RECIPES, te_layers
 from benchmarks.timing import median
 from coat_dist import CoatConfig
-from coat_dist.flow.cuda_graphs import pool_bytes
+from coat_dist.flow.graph_pool import pool_bytes
 from launch.model.gpt import ModelConfig, load_model_config
 from launch.training import build, runtime
 from launch.training.memory import MemoryReport

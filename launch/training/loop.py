@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist.deepspeed.step import norm_known
+from coat_dist.flow.graph_pool import pool_bytes
 from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog, peak_memory_bytes
 from launch.training.pipeline import PipelineSteps, nan_if_not_finite
@@ -145,6 +146,7 @@ class Loop:
             group["lr"] = lr
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        graphs = pool_bytes(self.device)  # before the step: in the one that makes them, torch counts what they take
         began = time.perf_counter()
         if self.pipeline is None:
             losses, count = self._micro_batches(), self.accumulation
@@ -176,7 +178,7 @@ class Loop:
             "tokens_per_second_per_gpu": speed / dist.get_world_size(),
             "tflops_per_gpu": speed * self.flops_per_token / dist.get_world_size() / 1e12,
             "step_time": took,
-            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_memory_bytes": peak_memory_bytes() + graphs,
             "consumed_samples": progress.consumed_samples,
             **self.times.judge(seconds, progress.step, took),
             "stopping": stopping > 0,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
+from coat_dist.flow import graph_pool
 from tests.support import megatron_on_one_rank, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -216,9 +217,9 @@ def test_backward_in_another_order(models):
 def test_parameters_that_move(models):
     for model in models:
         train(model, 2)
-        for p in model.decoder.layers[1].parameters():
+        for p in model.parameters():
             p.data = p.data * 1.5
-    assert train(models[0], 4, seed=30) == train(models[1], 4, seed=30)
+    heals(models)
 
 
 def test_shapes_in_turn(models):
@@ -258,7 +259,7 @@ def test_hooks_are_called(models):
 
 def test_memory_is_used_again():
     """A layer more takes what it saves: not its input, output and gradients."""
-    from coat_dist.flow.cuda_graphs import pool_bytes
+    from coat_dist.flow.graph_pool import pool_bytes
     from megatron_patches import patch_model
     from tests.gpu.test_megatron import BATCH, SEQ, SHAPE, _loss, _model
 
@@ -277,15 +278,225 @@ def test_memory_is_used_again():
 
 
 def test_hooks_of_saved_tensors(models):
-    """Offloading, for one: graphs save nothing that it could take, so they are not used."""
+    """Offloading, for one: graphs save nothing that it could take, so they are neither made nor used."""
     plain, graphed = models
-    train(graphed, 2), train(plain, 2)
     for model in models:
-        with torch.autograd.graph.save_on_cpu(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loss_of(model, 5).backward()
-        loss_of(model, 6).backward()
+        with torch.autograd.graph.save_on_cpu(), warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for seed in range(3):
+                loss_of(model, seed).backward()
+        assert any("hooks of saved tensors" in str(one.message) for one in found) == (model is graphed)
+    assert captured(graphed) == [0, 0, 0]
+    for model in models:
+        for seed in range(3):
+            loss_of(model, seed).backward()
+    assert captured(graphed) == [1, 1, 1]
     assert same(*(gradients(model) for model in models))
+
+
+def recorded() -> int:
+    """How many graphs were ever captured in this process."""
+    return sum(pool._recorded for pool in graph_pool._pools.values())
+
+
+def heals(models) -> None:
+    """Training is the same, all layers have graphs after a while, and no more are made."""
+    assert train(models[0], 4, seed=40) == train(models[1], 4, seed=40)
+    before = recorded()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*cuda_graphs.*")
+        assert train(models[0], 2, seed=50) == train(models[1], 2, seed=50)
+    assert recorded() == before and min(captured(models[1])) > 0
+    assert same(models[0].parameters(), models[1].parameters())
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 3])
+def test_an_exception_between_layers(models, when):
+    for model in models:
+        for seed in range(when):
+            loss_of(model, seed).backward()
+        layer = model.decoder.layers[1]
+        whole = layer.forward
+
+        def fails(*args, **kwargs):
+            raise OSError("in the middle")
+
+        layer.forward = fails
+        with pytest.raises(OSError, match="in the middle"):
+            loss_of(model, 9)
+        layer.forward = whole
+        del layer.forward
+        model.zero_grad()
+    heals(models)
+
+
+def test_parameters_of_one_layer_that_move(models):
+    for model in models:
+        train(model, 2)
+        for p in model.decoder.layers[1].parameters():
+            p.data = p.data * 1.5
+    heals(models)
+
+
+def test_parameters_that_always_move(models):
+    """Captured some times, then no more; always the right numbers."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for model in models:
+            for seed in range(50):
+                loss_of(model, seed).backward()
+                for p in model.parameters():
+                    p.data = p.data * 1.001
+    assert any("was captured 32 times" in str(one.message) for one in found)
+    assert same(*(gradients(model) for model in models))
+
+
+def test_a_parameter_that_changes_before_backward(models):
+    for model in models:
+        train(model, 2)
+        loss = loss_of(model, 1)
+        with torch.no_grad():
+            model.decoder.layers[2].mlp.linear_fc1.weight.add_(0.1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_parameter_that_moves_before_backward(models):
+    _, model = models
+    train(model, 2)
+    loss = loss_of(model, 1)
+    weight = model.decoder.layers[2].mlp.linear_fc1.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(RuntimeError, match="activation.cuda_graphs: parameters of a layer moved"):
+        loss.backward()
+
+
+def test_deterministic_algorithms(models):
+    """Torch fills new memory with NaN then."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        heals(models)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_norm_and_a_parameter_in_two_places():
+    from megatron_patches import patch_model
+    from tests.megatron_patches.tiny import tiny_gpt
+
+    models = []
+    for settings in (ActivationConfig(), GRAPHS):
+        model = tiny_gpt(num_layers=2)
+        first, second = model.decoder.layers
+        first.pre_mlp_layernorm = first.input_layernorm
+        second.pre_mlp_layernorm.weight = second.input_layernorm.weight
+        patch_model(model, settings)
+        models.append(model)
+    heals(models)
+    first, second = models[1].decoder.layers
+    assert first.pre_mlp_layernorm is first.input_layernorm
+    assert second.pre_mlp_layernorm.weight is second.input_layernorm.weight
+
+
+def test_evaluation_mode_with_gradients(models):
+    for model in models:
+        model.eval()
+    heals(models)
+
+
+def test_hooks_on_all_modules(models):
+    calls = []
+    for model in models:
+        train(model, 2)
+        calls.append([])
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda m, *_, mine=calls[-1]: mine.append(m))
+        loss_of(model, 5).backward()
+        handle.remove()
+    assert len(calls[0]) == len(calls[1]) > 20
+    heals(models)
+
+
+def test_more_shapes_than_are_kept(models):
+    """The last one of a warm-up of sequences gets its graphs."""
+    found = []
+    for model in models:
+        found.append([])
+        torch.manual_seed(0)
+        for s in (8, 16, 24, 32, 40, 48):
+            rope = model.rotary_pos_emb(s)
+            for _ in range(3):
+                x = y = torch.randn(s, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                for layer in model.decoder.layers:
+                    y, _ = layer(hidden_states=y, attention_mask=None, rotary_pos_emb=rope)
+                grads = torch.autograd.grad(y, [x, *model.decoder.layers.parameters()], torch.randn_like(y))
+                found[-1] += [y.detach(), *grads]
+    assert same(*found)
+    assert captured(models[1]) == [4, 4, 4]
+
+
+def test_a_rotary_embedding_of_its_own_at_each_call(models):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for model in models:
+            for _ in range(40):
+                x = torch.randn(32, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                rope = model.rotary_pos_emb(32).clone()
+                y, _ = model.decoder.layers[0](hidden_states=x, attention_mask=None, rotary_pos_emb=rope)
+                y.sum().backward()
+    assert any("rotary embeddings of their own" in str(one.message) for one in found)
+    assert captured(models[1])[0] == 0
+
+
+def test_streams_have_pools_of_their_own(models):
+    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    for model in models:
+        found.append([])
+        for step in range(4):
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    model.zero_grad()
+                    loss_of(model, step).backward()
+                    found[-1] += gradients(model)
+                torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    assert same(*found)
+    assert captured(models[1]) == [2, 2, 2]
+
+
+def _fully_sharded(rank, world, parts):
+    from torch.distributed.fsdp import fully_shard
+
+    import megatron_patches
+
+    megatron_patches.initialize_model_parallel(1)
+    found = []
+    for model in pair():
+        for layer in model.decoder.layers if parts else ():
+            fully_shard(layer)
+        fully_shard(model)
+        found.append([])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for seed in range(6):
+                loss = loss_of(model, seed)
+                loss.backward()
+                found[-1].append(loss.item())
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.1 * p.grad
+                        p.grad = None
+    return found
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_fully_shard_runs_as_it_is_or_says_why_not(parts):
+    try:
+        ((plain, graphed),) = run_ranks(1, _fully_sharded, parts, backend="nccl")
+    except Exception as problem:
+        assert not parts and "activation.cuda_graphs: parameters of a layer moved" in str(problem)
+    else:
+        assert plain == graphed
 
 
 def test_unfreezing_a_layer(models):
@@ -297,6 +508,7 @@ def test_unfreezing_a_layer(models):
         model.decoder.layers[1].requires_grad_(True)
         losses[-1] += train(model, 4)
     assert losses[0] == losses[1]
+    heals(models)
 
 
 def test_a_backward_that_was_not_wanted_at_first(models):

@@ -38,10 +38,33 @@ def test_layers_that_stay_bf16_are_no_graphs():
 
 
 def test_a_layer_half_of_which_is_patched_is_no_graph():
-    model = tiny_gpt(**NARROW | {"ffn_hidden_size": 248})
+    model = tiny_gpt(**NARROW)
+    model.decoder.layers[0].mlp.linear_fc2.register_forward_hook(lambda *_: None)
     report = patch_model(model, GRAPHS)
     assert "decoder.layers.0 runs without CUDA graphs: a part of it stays BF16" in report.notes
     assert type(model.decoder.layers[0]) is TransformerLayer
+    assert type(model.decoder.layers[1]) is not TransformerLayer
+
+
+def test_no_layer_that_could_be_a_graph_is_refused():
+    model = tiny_gpt(**NARROW | {"ffn_hidden_size": 248})
+    with pytest.raises(
+        ValueError, match="activation.cuda_graphs: got true, .*no layer has attention and MLP patched"
+    ) as e:
+        patch_model(model, GRAPHS)
+    assert "not multiples of 16" in str(e.value)
+
+
+def test_a_compiled_model_says_that_it_has_no_graphs():
+    model = tiny_gpt(**NARROW)
+    patch_model(model, GRAPHS)
+    torch._dynamo.reset()
+    layer = torch.compile(model.decoder.layers[0], backend="eager")
+    x = torch.randn(32, 2, 128, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.warns(UserWarning, match="activation.cuda_graphs: .*the model is compiled"):
+        y, _ = layer(x, None)
+    y.sum().backward()
+    assert x.grad is not None
 
 
 @on_cpu

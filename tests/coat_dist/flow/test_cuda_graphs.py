@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 
-from coat_dist.flow.cuda_graphs import GraphedFunction, Pass, Waiting, pool_bytes
+from coat_dist.flow.cuda_graphs import GraphedFunction
+from coat_dist.flow.graph_pool import Pass, Waiting, pool_bytes, without_filling
 
 
 def begin(waiting: Waiting, *owners: int) -> list[Pass]:
@@ -71,3 +72,17 @@ def test_copies_have_no_graphs():
 
 def test_no_memory_without_graphs():
     assert pool_bytes(torch.device("cpu")) == 0
+
+
+def test_memory_stays_as_it_is_where_torch_would_fill_it():
+    """Deterministic algorithms want it; a graph would repeat it after inputs were copied there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(64).isnan().all()
+        with without_filling():
+            kept = [torch.empty(64) for _ in range(8)]
+        assert not all(one.isnan().all() for one in kept)
+        assert torch.empty(64).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(before)
