@@ -163,6 +163,18 @@ def _units(run: Run) -> list[list[int]]:
     return [list(range(i, min(i + size, n))) for i in range(0, n, size)]
 
 
+def _graphed(run: Run) -> set[int]:
+    """Layers that run as CUDA graphs: what they save and compute lies in memory that nothing else can use."""
+    on = run.flow is not None and run.flow.cuda_graphs
+    return set(range(run.model.num_layers)) - run.bf16_layers if on else set()
+
+
+def _in_graphs(run: Run, stream: int) -> int:
+    """What a graph needs besides what layers save: the most that one's backward takes, with all its gradients, its
+    input and the gradient of its output."""
+    return max(one.gradients + one.made - one.released for one in backward_moments(run, True)) + 2 * stream
+
+
 def _layer_bytes(run: Run, layer: int) -> int:
     """What a layer saves, with its tables: bytes."""
     patched = layer not in run.bf16_layers
@@ -176,6 +188,9 @@ def _forward(line: Timeline, run: Run, stream: int) -> list[int]:
     units = _units(run)
     again = {i for unit in units for i in unit}
     kept = [0 if i in again else _layer_bytes(run, i) for i in range(run.model.num_layers)]
+    if graphed := _graphed(run):
+        line.held["CUDA graphs"] = sum(kept[i] for i in graphed) + _in_graphs(run, stream)
+        kept = [0 if i in graphed else size for i, size in enumerate(kept)]
     line.held["activations"] += sum(kept) + len(units) * stream
     last = run.model.num_layers - 1
     moments = backward_moments(run, last not in run.bf16_layers)
@@ -193,15 +208,16 @@ def _statistics(run: Run) -> int:
 
 def kept_for_backward(run: Run) -> int:
     """Bytes that one forward pass keeps for backward, the loss's included, without parameters."""
-    line = Timeline(run)
-    _forward(line, run, 2 * run.model.hidden_size * run.tokens // run.shared)
+    line, stream = Timeline(run), 2 * run.model.hidden_size * run.tokens // run.shared
+    _forward(line, run, stream)
+    graphs = line.held["CUDA graphs"] - _in_graphs(run, stream) if _graphed(run) else 0
     logits = 0 if run.chunked else 2 * (run.model.padded_vocab // run.tp) * run.tokens
     again = {i for unit in _units(run) for i in unit}
     shared = set(range(run.model.num_layers)) - again - run.bf16_layers and not run.model.qk_norm
     # Frequencies, which a layer that is computed again keeps, and their cosines and sines, which patched layers share.
     per_position = (4 if again else 0) + (8 if shared else 0)
     tables = per_position * run.model.seq_length * run.model.head_channels
-    return line.held["activations"] + logits + tables + 28 * run.tokens
+    return line.held["activations"] + graphs + logits + tables + 28 * run.tokens
 
 
 def _loss(line: Timeline, run: Run, stream: int) -> None:
@@ -234,7 +250,7 @@ def _backward(buckets: _Buckets, every: list[Parameter], kept: list[int], stream
         if p.name.startswith("decoder.final"):
             buckets.take(p)
     line.held["activations"] -= 2 * stream + _statistics(run)
-    units = _units(run)
+    units, graphed = _units(run), _graphed(run)
     first = {unit[0]: unit for unit in units}
     last = {unit[-1]: unit for unit in units}
     for layer in reversed(range(run.model.num_layers)):
@@ -246,7 +262,9 @@ def _backward(buckets: _Buckets, every: list[Parameter], kept: list[int], stream
             line.look("backward", f"layer {layer} is computed again", computing=stream)
         own = {p.name.split(".", 3)[3]: p for p in every if p.layer == layer}
         done: set[str] = set()
-        for one in backward_moments(run, patched):
+        if layer in graphed:
+            line.look("backward", f"layer {layer}'s graph", computing=stream + 2 * sum(p.numel for p in own.values()))
+        for one in () if layer in graphed else backward_moments(run, patched):
             # Gradients of functions that have returned are in the buckets.
             if one.name in ("gradient of proj", "gradient of qkv") and patched:
                 _hand_over(
