@@ -19,6 +19,9 @@ from ..optim.state import check_group
 
 __all__ = ["build_coat_adamw", "check_params", "experts_apart", "list_parameters"]
 
+_OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "beta1": "betas", "beta2": "betas"}
+"""Of options, in other libraries: too far from ours to be taken for misspelt."""
+
 
 def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str]:
     """What is wrong with ``optimizer.params``: one line for each key."""
@@ -27,7 +30,8 @@ def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str
     problems = []
     for name, value in params.items():
         if name not in defaults:
-            hint = did_you_mean(name, defaults, 0.7)
+            meant = _OTHER_NAMES.get(str(name).lower())
+            hint = f' (did you mean "{meant}"?)' if meant else did_you_mean(name, defaults, 0.7)
             problems.append(f"optimizer.params.{name}: unknown key{hint}, accepted: {', '.join(defaults)}")
         elif name in own:
             problems.append(f"optimizer.params.{name}: given beside coat.optimizer, accepted: one of the two")

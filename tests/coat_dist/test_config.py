@@ -190,6 +190,12 @@ def test_all_problems_are_listed_at_once():
             ["zero_optimization.stage: got 0, accepted: 1, 2 or 3 with fp16.enabled"],
         ),
         ({"optimizer__params__moments": "fp8"}, {}, ["optimizer.params.moments: unknown key, accepted: lr, betas"]),
+        (
+            {"optimizer__params__learning_rate": 1},
+            {},
+            ['params.learning_rate: unknown key (did you mean "lr"?), accepted'],
+        ),
+        ({"optimizer__params__beta2": 0.9}, {}, ['optimizer.params.beta2: unknown key (did you mean "betas"?)']),
         ({"optimizer__params__expand": True}, {}, ["optimizer.params.expand: given beside coat.optimizer"]),
         ({}, {"pipeline": True, "mpu": True}, ["mpu: got an mpu with a PipelineModule"]),
     ],
