@@ -23,10 +23,11 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["PARTS", "Code", "Digests", "digests", "main", "without_words"]
+__all__ = ["GRAPHS", "PARTS", "USUAL", "Code", "Digests", "digests", "main", "same_code", "without_words"]
 
 ROOT = Path(__file__).resolve().parents[1]
 Digests = dict[str, str]
+GRAPHS = "graphs"
 PARTS = {
     "optimizer": ("coat_dist/optim/adamw.py",),
     "flow": ("coat_dist/flow/*.py", "megatron_patches/patch.py", "megatron_patches/spec.py"),
@@ -39,9 +40,13 @@ PARTS = {
         *(f"coat_dist/deepspeed/{file}.py" for file in ("master_weights", "replicated_grads", "round_robin")),
         *(f"megatron_patches/{file}.py" for file in ("optimizer", "pipeline", "replicated_grads")),
     ),
+    # Runs with `activation.cuda_graphs` alone: results without it do not depend on it.
+    GRAPHS: ("coat_dist/flow/cuda_graphs.py", "coat_dist/flow/graph_pool.py", "megatron_patches/cuda_graphs.py"),
 }
 """Entry files by name or pattern: what GPUs compute in an optimizer's step, in a layer, and beside them in DeepSpeed's
 step; and what only whole training runs depend on: groups of parameters, hooks of gradients, schedules of stages."""
+USUAL = tuple(part for part in PARTS if part != GRAPHS)
+"""Of what every whole step depends on."""
 PACKAGES = "coat_dist", "megatron_patches"
 NOT_COMPUTED = {
     "coat_dist.config_errors": "words of errors",
@@ -132,10 +137,14 @@ class Code:
         """(module, name) of all definitions that are used from modules, these ones whole; the name "" is a module's
         statements without one, which run when it is imported."""
         done: set[tuple[str, str]] = set()
+        entries = [*entries]
+        graphs = {self.files[file] for file in PARTS[GRAPHS] if file in self.files}
         todo = [one for module in entries for one in self._all(module)]
         while todo:
             module, name = todo.pop()
             if (module, name) in done or {module, f"{module}.{name}"} & NOT_COMPUTED.keys():
+                continue
+            if module in graphs and set(entries) != graphs:
                 continue
             done.add((module, name))
             todo += [(module, ""), *self._used(module, name)]
@@ -220,6 +229,11 @@ def digests(root: Path = ROOT) -> Digests:
     """Of each part, 12 hexadecimal digits: a result that was measured with others may not be what this code gives."""
     code = Code(root)
     return {part: code.digest(part) for part in PARTS}
+
+
+def same_code(measured: object, parts: Sequence[str] = USUAL) -> bool:
+    """Whether a result with the digests ``measured``, if it has some, is of the code that is here, as to ``parts``."""
+    return isinstance(measured, dict) and all(measured.get(part) == digests()[part] for part in parts)
 
 
 def without_words(source: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import results_render as render
 from benchmarks.common import RESULTS
-from benchmarks.measured_code import PARTS, digests
+from benchmarks.measured_code import GRAPHS, USUAL, same_code
 
 __all__ = ["PEERS", "TABLES", "Table", "is_current", "lines_of", "read"]
 
@@ -30,7 +30,7 @@ class Table(NamedTuple):
     """The program itself knows what is left to be measured."""
     on: str = "H200"
     """Part of the name of the GPU that the page says the table is about."""
-    code: tuple[str, ...] = (*PARTS,)
+    code: tuple[str, ...] = USUAL
     """The parts of the library whose change outdates it."""
 
 
@@ -64,10 +64,14 @@ TABLES = {
     "layer_presets": Table(
         {
             "layer": (RUN + PRESETS + "--tokens 16384",),
-            "layer-4096": (RUN + PRESETS + "--tokens 4096 --variants coat 'coat cuda graphs' --name layer-4096",),
         },
         render.layer_presets,
         code=FLOW,
+    ),
+    "layer_graphs": Table(
+        {"layer-4096": (RUN + PRESETS + "--tokens 4096 --variants coat 'coat cuda graphs' --name layer-4096",)},
+        render.layer_graphs,
+        code=(*FLOW, GRAPHS),
     ),
     "layers": Table(
         {
@@ -182,10 +186,9 @@ def read(name: str, results: Path = RESULTS) -> Result | None:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def is_current(found: Result, parts: Sequence[str] = (*PARTS,)) -> bool:
+def is_current(found: Result, parts: Sequence[str] = USUAL) -> bool:
     """Whether a result was measured with the code that is here, as far as ``parts`` of it go."""
-    measured = found["environment"].get("code")
-    return isinstance(measured, dict) and all(measured.get(part) == digests()[part] for part in parts)
+    return same_code(found["environment"].get("code"), parts)
 
 
 def lines_of(table: Table, results: Path = RESULTS) -> list[str]:

@@ -106,6 +106,8 @@ class GraphedFunction:
             self._seen[key] = held
         elif self._captures == _CAPTURES:
             run_without_graphs(f"a layer was captured {_CAPTURES} times: shapes, places of parameters or order change")
+        elif any(graph in self._graphs.values() for graph in pool.waiting.now()):
+            run_without_graphs("another forward pass waits for its backward")
         elif not pool.can_capture():
             pool.stale = True
         else:
@@ -127,8 +129,9 @@ class _Graph:
         self.places = [p.data_ptr() for p in parameters]
         self.before = [weakref.ref(graph) for graph in pool.waiting.now()]
         """Whose passes waited when this was captured, and have to whenever it runs."""
-        # Leaves of their own: hooks of the parameters are for the gradients that leave the graph.
-        leaves = [torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in parameters]
+        # Leaves of their own: hooks of the parameters are for the gradients that leave the graph, and a step of the
+        # optimizer before backward is captured changes nothing of what was saved.
+        leaves = [torch.nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
 
         def work() -> tuple[torch.Tensor, torch.Tensor]:
             with without_filling():
@@ -145,6 +148,7 @@ class _Graph:
         self._wanted: list[Any] = [get_gradient_edge(entered)] if x.requires_grad else []
         self._wanted += [leaf for leaf in leaves if leaf.requires_grad]
         self._needs = [x.requires_grad, *(p.requires_grad for p in parameters)]
+        self._broken = False
         self._backward: torch.cuda.CUDAGraph | None = None
         self._dy: torch.Tensor
         self._gradients: list[torch.Tensor | None]
@@ -154,15 +158,17 @@ class _Graph:
         """Whether backward is captured, too."""
         return self._backward is not None
 
+    def _waits_as_before(self) -> bool:
+        return self.pool.waiting.now() == tuple(graph() for graph in self.before)
+
     def fits(self) -> bool:
         """Whether the memory that this uses is free."""
-        before, now = tuple(graph() for graph in self.before), self.pool.waiting.now()
-        if now == before:
+        if self._waits_as_before() and not self._broken:
             return True
-        if set(now) <= set(before):  # of a layer that ran as it is, or is gone, there will be no pass
-            self.pool.stale = True
-        elif not self.pool.stale:
+        if self in self.pool.waiting.now():
             run_without_graphs("another forward pass waits for its backward")
+        else:  # other functions than before run as graphs, or in another order
+            self.pool.stale = True
         return False
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Pass]:
@@ -176,10 +182,14 @@ class _Graph:
     def backward(self, run: Pass, dy: torch.Tensor) -> list[torch.Tensor | None]:
         """Gradients of x and the parameters, None for those that need none."""
         self.pool.waiting.finish(run)
-        if self._backward is None and self.pool.can_capture():
-            self._capture_backward(dy)
+        if self._backward is None:
+            # All that may wait when it runs has to wait now, and to hold its memory: else it would take that.
+            if self._waits_as_before() and self.pool.can_capture():
+                self._capture_backward(dy)
+            else:
+                self.pool.stale = True
         found: Sequence[torch.Tensor | None]
-        if self._backward is None:  # the backward of layers before this was captured when this one's was not wanted
+        if self._backward is None:
             found = torch.autograd.grad([self._end], self._wanted, [dy], retain_graph=True, allow_unused=True)
         else:
             self._dy.copy_(dy)
@@ -195,7 +205,11 @@ class _Graph:
             made = torch.autograd.grad([self._end], self._wanted, [given], allow_unused=True)
             return given, [None if one is None else one.contiguous() for one in made]
 
-        recorded, (given, made) = self.pool.record(work)
+        try:
+            recorded, (given, made) = self.pool.record(work)
+        except BaseException:
+            self._broken = True  # what forward has saved is gone
+            raise
         del self._end, self._wanted
         self._backward = recorded
         self._dy = without_owner(given)

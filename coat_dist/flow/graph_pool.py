@@ -19,6 +19,9 @@ import torch
 
 __all__ = ["Pass", "Pool", "Waiting", "pool_bytes", "pool_of", "run_without_graphs", "without_filling", "without_owner"]
 
+_LONG = 1000
+"""Calls of functions."""
+
 
 class Pass:
     """One forward pass by a graph, its owner; whoever can run its backward holds it."""
@@ -54,7 +57,8 @@ class Waiting:
         if not one.waits:
             raise RuntimeError(
                 "activation.cuda_graphs: a layer's backward ran twice, or after that of a layer before it, and what it "
-                "had saved is overwritten; accepted: one backward for each forward pass (no retain_graph), or false"
+                "had saved is overwritten; accepted: one backward for each forward pass (no retain_graph), the last "
+                "one first where there are several; or false"
             )
         while self._passes:
             last = self._passes.pop()()
@@ -71,6 +75,9 @@ class Pool:
         waiting: those passes.
         stale: graphs are to be made anew, in the order of the calls, once nothing waits.
     """
+
+    _put_off = 0
+    """Calls since graphs were to be made anew."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -99,8 +106,14 @@ class Pool:
     def generation(self) -> int:
         """Functions drop graphs of an earlier one."""
         if self.stale and not self.waiting.now():
-            self.stale = False
+            self.stale, self._put_off = False, 0
             self._generation += 1
+        elif self.stale:
+            self._put_off += 1
+            if self._put_off == _LONG:
+                run_without_graphs(
+                    "they are to be made anew, and some forward pass waits for its backward all the time"
+                )
         return self._generation
 
     def record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

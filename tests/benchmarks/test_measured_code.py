@@ -31,6 +31,10 @@ FILES = {
     ),
     "coat_dist/kernels/shared.py": "def used(x, n):\n    return x\n\n\ndef unused(x):\n    return x\n",
     "coat_dist/flow/norm.py": "from ..kernels.shared import unused as u\n\nfor one in range(3):\n    print(u)\n",
+    "coat_dist/flow/linear.py": "from .cuda_graphs import graphed\n\nLINEAR = graphed\n",
+    "coat_dist/flow/cuda_graphs.py": "from .graph_pool import POOL\n\ngraphed = POOL\n",
+    "coat_dist/flow/graph_pool.py": "POOL = 1\n",
+    "megatron_patches/cuda_graphs.py": "",
     "coat_dist/deepspeed/step.py": "A = 1\n",
     **{f"coat_dist/deepspeed/{name}.py": "" for name in ("cached_weights", "fp8_gather", "pipeline")},
     **{f"coat_dist/deepspeed/{name}.py": "" for name in ("master_weights", "replicated_grads", "round_robin")},
@@ -80,6 +84,7 @@ def library(tmp_path):
         ("kernels/shared.py", "def used", "print(1)\n\n\ndef used", {"optimizer", "flow"}),  # runs with the import
         ("kernels/shared.py", "    return x", '    """Words."""\n    # more\n    return x', set()),
         ("flow/norm.py", "range(3)", "range(4)", {"flow"}),
+        ("flow/graph_pool.py", "POOL = 1", "POOL = 2", {"graphs"}),  # though a file of the flow names it
         ("deepspeed/step.py", "A = 1", "A = 2", {"deepspeed"}),
         ("deepspeed/pipeline.py", "", "B = 2", {"deepspeed"}),
     ],

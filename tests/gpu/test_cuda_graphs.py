@@ -530,6 +530,43 @@ def test_a_backward_that_was_not_wanted_at_first(models):
     assert same(*found)
 
 
+def test_losses_of_parts(models):
+    """Of two layers that no gradient connects, first the one, then the other, then both: a backward that is captured
+    while the layer below waits for none may not take that one's memory."""
+    found = []
+    for model in models:
+        rope, (lower, upper) = model.rotary_pos_emb(32), list(model.decoder.layers)[:2]
+        torch.manual_seed(0)
+        found.append([])
+        for part in (*["lower"] * 3, *["upper"] * 2, *["both"] * 4):
+            x = torch.randn(32, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            first = lower(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
+            second = upper(hidden_states=first.detach(), attention_mask=None, rotary_pos_emb=rope)[0]
+            losses = {"lower": first.float().sin().sum(), "upper": second.float().sin().sum()}
+            del first, second
+            loss = losses["lower"] + losses["upper"] if part == "both" else losses[part]
+            del losses
+            model.zero_grad()
+            loss.backward()
+            found[-1] += [p.grad.clone() for layer in (lower, upper) for p in layer.parameters() if p.grad is not None]
+    assert same(*found)
+
+
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_an_optimizer_step_between_a_forward_and_the_next(models, when):
+    """The loss of a call is dropped, perhaps of the one that captures; weights change; training goes on."""
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(4):
+            loss = loss_of(model, seed)
+            if seed != when:
+                loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    heals(models)
+
+
 def _not_captured(rank, world):
     from coat_dist.flow.cuda_graphs import GraphedFunction
 

@@ -36,10 +36,17 @@ def test_cases_are_measured_once(tmp_path, capsys, monkeypatch) -> None:
     whole.main([*options, "1", "2"])
     assert capsys.readouterr().out.startswith("has tiny, 2 GPUs, both: micro-batch")
     monkeypatch.setattr(whole, "run", lambda *_: {"steps": [], "out_of_memory_at": None, "error": "a\nthe reason"})
-    monkeypatch.setattr(whole, "digests", lambda: {"flow": "other code"})
+    monkeypatch.setattr(whole, "current", lambda case: False)
     whole.main([*options, "1", "2"])
     assert "failed: the reason" in capsys.readouterr().out
     assert cases_in(tmp_path)[0]["steps"] == [], "nothing of earlier code is kept beside what is new"
+
+
+def test_what_graphs_compute_concerns_their_cases_alone() -> None:
+    changed = digests() | {"graphs": "other"}
+    assert whole_report.current(case("both", {1: 1.0}, code=changed))
+    assert not whole_report.current(case("both, CUDA graphs", {1: 1.0}, code=changed))
+    assert not whole_report.current(case("both", {1: 1.0}, code=digests() | {"flow": "other"}))
 
 
 def test_a_case_that_time_cuts_goes_on(tmp_path, monkeypatch) -> None:
