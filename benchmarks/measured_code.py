@@ -137,14 +137,15 @@ class Code:
         """(module, name) of all definitions that are used from modules, these ones whole; the name "" is a module's
         statements without one, which run when it is imported."""
         done: set[tuple[str, str]] = set()
-        entries = [*entries]
+        begin = {*entries}
         graphs = {self.files[file] for file in PARTS[GRAPHS] if file in self.files}
-        todo = [one for module in entries for one in self._all(module)]
+        apart = set() if begin == graphs else graphs
+        todo = [one for module in begin for one in self._all(module)]
         while todo:
             module, name = todo.pop()
             if (module, name) in done or {module, f"{module}.{name}"} & NOT_COMPUTED.keys():
                 continue
-            if module in graphs and set(entries) != graphs:
+            if module in apart:
                 continue
             done.add((module, name))
             todo += [(module, ""), *self._used(module, name)]

@@ -76,14 +76,12 @@ class Pool:
         stale: graphs are to be made anew, in the order of the calls, once nothing waits.
     """
 
-    _put_off = 0
-    """Calls since graphs were to be made anew."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.waiting = Waiting()
         self.stale = False
         self._generation = 0
+        self._put_off = 0  # calls since graphs were to be made anew
         self._handle: Any = None
         self._stream = torch.cuda.Stream(device)  # torch's own for captures is on the device of the first one
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

@@ -129,7 +129,7 @@ class SimulatedPool(graph_pool.Pool):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.waiting = graph_pool.Waiting()
-        self.stale, self._generation = False, 0
+        self.stale, self._generation, self._put_off = False, 0, 0
         self.arena = Arena()
         self.captured = 0
 
