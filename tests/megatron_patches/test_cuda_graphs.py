@@ -14,7 +14,7 @@ from megatron_patches import patch_model, patched, unpatch_model
 from .tiny import NARROW, OLMO2, gradients, tiny_batch, tiny_gpt, tiny_loss
 
 GRAPHS = ActivationConfig(cuda_graphs=True)
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_cuda_graphs.py has what runs on a GPU")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/cuda_graphs has what runs on a GPU")
 
 
 @pytest.mark.parametrize("options", [{}, OLMO2], ids=["norms before", "norms after"])

@@ -1,4 +1,4 @@
-"""Which forward passes hold memory of the graphs' pool; on a GPU: ``tests/gpu/test_cuda_graphs.py``."""
+"""Which forward passes hold memory of the graphs' pool; on a GPU: ``tests/gpu/cuda_graphs``."""
 
 from __future__ import annotations
 
