@@ -128,6 +128,7 @@ def measure(arguments: argparse.Namespace) -> None:
             begun, words = True, words_of(command, peers)
             if words[1].endswith(".whole"):  # it starts cases of its own
                 words += ["--seconds", f"{max(float(SHORTEST), left - END):.0f}"]
+                words += ["--again"] if arguments.again else []
             print(f"== {result}: {command}", flush=True)
             if status := start(words, left):
                 print(f"{result}: ended with {status}", flush=True)

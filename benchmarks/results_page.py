@@ -41,8 +41,8 @@ def page(results: Path = RESULTS, figures: Path = FIGURES) -> str:
 
 
 def draw(results: Path = RESULTS, figures: Path = FIGURES) -> Path | None:
-    """Draw the figure of whole models; where there are no cases, it must not stay either."""
-    found = whole_report.groups((read("whole", results) or {"cases": []})["cases"])
+    """Draw the figure of whole models; where there is nothing to show, it must not stay either."""
+    found = whole_report.drawn((read("whole", results) or {"cases": []})["cases"])
     path = figures / FIGURE
     if not found:
         path.unlink(missing_ok=True)

@@ -93,9 +93,26 @@ def whole(results: Path, figures: Path) -> list[str]:
     lines = [wrapped(text), "", *whole_report.largest(group)]
     if any(one["out_of_memory_at"] is None for one in group):
         lines += ["", whole_report.PLUS]
+    if said := beyond([one for one in cases if whole_report.current(one)]):
+        lines += ["", wrapped(said)]
     if all(map(whole_report.current, cases)) and (figures / FIGURE).is_file():
         lines += ["", f"![Tokens a second over the micro-batch](docs/figures/{FIGURE})"]
     return lines
+
+
+def beyond(cases: list[dict[str, Any]]) -> str:
+    """What trains where BF16 does not fit: of each model and its GPUs, the fastest."""
+    found = []
+    for group in whole_report.groups(cases).values():
+        if any(one["variant"] == "BF16" and not one["steps"] for one in group) and whole_report.fits(group):
+            steps = [
+                (step["tokens_per_second_per_gpu"], step["micro_batch"], one) for one in group for step in one["steps"]
+            ]
+            speed, micro_batch, one = max(steps, key=lambda each: each[0])
+            found.append(
+                f"{whole_report.title(one)}: {speed:,.0f} tokens/s/GPU ({one['variant']}, micro-batch {micro_batch})"
+            )
+    return f"Where BF16 does not fit with micro-batch 1: {'; '.join(found)}." if found else ""
 
 
 def layer(results: Path, figures: Path) -> list[str]:

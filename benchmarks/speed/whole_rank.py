@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,23 +32,36 @@ OUT_OF_MEMORY = 7
 """Exit status."""
 NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc"
 """What others than torch's allocator say then: CUDA, NCCL, Triton, cuBLAS."""
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "BF16": ("AdamW", {"enabled": False}),
-    "optimizer only": ("CoatAdamW", {"enabled": False}),
-    "flow only": ("AdamW", {}),
-    "both": ("CoatAdamW", {}),
-    "both, FP8 attention": ("CoatAdamW", {"attention": "fp8"}),
-    "both, CUDA graphs": ("CoatAdamW", {"cuda_graphs": True}),
-    **{name: ("AdamW", {"enabled": False}) for name in RECIPES},
+
+
+class Variant(NamedTuple):
+    """What is trained, as far as the DeepSpeed configuration says."""
+
+    optimizer: str = "CoatAdamW"
+    """Its type."""
+    activation: Mapping[str, Any] = {}
+    """What the block's "activation" has besides that of the file."""
+    file: str = "zero2"
+    """Of ``configs/deepspeed``."""
+
+
+VARIANTS = {
+    "BF16": Variant("AdamW", {"enabled": False}),
+    "optimizer only": Variant(activation={"enabled": False}),
+    "flow only": Variant("AdamW"),
+    "both": Variant(),
+    "both, FP8 attention": Variant(activation={"attention": "fp8"}),
+    "both, remainders": Variant(file="zero2-remainder"),
+    "both, CUDA graphs": Variant(activation={"cuda_graphs": True}),
+    **{name: Variant("AdamW", {"enabled": False}) for name in RECIPES},
 }
-"""The optimizer's type, and what the block's "activation" has besides that of ``configs/deepspeed/zero2.json``."""
 WARM_UP, TIMED = 2, 3
 
 
 def settings_of(variant: str, stage: int) -> dict[str, Any]:
     """The DeepSpeed configuration of a variant."""
-    optimizer, activation = VARIANTS[variant]
-    settings = json.loads((ROOT / "configs/deepspeed/zero2.json").read_text())
+    optimizer, activation, file = VARIANTS[variant]
+    settings = json.loads((ROOT / f"configs/deepspeed/{file}.json").read_text())
     settings["train_micro_batch_size_per_gpu"] = 1  # of the engine; what it is given may have more
     settings["zero_optimization"]["stage"] = stage
     settings["optimizer"]["type"] = optimizer

@@ -22,7 +22,9 @@ __all__ = [
     "PLUS",
     "cost",
     "current",
+    "drawn",
     "equal",
+    "fits",
     "groups",
     "largest",
     "main",
@@ -137,6 +139,11 @@ def largest(cases: list[dict[str, Any]]) -> list[str]:
     return HEAD + [_row(*pair, _base(pairs), "+" if pair[0]["out_of_memory_at"] is None else "") for pair in pairs]
 
 
+def fits(cases: Sequence[dict[str, Any]]) -> bool:
+    """Whether any of them trains."""
+    return any(case["steps"] for case in cases)
+
+
 def cost(cases: list[dict[str, Any]]) -> list[str]:
     """GPU hours of :data:`TOKENS`, at each variant's fastest micro-batch."""
     lines = [f"| | tokens/s/GPU | GPU hours of {TOKENS / 1e9:.0f} B tokens |", "|---|---|---|"]
@@ -147,12 +154,17 @@ def cost(cases: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def drawn(cases: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
+    """The groups that a picture can show: those in which something fits."""
+    return {key: of_group for key, of_group in groups(cases).items() if fits(of_group)}
+
+
 def plot(found: dict[tuple, list[dict[str, Any]]], path: Path) -> None:
-    """Tokens/s/GPU over micro-batch, a panel a group; a cross where memory was out."""
+    """Tokens/s/GPU over micro-batch, a panel for each of :func:`drawn`; a cross where memory was out."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
@@ -163,13 +175,17 @@ def plot(found: dict[tuple, list[dict[str, Any]]], path: Path) -> None:
     colors = {name: f"C{index % 10}" for index, name in enumerate(names)}
     for axis, cases in zip(axes.flat, found.values(), strict=False):
         for case in cases:
+            if not case["steps"]:
+                continue
             x = [s["micro_batch"] for s in case["steps"]]
             y = [s["tokens_per_second_per_gpu"] for s in case["steps"]]
             color = colors[case["variant"]]
             axis.plot(x, y, marker="o", markersize=3, color=color, label=case["variant"] + mark(case))
-            if case["out_of_memory_at"] is not None and x:
+            if case["out_of_memory_at"] is not None:
                 axis.plot(case["out_of_memory_at"], y[-1], marker="x", color=color)
-        axis.set(title=title(cases[0]), xlabel="micro-batch", ylabel="tokens/s/GPU", ylim=(0, None))
+        most = max(step["tokens_per_second_per_gpu"] for case in cases for step in case["steps"])
+        axis.set(title=title(cases[0]), xlabel="micro-batch", ylabel="tokens/s/GPU", ylim=(0, 1.1 * most))
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
@@ -183,6 +199,11 @@ def report(cases: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for of_group in groups(cases).values():
         lines += [f"### {title(of_group[0])}", ""]
+        if not fits(of_group):
+            names = "; ".join(case["variant"] + mark(case) for case in of_group)
+            least = min(case["out_of_memory_at"] for case in of_group)
+            lines += [f"None fits with micro-batch {least}: {names}.", ""]
+            continue
         if table := equal(of_group):
             lines += ["Equal micro-batches:", "", *table, ""]
         lines += ["Each one's largest:", "", *largest(of_group), ""]
@@ -210,7 +231,7 @@ def main(given: Sequence[str] | None = None) -> None:
         sys.exit(f"--name: got {arguments.name!r}, accepted: a result of benchmarks.speed.whole; {path} is not there")
     cases = json.loads(path.read_text())["cases"]
     print("\n".join(report(cases)))
-    if arguments.plot is not None and (found := groups(cases)):
+    if arguments.plot is not None and (found := drawn(cases)):
         plot(found, arguments.plot)
 
 

@@ -32,6 +32,9 @@ _ALONE, _TOGETHER = int(2.2 * 2**30), int(3.2 * 2**30)
 CUDA context 0.51, the first process group 0.91, building the engine 0.48, later 0.15. With several ranks a GiB more, an
 allowance for communicators of more groups and peers."""
 _MOST = 4096
+_REMAINDER = (
+    'coat.optimizer.master_weights "bf16_remainder" with gradients in bf16, as in zero2-remainder (docs/optimizer.md)'
+)
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,21 @@ def _with_activation(run: Run, **changes: object) -> Run:
     return run.but(coat=run.coat.model_copy(update={"activation": activation}))
 
 
+def _with_remainder(run: Run) -> Run:
+    coat = run.coat or CoatConfig.parse({})
+    optimizer = coat.optimizer.model_copy(update={"master_weights": "bf16_remainder"})
+    found = _with(run, "bf16", bf16_master_weights_and_grads=True, bf16_optimizer_states=True)
+    found = _with(found, "data_types", grad_accum_dtype=None)
+    return found.but(coat=coat.model_copy(update={"optimizer": optimizer}))
+
+
 def _changes(run: Run) -> Iterator[tuple[str, Callable[[], Run]]]:
     if run.flow is None:
         yield 'the "coat" block with "type": "CoatAdamW"', lambda: with_block(run)
     elif not run.fp8_moments:
         yield '"type": "CoatAdamW"', lambda: with_block(run)
+    elif not run.remainder:
+        yield _REMAINDER, lambda: _with_remainder(run)
     if run.micro > 1:
         half = run.micro // 2
         yield (

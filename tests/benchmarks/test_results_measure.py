@@ -60,6 +60,13 @@ def test_what_is_measured(monkeypatch, capsys, started, peers) -> None:
     assert "left out, needs 4 GPUs, 2 here: whole-4" in out
 
 
+def test_again_is_told_to_a_program_that_goes_on(monkeypatch, started) -> None:
+    """It would find everything in its result, and measure nothing."""
+    known(monkeypatch)
+    results_measure.measure(results_page.parse(["--measure", "--only", "small_whole", "layer_graphs", "--again"]))
+    assert modules(started) == ["whole", "layer"] and ["--again" in words for words in started] == [True, False]
+
+
 def test_results_have_their_place(capsys) -> None:
     """An option that programs have and that would do nothing here is not taken."""
     with pytest.raises(SystemExit):

@@ -181,7 +181,7 @@ def test_a_rank_that_ends_ends_the_others(first, second, limit, expected) -> Non
 
 
 def test_variants() -> None:
-    for name, (optimizer, activation) in VARIANTS.items():
+    for name, (optimizer, activation, file) in VARIANTS.items():
         settings = settings_of(name, 3)
         assert settings["optimizer"]["type"] == optimizer and settings["zero_optimization"]["stage"] == 3
         plain = optimizer == "AdamW" and activation == {"enabled": False}
@@ -189,6 +189,8 @@ def test_variants() -> None:
         if not plain:
             assert activation.items() <= settings["coat"]["activation"].items()
             assert ("optimizer" in settings["coat"]) == (optimizer == "CoatAdamW")
+            remainders = settings["coat"].get("optimizer", {}).get("master_weights") == "bf16_remainder"
+            assert remainders == (file == "zero2-remainder") == ("remainders" in name)
 
 
 def test_peers_are_needed_for_peers(capsys) -> None:
@@ -239,6 +241,17 @@ def test_report(tmp_path) -> None:
     assert named == "Not finished: optimizer only (llama2-7b, 2 x H200, ZeRO-2; failed)."
     whole_report.plot(found, tmp_path / "whole.png")
     assert (tmp_path / "whole.png").stat().st_size > 10_000
+
+
+def test_where_nothing_fits(tmp_path) -> None:
+    """A line instead of tables, and no panel in the picture."""
+    small = [case(name, {}, 1, gpu_memory=80.0) for name in ("BF16", "both")]
+    lines = whole_report.report([*CASES, *small])
+    assert lines[lines.index("### llama2-7b, 2 x H200, 80 GiB of it, ZeRO-2") + 2 :][0] == (
+        "None fits with micro-batch 1: BF16; both."
+    )
+    assert list(whole_report.drawn([*CASES, *small]).values()) == [CASES[:3]]
+    assert not whole_report.drawn(small)
 
 
 def test_report_of_what_has_no_end() -> None:

@@ -218,6 +218,17 @@ def test_the_planner_and_a_dry_run_take_the_same_batch(capsys, tmp_path, batch, 
     assert (status, said.out or said.err) == dry(capsys, tmp_path, *argv)
 
 
+def test_remainders_are_offered_as_their_file_has_them(capsys) -> None:
+    """Where states are what does not fit; as much as is saved with that file."""
+    one = ["--model", "llama2-13b", "--gpus", "1", "--gpu", "h200"]
+    now = say(capsys, *one, "--deepspeed_config", "zero2")
+    then = say(capsys, *one, "--deepspeed_config", "zero2-remainder")
+    assert not now["fits"] and then["fits"]
+    (saved,) = (found["bytes"] for found in now["savings"] if "bf16_remainder" in found["setting"])
+    assert saved == now["peak"]["needed_bytes"] - then["peak"]["needed_bytes"]
+    assert not any("bf16_remainder" in found["setting"] for found in then["savings"])
+
+
 def test_accumulation_in_place_of_the_configurations(capsys) -> None:
     olmo = ["--model", "olmo-1b", "--deepspeed_config", "olmo-1b", "--gpus", "4", "--gpu", "h200"]
     for micro in ([], ["--micro-batch", "2"], ["--micro-batch", "auto"]):
