@@ -232,9 +232,11 @@ def digests(root: Path = ROOT) -> Digests:
     return {part: code.digest(part) for part in PARTS}
 
 
-def same_code(measured: object, parts: Sequence[str] = USUAL) -> bool:
-    """Whether a result with the digests ``measured``, if it has some, is of the code that is here, as to ``parts``."""
-    return isinstance(measured, dict) and all(measured.get(part) == digests()[part] for part in parts)
+def same_code(measured: object, parts: Sequence[str] = USUAL, other: Digests | None = None) -> bool:
+    """Whether a result with the digests ``measured``, if it has some, is of the code that is here, as to ``parts``; or
+    of that of another result, which has the digests ``other``."""
+    wanted = digests() if other is None else other
+    return isinstance(measured, dict) and all(measured.get(part) == wanted.get(part) for part in parts)
 
 
 def without_words(source: str) -> str:

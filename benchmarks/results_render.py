@@ -36,6 +36,7 @@ NAMES = {
     "TE fp8 delayed": "Transformer Engine, FP8",
     "zero2-bf16": "BF16, torch AdamW",
     "zero2": "coat",
+    "zero2-remainder": "coat, bf16 remainders",
 }
 """Of runs, in tables."""
 

@@ -52,6 +52,15 @@ TABLES = {
         seconds=90,
     ),
     "train_one": Table({"train-1-rank": (RUN + "train --ranks 1 PEERS?",)}, render.train, seconds=300),
+    "train_remainder": Table(
+        {
+            "train-remainder": (
+                RUN + "train --ranks 1 --configs zero2-bf16 zero2 zero2-remainder --name train-remainder",
+            )
+        },
+        render.train,
+        seconds=200,
+    ),
     "step_one": Table(
         {
             "step-1-rank-te-fp8": (ONE + "step --variant 'TE fp8 delayed' --name step-1-rank-te-fp8 PEERS",),

@@ -92,7 +92,12 @@ def best(case: dict[str, Any]) -> dict[str, Any] | None:
     return max(case["steps"], key=lambda step: step["micro_batch"], default=None)
 
 
-Pair = tuple[dict[str, Any], dict[str, Any] | None]
+def fastest(case: dict[str, Any]) -> dict[str, Any]:
+    """The step with most tokens a second."""
+    return max(case["steps"], key=lambda step: step["tokens_per_second_per_gpu"])
+
+
+Pair = tuple[dict[str, Any], dict[str, Any]]
 """A case, and one of its steps."""
 
 
@@ -101,14 +106,11 @@ def _base(pairs: Sequence[Pair]) -> Pair | None:
     return next((pair for pair in pairs if pair[0]["variant"] == "BF16"), None)
 
 
-def _row(case: dict[str, Any], step: dict[str, Any] | None, base: Pair | None, plus: str = "") -> str:
-    name = case["variant"] + mark(case)
-    if step is None:
-        return f"| {name} | does not fit | | | | | | |"
-    held = step["held_bytes"]
+def _row(case: dict[str, Any], step: dict[str, Any], base: Pair | None, plus: str = "") -> str:
+    name, held = case["variant"] + mark(case), step["held_bytes"]
     speed = step["tokens_per_second_per_gpu"]
     ratio = ""
-    if base is not None and base[1] is not None and base[0]["measured"]["code"] == case["measured"]["code"]:
+    if base is not None and same_code(base[0]["measured"]["code"], USUAL, case["measured"]["code"]):
         ratio = f"{speed / base[1]['tokens_per_second_per_gpu']:.2f}"
     return (
         f"| {name} | {step['micro_batch']}{plus} | {held['optimizer moments'] / GIB:.1f} | "
@@ -124,19 +126,31 @@ HEAD = [
 
 
 def equal(cases: list[dict[str, Any]]) -> list[str]:
-    """A table at the largest micro-batch that every variant which fits at all has; empty where there is none."""
+    """A table at the largest micro-batch that all variants which fit have; empty where there is none, or no two fit."""
     shared = [{s["micro_batch"] for s in case["steps"]} for case in cases if case["steps"]]
-    common = set.intersection(*shared) if shared else set()
+    common = set.intersection(*shared) if len(shared) > 1 else set()
     if not common:
         return []
-    pairs = [(case, next((s for s in case["steps"] if s["micro_batch"] == max(common)), None)) for case in cases]
+    pairs = [(case, step) for case in cases for step in case["steps"] if step["micro_batch"] == max(common)]
     return HEAD + [_row(*pair, _base(pairs)) for pair in pairs]
 
 
 def largest(cases: list[dict[str, Any]]) -> list[str]:
-    """A table at each variant's largest micro-batch; a plus where memory was not out at the largest that was tried."""
-    pairs = [(case, best(case)) for case in cases]
-    return HEAD + [_row(*pair, _base(pairs), "+" if pair[0]["out_of_memory_at"] is None else "") for pair in pairs]
+    """A table at each variant's largest micro-batch, with a plus where memory was not out at the largest that was
+    tried; and a line that names those that do not fit."""
+    pairs = [(case, step) for case in cases if (step := best(case)) is not None]
+    rows = []
+    for case, step in pairs:
+        plus, most = "+" if case["out_of_memory_at"] is None else "", fastest(case)
+        row = _row(case, step, _base(pairs), plus)
+        rows.append(f"{row} {most['tokens_per_second_per_gpu']:,.0f} ({most['micro_batch']}) |")
+    head = [HEAD[0] + " fastest (micro-batch) |", HEAD[1] + "---|"]
+    out = [case for case in cases if not case["steps"]]
+    if not out:
+        return head + rows
+    least = min(case["out_of_memory_at"] for case in out)
+    named = f"Out of memory with micro-batch {least}: {'; '.join(case['variant'] + mark(case) for case in out)}."
+    return [*head, *rows, "", named] if rows else [named]
 
 
 def fits(cases: Sequence[dict[str, Any]]) -> bool:
@@ -149,7 +163,7 @@ def cost(cases: list[dict[str, Any]]) -> list[str]:
     lines = [f"| | tokens/s/GPU | GPU hours of {TOKENS / 1e9:.0f} B tokens |", "|---|---|---|"]
     for case in cases:
         if case["steps"]:
-            speed = max(step["tokens_per_second_per_gpu"] for step in case["steps"])
+            speed = fastest(case)["tokens_per_second_per_gpu"]
             lines.append(f"| {case['variant']}{mark(case)} | {speed:,.0f} | {TOKENS / speed / 3600:,.0f} |")
     return lines
 
@@ -199,15 +213,10 @@ def report(cases: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for of_group in groups(cases).values():
         lines += [f"### {title(of_group[0])}", ""]
-        if not fits(of_group):
-            names = "; ".join(case["variant"] + mark(case) for case in of_group)
-            least = min(case["out_of_memory_at"] for case in of_group)
-            lines += [f"None fits with micro-batch {least}: {names}.", ""]
-            continue
         if table := equal(of_group):
             lines += ["Equal micro-batches:", "", *table, ""]
-        lines += ["Each one's largest:", "", *largest(of_group), ""]
-        if of_group[0]["model"] == "llama2-7b":
+        lines += [*(["Each one's largest:", ""] if fits(of_group) else []), *largest(of_group), ""]
+        if of_group[0]["model"] == "llama2-7b" and fits(of_group):
             lines += ["Cost, at each one's fastest:", "", *cost(of_group), ""]
     text = "\n".join(lines)
     notes = [PLUS] if "+ |" in text else []

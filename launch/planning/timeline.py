@@ -67,7 +67,7 @@ class _Buckets:
             # The rank's own gradients are allocated when the first of them is reduced.
             if not line.held["gradients"]:
                 line.held["gradients"] += found.gradients
-            together += 4 * largest if run.fp32_gradients and not run.remainder else 0
+            together += 4 * largest if run.fp32_gradients else 0
         line.look("backward", "gradients are reduced", reduction=together)
         line.held["gradients outside of the buckets"] = 0
         self.waiting = []

@@ -54,7 +54,7 @@ def states(run: Run) -> States:
     found = parameters(run)
     groups = [[p for p in found if p.matrix is matrix] for matrix in GROUPS]
     elements, bucket = sum(p.numel for p in found), int(run.zero("reduce_bucket_size", _BUCKET))
-    gradient = 2 if run.remainder or not run.fp32_gradients else 4
+    gradient = 4 if run.fp32_gradients else 2
     if run.stage == 3:
         shards = [sum(ceil(p.numel / run.dp) for p in group) for group in groups]
     else:

@@ -219,7 +219,7 @@ def case(variant, speeds, out_of_memory_at=None, code=None, **more):
 
 CASES = [
     case("BF16", {1: 1000.0, 2: 1500.0}, 3),
-    case("both", {1: 1200.0, 2: 2000.0, 4: 3000.0, 8: 2900.0}, 10, code="old"),
+    case("both", {1: 1200.0, 2: 2000.0, 4: 3000.0, 8: 2900.0}, 10, code={"flow": "old"}),
     case("flow only", {}, 1),
     case("optimizer only", {}, error="so it went"),
 ]
@@ -232,9 +232,9 @@ def test_report(tmp_path) -> None:
     assert whole_report.equal(cases)[2:] == [
         "| BF16 | 2 | 2.0 | 12.0 | 2.0 | 1,500 | 1.00 | 0 |",
         "| both \u2020abc | 2 | 2.0 | 12.0 | 2.0 | 2,000 |  | 0 |",
-        "| flow only | does not fit | | | | | | |",
     ]
-    assert whole_report.largest(cases)[3] == "| both \u2020abc | 8 | 2.0 | 18.0 | 8.0 | 2,900 |  | 7 |"
+    assert whole_report.largest(cases)[-1] == "Out of memory with micro-batch 1: flow only."
+    assert whole_report.largest(cases)[3] == "| both \u2020abc | 8 | 2.0 | 18.0 | 8.0 | 2,900 |  | 7 | 3,000 (4) |"
     assert whole_report.cost(cases)[2:] == ["| BF16 | 1,500 | 55,556 |", "| both \u2020abc | 3,000 | 27,778 |"]
     *lines, named = whole_report.report(CASES)
     assert "optimizer only" not in "\n".join(lines) and lines[-2].endswith("at the commit named.")
@@ -243,20 +243,29 @@ def test_report(tmp_path) -> None:
     assert (tmp_path / "whole.png").stat().st_size > 10_000
 
 
+def test_a_ratio_is_of_the_same_code() -> None:
+    """As far as BF16 depends on it: not on CUDA graphs."""
+    other = case("both", {1: 1200.0}, code=digests() | {"graphs": "other"})
+    assert whole_report.largest([case("BF16", {1: 1000.0}), other])[3].endswith("| 1,200 | 1.20 | 0 | 1,200 (1) |")
+    other["measured"]["code"]["flow"] = "other"
+    assert whole_report.largest([case("BF16", {1: 1000.0}), other])[3].endswith("| 1,200 |  | 0 | 1,200 (1) |")
+
+
 def test_where_nothing_fits(tmp_path) -> None:
-    """A line instead of tables, and no panel in the picture."""
+    """A line instead of tables, and no panel in the picture. One that fits has nothing that it is equal to."""
     small = [case(name, {}, 1, gpu_memory=80.0) for name in ("BF16", "both")]
     lines = whole_report.report([*CASES, *small])
     assert lines[lines.index("### llama2-7b, 2 x H200, 80 GiB of it, ZeRO-2") + 2 :][0] == (
-        "None fits with micro-batch 1: BF16; both."
+        "Out of memory with micro-batch 1: BF16; both."
     )
     assert list(whole_report.drawn([*CASES, *small]).values()) == [CASES[:3]]
     assert not whole_report.drawn(small)
+    assert whole_report.equal([*small, case("both, remainders", {1: 900.0}, 2, gpu_memory=80.0)]) == []
 
 
 def test_report_of_what_has_no_end() -> None:
     lines = whole_report.report([case("BF16", {1: 1000.0}), case("both", {1: 1200.0}, cut=True)])
-    assert "| BF16 | 1+ | 2.0 | 11.0 | 1.0 | 1,000 | 1.00 | 0 |" in lines
+    assert "| BF16 | 1+ | 2.0 | 11.0 | 1.0 | 1,000 | 1.00 | 0 | 1,000 (1) |" in lines
     assert "+ memory was not out at the largest micro-batch that was tried." in lines
     assert lines[-1] == "Not finished: both (llama2-7b, 2 x H200, ZeRO-2; cut by time)."
 

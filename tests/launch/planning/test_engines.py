@@ -68,6 +68,11 @@ def test_models_and_options(changes, coat, more) -> None:
     compare({**MODEL, **changes}, settings_of(2, coat, **more))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fp32_sums_of_gradients_beside_remainders(stage) -> None:
+    compare(MODEL, settings_of(stage, {"optimizer": {"master_weights": "bf16_remainder"}}, **REMAINDER, **FP32))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("coat", [{}, None])
 @pytest.mark.parametrize(
