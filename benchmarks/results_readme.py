@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import RESULTS, ROOT
-from benchmarks.results_render import number, percent
+from benchmarks.common import RESULTS, ROOT, number
+from benchmarks.results_render import percent
 from benchmarks.results_tables import TABLES, is_current, read
 from benchmarks.speed import whole_report
 
@@ -85,14 +85,14 @@ def whole(results: Path, figures: Path) -> list[str]:
     if not found or not {"BF16", "both"} <= {one["variant"] for one in found[0][1]}:
         return []
     group = found[0][1]
+    of_so_many = [one for one in wanted if one["ranks"] == group[0]["ranks"]]
     text = (
         f"**A whole model.** {whole_report.title(group[0])}, random tokens, sequences of 4096: each variant's largest "
         "of the micro-batches that were tried. Both: FP8 moments and FP8 flow; remainders: the configuration "
-        "`zero2-remainder`. Retries are those of torch's allocator in five steps, near the end of memory."
+        "`zero2-remainder`. Retries are those of torch's allocator in five steps, near the end of memory. Each variant "
+        "ran alone, perhaps on another machine of that kind."
     )
-    lines = [wrapped(text), "", *whole_report.largest(group)]
-    if any(one["out_of_memory_at"] is None for one in group):
-        lines += ["", whole_report.PLUS]
+    lines = [wrapped(text), "", *whole_report.with_notes(whole_report.largest(group), of_so_many)]
     if said := beyond([one for one in cases if whole_report.current(one)]):
         lines += ["", wrapped(said)]
     if all(map(whole_report.current, cases)) and (figures / FIGURE).is_file():
@@ -108,7 +108,7 @@ def beyond(cases: list[dict[str, Any]]) -> str:
             pairs = [(one["variant"], whole_report.fastest(one)) for one in group if one["steps"]]
             variant, step = max(pairs, key=lambda pair: pair[1]["tokens_per_second_per_gpu"])
             found.append(
-                f"{whole_report.title(group[0])}: {step['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU ({variant}, "
+                f"{whole_report.title(group[0])}: {number(step['tokens_per_second_per_gpu'])} tokens/s/GPU ({variant}, "
                 f"micro-batch {step['micro_batch']})"
             )
     return f"Where BF16 does not fit with micro-batch 1: {'; '.join(found)}." if found else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.common import number
 from benchmarks.speed import whole_report
 
 __all__ = [
@@ -16,7 +17,6 @@ __all__ = [
     "layers",
     "layouts",
     "micro_batches",
-    "number",
     "optimizer",
     "over_four",
     "percent",
@@ -49,11 +49,6 @@ def rows(head: str, lines: Sequence[str]) -> list[str]:
 def percent(value: float, signed: bool = False) -> str:
     """0.19 %, with a minus sign where there is one, and a plus if ``signed``."""
     return f"{100 * value:{'+' if signed else ''}.2f} %".replace("-", "\u2212")
-
-
-def number(value: float, digits: int = 0) -> str:
-    """With thin groups of three: 35 819."""
-    return f"{value:,.{digits}f}".replace(",", " ")
 
 
 SAME_LOSS = 1e-3
@@ -193,23 +188,27 @@ def micro_batches(found: Result) -> list[str]:
         f"{step['allocator_retries']}"
         for step in case["steps"]
     ]
-    return rows(f"micro-batch{whole_report.mark(case)} | tokens/s/GPU | peak | the allocator's retries", lines)
+    table = rows(f"micro-batch{whole_report.mark(case)} | tokens/s/GPU | peak | the allocator's retries", lines)
+    return whole_report.with_notes(table, [case])
 
 
 def small_whole(found: Result) -> list[str]:
     """Tokens a second and GPU, and peaks: a line for each micro-batch, a column for each variant, the first is 1."""
-    variants = {one["variant"] + whole_report.mark(one): one["steps"] for one in found["cases"]}
-    by = {name: {step["micro_batch"]: step for step in steps} for name, steps in variants.items()}
+    cases = found["cases"]
+    by = [{step["micro_batch"]: step for step in one["steps"]} for one in cases]
     lines = []
-    for size in sorted({size for steps in by.values() for size in steps}):
-        base, cells = next(iter(by.values())).get(size), []
-        for steps in by.values():
-            one = steps.get(size)
-            speed = 0.0 if one is None else one["tokens_per_second_per_gpu"]
-            ratio = f" ({speed / base['tokens_per_second_per_gpu']:.2f})" if base else ""
-            cells.append("" if one is None else f"{number(speed)}{ratio}, {one['peak_bytes'] / GIB:.1f} GiB")
+    for size in sorted({size for steps in by for size in steps}):
+        base, cells = by[0].get(size), []
+        for case, steps in zip(cases, by, strict=True):
+            if (one := steps.get(size)) is None:
+                cells.append("")
+                continue
+            speed, compared = one["tokens_per_second_per_gpu"], base and whole_report.of_one_code(cases[0], case)
+            ratio = f" ({speed / base['tokens_per_second_per_gpu']:.2f})" if compared else ""
+            cells.append(f"{number(speed)}{ratio}, {one['peak_bytes'] / GIB:.1f} GiB")
         lines.append(f"{size} | " + " | ".join(cells))
-    return rows("micro-batch | " + " | ".join(by), lines)
+    head = [one["variant"] + whole_report.mark(one) for one in cases]
+    return whole_report.with_notes(rows("micro-batch | " + " | ".join(head), lines), cases)
 
 
 def step(*found: Result) -> list[str]:

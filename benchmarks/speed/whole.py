@@ -41,7 +41,7 @@ from benchmarks.common import (
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
-from benchmarks.speed.whole_report import current
+from benchmarks.speed.whole_report import current, finished
 
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
 KEY = ("model", "override", "variant", "ranks", "stage", "gpu_memory")
@@ -169,7 +169,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", nargs="+", type=int, default=MICRO_BATCHES)
     parser.add_argument("--gpu-memory", type=float, default=None, metavar="GIB", help="(default: all there is)")
     parser.add_argument("--seconds", type=float, default=480, help="start no case later than this")
-    parser.add_argument("--again", action="store_true", help="measure also what the result has")
+    parser.add_argument(
+        "--again", action="store_true", help="measure also what the result has, from the beginning in each call"
+    )
     parser.add_argument("--name", default="whole", help="of the JSON result")
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     arguments = parser.parse_args(given)
@@ -265,8 +267,12 @@ def main(given: Sequence[str] | None = None) -> None:
             found = joined(have, run(case | {"micro_batches": missing}, te, left + GRACE))
             now = environment()
             measured = {k: now[k] for k in ("date", "commit", "code", "gpus")}
-            cases[key_of(case)] = case | found | {"measured": measured}
-            print(show(cases[key_of(case)]), flush=True)
+            new, was = case | found | {"measured": measured}, cases.get(key_of(case), {})
+            print(show(new), flush=True)
+            if arguments.again and not finished(new) and "measured" in was and current(was) and finished(was):
+                print("it was not finished: what the result has of it stays")
+                continue
+            cases[key_of(case)] = new
             write_result(f"speed/{arguments.name}", {"cases": in_order([*cases.values()])}, arguments.output)
     print("wrote", path)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import argument_parser, result_path
+from benchmarks.common import argument_parser, number, result_path
 from benchmarks.measured_code import PARTS, USUAL, same_code
 
 __all__ = [
@@ -29,10 +29,12 @@ __all__ = [
     "largest",
     "main",
     "mark",
+    "of_one_code",
     "plot",
     "report",
     "title",
     "unfinished",
+    "with_notes",
 ]
 
 TOKENS = 300e9
@@ -87,6 +89,11 @@ def mark(case: dict[str, Any]) -> str:
     return "" if current(case) else f" \u2020{str(case['measured']['commit'])[:7]}"
 
 
+def of_one_code(base: dict[str, Any], case: dict[str, Any]) -> bool:
+    """Whether two cases may be compared: BF16 does not depend on CUDA graphs, so these may differ."""
+    return same_code(base["measured"]["code"], USUAL, case["measured"]["code"])
+
+
 def best(case: dict[str, Any]) -> dict[str, Any] | None:
     """The step with the largest micro-batch."""
     return max(case["steps"], key=lambda step: step["micro_batch"], default=None)
@@ -110,12 +117,12 @@ def _row(case: dict[str, Any], step: dict[str, Any], base: Pair | None, plus: st
     name, held = case["variant"] + mark(case), step["held_bytes"]
     speed = step["tokens_per_second_per_gpu"]
     ratio = ""
-    if base is not None and same_code(base[0]["measured"]["code"], USUAL, case["measured"]["code"]):
+    if base is not None and of_one_code(base[0], case):
         ratio = f"{speed / base[1]['tokens_per_second_per_gpu']:.2f}"
     return (
         f"| {name} | {step['micro_batch']}{plus} | {held['optimizer moments'] / GIB:.1f} | "
         f"{held['activations'] / GIB:.1f} | "
-        f"{step.get('peak_bytes', 0) / GIB:.1f} | {speed:,.0f} | {ratio} | {step.get('allocator_retries', '')} |"
+        f"{step.get('peak_bytes', 0) / GIB:.1f} | {number(speed)} | {ratio} | {step.get('allocator_retries', '')} |"
     )
 
 
@@ -143,7 +150,7 @@ def largest(cases: list[dict[str, Any]]) -> list[str]:
     for case, step in pairs:
         plus, most = "+" if case["out_of_memory_at"] is None else "", fastest(case)
         row = _row(case, step, _base(pairs), plus)
-        rows.append(f"{row} {most['tokens_per_second_per_gpu']:,.0f} ({most['micro_batch']}) |")
+        rows.append(f"{row} {number(most['tokens_per_second_per_gpu'])} ({most['micro_batch']}) |")
     head = [HEAD[0] + " fastest (micro-batch) |", HEAD[1] + "---|"]
     out = [case for case in cases if not case["steps"]]
     if not out:
@@ -164,7 +171,7 @@ def cost(cases: list[dict[str, Any]]) -> list[str]:
     for case in cases:
         if case["steps"]:
             speed = fastest(case)["tokens_per_second_per_gpu"]
-            lines.append(f"| {case['variant']}{mark(case)} | {speed:,.0f} | {TOKENS / speed / 3600:,.0f} |")
+            lines.append(f"| {case['variant']}{mark(case)} | {number(speed)} | {number(TOKENS / speed / 3600)} |")
     return lines
 
 
@@ -218,11 +225,15 @@ def report(cases: Sequence[dict[str, Any]]) -> list[str]:
         lines += [*(["Each one's largest:", ""] if fits(of_group) else []), *largest(of_group), ""]
         if of_group[0]["model"] == "llama2-7b" and fits(of_group):
             lines += ["Cost, at each one's fastest:", "", *cost(of_group), ""]
+    return with_notes(lines[:-1], cases)
+
+
+def with_notes(lines: list[str], cases: Sequence[dict[str, Any]]) -> list[str]:
+    """Tables, what their marks mean, and which of the cases are not in them."""
     text = "\n".join(lines)
     notes = [PLUS] if "+ |" in text else []
     notes += ["\u2020 measured with earlier code, at the commit named."] if "\u2020" in text else []
-    notes += unfinished(cases)
-    return lines + [line for note in notes for line in (note, "")][:-1] if notes else lines[:-1]
+    return lines + [line for note in (*notes, *unfinished(cases)) for line in ("", note)]
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:

@@ -76,7 +76,7 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
         timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
         joining.meet(timeout)
         # Without `device_id`, with which NCCL would make a communicator for each of Megatron's groups, used or not:
-        # 5.7 GiB of an H200 (docs/memory.md). A first collective says which GPU is this rank's.
+        # several GiB of the GPU (docs/memory.md). A first collective says which GPU is this rank's.
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, **store_of_restart())
         if gpu:
             dist.all_reduce(torch.zeros(1, device=device))

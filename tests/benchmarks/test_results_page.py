@@ -169,6 +169,11 @@ def test_small_models_by_micro_batch(results) -> None:
         "| 1 | 1 000 (1.00), 2.0 GiB | 1 500 (1.50), 2.0 GiB |",
         "| 2 |  | 3 000, 2.0 GiB |",
     ]
+    cases[1]["measured"]["code"] = OTHER
+    put(results, "whole-small", {"cases": [*cases, case("both, CUDA graphs", {}) | {"cut": "without a step"}]})
+    lines = results_tables.lines_of(TABLES["small_whole"], results)
+    assert lines[2] == "| 1 | 1 000 (1.00), 2.0 GiB | 1 500, 2.0 GiB |  |", "a ratio is of one code"
+    assert lines[-3].startswith("\u2020 ") and lines[-1].startswith("Not finished: both, CUDA graphs")
 
 
 def test_micro_batches_say_how_often_the_allocator_began_anew(results) -> None:

@@ -42,6 +42,20 @@ def test_cases_are_measured_once(tmp_path, capsys, monkeypatch) -> None:
     assert cases_in(tmp_path)[0]["steps"] == [], "nothing of earlier code is kept beside what is new"
 
 
+def test_again_loses_nothing(tmp_path, monkeypatch, capsys) -> None:
+    """A case that is whole stays where its next measurement is cut."""
+    options = [*TINY, "--variants", "both", "--output", str(tmp_path), "--micro-batches", "1"]
+    whole.main(options)
+    (was,) = cases_in(tmp_path)
+    monkeypatch.setattr(whole, "run", lambda *_: {"steps": [], "out_of_memory_at": None, "cut": "without a step"})
+    whole.main([*options, "--again"])
+    assert cases_in(tmp_path) == [was] and "what the result has of it stays" in capsys.readouterr().out
+    step = was["steps"][0] | {"loss": 0.0}
+    monkeypatch.setattr(whole, "run", lambda *_: {"steps": [step], "out_of_memory_at": None})
+    whole.main([*options, "--again"])
+    assert cases_in(tmp_path)[0]["steps"] == [step]
+
+
 def test_what_graphs_compute_concerns_their_cases_alone() -> None:
     changed = digests() | {"graphs": "other"}
     assert whole_report.current(case("both", {1: 1.0}, code=changed))
@@ -230,12 +244,12 @@ def test_report(tmp_path) -> None:
     (cases,) = found.values()
     assert whole_report.title(cases[0]) == "llama2-7b, 2 x H200, ZeRO-2"
     assert whole_report.equal(cases)[2:] == [
-        "| BF16 | 2 | 2.0 | 12.0 | 2.0 | 1,500 | 1.00 | 0 |",
-        "| both \u2020abc | 2 | 2.0 | 12.0 | 2.0 | 2,000 |  | 0 |",
+        "| BF16 | 2 | 2.0 | 12.0 | 2.0 | 1 500 | 1.00 | 0 |",
+        "| both \u2020abc | 2 | 2.0 | 12.0 | 2.0 | 2 000 |  | 0 |",
     ]
     assert whole_report.largest(cases)[-1] == "Out of memory with micro-batch 1: flow only."
-    assert whole_report.largest(cases)[3] == "| both \u2020abc | 8 | 2.0 | 18.0 | 8.0 | 2,900 |  | 7 | 3,000 (4) |"
-    assert whole_report.cost(cases)[2:] == ["| BF16 | 1,500 | 55,556 |", "| both \u2020abc | 3,000 | 27,778 |"]
+    assert whole_report.largest(cases)[3] == "| both \u2020abc | 8 | 2.0 | 18.0 | 8.0 | 2 900 |  | 7 | 3 000 (4) |"
+    assert whole_report.cost(cases)[2:] == ["| BF16 | 1 500 | 55 556 |", "| both \u2020abc | 3 000 | 27 778 |"]
     *lines, named = whole_report.report(CASES)
     assert "optimizer only" not in "\n".join(lines) and lines[-2].endswith("at the commit named.")
     assert named == "Not finished: optimizer only (llama2-7b, 2 x H200, ZeRO-2; failed)."
@@ -246,9 +260,9 @@ def test_report(tmp_path) -> None:
 def test_a_ratio_is_of_the_same_code() -> None:
     """As far as BF16 depends on it: not on CUDA graphs."""
     other = case("both", {1: 1200.0}, code=digests() | {"graphs": "other"})
-    assert whole_report.largest([case("BF16", {1: 1000.0}), other])[3].endswith("| 1,200 | 1.20 | 0 | 1,200 (1) |")
+    assert whole_report.largest([case("BF16", {1: 1000.0}), other])[3].endswith("| 1 200 | 1.20 | 0 | 1 200 (1) |")
     other["measured"]["code"]["flow"] = "other"
-    assert whole_report.largest([case("BF16", {1: 1000.0}), other])[3].endswith("| 1,200 |  | 0 | 1,200 (1) |")
+    assert whole_report.largest([case("BF16", {1: 1000.0}), other])[3].endswith("| 1 200 |  | 0 | 1 200 (1) |")
 
 
 def test_where_nothing_fits(tmp_path) -> None:
@@ -265,7 +279,7 @@ def test_where_nothing_fits(tmp_path) -> None:
 
 def test_report_of_what_has_no_end() -> None:
     lines = whole_report.report([case("BF16", {1: 1000.0}), case("both", {1: 1200.0}, cut=True)])
-    assert "| BF16 | 1+ | 2.0 | 11.0 | 1.0 | 1,000 | 1.00 | 0 | 1,000 (1) |" in lines
+    assert "| BF16 | 1+ | 2.0 | 11.0 | 1.0 | 1 000 | 1.00 | 0 | 1 000 (1) |" in lines
     assert "+ memory was not out at the largest micro-batch that was tried." in lines
     assert lines[-1] == "Not finished: both (llama2-7b, 2 x H200, ZeRO-2; cut by time)."
 

@@ -38,7 +38,9 @@ def test_one_gpu(name) -> None:
     assert peak.reserved >= 0.98 * one["bytes"]["allocated"]
     gpu = find_gpu(one["case"]["gpu"]).but(other=one["bytes"]["other"])  # measured with communicators of all groups
     assert need(run, gpu).total >= one["bytes"]["allocated"] + one["bytes"]["other"]
-    assert step_time(run, find_gpu(one["case"]["gpu"])).seconds == pytest.approx(one["seconds"]["step"], rel=0.15)
+    time, last = step_time(run, find_gpu(one["case"]["gpu"])), list(one["seconds"].values())[-1]
+    # Without `engine.step()`, which took ZeRO-1 and 2 twice as long with the code of then.
+    assert time.seconds - time.parts["step"] == pytest.approx(one["seconds"]["step"] - last, rel=0.15)
     assert one["bytes"]["held: parameters"] == found.weights
     assert one["bytes"]["held: gradients"] == found.gradients
     assert one["bytes"]["held: master weights"] == found.master
@@ -90,6 +92,9 @@ def test_whole_models(result, most) -> None:
             run = Run(model=model, settings=configuration, coat=coat, dp=case["ranks"], micro=step["micro_batch"])
             assert 0.99 * step["peak_bytes"] < simulate(run).allocated < most * step["peak_bytes"]
             assert kept_for_backward(run) == pytest.approx(step["held_bytes"]["activations"], rel=0.005)
+            if result == "whole" and step["micro_batch"] > 1 and not step["allocator_retries"]:
+                seconds = step_time(run, find_gpu("NVIDIA H200")).seconds
+                assert 1e3 * seconds == pytest.approx(step["step_ms"], rel=0.1)
             checked.add(case["variant"])
     assert {"BF16", "both", "both, CUDA graphs" if result == "whole-small" else "both, remainders"} <= checked
 
