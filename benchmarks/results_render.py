@@ -203,8 +203,9 @@ def small_whole(found: Result) -> list[str]:
             if (one := steps.get(size)) is None:
                 cells.append("")
                 continue
-            speed, compared = one["tokens_per_second_per_gpu"], base and whole_report.of_one_code(cases[0], case)
-            ratio = f" ({speed / base['tokens_per_second_per_gpu']:.2f})" if compared else ""
+            speed, ratio = one["tokens_per_second_per_gpu"], ""
+            if base is not None and whole_report.of_one_code(cases[0], case):
+                ratio = f" ({speed / base['tokens_per_second_per_gpu']:.2f})"
             cells.append(f"{number(speed)}{ratio}, {one['peak_bytes'] / GIB:.1f} GiB")
         lines.append(f"{size} | " + " | ".join(cells))
     head = [one["variant"] + whole_report.mark(one) for one in cases]

@@ -266,8 +266,8 @@ def test_cases_of_other_code_are_left_out_of_readmes_table(results, tmp_path) ->
     ]  # fmt: skip
     put(results, "whole", {"cases": cases})
     text = results_readme.readme_part(results, tmp_path)
-    assert "| both | 1+ |" in text and "1,111" not in text and "| 700 |" not in text
-    assert "1,111" in results_page.page(results)
+    assert "| both | 1+ |" in text and "1 111" not in text and "| 700 |" not in text
+    assert "1 111" in results_page.page(results)
 
 
 def test_the_figure_of_whole_models(results, tmp_path) -> None:
