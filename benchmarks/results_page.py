@@ -1,12 +1,12 @@
-"""Writes docs/results.md, README's part and their figure; ``--measure`` first measures what is missing or outdated.
+"""Writes docs/results.md, README's parts and their figure; ``--measure`` first measures what is missing or outdated.
 
     python -m benchmarks.results_page
     python -m benchmarks.results_page --measure [--seconds 540] [--peers DIR]        # or: make results PEERS=DIR
 
 ``results_page.md`` is the page's text; ``{{name}}`` in it is a table of ``results_tables.py``. A result whose code is
 not what is here (``measured_code.py``) is said to be of earlier code, is left out of README
-(``results_readme.py``), and is what ``--measure`` measures again (``results_measure.py``), a command after the other
-until ``--seconds`` are over: the same command goes on.
+(``results_headline.py``, ``results_readme.py``), and is what ``--measure`` measures again (``results_measure.py``), a
+command after the other until ``--seconds`` are over: the same command goes on.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT
+from benchmarks.results_headline import headline
 from benchmarks.results_measure import measure
 from benchmarks.results_readme import FIGURE, FIGURES, README, in_readme, readme_part
 from benchmarks.results_tables import TABLES, lines_of, read
 from benchmarks.speed import whole_report
 
-__all__ = ["PAGE", "draw", "main", "page"]
+__all__ = ["PAGE", "draw", "main", "page", "readme"]
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 PAGE = ROOT / "docs/results.md"
@@ -51,6 +52,11 @@ def draw(results: Path = RESULTS, figures: Path = FIGURES) -> Path | None:
     return path
 
 
+def readme(text: str) -> str:
+    """README with its two parts as they are now."""
+    return in_readme(in_readme(text, readme_part()), headline(), "headline")
+
+
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # all has its place: no --output
@@ -68,7 +74,7 @@ def main(given: Sequence[str] | None = None) -> None:
         measure(arguments)
     figure = draw()
     PAGE.write_text(page(), encoding="utf-8")
-    README.write_text(in_readme(README.read_text(encoding="utf-8"), readme_part()), encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
     for path in (PAGE, README, figure):
         if path is not None:
             print("wrote", path.relative_to(ROOT))

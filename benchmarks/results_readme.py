@@ -13,10 +13,20 @@ from benchmarks.results_render import percent
 from benchmarks.results_tables import TABLES, is_current, read
 from benchmarks.speed import whole_report
 
-__all__ = ["FIGURE", "FIGURES", "README", "in_readme", "readme_part"]
+__all__ = [
+    "FIGURE",
+    "FIGURES",
+    "README",
+    "gpus",
+    "in_readme",
+    "listed",
+    "llama2_7b",
+    "readme_part",
+    "table",
+    "wrapped",
+]
 
 README = ROOT / "README.md"
-BEGIN, END = "<!-- results: begin; written by python -m benchmarks.results_page -->", "<!-- results: end -->"
 FIGURES = ROOT / "docs/figures"
 FIGURE = "speed-whole.png"
 MOST = 3
@@ -73,9 +83,9 @@ def train(results: Path, figures: Path) -> list[str]:
     return [wrapped(text), "", *lines]
 
 
-def whole(results: Path, figures: Path) -> list[str]:
-    """Llama-2-7B on the most GPUs with all their memory; both ends of the comparison are there."""
-    cases = (read("whole", results) or {"cases": []})["cases"]
+def llama2_7b(cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of cases those of Llama-2-7B on the most GPUs with all their memory: the finished ones, and all. Empty if not
+    both ends of the comparison are among them, or none is of the present code."""
     wanted = [
         one
         for one in cases
@@ -83,9 +93,17 @@ def whole(results: Path, figures: Path) -> list[str]:
     ]
     found = sorted(whole_report.groups(wanted).items(), key=lambda item: -item[0][-3])
     if not found or not {"BF16", "both"} <= {one["variant"] for one in found[0][1]}:
-        return []
+        return [], []
     group = found[0][1]
-    of_so_many = [one for one in wanted if one["ranks"] == group[0]["ranks"]]
+    return group, [one for one in wanted if one["ranks"] == group[0]["ranks"]]
+
+
+def whole(results: Path, figures: Path) -> list[str]:
+    """Llama-2-7B, each variant at its largest micro-batch."""
+    cases = (read("whole", results) or {"cases": []})["cases"]
+    group, of_so_many = llama2_7b(cases)
+    if not group:
+        return []
     text = (
         f"**A whole model.** {whole_report.title(group[0])}, random tokens, sequences of 4096: each variant's largest "
         "of the micro-batches that were tried. Both: FP8 moments and FP8 flow; remainders: the configuration "
@@ -93,25 +111,9 @@ def whole(results: Path, figures: Path) -> list[str]:
         "ran alone, perhaps on another machine of that kind."
     )
     lines = [wrapped(text), "", *whole_report.with_notes(whole_report.largest(group), of_so_many)]
-    if said := beyond([one for one in cases if whole_report.current(one)]):
-        lines += ["", wrapped(said)]
     if all(map(whole_report.current, cases)) and (figures / FIGURE).is_file():
         lines += ["", f"![Tokens a second over the micro-batch](docs/figures/{FIGURE})"]
     return lines
-
-
-def beyond(cases: list[dict[str, Any]]) -> str:
-    """What trains where BF16 does not fit: of each model and its GPUs the fastest."""
-    found = []
-    for group in whole_report.groups(cases).values():
-        if any(one["variant"] == "BF16" and not one["steps"] for one in group) and whole_report.fits(group):
-            pairs = [(one["variant"], whole_report.fastest(one)) for one in group if one["steps"]]
-            variant, step = max(pairs, key=lambda pair: pair[1]["tokens_per_second_per_gpu"])
-            found.append(
-                f"{whole_report.title(group[0])}: {number(step['tokens_per_second_per_gpu'])} tokens/s/GPU ({variant}, "
-                f"micro-batch {step['micro_batch']})"
-            )
-    return f"Where BF16 does not fit with micro-batch 1: {'; '.join(found)}." if found else ""
 
 
 def layer(results: Path, figures: Path) -> list[str]:
@@ -211,12 +213,13 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def in_readme(text: str, part: str) -> str:
-    """README with another part.
+def in_readme(text: str, part: str, name: str = "results") -> str:
+    """README with another part between the two marks of a name.
 
     Raises:
         ValueError: there are no marks, or several.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md: accepted: one {BEGIN!r} and one {END!r}")
-    return re.sub(f"(?s){re.escape(BEGIN)}.*{re.escape(END)}", lambda _: f"{BEGIN}\n{part}\n{END}", text)
+    begin, end = f"<!-- {name}: begin; written by python -m benchmarks.results_page -->", f"<!-- {name}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"README.md: accepted: one {begin!r} and one {end!r}")
+    return re.sub(f"(?s){re.escape(begin)}.*{re.escape(end)}", lambda _: f"{begin}\n{part}\n{end}", text)

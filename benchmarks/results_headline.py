@@ -1,0 +1,98 @@
+"""README's first numbers: what training gains, in a few lines of the present code alone; ``results_page.py`` writes it.
+
+Each line is of one file of ``results``. What was not measured with the code that is here is left out, so that a number
+can be missing but never old.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, number
+from benchmarks.results_readme import gpus, listed, llama2_7b, table, wrapped
+from benchmarks.results_tables import read
+from benchmarks.speed import whole_report
+
+__all__ = ["headline"]
+
+TE = "[Transformer Engine](https://github.com/NVIDIA/TransformerEngine)"
+
+
+def headline(results: Path = RESULTS) -> str:
+    """A Markdown list; empty where nothing of the present code was measured."""
+    said = [line for make in (same_micro_batch, layer, whole, beyond_bf16) if (line := make(results))]
+    lines = [wrapped(f"- {line}").replace("\n", "\n  ") for line in said]
+    return "\n".join(["Measured ([all results](docs/results.md)):", "", *lines]) if lines else ""
+
+
+def same_micro_batch(results: Path) -> str:
+    """A whole step beside the peer's."""
+    found = (table("train", results) or table("train_one", results) or (None,))[0]
+    runs = {one["config"]: one for one in found["runs"]} if found else {}
+    if found is None or not {"zero2", "TE bf16"} <= runs.keys():
+        return ""
+    given, ours = found["settings"], runs["zero2"]
+    speed = {name: ours["tokens_per_second_per_gpu"] / one["tokens_per_second_per_gpu"] for name, one in runs.items()}
+    peers = [f"{speed['TE bf16']:.2f} × as fast as {TE} in BF16"]
+    peers += [f"{speed[name]:.2f} × as fast as with its FP8" for name in ("TE fp8 delayed",) if name in speed]
+    memory = ours["peak_memory_gib"] / runs["TE bf16"]["peak_memory_gib"]
+    return (
+        f"**Faster at the same micro-batch**: {given['layers']} Llama-2-7B layers with embedding, loss and optimizer "
+        f"train {listed(peers)}, in {memory:.2f} × BF16's peak memory (ZeRO-2, {gpus(found, given['ranks'])})."
+    )
+
+
+def layer(results: Path) -> str:
+    """One layer beside the peer's."""
+    found = (table("layer", results) or (None,))[0]
+    runs = found["results"][0]["runs"] if found else {}
+    if found is None or not {"coat", "TE bf16"} <= runs.keys():
+        return ""
+    ours, theirs = runs["coat"], runs["TE bf16"]
+    time, saved = (ours[key] / theirs[key] for key in ("ms", "saved_bytes_per_token"))
+    return (
+        f"**One layer** takes {time:.2f} × the time of Transformer Engine's in BF16, forward and backward, and saves "
+        f"{saved:.2f} × the bytes in between."
+    )
+
+
+def whole(results: Path) -> str:
+    """A whole model, each way of training at its fastest micro-batch."""
+    group, _ = llama2_7b((read("whole", results) or {"cases": []})["cases"])
+    cases = {one["variant"]: one for one in group if one["steps"]}
+    if "BF16" not in cases:
+        return ""
+    base = whole_report.fastest(cases["BF16"])
+    ours = [whole_report.fastest(one) for name, one in cases.items() if name.startswith("both")]
+    if not ours:
+        return ""
+    step = max(ours, key=lambda one: one["tokens_per_second_per_gpu"])
+    ratio = step["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+    return (
+        f"**Larger micro-batches**: whole Llama-2-7B trains with micro-batch {step['micro_batch']} where BF16 reaches "
+        f"{max(one['micro_batch'] for one in cases['BF16']['steps'])}, and {ratio:.2f} × as many tokens a second "
+        f"({where(cases['BF16'])})."
+    )
+
+
+def beyond_bf16(results: Path) -> str:
+    """What trains where BF16 is out of memory with its smallest micro-batch: of each model and its GPUs the fastest."""
+    cases = [one for one in (read("whole", results) or {"cases": []})["cases"] if whole_report.current(one)]
+    found = []
+    for group in whole_report.groups(cases).values():
+        if any(one["variant"] == "BF16" and not one["steps"] for one in group) and whole_report.fits(group):
+            steps = [whole_report.fastest(one) for one in group if one["steps"]]
+            step = max(steps, key=lambda one: one["tokens_per_second_per_gpu"])
+            found.append(
+                f"{group[0]['model']} ({where(group[0])}) at {number(step['tokens_per_second_per_gpu'])} tokens/s/GPU, "
+                f"micro-batch {step['micro_batch']}"
+            )
+    if not found:
+        return ""
+    return f"**Models that do not fit in BF16** with micro-batch 1: {'; '.join(found)}. [How](docs/memory.md#one-gpu)"
+
+
+def where(case: dict[str, Any]) -> str:
+    """1 x H200, ZeRO-2"""
+    return whole_report.title(case).removeprefix(case["model"]).strip(" ,")
