@@ -32,6 +32,14 @@ CASES: dict[str, dict[str, Any]] = {
     "7b-zero2-coat-mb2-accumulation": {**SEVEN, "config": "zero2", "micro": 2, "accumulation": 3},
     "7b-zero2-bf16-full-recompute-mb4": {**SEVEN, "config": "zero2-bf16", "micro": 4, "recompute": FULL},
     "7b-zero2-coat-remainder-mb2": {**SEVEN, "config": "zero2", "micro": 2, "remainder": True},
+    "7b-zero1-fp32-sums-mb2": {**SEVEN, "config": "zero1", "micro": 2, "fp32_sums": True},
+    "7b-zero1-fp32-sums-mb2-accumulation": {
+        **SEVEN,
+        "config": "zero1",
+        "micro": 2,
+        "fp32_sums": True,
+        "accumulation": 3,
+    },
     "7b-zero2-bf16-core-attn-mb4": {
         **SEVEN,
         "config": "zero2-bf16",
@@ -73,6 +81,8 @@ def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     settings["gradient_accumulation_steps"] = case.get("accumulation", 1)
     if "coat" in settings:
         settings["coat"]["activation"] |= case.get("activation", {})
+    if case.get("fp32_sums"):
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if case.get("remainder"):
         settings["coat"]["optimizer"]["master_weights"] = "bf16_remainder"
         settings["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}

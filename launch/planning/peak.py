@@ -32,7 +32,8 @@ class Peak:
 
 class Timeline:
     def __init__(self, run: Run) -> None:
-        self.side = _SIDE if run.overlap and run.stage == 2 else _SIDE[1:] if run.overlap else ()
+        own_stream = run.overlap and not run.fp32_gradients_whole
+        self.side = _SIDE if own_stream and run.stage == 2 else _SIDE[1:] if own_stream else ()
         self.held: Counter[str] = Counter()
         self.at: dict[str, int] = {}
         self.moment, self.main, self.aside = "", 0, 0

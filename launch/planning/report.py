@@ -23,6 +23,7 @@ _ORDER = (
     "master weights",
     "moments",
     "gradients",
+    "BF16 gradients beside fp32 sums",
     "gradients outside of the buckets",
     "DeepSpeed's buckets",
     "DeepSpeed's reduction",

@@ -115,6 +115,8 @@ class Run:
     @property
     def group_size(self) -> int:
         """Elements of a group of moments."""
+        if (given := look_up(self.settings, "optimizer.params.group_size")) is not None:
+            return int(given)
         return self.coat.optimizer.group_size if self.coat is not None else 128
 
     @property
@@ -135,6 +137,11 @@ class Run:
     @property
     def fp32_gradients(self) -> bool:
         return look_up(self.settings, "data_types.grad_accum_dtype") in ("fp32", "float32", "float")
+
+    @property
+    def fp32_gradients_whole(self) -> bool:
+        """Whether every rank sums all gradients in fp32: DeepSpeed's ``BF16_Optimizer``, ZeRO-1 with such sums."""
+        return self.stage == 1 and self.fp32_gradients
 
     @property
     def tokens(self) -> int:

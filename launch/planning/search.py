@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from coat_dist import CoatConfig
+from coat_dist.config import OptimizerConfig, look_up
 
 from .gpus import GPU
 from .run import Run
@@ -32,9 +34,7 @@ _ALONE, _TOGETHER = int(2.2 * 2**30), int(3.2 * 2**30)
 CUDA context 0.51, the first process group 0.91, building the engine 0.48, later 0.15. With several ranks a GiB more, an
 allowance for communicators of more groups and peers."""
 _MOST = 4096
-_REMAINDER = (
-    'coat.optimizer.master_weights "bf16_remainder" with gradients in bf16, as in zero2-remainder (docs/optimizer.md)'
-)
+_REMAINDER = 'master_weights "bf16_remainder" with gradients in bf16, as in zero2-remainder (docs/optimizer.md)'
 
 
 @dataclass(frozen=True)
@@ -107,24 +107,43 @@ def candidates(run: Run, gpu: GPU, total: int | None, accumulation: int | None =
 
 
 def with_block(run: Run) -> Run:
-    """The run with a "coat" block and its defaults, where it has none."""
-    if run.coat is not None and run.flow is not None and run.fp8_moments:
+    """The run with FP8 moments and the FP8 flow: with a "coat" block's defaults where it has none, and otherwise with
+    all that its block says but that the flow is off."""
+    if run.flow is not None and run.fp8_moments:
         return run
     settings = copy.deepcopy(dict(run.settings))
-    settings["optimizer"] = {**settings.get("optimizer", {}), "type": "CoatAdamW"}
-    settings["coat"] = {}
-    return run.but(settings=settings, coat=CoatConfig.parse({}))
+    if not run.fp8_moments:
+        settings["optimizer"] = {"type": "CoatAdamW", "params": _shared_params(run)}
+        _drop_bf16_states(settings)
+    block = settings.get("coat") or {}
+    settings["coat"] = block if run.coat is None else {**block, "activation": _enabled(block.get("activation"))}
+    return run.but(settings=settings, coat=CoatConfig.parse(settings["coat"]))
+
+
+def _enabled(activation: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (activation or {}).items() if key != "enabled"}
+
+
+def _shared_params(run: Run) -> dict[str, Any]:
+    """Options that torch's AdamW and ours have in common."""
+    given = look_up(run.settings, "optimizer.params") or {}
+    return {key: given[key] for key in ("lr", "betas", "eps", "weight_decay") if key in given}
+
+
+_BF16_STATES = "bf16_master_weights_and_grads", "bf16_optimizer_states"
+"""Of DeepSpeed's "bf16" block: with AdamW another thing than beside our remainders."""
+
+
+def _drop_bf16_states(settings: dict[str, Any]) -> None:
+    for key in _BF16_STATES:
+        settings.get("bf16", {}).pop(key, None)
 
 
 def without_block(run: Run) -> Run:
     """The run in plain BF16 with torch's AdamW."""
     settings = copy.deepcopy({key: value for key, value in run.settings.items() if key != "coat"})
-    optimizer = settings.setdefault("optimizer", {})
-    optimizer["type"] = "AdamW"
-    known = ("lr", "betas", "eps", "weight_decay")
-    optimizer["params"] = {k: v for k, v in (optimizer.get("params") or {}).items() if k in known}
-    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        settings.get("bf16", {}).pop(key, None)
+    settings["optimizer"] = {**settings.get("optimizer", {}), "type": "AdamW", "params": _shared_params(run)}
+    _drop_bf16_states(settings)
     return run.but(settings=settings, coat=None)
 
 
@@ -140,28 +159,42 @@ def _with_activation(run: Run, **changes: object) -> Run:
     return run.but(coat=run.coat.model_copy(update={"activation": activation}))
 
 
+def _remainder(run: Run) -> tuple[str, Callable[[], Run]]:
+    """Where the option goes: beside others of the optimizer, which are in one place only."""
+    params = look_up(run.settings, "optimizer.params") or {}
+    in_params = run.coat is None or not params.keys().isdisjoint(OptimizerConfig.model_fields)
+    return f"{'optimizer.params' if in_params else 'coat.optimizer'}.{_REMAINDER}", lambda: _with_remainder(run)
+
+
 def _with_remainder(run: Run) -> Run:
-    coat = run.coat or CoatConfig.parse({})
-    optimizer = coat.optimizer.model_copy(update={"master_weights": "bf16_remainder"})
     found = _with(run, "bf16", bf16_master_weights_and_grads=True, bf16_optimizer_states=True)
     found = _with(found, "data_types", grad_accum_dtype=None)
-    return found.but(coat=coat.model_copy(update={"optimizer": optimizer}))
+    params = {**(look_up(run.settings, "optimizer.params") or {}), "master_weights": "bf16_remainder"}
+    return _with(found, "optimizer", params=params)
+
+
+def _half(run: Run) -> tuple[str, Callable[[], Run]]:
+    """Half the micro-batch or less, so that a step has as many samples as before."""
+    samples = run.micro * run.accumulation
+    half = max(n for n in range(1, run.micro // 2 + 1) if samples % n == 0)
+    return (
+        f"train_micro_batch_size_per_gpu {half} with gradient_accumulation_steps {samples // half}",
+        lambda: run.but(micro=half, accumulation=samples // half),
+    )
 
 
 def _changes(run: Run) -> Iterator[tuple[str, Callable[[], Run]]]:
+    given = [f"bf16.{key}" for key in _BF16_STATES if look_up(run.settings, f"bf16.{key}")]
+    optimizer = '"type": "CoatAdamW"' + (f" and without {' and '.join(given)}" if given else "")
     if run.flow is None:
-        yield 'the "coat" block with "type": "CoatAdamW"', lambda: with_block(run)
+        block = 'the "coat" block' if run.coat is None else "coat.activation.enabled true"
+        yield block + ("" if run.fp8_moments else f" with {optimizer}"), lambda: with_block(run)
     elif not run.fp8_moments:
-        yield '"type": "CoatAdamW"', lambda: with_block(run)
-    elif not run.remainder:
-        yield _REMAINDER, lambda: _with_remainder(run)
+        yield optimizer, lambda: with_block(run)
+    if run.fp8_moments and not run.remainder:
+        yield _remainder(run)
     if run.micro > 1:
-        half = run.micro // 2
-        yield (
-            f"train_micro_batch_size_per_gpu {half} with gradient_accumulation_steps "
-            f"{-(-run.micro * run.accumulation // half)}",
-            lambda: run.but(micro=half, accumulation=-(-run.micro * run.accumulation // half)),
-        )
+        yield _half(run)
     if run.recompute.get("recompute_granularity") != "full":
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         yield "--recompute-granularity full (a third more time)", lambda: run.but(recompute=full)

@@ -13,7 +13,7 @@ from math import ceil
 from .layer import backward_moments, saved
 from .peak import Peak, Timeline
 from .run import Parameter, Run, parameters
-from .zero import States, local_elements, states
+from .zero import BUCKET, GROUPS, States, local_elements, states
 
 __all__ = ["Peak", "kept_for_backward", "simulate"]
 
@@ -21,6 +21,8 @@ _CHUNK = 2**26
 """Logits of a chunk (``coat_dist/flow/loss.py``)."""
 _WORKSPACE = 2 * 32 * 2**20
 """cuBLAS's on Hopper, of two streams; torch allocates it."""
+_BESIDE_FP32 = "BF16 gradients beside fp32 sums"
+"""ZeRO-1: parameters keep them, filled with zeros after each pass, until the step."""
 _RETURNED = {"gradient of proj": "mlp.", "gradient of qkv": "self_attention.linear_proj"}
 """Of a patched layer, whose gradients are complete when a moment comes: those of functions that have returned."""
 _MADE = {"gradient of fc2": "mlp.linear_fc2", "gradient of fc1": "mlp.linear_fc1"}
@@ -40,6 +42,10 @@ class _Buckets:
     def take(self, p: Parameter) -> None:
         """A parameter's gradient is complete: it goes into a bucket, and what was in there before is reduced."""
         line, run, found = self.line, self.run, self.states
+        if run.fp32_gradients_whole:
+            if not _keeps_gradients(run):
+                line.held[_BESIDE_FP32] += 2 * p.numel
+            return
         if not self.begun:
             self.begun = True
             if run.stage < 3:
@@ -76,7 +82,9 @@ class _Buckets:
         """Backward is over."""
         self.flush()
         line, found = self.line, self.states
-        if found.full_gradients and not self.run.overlap:
+        if self.run.fp32_gradients_whole:
+            line.look("backward", "gradients are reduced", reduction=_reduction_of_whole_gradients(self.run))
+        elif found.full_gradients and not self.run.overlap:
             largest = min(found.bucket, found.elements)
             moved = 2 * largest
             line.look(
@@ -89,6 +97,19 @@ class _Buckets:
             line.held["gradients"] = found.gradients
         if self.run.stage < 3:
             line.held["DeepSpeed's buckets"] = 0
+
+
+def _reduction_of_whole_gradients(run: Run) -> int:
+    """A bucket of fp32 gradients, closed by the one that makes it large enough, and the copy that is sent: bytes."""
+    largest = now = 0
+    for matrix in GROUPS:
+        for p in parameters(run):
+            if p.matrix is matrix:
+                now += p.numel
+                largest = max(largest, now)
+                now = 0 if now > BUCKET else now
+    sent = 0 if run.settings.get("communication_data_type") in ("fp32", "float32", "float") else 2
+    return (4 + sent) * largest
 
 
 def _keeps_gradients(run: Run) -> bool:
@@ -115,10 +136,11 @@ def simulate(run: Run, rank: int | None = None) -> Peak:
         held["DeepSpeed's buckets"] = found.bucket_bytes
         held["gradients"] = found.gradients
         held["gathered parameters"] = found.gathered
+    elif run.fp32_gradients_whole:
+        held["gradients"] = found.gradients
+        held[_BESIDE_FP32] = found.full_gradients if _keeps_gradients(run) else 0
     elif _keeps_gradients(run):
         held["gradients"] = found.full_gradients or found.gradients
-    elif run.stage == 1 and run.fp32_gradients:
-        held["gradients"] = found.gradients
     if run.flow is not None and run.flow.weights == "cached":
         held["cached FP8 weights"] = sum(p.numel for p in every if p.matrix and p.layer is not None)
     kept = _forward(line, run, stream)
@@ -266,10 +288,8 @@ def _backward(buckets: _Buckets, every: list[Parameter], kept: list[int], stream
             line.look("backward", f"layer {layer}'s graph", computing=stream + 2 * sum(p.numel for p in own.values()))
         for one in () if layer in graphed else backward_moments(run, patched):
             # Gradients of functions that have returned are in the buckets.
-            if one.name in ("gradient of proj", "gradient of qkv") and patched:
-                _hand_over(
-                    buckets, own, done, "mlp." if one.name == "gradient of proj" else "self_attention.linear_proj"
-                )
+            if patched and one.name in _RETURNED:
+                _hand_over(buckets, own, done, _RETURNED[one.name])
             released = min(one.released, kept[layer])
             line.held["activations"] -= released
             line.look("backward", f"layer {layer}, {one.name}", computing=one.own + one.made)
@@ -302,7 +322,7 @@ def _step(line: Timeline, run: Run, found: States) -> None:
         flat = found.gradients // max(shard, 1) * found.sub_group
         fp32 = 4 * found.sub_group if flat < 4 * found.sub_group and not run.remainder else 0
         line.look("step", "gradients are put together", computing=flat + fp32)
-    elif run.stage == 1 and run.fp32_gradients:
+    elif run.fp32_gradients_whole:
         line.look("step", "update")
     elif not run.fp32_gradients or run.remainder:
         line.look("step", "gradients are put together", computing=2 * shard + (0 if run.remainder else 4 * shard))

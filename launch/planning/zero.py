@@ -11,13 +11,14 @@ from math import ceil
 
 from .run import Parameter, Run, parameters
 
-__all__ = ["States", "local_elements", "states"]
+__all__ = ["BUCKET", "GROUPS", "States", "local_elements", "states"]
 
 GROUPS = (True, False)
 """Matrices decay and may have 8-bit moments, vectors have neither (``coat_dist.param_groups``)."""
 _PERSISTENT = 100_000
 _SUB_GROUP = 1_000_000_000
-_BUCKET = 500_000_000
+BUCKET = 500_000_000
+"""Elements, unless ``reduce_bucket_size`` says otherwise."""
 _LIVE = 1_000_000_000
 _PREFETCH = 50_000_000
 
@@ -46,14 +47,14 @@ class States:
     sub_group: int
     """ZeRO-3: elements that are stepped at a time."""
     full_gradients: int
-    """ZeRO-1: bytes of all gradients, before they are reduced."""
+    """ZeRO-1: bytes of all bfloat16 gradients, before they are reduced."""
 
 
 def states(run: Run) -> States:
     """What ZeRO's stages make of a run's parameters."""
     found = parameters(run)
     groups = [[p for p in found if p.matrix is matrix] for matrix in GROUPS]
-    elements, bucket = sum(p.numel for p in found), int(run.zero("reduce_bucket_size", _BUCKET))
+    elements, bucket = sum(p.numel for p in found), int(run.zero("reduce_bucket_size", BUCKET))
     gradient = 4 if run.fp32_gradients else 2
     if run.stage == 3:
         shards = [sum(ceil(p.numel / run.dp) for p in group) for group in groups]
@@ -87,20 +88,19 @@ def states(run: Run) -> States:
         waiting = 2 * max(sum(p.numel for p in found if local_elements(run, r).get(p.name)) for r in range(run.dp))
     else:
         waiting = gradient * shard
-    unsharded = run.stage == 1 and run.fp32_gradients  # BF16_Optimizer
     return States(
         elements=elements,
         weights=2 * padded,
         master=master,
         moments=moments,
-        gradients=4 * padded if unsharded else waiting,
+        gradients=4 * padded if run.fp32_gradients_whole else waiting,
         shard=shard,
         largest=pieces,
         bucket=bucket,
         bucket_bytes=2 * bucket * (2 if run.overlap else 1) if run.zero("contiguous_gradients", True) else 0,
         gathered=0,
         sub_group=shard,
-        full_gradients=2 * elements if run.stage == 1 and not unsharded else 0,
+        full_gradients=2 * elements if run.stage == 1 else 0,
     )
 
 

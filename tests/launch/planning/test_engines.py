@@ -19,7 +19,7 @@ def compare(model, settings, tp=1, recompute=None, tolerance=0.001):
         "parameters": found.weights,
         "master weights": found.master,
         "optimizer moments": found.moments,
-        "gradients": found.gradients,
+        "gradients": found.gradients + (found.full_gradients if run.fp32_gradients_whole else 0),
     }
     ranks = run_ranks(2, measured, model, settings, tp, recompute)
     for name, size in expected.items():
@@ -30,7 +30,7 @@ def compare(model, settings, tp=1, recompute=None, tolerance=0.001):
 
 @pytest.mark.parametrize(
     ("stage", "coat", "more", "tp"),
-    [(1, {}, {}, 1), (2, {}, FP32, 1), (3, {}, FP32, 1), (2, {}, FP32, 2)]
+    [(1, {}, {}, 1), (1, {}, FP32, 1), (2, {}, FP32, 1), (3, {}, FP32, 1), (2, {}, FP32, 2)]
     + [
         pytest.param(stage, coat, more, tp, marks=pytest.mark.slow)
         for stage, coat, more, tp in ((1, None, {}, 1), (2, None, FP32, 1), (3, None, FP32, 1), (1, {}, {}, 2))
