@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, argument_parser, python_path, result_path, write_result
+from benchmarks.common import ROOT, argument_parser, environment, python_path, result_path, write_result
 from benchmarks.speed.planner_cases import CASES, VERIFY, largest, predict, settings_of
 
 STEPS, APART, GIB = 6, 4, 2**30
@@ -148,7 +148,7 @@ def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: f
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_"))}
     processes = []
     for rank in range(ranks):
-        environment = clean | {
+        own = clean | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(ranks),
@@ -161,7 +161,7 @@ def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: f
         out = folder / f"{name}-{rank}"
         command = [sys.executable, "-m", "benchmarks.speed.planner_check", "--child", json.dumps(case), str(out)]
         with (folder / f"{name}-{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log))
     deadline = time.monotonic() + limit
     for process in processes:
         try:
@@ -198,6 +198,20 @@ def compare(results: dict[str, dict[str, Any]], ranks: int) -> list[str]:
     return lines
 
 
+def known(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The file's results that have no error, each with where it is from: the file's environment is its last call's."""
+    return {
+        name: {**one, "measured": one.get("measured", origin(found["environment"]))}
+        for name, one in found["results"].items()
+        if "error" not in one
+    }
+
+
+def origin(of: dict[str, Any]) -> dict[str, Any]:
+    """Of an environment what a result keeps."""
+    return {key: of[key] for key in ("date", "commit")}
+
+
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
@@ -229,8 +243,7 @@ def main() -> None:
         return
     name = "speed/planner-check" + (f"-{arguments.ranks}-ranks" if arguments.ranks > 1 else "")
     path = result_path(name, arguments.output)
-    results = json.loads(path.read_text())["results"] if path.exists() else {}
-    results = {k: v for k, v in results.items() if "error" not in v}
+    results = known(json.loads(path.read_text())) if path.exists() else {}
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"planner-check-{os.getpid()}"
     folder.mkdir()
     if shutil.which("nvidia-smi"):  # before any process of ours
@@ -248,7 +261,7 @@ def main() -> None:
         if arguments.tiny:
             small = ["hidden_size=256", "ffn_hidden_size=512", "num_attention_heads=4", "num_query_groups=4"]
             case = {**case, "override": [*small, "num_layers=2", "seq_length=64", "vocab_size=1000"]}
-        results[key] = children(key, case, arguments.ranks, folder, left + 30)
+        results[key] = children(key, case, arguments.ranks, folder, left + 30) | {"measured": origin(environment())}
         print(compare({key: results[key]}, arguments.ranks)[-1], flush=True)
         write_result(name, {"ranks": arguments.ranks, "results": results}, arguments.output)
     print("\n".join(compare(results, arguments.ranks)))

@@ -100,16 +100,13 @@ class _Buckets:
 
 
 def _reduction_of_whole_gradients(run: Run) -> int:
-    """A bucket of fp32 gradients, closed by the one that makes it large enough, and the copy that is sent: bytes."""
-    largest = now = 0
-    for matrix in GROUPS:
-        for p in parameters(run):
-            if p.matrix is matrix:
-                now += p.numel
-                largest = max(largest, now)
-                now = 0 if now > BUCKET else now
-    sent = 0 if run.settings.get("communication_data_type") in ("fp32", "float32", "float") else 2
-    return (4 + sent) * largest
+    """What is sent of fp32 gradients, bytes. Each group's are one tensor, reduced alone if it is larger than a bucket:
+    then there is its copy in the dtype of communication alone. Smaller ones are put together before."""
+    sent = 0 if run.settings.get("communication_data_type") == "fp32" else 2
+    matrices, vectors = (sum(p.numel for p in parameters(run) if p.matrix is matrix) for matrix in GROUPS)
+    if matrices > BUCKET or not vectors:
+        return sent * matrices
+    return (4 + sent) * (matrices + vectors)
 
 
 def _keeps_gradients(run: Run) -> bool:
