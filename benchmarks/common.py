@@ -31,7 +31,9 @@ __all__ = [
     "options",
     "prepare_text",
     "python_path",
+    "read_json",
     "result_path",
+    "write_json",
     "write_result",
 ]
 
@@ -140,11 +142,28 @@ def figure_path(name: str, output: str | Path | None = None) -> Path:
 def write_result(name: str, data: dict[str, Any], output: str | Path | None = None) -> Path:
     """Write ``{"environment": ..., **data}`` to :func:`result_path`, which is returned."""
     path = result_path(name, output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")  # what is cut here leaves what was there
-    part.write_text(dumps({"environment": environment(), **data}) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_json(path, {"environment": environment(), **data})
     return path
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write :func:`dumps` of ``data``, at once: a run that is cut here leaves what was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(dumps(data) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What :func:`write_json` wrote.
+
+    Raises:
+        ValueError: it is not JSON, half of a file for instance; names it.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: got {error}, accepted: JSON; remove it, and it is measured again") from error
 
 
 def dumps(value: Any, indent: str = "") -> str:

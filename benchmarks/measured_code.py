@@ -48,6 +48,8 @@ step; and what only whole training runs depend on: groups of parameters, hooks o
 USUAL = tuple(part for part in PARTS if part != GRAPHS)
 """Of what every whole step depends on."""
 PACKAGES = "coat_dist", "megatron_patches"
+HERE = object()
+"""The code that is here, where a result's digests could be given instead."""
 NOT_COMPUTED = {
     "coat_dist.config_errors": "words of errors",
     "coat_dist.optim.group_keys": "refuses keys of a new group",
@@ -232,11 +234,13 @@ def digests(root: Path = ROOT) -> Digests:
     return {part: code.digest(part) for part in PARTS}
 
 
-def same_code(measured: object, parts: Sequence[str] = USUAL, other: Digests | None = None) -> bool:
-    """Whether a result with the digests ``measured``, if it has some, is of the code that is here, as to ``parts``; or
-    of that of another result, which has the digests ``other``."""
-    wanted = digests() if other is None else other
-    return isinstance(measured, dict) and all(measured.get(part) == wanted.get(part) for part in parts)
+def same_code(measured: object, parts: Sequence[str] = USUAL, other: object = HERE) -> bool:
+    """Whether a result with the digests ``measured`` is of the code that is here, as to ``parts``; or of that of
+    another result, which has the digests ``other``. A result without a digest of some part is not known to be."""
+    wanted = digests() if other is HERE else other
+    if not isinstance(measured, dict) or not isinstance(wanted, dict):
+        return False
+    return all(part in measured and measured[part] == wanted.get(part) for part in parts)
 
 
 def without_words(source: str) -> str:

@@ -81,7 +81,7 @@ def beyond_bf16(results: Path) -> str:
     cases = [one for one in (read("whole", results) or {"cases": []})["cases"] if whole_report.current(one)]
     found = []
     for group in whole_report.groups(cases).values():
-        if any(one["variant"] == "BF16" and not one["steps"] for one in group) and whole_report.fits(group):
+        if any(one["variant"] == "BF16" and one["out_of_memory_at"] == 1 for one in group) and whole_report.fits(group):
             steps = [whole_report.fastest(one) for one in group if one["steps"]]
             step = max(steps, key=lambda one: one["tokens_per_second_per_gpu"])
             found.append(

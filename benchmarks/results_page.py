@@ -42,14 +42,8 @@ def page(results: Path = RESULTS, figures: Path = FIGURES) -> str:
 
 
 def draw(results: Path = RESULTS, figures: Path = FIGURES) -> Path | None:
-    """Draw the figure of whole models; where there is nothing to show, it must not stay either."""
-    found = whole_report.drawn((read("whole", results) or {"cases": []})["cases"])
-    path = figures / FIGURE
-    if not found:
-        path.unlink(missing_ok=True)
-        return None
-    whole_report.plot(found, path)
-    return path
+    """Draw the figure of whole models."""
+    return whole_report.draw((read("whole", results) or {"cases": []})["cases"], figures / FIGURE)
 
 
 def readme(text: str) -> str:

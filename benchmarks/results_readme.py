@@ -84,18 +84,18 @@ def train(results: Path, figures: Path) -> list[str]:
 
 
 def llama2_7b(cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of cases those of Llama-2-7B on the most GPUs with all their memory: the finished ones, and all. Empty if not
-    both ends of the comparison are among them, or none is of the present code."""
+    """Of cases those of Llama-2-7B with all memory of the GPUs, on as many GPUs as both ends of the comparison are
+    there for: the finished ones, and all. Empty if there are none of the present code."""
     wanted = [
         one
         for one in cases
         if whole_report.current(one) and (one["model"], one["override"], one["gpu_memory"]) == ("llama2-7b", [], None)
     ]
-    found = sorted(whole_report.groups(wanted).items(), key=lambda item: -item[0][-3])
-    if not found or not {"BF16", "both"} <= {one["variant"] for one in found[0][1]}:
-        return [], []
-    group = found[0][1]
-    return group, [one for one in wanted if one["ranks"] == group[0]["ranks"]]
+    groups = sorted(whole_report.groups(wanted).values(), key=lambda group: -group[0]["ranks"])
+    for group in groups:
+        if {"BF16", "both"} <= {one["variant"] for one in group}:
+            return group, [one for one in wanted if whole_report.group_of(one) == whole_report.group_of(group[0])]
+    return [], []
 
 
 def whole(results: Path, figures: Path) -> list[str]:

@@ -181,35 +181,52 @@ def whole(found: Result) -> list[str]:
 
 
 def micro_batches(found: Result) -> list[str]:
-    """Of one case: how fast each is, and what the allocator had to give back to the driver and ask for again."""
-    (case,) = found["cases"]
-    lines = [
-        f"{step['micro_batch']} | {number(step['tokens_per_second_per_gpu'])} | {step['peak_bytes'] / GIB:.1f} GiB | "
-        f"{step['allocator_retries']}"
-        for step in case["steps"]
-    ]
-    table = rows(f"micro-batch{whole_report.mark(case)} | tokens/s/GPU | peak | the allocator's retries", lines)
-    return whole_report.with_notes(table, [case])
+    """Of each case: how fast each is, and what the allocator had to give back to the driver and ask for again."""
+    lines: list[str] = []
+    for case in (one for group in whole_report.groups(found["cases"]).values() for one in group):
+        cells = [
+            f"{step['micro_batch']} | {number(step['tokens_per_second_per_gpu'])} | {peak(step)} | "
+            f"{step.get('allocator_retries', '')}"
+            for step in case["steps"]
+        ]
+        if len(found["cases"]) > 1:
+            lines += [f"### {whole_report.title(case)}, {case['variant']}", ""]
+        lines += rows(f"micro-batch{whole_report.mark(case)} | tokens/s/GPU | peak | the allocator's retries", cells)
+        lines += [""]
+    return whole_report.with_notes(lines[:-1], found["cases"])
 
 
 def small_whole(found: Result) -> list[str]:
-    """Tokens a second and GPU, and peaks: a line for each micro-batch, a column for each variant, the first is 1."""
-    cases = found["cases"]
+    """Tokens a second and GPU, and peaks: a line for each micro-batch, a column for each variant, BF16 is 1."""
+    lines: list[str] = []
+    groups = whole_report.groups(found["cases"]).values()
+    for cases in groups:
+        lines += [f"### {whole_report.title(cases[0])}", ""] if len(groups) > 1 else []
+        lines += [*_by_micro_batch(cases), ""]
+    return whole_report.with_notes(lines[:-1], found["cases"])
+
+
+def _by_micro_batch(cases: Sequence[dict[str, Any]]) -> list[str]:
     by = [{step["micro_batch"]: step for step in one["steps"]} for one in cases]
+    bf16 = next(((case, steps) for case, steps in zip(cases, by, strict=True) if case["variant"] == "BF16"), None)
     lines = []
     for size in sorted({size for steps in by for size in steps}):
-        base, cells = by[0].get(size), []
+        cells = []
         for case, steps in zip(cases, by, strict=True):
             if (one := steps.get(size)) is None:
                 cells.append("")
                 continue
             speed, ratio = one["tokens_per_second_per_gpu"], ""
-            if base is not None and whole_report.of_one_code(cases[0], case):
-                ratio = f" ({speed / base['tokens_per_second_per_gpu']:.2f})"
-            cells.append(f"{number(speed)}{ratio}, {one['peak_bytes'] / GIB:.1f} GiB")
+            if bf16 is not None and size in bf16[1] and whole_report.of_one_code(bf16[0], case):
+                ratio = f" ({speed / bf16[1][size]['tokens_per_second_per_gpu']:.2f})"
+            cells.append(", ".join(filter(None, [number(speed) + ratio, peak(one)])))
         lines.append(f"{size} | " + " | ".join(cells))
-    head = [one["variant"] + whole_report.mark(one) for one in cases]
-    return whole_report.with_notes(rows("micro-batch | " + " | ".join(head), lines), cases)
+    return rows("micro-batch | " + " | ".join(one["variant"] + whole_report.mark(one) for one in cases), lines)
+
+
+def peak(step: dict[str, Any]) -> str:
+    """Of memory; empty where no GPU's was measured."""
+    return f"{step['peak_bytes'] / GIB:.1f} GiB" if "peak_bytes" in step else ""
 
 
 def step(*found: Result) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import results_render as render
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, read_json
 from benchmarks.measured_code import GRAPHS, USUAL, same_code
 
 __all__ = ["PEERS", "TABLES", "Table", "is_current", "lines_of", "read"]
@@ -192,7 +191,7 @@ TABLES = {
 def read(name: str, results: Path = RESULTS) -> Result | None:
     """A result; None where there is none. A name without a room is of ``speed``: "optimizer", "accuracy/moments"."""
     file = results / f"{name if '/' in name else f'speed/{name}'}.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    return read_json(file) if file.is_file() else None
 
 
 def is_current(found: Result, parts: Sequence[str] = USUAL) -> bool:

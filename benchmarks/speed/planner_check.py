@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, argument_parser, environment, python_path, result_path, write_result
+from benchmarks.common import ROOT, argument_parser, environment, python_path, read_json, result_path, write_result
 from benchmarks.speed.planner_cases import CASES, VERIFY, largest, predict, settings_of
 
 STEPS, APART, GIB = 6, 4, 2**30
@@ -238,12 +238,12 @@ def main() -> None:
     if int(os.environ.get("RANK", 0)):
         return  # under torchrun: the first process starts the ranks
     if arguments.compare is not None:
-        content = json.loads(Path(arguments.compare).read_text())
+        content = read_json(Path(arguments.compare))
         print("\n".join(compare(content["results"], content["ranks"])))
         return
     name = "speed/planner-check" + (f"-{arguments.ranks}-ranks" if arguments.ranks > 1 else "")
     path = result_path(name, arguments.output)
-    results = known(json.loads(path.read_text())) if path.exists() else {}
+    results = known(read_json(path)) if path.exists() else {}
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"planner-check-{os.getpid()}"
     folder.mkdir()
     if shutil.which("nvidia-smi"):  # before any process of ours

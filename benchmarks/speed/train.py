@@ -28,13 +28,14 @@ from typing import Any
 from benchmarks.common import (
     ROOT,
     argument_parser,
-    dumps,
     gpus,
     loss_gaps,
     options,
     prepare_text,
     python_path,
+    read_json,
     result_path,
+    write_json,
     write_result,
 )
 from benchmarks.measured_code import digests
@@ -171,7 +172,7 @@ class Kept:
     def __init__(self, name: str, settings: dict[str, Any], output: str | None) -> None:
         self._path = result_path(f"speed/{name}-unfinished", output)
         self._same = {"settings": settings, "code": digests(), "gpus": gpus()}
-        found = json.loads(self._path.read_text()) if self._path.exists() else {}
+        found = read_json(self._path) if self._path.exists() else {}
         self._runs: list[dict[str, Any]] = found["runs"] if found.get("same") == self._same else []
 
     def get(self, name: str, micro_batch: int) -> dict[str, Any] | None:
@@ -182,8 +183,7 @@ class Kept:
     def add(self, run: dict[str, Any]) -> None:
         """Keep a run."""
         self._runs.append(run)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(dumps({"same": self._same, "runs": self._runs}) + "\n")
+        write_json(self._path, {"same": self._same, "runs": self._runs})
 
     def forget(self) -> None:
         """All are done, and in the result."""

@@ -35,6 +35,7 @@ from benchmarks.common import (
     environment,
     gpus,
     python_path,
+    read_json,
     result_path,
     write_result,
 )
@@ -113,11 +114,29 @@ def turn(have: dict[str, Any]) -> int:
     return 2 if "error" in have else int(have.get("cut") == "without a step")
 
 
+def apart_from(have: dict[str, Any], micro_batches: Sequence[int]) -> dict[str, Any]:
+    """What a case has measured, without what ``micro_batches`` measure again."""
+    end = have.get("out_of_memory_at")
+    steps = [step for step in have.get("steps", []) if step["micro_batch"] not in micro_batches]
+    return {"steps": steps, "out_of_memory_at": end if end is None or end > max(micro_batches) else None}
+
+
 def joined(have: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """What a case has measured so far, and how it ended last."""
     ends = [one["out_of_memory_at"] for one in (have, found) if one.get("out_of_memory_at") is not None]
+    end = min(ends, default=None)
     steps = sorted([*have.get("steps", []), *found["steps"]], key=lambda step: step["micro_batch"])
-    return found | {"steps": steps, "out_of_memory_at": min(ends, default=None)}
+    return found | {
+        "steps": [step for step in steps if end is None or step["micro_batch"] < end],
+        "out_of_memory_at": end,
+    }
+
+
+def worth_keeping(was: dict[str, Any], new: dict[str, Any], again: bool) -> bool:
+    """Whether a case stays as it was: its new measurement found nothing, or less than what was to be measured again."""
+    if "measured" not in was or not finished(was) or finished(new):
+        return False
+    return new.get("cut") == "without a step" or (again and current(was))
 
 
 def _wait(processes: list[subprocess.Popen], limit: float) -> list[int | None]:
@@ -211,8 +230,10 @@ def wanted(
     cases, found = {key_of(one): one for one in known}, []
     for case in cases_of(arguments):
         have = cases.get(key_of(case), {})
-        if arguments.again or not ("measured" in have and current(have)):
+        if not ("measured" in have and current(have)):
             have = {}
+        elif arguments.again:
+            have = apart_from(have, arguments.micro_batches)
         if have and "error" not in have and not left_of(have, arguments.micro_batches):
             say(f"has {show(have)}")
         else:
@@ -234,11 +255,12 @@ def check_gpus(known: Sequence[dict[str, Any]], here: Sequence[str]) -> None:
 
 def in_order(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """As the tables have them, whichever were measured first: by model, GPUs and memory, then BF16 before others."""
-    variants = [*VARIANTS]
+    variants = {name: index for index, name in enumerate(VARIANTS)}
 
     def place(case: dict[str, Any]) -> tuple:
-        whole_gpu = case["gpu_memory"] is None
-        return -case["ranks"], not whole_gpu, case["gpu_memory"] or 0, case["stage"], variants.index(case["variant"])
+        part = case["gpu_memory"] is not None
+        variant = variants.get(case["variant"], len(variants))  # one may have had another name
+        return -case["ranks"], part, case["gpu_memory"] or 0, case["stage"], variant
 
     models = list(dict.fromkeys(str((case["model"], case["override"])) for case in cases))
     return sorted(cases, key=lambda one: (models.index(str((one["model"], one["override"]))), *place(one)))
@@ -247,7 +269,7 @@ def in_order(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
     path = result_path(f"speed/{arguments.name}", arguments.output)
-    known = json.loads(path.read_text())["cases"] if path.exists() else []
+    known = read_json(path)["cases"] if path.exists() else []
     cases = {key_of(one): one for one in known}
     check_gpus(known, gpus())
     began = time.monotonic()
@@ -269,7 +291,7 @@ def main(given: Sequence[str] | None = None) -> None:
             measured = {k: now[k] for k in ("date", "commit", "code", "gpus")}
             new, was = case | found | {"measured": measured}, cases.get(key_of(case), {})
             print(show(new), flush=True)
-            if arguments.again and not finished(new) and "measured" in was and current(was) and finished(was):
+            if worth_keeping(was, new, arguments.again):
                 print("it was not finished: what the result has of it stays")
                 continue
             cases[key_of(case)] = new

@@ -9,22 +9,23 @@ that time has cut is in no table, but is named.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import argument_parser, number, result_path
+from benchmarks.common import argument_parser, number, read_json, result_path
 from benchmarks.measured_code import PARTS, USUAL, same_code
 
 __all__ = [
     "PLUS",
     "cost",
     "current",
+    "draw",
     "drawn",
     "equal",
     "fits",
+    "group_of",
     "groups",
     "largest",
     "main",
@@ -64,14 +65,18 @@ def unfinished(cases: Sequence[dict[str, Any]]) -> list[str]:
     return [f"Not finished: {', '.join(names)}."] if names else []
 
 
+def group_of(case: dict[str, Any]) -> tuple:
+    """What a case has in common with those that it is compared with: all but its variant."""
+    gpu = case["measured"]["gpus"][:1]
+    return (case["model"], *case["override"], *gpu, case["ranks"], case["stage"], case["gpu_memory"])
+
+
 def groups(cases: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
     """Finished cases that differ in nothing but their variant, in the order of the file."""
     found: dict[tuple, list[dict[str, Any]]] = {}
     for case in cases:
         if finished(case):
-            gpu = case["measured"]["gpus"][:1]
-            key = (case["model"], *case["override"], *gpu, case["ranks"], case["stage"], case["gpu_memory"])
-            found.setdefault(key, []).append(case)
+            found.setdefault(group_of(case), []).append(case)
     return found
 
 
@@ -152,12 +157,12 @@ def largest(cases: list[dict[str, Any]]) -> list[str]:
         row = _row(case, step, _base(pairs), plus)
         rows.append(f"{row} {number(most['tokens_per_second_per_gpu'])} ({most['micro_batch']}) |")
     head = [HEAD[0] + " fastest (micro-batch) |", HEAD[1] + "---|"]
-    out = [case for case in cases if not case["steps"]]
-    if not out:
-        return head + rows
-    least = min(case["out_of_memory_at"] for case in out)
-    named = f"Out of memory with micro-batch {least}: {'; '.join(case['variant'] + mark(case) for case in out)}."
-    return [*head, *rows, "", named] if rows else [named]
+    out: dict[int, list[str]] = {}
+    for case in cases:
+        if not case["steps"]:
+            out.setdefault(case["out_of_memory_at"], []).append(case["variant"] + mark(case))
+    named = " ".join(f"Out of memory with micro-batch {n}: {'; '.join(out[n])}." for n in sorted(out))
+    return [*(head if rows else []), *rows, *([""] if rows and named else []), *([named] if named else [])]
 
 
 def fits(cases: Sequence[dict[str, Any]]) -> bool:
@@ -178,6 +183,15 @@ def cost(cases: list[dict[str, Any]]) -> list[str]:
 def drawn(cases: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
     """The groups that a picture can show: those in which something fits."""
     return {key: of_group for key, of_group in groups(cases).items() if fits(of_group)}
+
+
+def draw(cases: Sequence[dict[str, Any]], path: Path) -> Path | None:
+    """Plot what can be shown; where nothing can, no earlier picture stays either."""
+    if not (found := drawn(cases)):
+        path.unlink(missing_ok=True)
+        return None
+    plot(found, path)
+    return path
 
 
 def plot(found: dict[tuple, list[dict[str, Any]]], path: Path) -> None:
@@ -249,10 +263,10 @@ def main(given: Sequence[str] | None = None) -> None:
     path = result_path(f"speed/{arguments.name}", arguments.output)
     if not path.exists():
         sys.exit(f"--name: got {arguments.name!r}, accepted: a result of benchmarks.speed.whole; {path} is not there")
-    cases = json.loads(path.read_text())["cases"]
+    cases = read_json(path)["cases"]
     print("\n".join(report(cases)))
-    if arguments.plot is not None and (found := drawn(cases)):
-        plot(found, arguments.plot)
+    if arguments.plot is not None:
+        draw(cases, arguments.plot)
 
 
 if __name__ == "__main__":

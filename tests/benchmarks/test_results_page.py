@@ -82,8 +82,16 @@ def test_small_models_by_micro_batch(results) -> None:
     cases[1]["measured"]["code"] = OTHER
     put(results, "whole-small", {"cases": [*cases, case("both, CUDA graphs", {}) | {"cut": "without a step"}]})
     lines = results_tables.lines_of(TABLES["small_whole"], results)
-    assert lines[2] == "| 1 | 1 000 (1.00), 2.0 GiB | 1 500, 2.0 GiB |  |", "a ratio is of one code"
+    assert lines[2] == "| 1 | 1 000 (1.00), 2.0 GiB | 1 500, 2.0 GiB |", "a ratio is of one code"
     assert lines[-3].startswith("\u2020 ") and lines[-1].startswith("Not finished: both, CUDA graphs")
+    smaller = [case(name, {1: 900.0}, gpu_memory=80.0) for name in ("both", "BF16")]
+    del smaller[0]["steps"][0]["peak_bytes"]  # as without a GPU
+    put(results, "whole-small", {"cases": [*cases, *smaller]})
+    lines = results_tables.lines_of(TABLES["small_whole"], results)
+    assert [line for line in lines if line.startswith("### ")] == [
+        "### llama2-7b, 2 x H200, ZeRO-2", "### llama2-7b, 2 x H200, 80 GiB of it, ZeRO-2",
+    ]  # fmt: skip
+    assert "| 1 | 900 (1.00) | 900 (1.00), 1.0 GiB |" in lines
 
 
 def test_micro_batches_say_how_often_the_allocator_began_anew(results) -> None:
@@ -96,6 +104,10 @@ def test_micro_batches_say_how_often_the_allocator_began_anew(results) -> None:
         "| 8 | 1 000 | 1.0 GiB | 0 |",
         "| 10 | 900 | 1.0 GiB | 3 |",
     ]
+    put(results, "micro-batches", {"cases": [one, case("BF16", {8: 500.0}), case("flow only", {1: 1.0}, cut=True)]})
+    lines = results_tables.lines_of(TABLES["micro_batches"], results)
+    assert lines[0] == "### llama2-7b, 2 x H200, ZeRO-2, both" and "| 8 | 500 | 8.0 GiB | 7 |" in lines
+    assert lines[-1].startswith("Not finished: flow only")
     put(results, "micro-batches", {"cases": [one | {"measured": one["measured"] | {"code": OTHER}}]})
     assert "\u2020" in results_tables.lines_of(TABLES["micro_batches"], results)[0]
 
@@ -121,3 +133,10 @@ def test_the_figure_of_whole_models(results, tmp_path) -> None:
     assert link in results_page.page(results, tmp_path) and link not in results_readme.readme_part(results, tmp_path)
     put(results, "whole", {"cases": [case("BF16", {}, error="so it went")]})
     assert results_page.draw(results, tmp_path) is None and not figure.exists()
+
+
+def test_half_of_a_result_is_named(results) -> None:
+    file = results / "speed/optimizer.json"
+    file.write_text(file.read_text()[:100])
+    with pytest.raises(ValueError, match=r"speed/optimizer.json: got .*, accepted: JSON; remove it"):
+        results_tables.lines_of(TABLES["optimizer"], results)

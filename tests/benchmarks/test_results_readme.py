@@ -123,6 +123,20 @@ def test_cases_of_other_code_are_left_out_of_readmes_table(results, tmp_path) ->
     assert "1 111" in results_page.page(results)
 
 
+def test_the_largest_comparison_that_is_whole_is_in_readme(results, tmp_path) -> None:
+    """Of two GPUs BF16 is not there yet; what is not finished of one GPU is named, of other stages it is not."""
+    cases = [
+        case("both", {1: 1200.0}, 2), case("BF16", {}, cut="without a step"),
+        case("BF16", {1: 600.0}, 2, ranks=1), case("both", {1: 700.0}, 2, ranks=1),
+        case("flow only", {}, ranks=1, error="so it went"), case("optimizer only", {}, ranks=1, stage=3, cut="so"),
+    ]  # fmt: skip
+    put(results, "whole", {"cases": cases})
+    text = results_readme.readme_part(results, tmp_path).replace("\n", " ")
+    assert "| both | 1 | " in text and "| 700 |" in text and "1 200" not in text
+    assert "Not finished: flow only (llama2-7b, 1 x H200, ZeRO-2; failed)." in text
+    assert "2, and" not in text and "1 x H200" in results_headline.headline(results)
+
+
 def test_the_first_numbers_are_ratios_of_the_present_code(results) -> None:
     put(results, "train-2-ranks", training(11.0))
     put(results, "layer-peers-7b", layer(coat=12.0))
@@ -151,6 +165,7 @@ def test_the_first_numbers_are_ratios_of_the_present_code(results) -> None:
         ("whole", {"cases": [case("BF16", {}, 1), case("both", {1: 1.0})]}, "Larger"),
         ("whole", {"cases": [case("BF16", {1: 1000.0}, 2), case("both", {}, 1), NO_13B]}, "Larger"),
         ("whole", {"cases": [NO_13B | {"error": "so it went"}, ONLY_13B]}, "Models that"),
+        ("whole", {"cases": [NO_13B | {"out_of_memory_at": 4}, ONLY_13B]}, "Models that"),
         ("whole", {"cases": []}, "Models that"),
     ],
 )

@@ -54,6 +54,27 @@ def test_again_loses_nothing(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(whole, "run", lambda *_: {"steps": [step], "out_of_memory_at": None})
     whole.main([*options, "--again"])
     assert cases_in(tmp_path)[0]["steps"] == [step]
+    other = step | {"micro_batch": 2}
+    monkeypatch.setattr(whole, "run", lambda *_: {"steps": [other], "out_of_memory_at": 3})
+    whole.main([*options[:-1], "2", "3", "--again"])
+    assert cases_in(tmp_path)[0]["steps"] == [step, other], "a micro-batch that was not asked for stays"
+    monkeypatch.setattr(whole, "run", lambda *_: {"steps": [], "out_of_memory_at": 2})
+    whole.main([*options[:-1], "2", "--again"])
+    (now,) = cases_in(tmp_path)
+    assert now["steps"] == [step] and now["out_of_memory_at"] == 2
+    monkeypatch.setattr(whole, "current", lambda case: False)
+    monkeypatch.setattr(whole, "run", lambda *_: {"steps": [], "out_of_memory_at": None, "cut": "without a step"})
+    whole.main(options)
+    assert cases_in(tmp_path) == [now], "what says nothing does not take the place of an earlier commit's numbers"
+
+
+def test_micro_batches_that_are_measured_again() -> None:
+    have = {"steps": [{"micro_batch": n} for n in (1, 2, 4)], "out_of_memory_at": 6}
+    assert whole.apart_from(have, [2]) == {"steps": [{"micro_batch": 1}, {"micro_batch": 4}], "out_of_memory_at": 6}
+    assert whole.apart_from(have, [6, 8]) == {"steps": have["steps"], "out_of_memory_at": None}
+    assert whole.apart_from({}, [1]) == {"steps": [], "out_of_memory_at": None}
+    found = whole.joined(have, {"steps": [{"micro_batch": 3}], "out_of_memory_at": 4})
+    assert [step["micro_batch"] for step in found["steps"]] == [1, 2, 3] and found["out_of_memory_at"] == 4
 
 
 def test_what_graphs_compute_concerns_their_cases_alone() -> None:
@@ -263,6 +284,11 @@ def test_a_ratio_is_of_the_same_code() -> None:
     assert whole_report.largest([case("BF16", {1: 1000.0}), other])[3].endswith("| 1 200 | 1.20 | 0 | 1 200 (1) |")
     other["measured"]["code"]["flow"] = "other"
     assert whole_report.largest([case("BF16", {1: 1000.0}), other])[3].endswith("| 1 200 |  | 0 | 1 200 (1) |")
+    unknown = [case(name, {1: 1000.0}, code={"flow": "a"}) for name in ("BF16", "both")]
+    assert not whole_report.of_one_code(*unknown), "nothing is known of the rest"
+    for one in unknown:
+        one["measured"]["code"] = None
+    assert not whole_report.of_one_code(*unknown) and not whole_report.of_one_code(CASES[0], unknown[1])
 
 
 def test_where_nothing_fits(tmp_path) -> None:
@@ -274,6 +300,10 @@ def test_where_nothing_fits(tmp_path) -> None:
     )
     assert list(whole_report.drawn([*CASES, *small]).values()) == [CASES[:3]]
     assert not whole_report.drawn(small)
+    (tmp_path / "old.png").write_text("a picture")
+    assert whole_report.draw(small, tmp_path / "old.png") is None and not (tmp_path / "old.png").exists()
+    more = whole_report.largest([*small, case("flow only", {}, 4)])
+    assert more == ["Out of memory with micro-batch 1: BF16; both. Out of memory with micro-batch 4: flow only."]
     assert whole_report.equal([*small, case("both, remainders", {1: 900.0}, 2, gpu_memory=80.0)]) == []
 
 
@@ -297,10 +327,11 @@ def test_gpus_with_other_names_are_never_in_one_table() -> None:
 def test_the_order_of_cases() -> None:
     mixed = [
         case("both", {}, ranks=1), case("BF16", {}, ranks=1), case("BF16", {}, model="tiny"),
-        case("BF16", {}, gpu_memory=80.0), case("both", {}), case("BF16", {}),
+        case("BF16", {}, gpu_memory=80.0), case("as it was called", {}), case("both", {}), case("BF16", {}),
     ]  # fmt: skip
     found = [(one["model"], one["ranks"], one["gpu_memory"], one["variant"]) for one in whole.in_order(mixed)]
     assert found == [
-        ("llama2-7b", 2, None, "BF16"), ("llama2-7b", 2, None, "both"), ("llama2-7b", 2, 80.0, "BF16"),
+        ("llama2-7b", 2, None, "BF16"), ("llama2-7b", 2, None, "both"),
+        ("llama2-7b", 2, None, "as it was called"), ("llama2-7b", 2, 80.0, "BF16"),
         ("llama2-7b", 1, None, "BF16"), ("llama2-7b", 1, None, "both"), ("tiny", 2, None, "BF16"),
     ]  # fmt: skip
