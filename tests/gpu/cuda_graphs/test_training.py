@@ -88,7 +88,7 @@ def test_a_gradient_that_stays_grows(models):
             if seed == 2:
                 model.zero_grad()
             loss_of(model, seed).backward()
-    assert same(*(gradients(model) for model in models))
+    assert same(*(gradients(model) for model in models)) and captured(models[1]) == [1, 1, 1]
 
 
 def test_shapes_in_turn(models):
@@ -189,6 +189,7 @@ def test_evaluation_mode_with_gradients(models):
 def test_unpatched_models(models):
     plain, graphed = models
     train(graphed, 2), train(plain, 2)
+    assert captured(graphed) == [1, 1, 1]
     unpatch_model(graphed), unpatch_model(plain)
     assert loss_of(graphed, 3).item() == loss_of(plain, 3).item()
 
