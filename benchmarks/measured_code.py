@@ -14,11 +14,11 @@ the same.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import hashlib
 import io
-import sys
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -263,8 +263,13 @@ def lines_without_words(source: str, tree: ast.Module) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def main(arguments: Sequence[str]) -> None:
-    code = Code(*map(Path, arguments[:1]))
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Digests of each part of the library.")
+    parser.add_argument("checkout", nargs="?", type=Path, default=ROOT, help="folder (default: this one)")
+    checkout = parser.parse_args(given).checkout
+    if not all((checkout / package).is_dir() for package in PACKAGES):
+        parser.error(f"checkout: got {str(checkout)!r}, accepted: a folder with {' and '.join(PACKAGES)}")
+    code = Code(checkout)
     for part in PARTS:
         try:
             print(f"{part}: {code.digest(part)}")
@@ -273,4 +278,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

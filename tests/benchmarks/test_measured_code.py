@@ -175,3 +175,9 @@ class Kernel:
     plain += '        return f"# {x}" + "#" + """kept # as\n it is"""'
     assert measured_code.without_words(source) == plain
     assert measured_code.without_words(source.replace("LIMIT = 3", "LIMIT = 4")) != plain
+
+
+def test_a_folder_without_the_library(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        measured_code.main([str(tmp_path)])
+    assert "accepted: a folder with coat_dist and megatron_patches" in capsys.readouterr().err
