@@ -34,6 +34,7 @@ __all__ = [
 
 LATEST = "latest"
 _UNFINISHED = ".unfinished-"
+_REPLACED = f"{_UNFINISHED}replaced-"
 _NAME = re.compile(r"step(\d{8,})")
 _LEFTOVER = re.compile(rf"{re.escape(_UNFINISHED)}(replaced-|removed-)?(.+)")
 _OURS = re.compile(rf"{_NAME.pattern}|global_step\d+")
@@ -122,7 +123,7 @@ def replaced_or(final: Path) -> Path:
 def find(folder: str | Path) -> Path | None:
     """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it holds none.
 
-    Without ``latest``, which a kill in the very first save leaves, it is the one of the highest step.
+    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last.
 
     Returns:
         Its folder, without "..", links and the like: its last part is its name.
@@ -138,7 +139,7 @@ def find(folder: str | Path) -> Path | None:
         try:
             name = (folder / LATEST).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError):
-            return max(finished(folder), key=_step, default=None)
+            return max(_published(folder), key=_saved, default=None)
         if (folder / name / MANIFEST).is_file():
             found = folder / name
             return found if found.name == name else found.resolve()
@@ -158,12 +159,30 @@ def finished(folder: Path) -> list[Path]:
     return sorted(found, key=_step)
 
 
-def retire(folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path] = ()) -> list[str]:
+def _published(folder: Path) -> list[Path]:
+    """:func:`finished` ones, and those that a kill left under another name while they were saved again."""
+    own = [folder / p.name.removeprefix(_REPLACED) for p in folder.glob(f"{_REPLACED}*")] if folder.is_dir() else []
+    return finished(folder) + [found for p in own if _NAME.fullmatch(p.name) and (found := replaced_or(p)) != p]
+
+
+def _saved(checkpoint: Path) -> tuple[float, int]:
+    """When, as its manifest says, and its step."""
+    try:
+        saved = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8")).get("saved", 0)
+    except (OSError, ValueError, AttributeError):
+        saved = 0
+    own = checkpoint.with_name(checkpoint.name.removeprefix(_REPLACED))
+    return saved if isinstance(saved, int | float) else 0, _step(own)
+
+
+def retire(
+    folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path] = (), root: Path | None = None
+) -> list[str]:
     """Remove what may go now that ``newest`` is published.
 
     That is: what killed saves left, ``superseded`` checkpoints, and finished ones that are more than ``keep``
-    (0 = all stay). What ``latest`` names stays, whatever its step. A checkpoint whose replacement did not come is put
-    back.
+    (0 = all stay). What ``latest`` in ``root`` (``folder``, unless tags are as "a/b") names stays, whatever its step. A
+    checkpoint whose replacement did not come is put back.
 
     Checkpoints of later steps than ``newest`` were left when the run went back to an older one: those on the way to
     ``newest`` are kept first. Times of files do not count, a copied folder has lost them.
@@ -175,9 +194,9 @@ def retire(folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path]
         problems = _clean(folder)
         order = sorted(finished(folder), key=lambda p: (_step(p) <= _step(newest), _step(p)))
         gone = [p for p in superseded if p.name != newest.name and p.exists()]
-        latest = _latest(folder)  # a save with save_latest=False does not take its place
+        latest = _latest(root or folder)  # a save with save_latest=False does not take its place
         for old in dict.fromkeys([*gone, *(order[:-keep] if keep else [])]):
-            if old.name != latest:
+            if latest is None or not _same(old, (root or folder) / latest):
                 problems += _remove(old)
     except OSError as problem:
         return [str(problem)]
@@ -189,6 +208,13 @@ def _latest(folder: Path) -> str | None:
         return (folder / LATEST).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, ValueError):  # ValueError: damaged, so it names nothing
         return None
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):  # one of them is not there, or cannot be a name
+        return False
 
 
 def _clean(folder: Path) -> list[str]:
@@ -274,7 +300,7 @@ def _rmtree(folder: Path) -> None:
 
 def _replaced(final: Path) -> Path:
     """Where a checkpoint is while another of its name takes its place."""
-    return final.parent / f"{_UNFINISHED}replaced-{final.name}"
+    return final.with_name(_REPLACED + final.name)
 
 
 def _free(path: Path) -> Path:

@@ -190,7 +190,7 @@ def _complete(save_dir: Path, tag: str, about: dict[str, Any], writes: Writes, t
     if about[LATEST]:  # when every node has the checkpoint
         _together((lambda: name_latest(save_dir, tag)) if team.leads else None, f"cannot finish {final}")
     if team.leads:
-        for problem in retire(final.parent, final, extras.keep_last, extras.supersedes):
+        for problem in retire(final.parent, final, extras.keep_last, extras.supersedes, save_dir):
             print(f"warning: cannot remove an old checkpoint: {problem}", file=sys.stderr, flush=True)
 
 

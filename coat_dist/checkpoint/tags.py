@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -188,10 +188,7 @@ def _last_finished(load_dir: Path) -> str | None:
 def _finished(load_dir: Path) -> dict[str, dict[str, Any]]:
     """Manifests of the checkpoints that are complete and were to be found without their tag, by tag."""
     found = {}
-    for path in load_dir.iterdir() if load_dir.is_dir() else ():
-        tag = _tag_of(path)
-        if tag.startswith(_UNFINISHED):
-            continue  # of a save or a removal that was cut: the next save removes it
+    for tag, path in _folders(load_dir):
         try:
             manifest = read_manifest(path, of_run=False)
         except CheckpointError:
@@ -201,11 +198,33 @@ def _finished(load_dir: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _folders(load_dir: Path, inside: str = "") -> Iterator[tuple[str, Path]]:
+    """What may be a checkpoint, by tag: folders, and those in folders that are none themselves."""
+    for path in sorted((load_dir / inside).iterdir()) if (load_dir / inside).is_dir() else ():
+        name = _tag_of(path)
+        if name.startswith(_UNFINISHED) or not path.is_dir():
+            continue  # of a save or a removal that was cut: the next save removes it
+        tag = f"{inside}/{name}" if inside else name
+        if (path / MANIFEST).is_file():
+            # A deeper one may be of another folder of checkpoints, which has a `latest` of its own.
+            if not inside or _says(path) == tag:
+                yield tag, path
+        elif not path.is_symlink():
+            with suppress(OSError):
+                yield from _folders(load_dir, tag)
+
+
+def _says(checkpoint: Path) -> Any:
+    """The tag that a checkpoint was saved with."""
+    with suppress(CheckpointError):
+        return read_manifest(checkpoint, of_run=False).get("tag")
+    return None
+
+
 def _there(load_dir: Path) -> str:
     """What there is, for an error."""
     try:
-        return ", ".join(sorted(p.parent.name for p in load_dir.glob(f"*/{MANIFEST}") if p.parent.name[0] != ".")) or (
-            "one that is there (none in this folder was saved by a coat engine)"
-        )
+        tags = dict.fromkeys(tag for tag, _ in _folders(load_dir))
     except OSError:
         return "one that is there"
+    return ", ".join(tags) or "one that is there (none in this folder was saved by a coat engine)"

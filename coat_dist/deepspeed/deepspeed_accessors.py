@@ -87,27 +87,35 @@ def answer_on_optimizer(zero: Any) -> None:
         get_full, set_full = _get_full_master, _set_full_master
         get_local, set_local = functools.partial(_get_local_master, zero), functools.partial(_set_local_master, zero)
 
-    def get_full_hp_param(param: Any, optim_state_key: str | None = None) -> torch.Tensor:
+    # Of frozen parameters DeepSpeed's methods return None, and set nothing.
+
+    def get_full_hp_param(param: Any, optim_state_key: str | None = None) -> torch.Tensor | None:
         if optim_state_key is None:
             return get_full(param)
-        return safe_get_full_moment(param, _moment(optim_state_key))
+        which = _moment(optim_state_key)
+        return safe_get_full_moment(param, which) if param.requires_grad else None
 
     def set_full_hp_param(value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if optim_state_key is None:
             set_full(value, param)
-        else:
-            safe_set_full_moment(param, value, _moment(optim_state_key))
+            return
+        which = _moment(optim_state_key)
+        if param.requires_grad:
+            safe_set_full_moment(param, value, which)
 
-    def get_local_fp32_param(param: Any, optim_state_key: str | None = None) -> torch.Tensor:
+    def get_local_fp32_param(param: Any, optim_state_key: str | None = None) -> torch.Tensor | None:
         if optim_state_key is None:
             return get_local(param)
-        return _get_local_moment(zero, param, _moment(optim_state_key))
+        which = _moment(optim_state_key)
+        return _get_local_moment(zero, param, which) if param.requires_grad else None
 
     def set_local_hp_param(value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if optim_state_key is None:
             set_local(value, param)
-        else:
-            _set_local_moment(zero, value, param, _moment(optim_state_key))
+            return
+        which = _moment(optim_state_key)
+        if param.requires_grad:
+            _set_local_moment(zero, value, param, which)
 
     zero.get_full_hp_param, zero.set_full_hp_param = get_full_hp_param, set_full_hp_param
     zero.get_local_fp32_param, zero.set_local_hp_param = get_local_fp32_param, set_local_hp_param
@@ -138,11 +146,8 @@ def _set_local_moment(zero: Any, value: torch.Tensor, param: Any, which: WhichMo
 
 def _local(zero: Any, param: Any) -> tuple[Partition, Fragment]:
     found = fragment_of(zero, param)
-    assert found is not None, "at stage 3 every rank has a part of every parameter"
+    assert found is not None, "at stage 3 every rank has a part of every parameter that is trained"
     return found
-
-
-# Of frozen parameters DeepSpeed's methods return None, and set nothing.
 
 
 def _get_full_master(param: Any) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -112,6 +113,8 @@ def _exp(loss: float) -> float | None:
 def write_report(folder: str, report: Mapping[str, Any], details: bool) -> Path:
     """Write ``evaluation.json``, and ``details.jsonl`` before it if asked to; each is there whole or not at all.
 
+    Those of an evaluation before, with which others may be compared, stay under other names.
+
     Raises:
         CoatConfigError: the folder cannot be written.
     """
@@ -126,12 +129,26 @@ def write_report(folder: str, report: Mapping[str, Any], details: bool) -> Path:
     content = {**report, "choices": [{k: v for k, v in one.items() if k != "details"} for one in report["choices"]]}
     try:
         make_folder(Path(folder))
+        _set_aside(Path(folder))
         if details:
             write_text(Path(folder) / DETAILS, "\n".join(lines) + "\n")
         write_text(Path(folder) / NAME, json.dumps(content, indent=1) + "\n")
     except OSError as problem:
         raise CoatConfigError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from None
     return Path(folder) / NAME
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename an evaluation that is there already: ``evaluation-1.json``, ``details-1.jsonl``, or the next number."""
+    there = [file for name in (NAME, DETAILS) if (file := folder / name).exists()]
+
+    def aside(file: Path, number: int) -> Path:
+        return file.with_name(f"{file.stem}-{number}{file.suffix}")
+
+    number = next(n for n in itertools.count(1) if not any(aside(file, n).exists() for file in there))
+    for file in there:
+        file.rename(aside(file, number))
+        print(f"kept: what was in {file} is {aside(file, number).name} now")
 
 
 def read_report(option: str, given: str) -> dict[str, Any]:

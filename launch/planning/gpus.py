@@ -94,7 +94,7 @@ def find_gpu(name: str) -> GPU:
     words = re.split(r"[^a-z0-9]+", text)
     joined = "".join(words)
     for key, gpu in GPUS.items():
-        if "-" not in key and (key in words or (key in joined and key not in ("h20",))):
+        if "-" not in key and (key in words or (key != "h20" and re.search(rf"{key}(?!\d)", joined))):
             return gpu
     raise CoatConfigError(f"--gpu: got {name!r}, accepted: {', '.join(GPUS)} (or --gpu-memory alone)")
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from coat_dist.checkpoint.manifest import read_manifest
+from coat_dist.checkpoint.publish import find
 from coat_dist.checkpoint.save import Extras
 from tests.coat_dist.checkpoint.test_loading import build
 from tests.coat_dist.checkpoint.test_whole import told
@@ -290,6 +291,37 @@ def test_what_is_not_ours_stays_and_what_a_kill_left_is_found(tmp_path):
     assert replaced == by_tag == f"{tmp_path}/.unfinished-replaced-x/mp_rank_00_model_states.pt"
     assert (tmp_path / ".unfinished-replaced-x" / "mine" / "tokenizer.json").read_text() == "mine"
     assert left == [".unfinished-replaced-x", ".unfinished-thoughts"]
+
+
+def in_folders(rank, world, folder):
+    """Tags as "a/b": what `latest` names stays, and is found without it."""
+    engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    step(engine)
+    engine.save_checkpoint(folder, "a/step00000001", extras=Extras(keep_last=1))
+    engine.save_checkpoint(folder, "a/step00000002", save_latest=False, extras=Extras(keep_last=1))
+    kept = listed(f"{folder}/a"), engine.load_checkpoint(folder)[0]
+    engine.save_checkpoint(f"{folder}/other", "step00000009")  # of a run of its own
+    os.remove(f"{folder}/latest")
+    found = engine.load_checkpoint(folder)[0]
+    Path(folder, "latest").write_text("gone")
+    return *kept, found, told(engine.load_checkpoint, folder)
+
+
+def test_tags_in_folders(tmp_path):
+    kept, loaded, found, said = run_ranks(1, in_folders, str(tmp_path))[0]
+    assert kept == ["step00000001", "step00000002"]
+    assert loaded == found == f"{tmp_path}/a/step00000001/mp_rank_00_model_states.pt"
+    assert said.endswith("load a checkpoint by its tag: a/step00000001, a/step00000002")
+
+
+def test_the_program_and_the_engine_mean_the_same_checkpoint(tmp_path):
+    """Without `latest`: the one that was saved last, also under the name that it has while it is saved again."""
+    for name, saved in (("step00000009", 1.0), ("step00000005", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(json.dumps({"saved": saved}))
+    assert find(tmp_path).name == "step00000005"
+    os.rename(tmp_path / "step00000005", tmp_path / ".unfinished-replaced-step00000005")
+    assert find(tmp_path).name == ".unfinished-replaced-step00000005"
 
 
 def unpublished(rank, world, folder):

@@ -61,6 +61,28 @@ def test_what_is_set_is_read_back_and_no_more(case):
     assert run_ranks(2, set_and_get, CASES[case]) == [[], []]
 
 
+def frozen(rank, world, settings):
+    """As with torch's AdamW: no state, and nothing is set."""
+    from deepspeed import utils
+
+    engine = build(settings)
+    run(engine, rank, 0, 1)
+    p, before = engine.module.frozen.weight, snapshot(engine)
+    ones = torch.ones(getattr(p, "ds_shape", p.shape))
+    found = [utils.safe_get_full_optimizer_state(p, "exp_avg"), utils.safe_get_full_fp32_param(p)]
+    utils.safe_set_full_optimizer_state(p, ones, "exp_avg_sq")
+    if hasattr(p, "ds_id"):
+        found += [utils.safe_get_local_optimizer_state(p, "exp_avg"), utils.safe_get_local_fp32_param(p)]
+        utils.safe_set_local_optimizer_state(p, ones, "exp_avg")
+    return found, changes(before, snapshot(engine))
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_frozen_parameters_have_no_states(case):
+    for found, changed in run_ranks(2, frozen, CASES[case]):
+        assert set(found) == {None} and not changed
+
+
 OTHER_KEYS = ("coat_m_q", "coat_v_q", "coat_m_a", "coat_m_k", "step", "")
 
 

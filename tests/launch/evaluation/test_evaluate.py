@@ -257,6 +257,18 @@ def two_forwards(tiny, tmp_path_factory):
     return folder, printed
 
 
+def test_an_earlier_evaluation_stays(tmp_path, capsys):
+    empty = {"text": [], "data": [], "choices": []}
+    for step in range(3):
+        program.report.write_report(str(tmp_path), {**empty, "step": step}, details=step == 0)
+    found = {
+        name: json.loads((tmp_path / f"{name}.json").read_text())["step"] for name in ("evaluation", "evaluation-1")
+    }
+    assert found == {"evaluation": 2, "evaluation-1": 0} and (tmp_path / "details-1.jsonl").exists()
+    assert json.loads((tmp_path / "evaluation-2.json").read_text())["step"] == 1
+    assert capsys.readouterr().out.count("kept: ") == 3
+
+
 def test_bf16_and_fp8_are_compared_with_one_command_each(tiny, two_forwards):
     folder, printed = two_forwards
     bf16, fp8 = (json.loads((folder / name / "evaluation.json").read_text()) for name in ("bf16", "fp8"))

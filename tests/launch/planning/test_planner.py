@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common import ROOT
+from coat_dist import CoatConfigError
 from launch import planner, pretrain
 from launch.model.gpt import load_model_config, parameter_count
 from launch.planning.allocator import expandable_segments
@@ -162,6 +163,8 @@ def test_gpus_by_every_name() -> None:
         "NVIDIA GeForce RTX 4090": "rtx4090",
     }
     assert {given: find_gpu(given).name for given in names} == names
+    with pytest.raises(CoatConfigError, match="--gpu: got 'h1000', accepted: "):
+        find_gpu("h1000")
     assert memory_bytes("80GiB") == 80 * 2**30 and memory_bytes("141 GB") == 141 * 10**9 == memory_bytes("141g")
     assert all(gpu.memory > 0 and gpu.bf16 <= gpu.fp8 for gpu in GPUS.values())
 
