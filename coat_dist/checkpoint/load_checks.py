@@ -15,7 +15,7 @@ from ..ranks import raise_everywhere
 from .arguments import check_flags, check_folder, on_all_ranks
 from .expert_names import divided_experts
 from .manifest import CheckpointError
-from .publish import LATEST
+from .publish import LATEST, own_name
 from .shared import check_there
 from .tags import agree, find_tag
 from .team import team_of
@@ -136,6 +136,12 @@ def _weights_of_latest(engine: Any, load_dir: Path, tag: str) -> list[str]:
     named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
     if named == tag:
         return []
+    if named == str(Path(tag).parent / own_name(Path(tag))):
+        return [
+            f"load_optimizer_states: got False with zero_optimization.stage 3, where a kill while {named!r} was saved "
+            f"again left it as {load_dir / tag}, and DeepSpeed reads {load_dir / named}; accepted: that name, given "
+            "back by the next save or by hand, or load_module_only=True alone"
+        ]
     return [
         f"load_optimizer_states: got False with tag {tag!r} and zero_optimization.stage 3, where {latest} names "
         f"{named!r}; accepted: the checkpoint that it names (DeepSpeed reads that one), or load_module_only=True alone"

@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointError",
     "differences",
     "read_manifest",
+    "saved_at",
     "sync_files",
     "verify",
 ]
@@ -64,6 +65,12 @@ def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
     if wrong := [key for key, fits in needed.items() if not fits(manifest.get(key))]:
         raise CheckpointError(f"{path}: is damaged, {', '.join(wrong)} missing or of another kind than was written")
     return manifest
+
+
+def saved_at(manifest: Mapping[str, Any]) -> float:
+    """When it was saved, seconds since 1970; 0 where the manifest does not say."""
+    saved = manifest.get("saved")
+    return saved if isinstance(saved, int | float) else 0
 
 
 def _is_progress(value: Any) -> bool:

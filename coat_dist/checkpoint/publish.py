@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .durable import make_folder, named, sync_folder, sync_tree, walk, write_text
-from .manifest import MANIFEST, UNFINISHED, CheckpointError, read_manifest
+from .manifest import MANIFEST, UNFINISHED, CheckpointError, read_manifest, saved_at
 
 __all__ = [
     "LATEST",
@@ -26,7 +26,9 @@ __all__ = [
     "finished",
     "name_latest",
     "name_of",
+    "own_name",
     "publish",
+    "published",
     "replaced_or",
     "retire",
     "unfinished",
@@ -120,26 +122,32 @@ def replaced_or(final: Path) -> Path:
     return replaced if not os.path.lexists(final) and (replaced / MANIFEST).is_file() else final
 
 
+def own_name(checkpoint: Path) -> str:
+    """What a checkpoint is called, also while it has the name that :func:`replaced_or` finds."""
+    return checkpoint.name.removeprefix(_REPLACED)
+
+
 def find(folder: str | Path) -> Path | None:
     """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it holds none.
 
-    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last.
+    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last; saves with
+    ``save_latest=False`` do not count.
 
     Returns:
-        Its folder, without "..", links and the like: its last part is its name.
+        Its folder, without "..", links and the like: :func:`own_name` says what it is called.
 
     Raises:
         CheckpointError: ``latest`` names something that is not there, or the folder cannot be read.
     """
     folder = Path(folder)
     try:
-        folder = folder.resolve()
+        folder = replaced_or(folder.resolve())
         if (folder / MANIFEST).is_file():
             return folder
-        try:
-            name = (folder / LATEST).read_text(encoding="utf-8").strip()
-        except (FileNotFoundError, NotADirectoryError):
-            return max(_published(folder), key=_saved, default=None)
+        if not folder.is_dir() or not os.path.lexists(folder / LATEST):
+            saved = {checkpoint: said for checkpoint in published(folder) if (said := _saved(checkpoint)) is not None}
+            return max(saved, key=saved.__getitem__, default=None)
+        name = (folder / LATEST).read_text(encoding="utf-8").strip()
         if (folder / name / MANIFEST).is_file():
             found = folder / name
             return found if found.name == name else found.resolve()
@@ -159,20 +167,21 @@ def finished(folder: Path) -> list[Path]:
     return sorted(found, key=_step)
 
 
-def _published(folder: Path) -> list[Path]:
+def published(folder: Path) -> list[Path]:
     """:func:`finished` ones, and those that a kill left under another name while they were saved again."""
-    own = [folder / p.name.removeprefix(_REPLACED) for p in folder.glob(f"{_REPLACED}*")] if folder.is_dir() else []
+    own = [folder / own_name(p) for p in folder.glob(f"{_REPLACED}*")] if folder.is_dir() else []
     return finished(folder) + [found for p in own if _NAME.fullmatch(p.name) and (found := replaced_or(p)) != p]
 
 
-def _saved(checkpoint: Path) -> tuple[float, int]:
-    """When, as its manifest says, and its step."""
+def _saved(checkpoint: Path) -> tuple[float, int] | None:
+    """When, as its manifest says, and its step; None where ``latest`` was not to name it."""
     try:
-        saved = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8")).get("saved", 0)
-    except (OSError, ValueError, AttributeError):
-        saved = 0
-    own = checkpoint.with_name(checkpoint.name.removeprefix(_REPLACED))
-    return saved if isinstance(saved, int | float) else 0, _step(own)
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict):  # damaged: what is loaded of it says so
+        return 0, _step(checkpoint)
+    return (saved_at(manifest), _step(checkpoint)) if manifest.get(LATEST, True) else None
 
 
 def retire(
@@ -181,8 +190,8 @@ def retire(
     """Remove what may go now that ``newest`` is published.
 
     That is: what killed saves left, ``superseded`` checkpoints, and finished ones that are more than ``keep``
-    (0 = all stay). What ``latest`` in ``root`` (``folder``, unless tags are as "a/b") names stays, whatever its step. A
-    checkpoint whose replacement did not come is put back.
+    (0 = all stay). What ``latest`` names stays, whatever its step: that of ``folder`` and, where tags are as "a/b",
+    that of ``root``. A checkpoint whose replacement did not come is put back.
 
     Checkpoints of later steps than ``newest`` were left when the run went back to an older one: those on the way to
     ``newest`` are kept first. Times of files do not count, a copied folder has lost them.
@@ -194,9 +203,10 @@ def retire(
         problems = _clean(folder)
         order = sorted(finished(folder), key=lambda p: (_step(p) <= _step(newest), _step(p)))
         gone = [p for p in superseded if p.name != newest.name and p.exists()]
-        latest = _latest(root or folder)  # a save with save_latest=False does not take its place
+        # A save with save_latest=False does not take the place of what is named.
+        stays = [at / name for at in {folder, root or folder} if (name := _latest(at)) is not None]
         for old in dict.fromkeys([*gone, *(order[:-keep] if keep else [])]):
-            if latest is None or not _same(old, (root or folder) / latest):
+            if not any(_holds(old, one) for one in stays):
                 problems += _remove(old)
     except OSError as problem:
         return [str(problem)]
@@ -210,10 +220,11 @@ def _latest(folder: Path) -> str | None:
         return None
 
 
-def _same(one: Path, other: Path) -> bool:
+def _holds(folder: Path, other: Path) -> bool:
+    """Whether ``other`` is ``folder`` or lies in it, behind links too."""
     try:
-        return one.samefile(other)
-    except (OSError, ValueError):  # one of them is not there, or cannot be a name
+        return other.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # one of them cannot be a name
         return False
 
 
@@ -307,11 +318,11 @@ def _free(path: Path) -> Path:
     """``path``, or with a number behind it, so that nothing is there yet."""
     numbers = iter(range(2, 1_000_000))
     free = path
-    while free.exists():
+    while os.path.lexists(free):
         free = path.with_name(f"{path.name}{next(numbers)}")
     return free
 
 
 def _step(checkpoint: Path) -> int:
-    match = _NAME.fullmatch(checkpoint.name)
+    match = _NAME.fullmatch(own_name(checkpoint))
     return int(match[1]) if match else -1

@@ -29,7 +29,7 @@ from .manifest import FORMAT, CheckpointError, sync_files
 from .other_engines import name_of_optimizer, pipeline_stages
 from .publish import LATEST, begin, finish, name_latest, retire, unfinished
 from .shared import check_shared, part_of
-from .tags import agree, check_tag
+from .tags import agree, check_place, check_tag
 from .team import Team, nodes_of_ranks, team_of
 
 __all__ = ["Extras", "save_whole_checkpoints"]
@@ -122,6 +122,7 @@ def save_whole_checkpoints(engine: Any) -> None:
         _together((lambda: make_folder(Path(save_dir))) if team.leads else None, f"cannot write {save_dir}")
         local, nodes = not team.whole, nodes_of_ranks(getattr(engine, "local_rank", None))
         check_shared(Path(save_dir), "save_dir", nodes, local, CheckpointError)
+        team.ask_leader(lambda: check_place(Path(save_dir), tag), CheckpointError)
         final = Path(save_dir) / tag
         temporary = unfinished(final)
         _together((lambda: begin(final)) if team.leads else None, f"cannot write {save_dir}")

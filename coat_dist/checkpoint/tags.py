@@ -11,14 +11,18 @@ from typing import Any
 
 from ..nodes import say_host
 from ..ranks import attempt, rank_and_world
-from .manifest import MANIFEST, CheckpointError, read_manifest
-from .publish import LATEST, replaced_or, unfinished
+from .manifest import MANIFEST, CheckpointError, read_manifest, saved_at
+from .publish import LATEST, own_name, replaced_or, unfinished
 from .team import Team
 
-__all__ = ["agree", "check_tag", "find_tag"]
+__all__ = ["agree", "check_place", "check_tag", "find_tag"]
 
 _LATEST_UNIVERSAL = "latest_universal"
 _UNFINISHED = unfinished(Path("x/")).name[:-1]
+_BESIDE = (LATEST, f".{LATEST}.new", _LATEST_UNIVERSAL, MANIFEST, ".lock", "zero_to_fp32.py")
+"""Files that a folder of checkpoints holds, or holds for a moment."""
+_DEEP = 4
+"""Folders in which a checkpoint is looked for where its tag is not known, so that no whole disk is read."""
 
 
 def check_tag(tag: str) -> None:
@@ -33,11 +37,24 @@ def check_tag(tag: str) -> None:
         for part in parts
         if part in ("", ".", "..") or part != part.strip() or not part.isprintable() or part.startswith(_UNFINISHED)
     ]
-    if wrong or parts[0] in (LATEST, _LATEST_UNIVERSAL, MANIFEST):
+    if wrong or parts[0] in _BESIDE:
         raise CheckpointError(
             f"tag: got {tag!r}, accepted: the name of a folder, or of one in another as in 'a/b', without spaces "
-            f"around it, that is not {LATEST!r} and does not begin with {_UNFINISHED!r}"
+            f"around it, that is none of {', '.join(_BESIDE)} and does not begin with {_UNFINISHED!r}"
         )
+
+
+def check_place(save_dir: Path, tag: str) -> None:
+    """Whether a checkpoint of this tag would lie in another one, or another one in it: one goes with the other.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    for outer in PurePosixPath(tag).parents[:-1]:
+        if (replaced_or(save_dir / outer) / MANIFEST).is_file():
+            raise CheckpointError(f"tag: got {tag!r}, which lies in the checkpoint '{outer}', accepted: one beside it")
+    if not (save_dir / tag / MANIFEST).is_file() and (inner := next(_folders(save_dir, tag), None)) is not None:
+        raise CheckpointError(f"tag: got {tag!r}, in which the checkpoint {inner[0]!r} lies, accepted: one beside that")
 
 
 def agree(what: Mapping[str, Any], team: Team) -> None:
@@ -116,9 +133,10 @@ def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
         raise CheckpointError(
             f"{latest}: cannot be used ({text}); load a checkpoint by its tag: {_there(load_dir)}"
         ) from None
-    if not there:
+    if not there or not any(replaced_or(load_dir / named).iterdir()):
+        what = "is empty" if there else "is not there"
         raise CheckpointError(
-            f"{latest}: names {named!r}, which is not there; load a checkpoint by its tag: {_there(load_dir)}"
+            f"{latest}: names {named!r}, which {what}; load a checkpoint by its tag: {_there(load_dir)}"
         )
     if universal:
         _check_not_overtaken(load_dir, named)
@@ -131,7 +149,7 @@ def _check_holds_checkpoints(load_dir: Path) -> None:
     if load_dir.exists() and not load_dir.is_dir():
         raise CheckpointError(f"load_dir: got {load_dir}, which is a file; accepted: a folder that holds checkpoints")
     folder = Path(os.path.abspath(load_dir)) if load_dir.name in ("", "..") else load_dir
-    tag = _tag_of(folder)
+    tag = own_name(folder)  # still "unfinished" where it never had another
     if not tag.startswith(_UNFINISHED) and _is_checkpoint(folder):
         call = f"load_checkpoint({str(folder.parent)!r}, tag={tag!r})"
         raise CheckpointError(f"load_dir: got {load_dir}, which is a checkpoint itself; accepted: {call}")
@@ -140,11 +158,6 @@ def _check_holds_checkpoints(load_dir: Path) -> None:
         raise CheckpointError(
             f"load_dir: got {load_dir}, a save that was never finished; accepted: {folder.parent}, with as tag {there}"
         )
-
-
-def _tag_of(folder: Path) -> str:
-    """The tag that a folder has, or had until it was saved again; still "unfinished" where it never had one."""
-    return folder.name.removeprefix(f"{_UNFINISHED}replaced-")
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -179,7 +192,7 @@ def _last_finished(load_dir: Path) -> str | None:
     found = _finished(load_dir)
     if not found:
         return None
-    tag = max(found, key=lambda tag: (found[tag].get("saved", 0), tag))
+    tag = max(found, key=lambda tag: (saved_at(found[tag]), tag))
     if rank_and_world()[0] == 0:
         print(f"warning: {load_dir / LATEST}: missing; {tag} was saved last", file=sys.stderr, flush=True)
     return _path_in(load_dir, tag)
@@ -199,19 +212,32 @@ def _finished(load_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _folders(load_dir: Path, inside: str = "") -> Iterator[tuple[str, Path]]:
-    """What may be a checkpoint, by tag: folders, and those in folders that are none themselves."""
-    for path in sorted((load_dir / inside).iterdir()) if (load_dir / inside).is_dir() else ():
-        name = _tag_of(path)
-        if name.startswith(_UNFINISHED) or not path.is_dir():
+    """What may be a checkpoint, by tag: folders, and those in folders that are none themselves.
+
+    Raises:
+        OSError: ``load_dir`` cannot be read. A folder in it that cannot, as ``lost+found``, holds nothing to load.
+    """
+    for path in _listed(load_dir / inside, needed=not inside):
+        name = own_name(path)
+        if name.startswith(_UNFINISHED):
             continue  # of a save or a removal that was cut: the next save removes it
         tag = f"{inside}/{name}" if inside else name
-        if (path / MANIFEST).is_file():
+        if os.path.isfile(path / MANIFEST):
             # A deeper one may be of another folder of checkpoints, which has a `latest` of its own.
             if not inside or _says(path) == tag:
                 yield tag, path
-        elif not path.is_symlink():
-            with suppress(OSError):
-                yield from _folders(load_dir, tag)
+        elif tag.count("/") + 1 < _DEEP and not os.path.islink(path):
+            yield from _folders(load_dir, tag)
+
+
+def _listed(folder: Path, needed: bool) -> list[Path]:
+    try:
+        os.stat(os.path.join(folder, "."))  # an error where names can be listed and nothing be opened
+        return sorted(folder.iterdir())
+    except OSError as problem:
+        if needed and not isinstance(problem, FileNotFoundError | NotADirectoryError):
+            raise
+        return []
 
 
 def _says(checkpoint: Path) -> Any:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.load_checks import load_whole_checkpoints
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
-from coat_dist.checkpoint.publish import find, name_of
+from coat_dist.checkpoint.publish import find, name_of, own_name
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
 from coat_dist.checkpoint.shared import wrong_part
 from coat_dist.checkpoint.team import Team, everyone, team_of
@@ -209,7 +209,7 @@ def restore(engine: Any, examined: Examined) -> dict[str, Any]:
     checkpoint, progress = examined.path, examined.manifest["progress"]
     kept = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
     load_whole_checkpoints(engine)
-    engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, verify=False)  # examine() has
+    engine.load_checkpoint(str(checkpoint.parent), tag=own_name(checkpoint), verify=False)  # examine() has
     for group, own in zip(engine.optimizer.param_groups, kept, strict=True):
         group.update(own)  # hyperparameters are the configuration's, also where DeepSpeed restores one group's for all
     if examined.universal:

@@ -13,7 +13,7 @@ from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import MANIFEST, read_manifest
-from coat_dist.checkpoint.publish import LATEST, finished
+from coat_dist.checkpoint.publish import LATEST, own_name, published
 from launch.training.checkpoint import require_loadable
 from launch.training.metrics import read_metrics
 
@@ -98,10 +98,10 @@ def _check_save(args: argparse.Namespace, source: Path | None) -> list[Path]:
                 f"--overwrite: got true, with --load {args.load}, which is in --save, accepted: one of the two"
             )
         return []
-    found = finished(folder)
+    found = published(folder)
     if not args.overwrite and (found or (folder / LATEST).exists()):
         raise CoatConfigError(f"--save: got {args.save}, which holds checkpoints of an earlier run, {_ACCEPTED}")
-    return found
+    return [p.with_name(own_name(p)) for p in found]  # the first save gives them back their names
 
 
 def _check_output(args: argparse.Namespace, source: Path | None) -> None:

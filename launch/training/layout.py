@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, verify
-from coat_dist.checkpoint.publish import name_of
+from coat_dist.checkpoint.publish import name_of, own_name
 from coat_dist.config import look_up
 from coat_dist.ranks import alone, on_rank_0
 from launch.log_level import say
@@ -112,7 +112,7 @@ def fitting(source: Path, p: Any) -> Path:
     if there is not None:
         try:
             verify(there, files)
-            say(f"{source.name} was converted before: continuing from {there}")
+            say(f"{own_name(source)} was converted before: continuing from {there}")
             return there
         except CheckpointError as problem:
             say(f"warning: a conversion that was there is converted again: {problem}", "warning")

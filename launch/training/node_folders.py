@@ -16,7 +16,7 @@ from typing import Any
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
-from coat_dist.checkpoint.publish import finished
+from coat_dist.checkpoint.publish import own_name, published, replaced_or
 from coat_dist.checkpoint.shared import KEY, check_shared, check_there
 from coat_dist.checkpoint.team import Team, everyone, nodes_of_ranks, sharing
 from coat_dist.config import look_up
@@ -110,8 +110,8 @@ def _open_on_each(args: argparse.Namespace, locks: ExitStack, nodes: Sequence[Se
         if team.rank:  # what is written beside checkpoints is rank 0's
             own = argparse.Namespace(**{**vars(args), "output": None, "tensorboard": None})
         found = open_folders(own, locks)
-        there = [] if found.source is None else [*finished(found.source.parent), found.source]
-        return found, {p.name: read_manifest(p)["progress"]["step"] for p in there}
+        there = [] if found.source is None else [*published(found.source.parent), found.source]
+        return found, {own_name(p): read_manifest(p)["progress"]["step"] for p in there}
 
     answers, problems = attempt(open_own)
     if problems:
@@ -119,7 +119,7 @@ def _open_on_each(args: argparse.Namespace, locks: ExitStack, nodes: Sequence[Se
     found = {ranks[0]: one for ranks in nodes if (one := answers[ranks[0]]) is not None}
     name = _common(args, {rank: (folders.source, steps) for rank, (folders, steps) in found.items()})
     mine = found[team.ranks[0]][0]
-    return mine if mine.source is None or name is None else replace(mine, source=mine.source.parent / name)
+    return mine if mine.source is None or name is None else replace(mine, source=replaced_or(mine.source.parent / name))
 
 
 def _common(args: argparse.Namespace, found: dict[int, tuple[Path | None, dict[str, int]]]) -> str | None:
@@ -128,7 +128,7 @@ def _common(args: argparse.Namespace, found: dict[int, tuple[Path | None, dict[s
     A kill between the ``latest`` of one node and that of another leaves two names; of those, the checkpoint of the
     highest step that every node has.
     """
-    names = {rank: None if source is None else source.name for rank, (source, _) in found.items()}
+    names = {rank: None if source is None else own_name(source) for rank, (source, _) in found.items()}
     if len(set(names.values())) == 1:
         return next(iter(names.values()))
     steps = {name: at for _, all_steps in found.values() for name, at in all_steps.items()}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
-from coat_dist.checkpoint.publish import LATEST, find, name_of
+from coat_dist.checkpoint.publish import LATEST, find, name_of, own_name
 from coat_dist.checkpoint.shared import KEY, say_part
 
 __all__ = ["Source", "find_source", "read_source"]
@@ -37,7 +36,7 @@ class Source:
         if self.of_run:
             assert self.manifest is not None
             return name_of(self.manifest["progress"]["step"])
-        return re.sub(r"^\.unfinished-replaced-", "", self.path.name)
+        return own_name(self.path)
 
 
 def find_source(given: str) -> Source:

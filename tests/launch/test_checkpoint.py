@@ -234,7 +234,7 @@ def test_a_checkpoint_whose_replacement_did_not_come_is_put_back(tmp_path):
     assert run_ranks(1, put_back, str(tmp_path)) == [["latest", "step00000001", "step00000002", "step00000003"]]
 
 
-def test_without_latest_the_highest_step_is_found(tmp_path):
+def test_without_latest_the_one_saved_last_is_found(tmp_path):
     """As a kill in the very first save leaves it, after the folder has its name."""
     (tmp_path / "step00000003").mkdir()
     assert find(tmp_path) is None

@@ -70,6 +70,12 @@ def test_a_fresh_start_leaves_an_earlier_run_alone(tmp_path):
         refused(tmp_path, f"--{name}", f"{folder}/")
     (save / "latest").unlink()  # a kill within the first save
     assert "--save: got" in refused(tmp_path, "--save", save)
+    for step in (3, 6):  # and in the middle of saving these again
+        (save / publish.name_of(step)).rename(save / f".unfinished-replaced-{publish.name_of(step)}")
+    assert "--save: got" in refused(tmp_path, "--save", save)
+    found = opened("--save", save, "--overwrite")
+    assert sorted(found.superseded) == [save / publish.name_of(3), save / publish.name_of(6)]
+    assert publish.own_name(opened("--load", save / publish.name_of(3), "--save", save).source) == publish.name_of(3)
     only_latest = tmp_path / "other"
     only_latest.mkdir()
     (only_latest / "latest").write_text("global_step5")  # another program's
@@ -184,6 +190,7 @@ def test_runs_refuse_continue_and_begin_anew(work, tmp_path):
     assert text.startswith(f"CoatConfigError: --save: got {save}, which holds checkpoints of an earlier run")
     (text,) = end("--load", "auto", "--save", tmp_path / "other", "--overwrite", to=tmp_path / "other")
     assert "--overwrite: got True" in text and not (tmp_path / "other").exists()
+    (save / "step00000002").rename(save / ".unfinished-replaced-step00000002")  # a kill while it was saved again
     assert all(t.startswith("finished 3") for t in end("--load", "auto", steps=3))
     assert [r["step"] for r in read_metrics(run)] == [1, 2, 3]
     first = read_metrics(run)

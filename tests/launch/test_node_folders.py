@@ -49,6 +49,9 @@ def own_disks(rank, world, folder):
     if rank == 0:
         checkpoint("disk", 6)
     found.append(opened())  # 2 is the newest that node b names, and node a has it
+    if rank:  # and was killed there between the two names of a step that is saved again
+        Path("disk/step00000002").rename("disk/.unfinished-replaced-step00000002")
+    found.append(opened())
     if rank == 0:
         Path("disk/step00000002").rename("elsewhere")
     apart = error_of(opened)
@@ -57,9 +60,10 @@ def own_disks(rank, world, folder):
 
 
 def test_checkpoints_on_own_disks(tmp_path):
-    for rank, (found, apart, shared, own, whole) in enumerate(run_ranks(2, own_disks, str(tmp_path))):
+    for rank, (found, apart, shared, ranks, whole) in enumerate(run_ranks(2, own_disks, str(tmp_path))):
         names = [name for name, _ in found]
-        assert names == [None, "disk/step00000002", "disk/step00000004", "disk/step00000002"]
+        own = "disk/.unfinished-replaced-step00000002" if rank else "disk/step00000002"
+        assert names == [None, "disk/step00000002", "disk/step00000004", "disk/step00000002", own]
         assert all(locked for _, locked in found)
         assert apart == (
             "--load: got auto, whose newest checkpoints are step00000006 on rank 0 (host node-a), step00000002 on rank "
@@ -67,7 +71,7 @@ def test_checkpoints_on_own_disks(tmp_path):
             "names one)"
         )
         assert "--save: got disk, which holds checkpoints of an earlier run" in shared
-        assert (own, whole) == ([rank], [0, 1])
+        assert (ranks, whole) == ([rank], [0, 1])
 
 
 def test_a_part_is_not_converted(tmp_path, capsys):

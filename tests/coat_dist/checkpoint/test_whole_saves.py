@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from coat_dist.checkpoint.manifest import read_manifest
+from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.publish import find
 from coat_dist.checkpoint.save import Extras
 from tests.coat_dist.checkpoint.test_loading import build
@@ -276,9 +276,6 @@ def beside(rank, world, folder):
         Path(folder, "x", "mine").mkdir(exist_ok=True)
         Path(folder, "x", "mine", "tokenizer.json").write_text("mine")
     os.mkdir(f"{folder}/.unfinished-thoughts")
-    engine.save_checkpoint(folder, tag="x/inner", save_latest=False)
-    engine.save_checkpoint(folder, tag="x")
-    read_manifest(Path(folder, "x", "inner"), of_run=False)
     os.remove(f"{folder}/latest")
     path = engine.load_checkpoint(folder)[0]
     os.rename(f"{folder}/x", f"{folder}/.unfinished-replaced-x")
@@ -301,17 +298,55 @@ def in_folders(rank, world, folder):
     engine.save_checkpoint(folder, "a/step00000002", save_latest=False, extras=Extras(keep_last=1))
     kept = listed(f"{folder}/a"), engine.load_checkpoint(folder)[0]
     engine.save_checkpoint(f"{folder}/other", "step00000009")  # of a run of its own
+    os.mkdir(f"{folder}/lost+found")
     os.remove(f"{folder}/latest")
     found = engine.load_checkpoint(folder)[0]
+    with mock.patch.object(os, "stat", side_effect=without("lost+found")):
+        assert engine.load_checkpoint(folder)[0] == found
     Path(folder, "latest").write_text("gone")
-    return *kept, found, told(engine.load_checkpoint, folder)
+    said = [told(engine.load_checkpoint, folder)]
+    said += [told(engine.save_checkpoint, folder, tag) for tag in ("a", "a/step00000001/b", "a/step00000002/b/c")]
+    Path(folder, "latest").write_text("lost+found")
+    return *kept, found, [*said, told(engine.load_checkpoint, folder)]
+
+
+def without(name, stat=os.stat):
+    """``os.stat`` where a folder of this name belongs to somebody else."""
+
+    def refusing(path, *args, **kwargs):
+        if f"/{name}/" in os.fspath(path):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, *args, **kwargs)
+
+    return refusing
 
 
 def test_tags_in_folders(tmp_path):
     kept, loaded, found, said = run_ranks(1, in_folders, str(tmp_path))[0]
     assert kept == ["step00000001", "step00000002"]
     assert loaded == found == f"{tmp_path}/a/step00000001/mp_rank_00_model_states.pt"
-    assert said.endswith("load a checkpoint by its tag: a/step00000001, a/step00000002")
+    gone, outer, inner, deeper, empty = said
+    assert gone.endswith("load a checkpoint by its tag: a/step00000001, a/step00000002")
+    assert "tag: got 'a', in which the checkpoint 'a/step00000001' lies, accepted: one beside that" in outer
+    assert "tag: got 'a/step00000001/b', which lies in the checkpoint 'a/step00000001', accepted: one beside" in inner
+    assert "which lies in the checkpoint 'a/step00000002', " in deeper
+    assert "latest: names 'lost+found', which is empty; load a checkpoint by its tag: " in empty
+
+
+def two_latests(rank, world, folder):
+    """A folder of checkpoints within another one's: what either ``latest`` names stays."""
+    engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    step(engine)
+    engine.save_checkpoint(f"{folder}/a", "step00000001", extras=Extras(keep_last=1))
+    engine.save_checkpoint(folder, "a/step00000002", extras=Extras(keep_last=1))
+    engine.save_checkpoint(folder, "a/step00000003", save_latest=False, extras=Extras(keep_last=1))
+    return engine.load_checkpoint(f"{folder}/a")[0], engine.load_checkpoint(folder)[0]
+
+
+def test_what_any_latest_names_stays(tmp_path):
+    inner, outer = run_ranks(1, two_latests, str(tmp_path))[0]
+    assert inner == f"{tmp_path}/a/step00000001/mp_rank_00_model_states.pt"
+    assert outer == f"{tmp_path}/a/step00000002/mp_rank_00_model_states.pt"
 
 
 def test_the_program_and_the_engine_mean_the_same_checkpoint(tmp_path):
@@ -322,6 +357,12 @@ def test_the_program_and_the_engine_mean_the_same_checkpoint(tmp_path):
     assert find(tmp_path).name == "step00000005"
     os.rename(tmp_path / "step00000005", tmp_path / ".unfinished-replaced-step00000005")
     assert find(tmp_path).name == ".unfinished-replaced-step00000005"
+    assert find(tmp_path / "step00000005") == find(tmp_path)
+    (tmp_path / "step00000009" / "manifest.json").write_text(json.dumps({"saved": 3.0, "latest": False}))
+    assert find(tmp_path).name == ".unfinished-replaced-step00000005"
+    (tmp_path / "latest").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        find(tmp_path)
 
 
 def unpublished(rank, world, folder):
