@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
     if arguments.measure:
         measure(arguments)
+    try:
+        page(), readme(README.read_text(encoding="utf-8"))  # before the figure is removed or drawn
+    except ValueError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
     figure = draw()
     PAGE.write_text(page(), encoding="utf-8")
     README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")

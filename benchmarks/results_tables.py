@@ -204,7 +204,11 @@ def lines_of(table: Table, results: Path = RESULTS) -> list[str]:
     found = {name: read(name, results) for name in table.results}
     if missing := [name for name, one in found.items() if one is None]:
         return [f"Not measured yet: {', '.join(f'`{name}.json`' for name in missing)}."]
-    lines = table.render(*found.values())
+    try:
+        lines = table.render(*found.values())
+    except (ArithmeticError, LookupError, TypeError, AttributeError) as problem:
+        files, why = ", ".join(f"{name}.json" for name in found), f"{type(problem).__name__}: {problem}"
+        raise ValueError(f"{files} in {results}: {why}; accepted: results as their commands write them") from problem
     old = {
         name: str(one["environment"]["commit"])[:7]
         for name, one in found.items()

@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _ARGUMENT = re.compile(r"argument ([^:]+): (.*)", re.DOTALL)
+_SEVERAL = re.compile(r"expected (\d+) arguments")
 _CHOICE = re.compile(r"invalid choice: (.*) \(choose from (.*)\)", re.DOTALL)
 _REQUIRED = "the following arguments are required: "
 _NEGATIVE = re.compile(r"-(?:\.?\d|inf|nan)", re.IGNORECASE)
@@ -110,6 +111,8 @@ class Parser(argparse.ArgumentParser):
         option, what = about[1].partition("/")[0], about[2]
         if choice := _CHOICE.fullmatch(what):
             what = f"got {choice[1]}, accepted: {choice[2].replace(chr(39), '')}"
+        elif several := _SEVERAL.fullmatch(what):
+            what = f"got another number of values, accepted: {several[1]}"
         elif what.startswith("expected "):
             what = f"got no value, accepted: {'one or more' if 'at least' in what else 'one'}"
         elif what.startswith("ignored explicit argument"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,11 @@ def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "
     name = path.name.removesuffix(".json")
     if name in names and path.parent in (Path(), Path(kind), Path("configs", kind)):
         return _FOLDER / kind / f"{name}.json"
-    raise CoatConfigError(f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}")
+    near = difflib.get_close_matches(name, names, n=1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    raise CoatConfigError(
+        f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}{meant}"
+    )
 
 
 def read_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..optim.state import MOMENTS, WhichMoment, ensure_state
 from .fp8_gather import let_go
 
 __all__ = [
+    "find_trained",
     "fragment_of",
     "get_full_master",
     "check_which",
@@ -90,7 +91,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
         ValueError: names the argument, what was given and what is accepted. Nothing has been changed then.
     """
     moment = check_which(which)
-    zero, _, shape = _find(param)
+    zero, _, shape = find_trained(param)
     if value.shape != shape or not value.is_floating_point():
         raise ValueError(
             f"value: got {value.dtype} {list(value.shape)}, accepted: floating point {list(shape)}, as the parameter"
@@ -129,7 +130,7 @@ def set_full_master(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ValueError: the value has another number of elements or no floating point. Nothing has been changed then.
     """
-    zero, _, shape = _find(param)
+    zero, _, shape = find_trained(param)
     if value.numel() != shape.numel() or not value.is_floating_point():
         raise ValueError(
             f"value: got {value.dtype} {list(value.shape)}, accepted: floating point {list(shape)}, as the parameter"
@@ -158,7 +159,7 @@ def _assemble(
     param: torch.nn.Parameter, read: Callable[[Partition, dict[str, Any], Fragment], torch.Tensor | None]
 ) -> torch.Tensor:
     """A whole fp32 tensor from what ``read`` finds of it on each rank; zeros where that is None."""
-    zero, group, shape = _find(param)
+    zero, group, shape = find_trained(param)
     full = torch.zeros(shape.numel(), dtype=torch.float32, device=_device(zero))
     found = fragment_of(zero, param)
     if found is not None and found[1].numel:
@@ -170,8 +171,12 @@ def _assemble(
     return full.view(shape)
 
 
-def _find(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
-    """ZeRO optimizer, data-parallel group and full shape of a parameter."""
+def find_trained(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
+    """ZeRO optimizer, data-parallel group and full shape of a parameter.
+
+    Raises:
+        ValueError: no CoatAdamW trains it.
+    """
     zero = _trained_by[param]() if isinstance(param, torch.Tensor) and param in _trained_by else None
     if zero is None:
         shape = list(getattr(param, "ds_shape", getattr(param, "shape", [])))

@@ -24,6 +24,7 @@ from ..optim.master import read_master, write_master
 from ..optim.moments import read_moment, write_moment
 from ..optim.state import MOMENT_OF, WhichMoment, ensure_state
 from .coat_accessors import (
+    find_trained,
     fragment_of,
     get_full_master,
     safe_get_full_moment,
@@ -145,6 +146,7 @@ def _set_local_moment(zero: Any, value: torch.Tensor, param: Any, which: WhichMo
 
 
 def _local(zero: Any, param: Any) -> tuple[Partition, Fragment]:
+    find_trained(param)  # an error for one that was frozen when the engine was made
     found = fragment_of(zero, param)
     assert found is not None, "at stage 3 every rank has a part of every parameter that is trained"
     return found
@@ -162,6 +164,7 @@ def _set_full_master(value: torch.Tensor, param: Any) -> None:
 def _get_local_master(zero: Any, param: Any) -> torch.Tensor | None:
     if not param.requires_grad:
         return None
+    find_trained(param)
     i, start, numel = zero.grad_position[zero.get_param_id(param)]
     flat = zero.fp32_partitioned_groups_flat[i]
     return read_master(flat, zero.optimizer.state.get(flat) or {}, start, numel)
@@ -171,6 +174,7 @@ def _set_local_master(zero: Any, value: torch.Tensor, param: Any) -> None:
     if not param.requires_grad or value.numel() != param.ds_tensor.numel():
         type(zero).set_local_hp_param(zero, value, param)  # nothing to do, or DeepSpeed's own error
         return
+    find_trained(param)
     i, start, _ = zero.grad_position[zero.get_param_id(param)]
     part = list(partitions(zero))[i]
     state = ensure_state(zero.optimizer.state, part.flat, part.group)

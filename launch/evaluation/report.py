@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from launch.evaluation.choices import Asked, Question, best
 from launch.evaluation.choices import digest as digest_of_questions
 from launch.evaluation.rows import Row
 from launch.evaluation.statistics import mean, mean_error, ratio, ratio_error
+from launch.log_level import say
 
 __all__ = [
     "FORMAT",
@@ -127,28 +130,35 @@ def write_report(folder: str, report: Mapping[str, Any], details: bool) -> Path:
             ]
             lines += [json.dumps({"kind": kind, "name": one["name"], **line}) for line in found]
     content = {**report, "choices": [{k: v for k, v in one.items() if k != "details"} for one in report["choices"]]}
+    moved: dict[Path, Path] = {}
     try:
         make_folder(Path(folder))
-        _set_aside(Path(folder))
+        _set_aside(Path(folder), moved)
         if details:
             write_text(Path(folder) / DETAILS, "\n".join(lines) + "\n")
         write_text(Path(folder) / NAME, json.dumps(content, indent=1) + "\n")
     except OSError as problem:
+        for before, now in moved.items():
+            with suppress(OSError):
+                os.replace(now, before)
         raise CoatConfigError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from None
     return Path(folder) / NAME
 
 
-def _set_aside(folder: Path) -> None:
+def _set_aside(folder: Path, moved: dict[Path, Path]) -> None:
     """Rename an evaluation that is there already: ``evaluation-1.json``, ``details-1.jsonl``, or the next number."""
-    there = [file for name in (NAME, DETAILS) if (file := folder / name).exists()]
+    there = [file for name in (NAME, DETAILS) if os.path.lexists(file := folder / name)]
 
     def aside(file: Path, number: int) -> Path:
         return file.with_name(f"{file.stem}-{number}{file.suffix}")
 
-    number = next(n for n in itertools.count(1) if not any(aside(file, n).exists() for file in there))
+    both = folder / NAME, folder / DETAILS  # one number means one evaluation, with details or without
+    number = next(n for n in itertools.count(1) if not any(os.path.lexists(aside(file, n)) for file in both))
     for file in there:
         file.rename(aside(file, number))
-        print(f"kept: what was in {file} is {aside(file, number).name} now")
+        moved[file] = aside(file, number)
+    for file in there:
+        say(f"kept: what was in {file} is {moved[file].name} now")
 
 
 def read_report(option: str, given: str) -> dict[str, Any]:

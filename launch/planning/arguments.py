@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
+from coat_dist.deepspeed.refusals import check_deepspeed
 from launch.command_line import (
     Parser,
     add_parallel_options,
@@ -225,6 +226,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
     model.check_expert_parallel(args.expert_parallel, world // args.tensor_parallel)
     if args.zero_stage is not None:
         settings["zero_optimization"] = {**settings["zero_optimization"], "stage": args.zero_stage}
+        check_deepspeed(settings, tp=args.tensor_parallel, mpu=True, coat=coat)
     for key in ("attention", "loss"):
         if (value := getattr(args, key)) is None:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from coat_dist import CoatConfigError
@@ -65,6 +66,7 @@ GPUS = {
         GPU("h200", int(139.8 * 2**30), 660e12, 1250e12, 480e12, 4.27e12, 400e9, True),
         _like("h100", 79.1, 989, 1979, 3.35, 900),
         _like("h100-pcie", 79.1, 756, 1513, 2.0, 64),
+        _like("h100-nvl", 93.5, 835, 1671, 3.9, 600),
         _like("h20", 95.0, 148, 296, 4.0, 900),
         _like("gh200", 94.5, 989, 1979, 4.0, 900),
         _like("b200", 178.3, 2250, 4500, 8.0, 1800),
@@ -87,14 +89,18 @@ def find_gpu(name: str) -> GPU:
     text = name.lower().strip()
     if (found := GPUS.get(_ALSO.get(text, text))) is not None:
         return found
-    if "a100" in text and "40gb" in text:
+    if "a100" in text and re.search(r"(?<!\d)40(?!\d)", text):
         return GPUS["a100-40"]
     if "h100" in text and "pcie" in text:
         return GPUS["h100-pcie"]
+    if "h100" in text and ("nvl" in text or "94" in text):
+        return GPUS["h100-nvl"]
     words = re.split(r"[^a-z0-9]+", text)
-    joined = "".join(words)
+    parts = [*words, *map("".join, pairwise(words))]  # "h100sxm", "rtx 4090"
     for key, gpu in GPUS.items():
-        if "-" not in key and (key in words or (key != "h20" and re.search(rf"{key}(?!\d)", joined))):
+        if key == "h20" and not ("h20" in words and "3e" not in words):  # an h20-3e has other memory
+            continue
+        if "-" not in key and any(re.match(rf"{key}(?!\d)", one) for one in parts):
             return gpu
     raise CoatConfigError(f"--gpu: got {name!r}, accepted: {', '.join(GPUS)} (or --gpu-memory alone)")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.command_line import whole_number
 from launch.model.config import ModelConfig
 
-__all__ = ["MODULES", "add_recompute_options", "check_recompute", "recompute_options"]
+__all__ = ["MODULES", "add_recompute_options", "check_recompute", "recompute_options", "recompute_without_flow"]
 
 MODULES = ("core_attn", "mlp", "layernorm")
 """Parts of a layer that ``--recompute-granularity selective`` can name."""
@@ -59,6 +60,19 @@ def check_recompute(args: argparse.Namespace) -> list[str]:
     return problems
 
 
+def _fail_in_bf16(model: ModelConfig) -> set[str]:
+    """Parts that Megatron's own layers cannot compute again (docs/megatron.md)."""
+    return {"layernorm", "mlp"} if model.linear_bias else {"layernorm"}
+
+
+def recompute_without_flow(options: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """What of :func:`recompute_options` BF16 layers can do."""
+    if "recompute_modules" not in options:
+        return dict(options)
+    modules = [name for name in options["recompute_modules"] if name not in _fail_in_bf16(model)]
+    return {**options, "recompute_modules": modules} if modules else {}
+
+
 def recompute_options(args: argparse.Namespace, model: ModelConfig, coat: CoatConfig | None) -> dict[str, Any]:
     """Arguments of Megatron's ``TransformerConfig``; none where nothing is computed again.
 
@@ -72,9 +86,9 @@ def recompute_options(args: argparse.Namespace, model: ModelConfig, coat: CoatCo
     if args.recompute_granularity == "selective":
         modules = list(args.recompute_modules or ["core_attn"])
         bf16 = coat is None or not coat.activation.enabled or bool(coat.activation.bf16_layers)
-        fail = {"layernorm": bf16, "mlp": bf16 and model.linear_bias}
-        if found := [name for name in modules if fail.get(name)]:
-            possible = ", ".join(name for name in MODULES if not fail.get(name))
+        fail = _fail_in_bf16(model) if bf16 else set()
+        if found := [name for name in modules if name in fail]:
+            possible = ", ".join(name for name in MODULES if name not in fail)
             why = "needs Transformer Engine" if found[0] == "layernorm" else "never ends with biases (linear_bias)"
             raise CoatConfigError(
                 f"--recompute-modules: got {found[0]}, accepted: {possible}; in BF16 layers Megatron's {found[0]} {why}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from coat_dist import CoatConfig
 from coat_dist.config import OptimizerConfig, look_up
 
 from .gpus import GPU
+from .recompute import recompute_without_flow
 from .run import Run
 from .timeline import Peak, simulate
 
@@ -33,7 +35,7 @@ _ALONE, _TOGETHER = int(2.2 * 2**30), int(3.2 * 2**30)
 """What a rank takes that is not torch's, where nothing better is known. 2.05 GiB were seen on each of two H200s: the
 CUDA context 0.51, the first process group 0.91, building the engine 0.48, later 0.15. With several ranks a GiB more, an
 allowance for communicators of more groups and peers."""
-_MOST = 4096
+_MOST = 2**20
 _REMAINDER = 'master_weights "bf16_remainder" with gradients in bf16, as in zero2-remainder (docs/optimizer.md)'
 
 
@@ -144,7 +146,8 @@ def without_block(run: Run) -> Run:
     settings = copy.deepcopy({key: value for key, value in run.settings.items() if key != "coat"})
     settings["optimizer"] = {**settings.get("optimizer", {}), "type": "AdamW", "params": _shared_params(run)}
     _drop_bf16_states(settings)
-    return run.but(settings=settings, coat=None)
+    found = run.but(settings=settings, coat=None)
+    return found.but(recompute=recompute_without_flow(run.recompute, run.model))
 
 
 def _with(run: Run, block: str, **changes: object) -> Run:
@@ -183,6 +186,12 @@ def _half(run: Run) -> tuple[str, Callable[[], Run]]:
     )
 
 
+def _only_below_stage_3(run: Run) -> bool:
+    """As ``coat_dist/deepspeed/refusal_rules.py`` refuses it."""
+    activation = None if run.flow is None or run.coat is None else run.coat.activation
+    return activation is not None and (activation.cuda_graphs or activation.weights == "cached")
+
+
 def _changes(run: Run) -> Iterator[tuple[str, Callable[[], Run]]]:
     given = [f"bf16.{key}" for key in _BF16_STATES if look_up(run.settings, f"bf16.{key}")]
     optimizer = '"type": "CoatAdamW"' + (f" and without {' and '.join(given)}" if given else "")
@@ -198,11 +207,10 @@ def _changes(run: Run) -> Iterator[tuple[str, Callable[[], Run]]]:
     if run.recompute.get("recompute_granularity") != "full":
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         yield "--recompute-granularity full (a third more time)", lambda: run.but(recompute=full)
-    if run.dp > 1 and run.stage < 3:
-        later = run.stage + 1
-        yield f"zero_optimization.stage {later}", lambda: _with(run, "zero_optimization", stage=later)
-    if run.dp > 2 and run.stage == 1:
-        yield "zero_optimization.stage 3", lambda: _with(run, "zero_optimization", stage=3)
+    if run.dp > 1:
+        for later in range(run.stage + 1, 4 if run.dp > 2 else min(run.stage + 2, 4)):
+            if later < 3 or not _only_below_stage_3(run):
+                yield f"zero_optimization.stage {later}", partial(_with, run, "zero_optimization", stage=later)
     if run.flow is not None and not run.chunked:
         yield 'coat.activation.loss "chunked"', lambda: _with_activation(run, loss="chunked")
     if run.flow is not None and run.flow.attention == "bf16":

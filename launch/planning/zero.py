@@ -7,6 +7,7 @@ From `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and `bf16_optimizer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 
 from .run import Parameter, Run, parameters
@@ -84,10 +85,8 @@ def states(run: Run) -> States:
             full_gradients=0,
         )
     padded = sum(run.dp * n for n in shards)
-    if gradient == 2:  # of parameters that two ranks share, each has the whole gradient
-        waiting = 2 * max(sum(p.numel for p in found if local_elements(run, r).get(p.name)) for r in range(run.dp))
-    else:
-        waiting = gradient * shard
+    # Of parameters that two ranks share, each has the whole gradient.
+    waiting = 2 * _most_whole(groups, shards, run.dp) if gradient == 2 else gradient * shard
     return States(
         elements=elements,
         weights=2 * padded,
@@ -102,6 +101,18 @@ def states(run: Run) -> States:
         sub_group=shard,
         full_gradients=2 * elements if run.stage == 1 else 0,
     )
+
+
+def _most_whole(groups: list[list[Parameter]], shards: list[int], dp: int) -> int:
+    """Elements of all parameters of which a rank holds a part, of the rank where they are most."""
+    more = [0] * (dp + 1)  # than on the rank before
+    for group, size in zip(groups, shards, strict=True):
+        begin = 0
+        for p in group:
+            more[begin // size] += p.numel
+            begin += p.numel
+            more[(begin - 1) // size + 1] -= p.numel
+    return max(accumulate(more))
 
 
 def local_elements(run: Run, rank: int) -> dict[str, int]:

@@ -140,3 +140,6 @@ def test_half_of_a_result_is_named(results) -> None:
     file.write_text(file.read_text()[:100])
     with pytest.raises(ValueError, match=r"speed/optimizer.json: got .*, accepted: JSON; remove it"):
         results_tables.lines_of(TABLES["optimizer"], results)
+    file.write_text('{"environment": {}}')
+    with pytest.raises(ValueError, match=r"^optimizer.json in .*: KeyError: .*; accepted: results as their commands"):
+        results_tables.lines_of(TABLES["optimizer"], results)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from coat_dist import CoatConfigError
 from launch import evaluate as program
 from launch.evaluation import arguments
 from launch.training.metrics import read_metrics
@@ -267,6 +268,23 @@ def test_an_earlier_evaluation_stays(tmp_path, capsys):
     assert found == {"evaluation": 2, "evaluation-1": 0} and (tmp_path / "details-1.jsonl").exists()
     assert json.loads((tmp_path / "evaluation-2.json").read_text())["step"] == 1
     assert capsys.readouterr().out.count("kept: ") == 3
+
+
+def test_what_is_kept_of_one_evaluation_has_one_number_and_comes_back_where_none_is_written(tmp_path, monkeypatch):
+    empty = {"text": [], "data": [], "choices": []}
+    (tmp_path / "details-1.jsonl").write_text("of another one")
+    program.report.write_report(str(tmp_path), {**empty, "step": 1}, details=False)
+    program.report.write_report(str(tmp_path), {**empty, "step": 2}, details=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["details-1.jsonl", "evaluation-2.json", "evaluation.json"]
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(program.report, "write_text", full)
+    with pytest.raises(CoatConfigError, match="--output: got .*No space left"):
+        program.report.write_report(str(tmp_path), {**empty, "step": 3}, details=False)
+    assert json.loads((tmp_path / "evaluation.json").read_text())["step"] == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["details-1.jsonl", "evaluation-2.json", "evaluation.json"]
 
 
 def test_bf16_and_fp8_are_compared_with_one_command_each(tiny, two_forwards):

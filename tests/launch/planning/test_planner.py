@@ -161,10 +161,16 @@ def test_gpus_by_every_name() -> None:
         "a100-80": "a100",
         "NVIDIA H200": "h200",
         "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA H100 NVL": "h100-nvl",
+        "a100-40g": "a100-40",
+        "h100sxm": "h100",
+        "NVIDIA GH200 480GB": "gh200",
+        "NVIDIA H20": "h20",
     }
     assert {given: find_gpu(given).name for given in names} == names
-    with pytest.raises(CoatConfigError, match="--gpu: got 'h1000', accepted: "):
-        find_gpu("h1000")
+    for unknown in ("h1000", "ah100", "h20-3e"):
+        with pytest.raises(CoatConfigError, match=f"--gpu: got '{unknown}', accepted: "):
+            find_gpu(unknown)
     assert memory_bytes("80GiB") == 80 * 2**30 and memory_bytes("141 GB") == 141 * 10**9 == memory_bytes("141g")
     assert all(gpu.memory > 0 and gpu.bf16 <= gpu.fp8 for gpu in GPUS.values())
 

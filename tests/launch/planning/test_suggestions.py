@@ -91,6 +91,8 @@ FILES = {
     ),
     "a micro-batch of five": config("zero2", train_micro_batch_size_per_gpu=5, train_batch_size=5),
     "ZeRO-1 with fp32 sums": config("zero2", zero_optimization__stage=1),
+    "cached weights": config("zero1", coat={"activation": {"weights": "cached"}}),
+    "CUDA graphs": config("zero2", coat={"activation": {"cuda_graphs": True}}),
 }
 
 
