@@ -187,7 +187,7 @@ def dumps(value: Any, indent: str = "") -> str:
 
 def python_path(*folders: str | Path) -> str:
     """``PYTHONPATH`` of a process that finds ``folders`` before what this one's ``PYTHONPATH`` names."""
-    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
 
 
 def prepare_text(prefix: Path, tokenizer: str, inputs: list[str], *more: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common import python_path
 from coat_dist import CoatConfigError
 from launch.find_config import find_config
 
@@ -142,6 +143,6 @@ def test_a_program_started_by_its_path_finds_the_project_and_offers_none_of_its_
 def test_programs_copied_without_configurations_take_paths(tmp_path):
     shutil.copy(ROOT / "launch/find_config.py", tmp_path / "copied_find_config.py")
     look = f"import copied_find_config as c; print(c.find_config('--model', {str(ROOT / 'README.md')!r}, 'models'))"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path, ROOT)}
     ended = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True)
     assert ended.stdout == f"{ROOT / 'README.md'}\n", ended.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common import python_path
 from launch import plot, prepare_data
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ def start(program, *argv, folder, first_import, rank="0", ignored=False):
     (folder / f"{first_import}.py").write_text(body + "\nos._exit(0)\n")
     return subprocess.run(
         [sys.executable, str(ROOT / "launch" / f"{program}.py"), *argv],
-        env={**os.environ, "PYTHONPATH": str(folder), "RANK": rank},
+        env={**os.environ, "PYTHONPATH": python_path(folder), "RANK": rank},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL),
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
@@ -89,7 +90,7 @@ def test_a_reader_that_leaves_ends_nothing(program, more, tmp_path):
     with (tmp_path / "err").open("wb") as errors:
         ended = subprocess.run(
             [sys.executable, str(ROOT / "launch" / f"{program}.py")],
-            env={**os.environ, "PYTHONPATH": str(tmp_path), **more},
+            env={**os.environ, "PYTHONPATH": python_path(tmp_path), **more},
             stdout=writes, stderr=writes if "2>&1" in more else errors, cwd=tmp_path, timeout=120,
         )  # fmt: skip
     os.close(writes)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.common import python_path
 from launch.training.metrics import read_metrics
 from tests.launch.pretrain_runs import command, configuration
 from tests.support import Program, free_port
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(__import__("torch").cuda.is_available(), reason=
 
 
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": python_path(ROOT),
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
     "PYTHONUNBUFFERED": "1",

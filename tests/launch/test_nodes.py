@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common import python_path
 from launch import to_universal
 from launch.training.metrics import read_metrics
 from tests.launch.pretrain_runs import command, configuration, losses
@@ -23,7 +24,7 @@ PRETRAIN = str(ROOT / "launch" / "pretrain.py")
 pytestmark = pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="starts two ranks on the CPU")
 
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": python_path(ROOT),
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common import python_path
 from launch.prep import DataError
 from launch.prep.arguments import parser
 from launch.prepare_data import main, prepare
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, "PYTHONPATH": python_path(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
 def alive(pid):

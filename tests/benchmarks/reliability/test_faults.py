@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, python_path
 from benchmarks.reliability import faults
 from benchmarks.reliability.bench import short, some
 
@@ -25,7 +25,7 @@ def test_some_of_each_kind(stage, groups, tmp_path):
     line = [sys.executable, "-m", "benchmarks.reliability.faults", "--quick", "--programs", "coat"]
     line += ["--stages", str(stage), "--groups", *groups, "--output", str(tmp_path)]
     run = subprocess.run(
-        line, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400
+        line, cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path(ROOT)}, capture_output=True, text=True, timeout=400
     )
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads((tmp_path / "reliability" / "faults-quick.json").read_text())

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.common import python_path
 from coat_dist import CoatConfigError
 from launch import evaluate as program
 from launch.evaluation import arguments
@@ -333,7 +334,7 @@ def test_results_are_printed_at_every_log_level_and_the_rest_is_not(tiny, tmp_pa
         [sys.executable, "-m", "launch.evaluate", *argv],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["what", "acc", "acc_norm"]

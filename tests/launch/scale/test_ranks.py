@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.common import python_path
 from launch import scaling
 from launch.scale import bench, crew
 from launch.scale.links import Link
@@ -15,7 +16,12 @@ from tests.support import Program, forked_programs, free_port, run_ranks
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="starts ranks on the CPU")
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+ENVIRONMENT = {
+    "PYTHONPATH": python_path(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 TINY = ["--model", "tiny", "--vocab-size", "128", "--micro-batch", "1", "--steps", "3", "--warmup", "1",
         "--message-sizes", "4KiB,1MiB", "--model-override", "num_layers=1", "hidden_size=64", "ffn_hidden_size=128",
         "seq_length=32"]  # fmt: skip
