@@ -13,8 +13,8 @@ every rank, a "tree" doubles, and "flat" does not grow.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
@@ -190,8 +190,3 @@ def parse_links(given: Sequence[str]) -> dict[str, Link]:
             _LATENCY[where] if delay is None else float(delay[1]) * _UNITS[delay[2].lower()],
         )
     return found
-
-
-def with_links(network: Network, links: Mapping[str, Link]) -> Network:
-    """The network with what was given in place of what was known."""
-    return replace(network, **links)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ __all__ = [
     "mean_and_each",
     "mean_over_ranks",
     "quiet",
+    "reseed",
     "seed_python_and_numpy",
     "set_random_state",
     "start",

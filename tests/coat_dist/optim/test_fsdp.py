@@ -1,6 +1,7 @@
 """CoatAdamW without DeepSpeed on two ranks: DDP, FSDP2, and torch's distributed checkpoints."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -242,7 +243,7 @@ def test_another_world_size_is_refused_and_fp32_moments_reshard(world, options, 
     for message, keys, found, loss in run_ranks(world, read, str(tmp_path), options):
         assert "Size mismatch" in message and "coat_" in message, message
         assert {"coat_m_q", "exp_avg"} <= keys
-        assert loss == loss
+        assert math.isfinite(loss)
         for name, (step, m, v, *master) in saved.items():
             assert found[name][0] == step == 3
             assert all(torch.equal(x, found[name][3]) for x in master), "to the bit"
