@@ -44,6 +44,8 @@ from launch.weights.source import DTYPES
 
 __all__ = ["convert", "main"]
 
+_TOKENIZERS = ("tokenizer", "vocab", "spiece")
+
 
 def convert(args: argparse.Namespace) -> Path:
     """Do what the command line says.
@@ -65,6 +67,8 @@ def convert(args: argparse.Namespace) -> Path:
     output.check(weights.path, conversion.bytes)
     ours = "weights of this program"
     say(f"{weights.path} ({weights.kind}) -> {output.final} ({_a_folder(conversion) or ours})")
+    if conversion.kind == HUGGING_FACE and not any(name.startswith(_TOKENIZERS) for name in conversion.copies):
+        say(f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files along")
     weights.verify()
     manifest = {"kind": conversion.kind, "source": str(weights.path.resolve())}
 

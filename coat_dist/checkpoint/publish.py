@@ -266,9 +266,10 @@ def _rescue(replaced: Path, own: Path) -> None:
     except CheckpointError:
         return
     for inner, names in list(walk(replaced)):
-        for name in names:
+        links = [p.name for p in inner.iterdir() if p.is_symlink() and p.name not in names]  # to folders
+        for name in (*names, *links):
             place = (inner / name).relative_to(replaced)
-            if place.as_posix() not in listed and place != Path(MANIFEST) and not (own / place).exists():
+            if place.as_posix() not in listed and place != Path(MANIFEST) and not os.path.lexists(own / place):
                 (own / place).parent.mkdir(parents=True, exist_ok=True)
                 os.rename(inner / name, own / place)
 

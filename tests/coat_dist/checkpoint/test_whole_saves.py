@@ -275,7 +275,11 @@ def beside(rank, world, folder):
         engine.save_checkpoint(folder, tag="x")
         Path(folder, "x", "mine").mkdir(exist_ok=True)
         Path(folder, "x", "mine", "tokenizer.json").write_text("mine")
+        if not os.path.lexists(f"{folder}/x/mine/data"):
+            os.symlink("/", f"{folder}/x/mine/data")
     os.mkdir(f"{folder}/.unfinished-thoughts")
+    engine.save_checkpoint(folder, tag="x")
+    assert os.readlink(f"{folder}/x/mine/data") == "/"
     os.remove(f"{folder}/latest")
     path = engine.load_checkpoint(folder)[0]
     os.rename(f"{folder}/x", f"{folder}/.unfinished-replaced-x")
