@@ -16,7 +16,8 @@ from benchmarks.speed import whole_report
 
 __all__ = ["headline"]
 
-TE = "[Transformer Engine](https://github.com/NVIDIA/TransformerEngine)"
+TE_SHORT = "Transformer Engine"
+TE = f"[{TE_SHORT}](https://github.com/NVIDIA/TransformerEngine)"
 
 
 def headline(results: Path = RESULTS) -> str:
@@ -58,22 +59,32 @@ def layer(results: Path) -> str:
 
 
 def whole(results: Path) -> str:
-    """A whole model, each way of training at its fastest micro-batch."""
-    group, _ = llama2_7b((read("whole", results) or {"cases": []})["cases"])
+    """A whole model, each way of training at its fastest micro-batch, for each number of GPUs."""
+    found = [said for group in llama2_7b((read("whole", results) or {"cases": []})["cases"]) if (said := gain(group))]
+    return f"**Larger micro-batches**: whole Llama-2-7B trains {'; '.join(found)}." if found else ""
+
+
+def gain(group: list[dict[str, Any]]) -> str:
+    """Micro-batches, and the largest ratios to BF16 and, where it fits, to the peer's fastest FP8."""
     cases = {one["variant"]: one for one in group if one["steps"]}
-    if "BF16" not in cases:
+    ours = _fastest([one for name, one in cases.items() if name.startswith("both")])
+    if ours is None or "BF16" not in cases:
         return ""
-    base = whole_report.fastest(cases["BF16"])
-    ours = [whole_report.fastest(one) for name, one in cases.items() if name.startswith("both")]
-    if not ours:
-        return ""
-    step = max(ours, key=lambda one: one["tokens_per_second_per_gpu"])
-    ratio = step["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+    ratio, base = _speed(ours) / _speed(whole_report.fastest(cases["BF16"])), cases["BF16"]["steps"]
+    peer = _fastest([one for name, one in cases.items() if name.startswith("TE fp8")])
+    beside = "" if peer is None else f" and {_speed(ours) / _speed(peer):.2f} × as many as {TE_SHORT} with FP8"
     return (
-        f"**Larger micro-batches**: whole Llama-2-7B trains with micro-batch {step['micro_batch']} where BF16 reaches "
-        f"{max(one['micro_batch'] for one in cases['BF16']['steps'])}, and {ratio:.2f} × as many tokens a second "
-        f"({where(cases['BF16'])})."
+        f"with micro-batch {ours['micro_batch']} where BF16 reaches {max(one['micro_batch'] for one in base)}, "
+        f"{ratio:.2f} × as many tokens a second{beside} ({where(cases['BF16'])})"
     )
+
+
+def _fastest(cases: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return max((whole_report.fastest(one) for one in cases), key=_speed, default=None)
+
+
+def _speed(step: dict[str, Any]) -> float:
+    return step["tokens_per_second_per_gpu"]
 
 
 def beyond_bf16(results: Path) -> str:

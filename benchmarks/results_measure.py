@@ -13,12 +13,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, gpus
+from benchmarks.common import RESULTS, ROOT, gpus
 from benchmarks.results_tables import PEERS, TABLES, Table, is_current, read
 
-__all__ = ["measure", "to_measure"]
+__all__ = ["cases_left", "measure", "to_measure"]
 
 SHORTEST = 30
 """Seconds below which nothing is started."""
@@ -48,6 +49,31 @@ def _goes_on(command: str, have: dict[str, Any]) -> bool:
     from benchmarks.speed import whole
 
     return bool(whole.wanted(whole.parse(words_of(command, "anywhere")[2:]), have["cases"], lambda text: None))
+
+
+def cases_left(table: Table, results: Path = RESULTS) -> list[str]:
+    """Lines that name the cases of ``whole.py`` that a table asks for and its results lack, one for each model and its
+    GPUs; none if there is no result at all."""
+    if not table.goes_on:
+        return []
+    from benchmarks.speed import whole
+
+    left: dict[str, list[str]] = {}
+    for result, commands in table.results.items():
+        if (have := read(result, results)) is None:
+            return []
+        known = {whole.key_of(one) for one in have["cases"]}
+        for command in commands:
+            arguments = whole.parse(words_of(command, "anywhere")[2:])
+            for case in whole.cases_of(arguments):
+                if whole.key_of(case) not in known:
+                    memory = "" if case["gpu_memory"] is None else f", {case['gpu_memory']:g} GiB of each"
+                    where = " ".join([case["model"], *case["override"], f"on {case['ranks']} x {table.on}{memory}"])
+                    left.setdefault(f"{where}, ZeRO-{case['stage']}", []).append(case["variant"])
+            for where, variants in left.items():
+                if variants == arguments.variants:
+                    left[where] = ["all variants"]
+    return [f"Not measured yet, of {where}: {'; '.join(variants)}." for where, variants in left.items()]
 
 
 def _has_peers(have: dict[str, Any]) -> bool:

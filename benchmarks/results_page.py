@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.results_headline import headline
-from benchmarks.results_measure import measure
+from benchmarks.results_measure import cases_left, measure
 from benchmarks.results_readme import FIGURE, FIGURES, README, in_readme, readme_part
 from benchmarks.results_tables import TABLES, lines_of, read
 from benchmarks.speed import whole_report
@@ -37,7 +37,9 @@ def page(results: Path = RESULTS, figures: Path = FIGURES) -> str:
         if match[1] == "whole_figure":
             shown = "Tokens a second over the micro-batch, a cross where memory was out"
             return f"![{shown}](figures/{FIGURE})\n\n" if (figures / FIGURE).is_file() else ""
-        return "\n".join(lines_of(TABLES[match[1]], results)) + match[2]
+        table = TABLES[match[1]]
+        left = [line for one in cases_left(table, results) for line in ("", one)]
+        return "\n".join([*lines_of(table, results), *left]) + match[2]
 
     return re.sub(r"\{\{(\w+)\}\}(\n*)", lines, TEMPLATE.read_text(encoding="utf-8"))
 

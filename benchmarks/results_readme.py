@@ -83,27 +83,29 @@ def train(results: Path, figures: Path) -> list[str]:
     return [wrapped(text), "", *lines]
 
 
-def llama2_7b(cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of cases those of Llama-2-7B with all memory of the GPUs, on as many GPUs as both ends of the comparison are
-    there for: the finished ones, and all. Empty if there are none of the present code."""
+def llama2_7b(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Of cases those of Llama-2-7B with all memory of the GPUs, finished ones of the present code: by number of GPUs,
+    most of them first, where both ends of the comparison are there."""
     wanted = [
         one
         for one in cases
         if whole_report.current(one) and (one["model"], one["override"], one["gpu_memory"]) == ("llama2-7b", [], None)
     ]
     groups = sorted(whole_report.groups(wanted).values(), key=lambda group: -group[0]["ranks"])
-    for group in groups:
-        if {"BF16", "both"} <= {one["variant"] for one in group}:
-            return group, [one for one in wanted if whole_report.group_of(one) == whole_report.group_of(group[0])]
-    return [], []
+    return [group for group in groups if {"BF16", "both"} <= {one["variant"] for one in group}]
 
 
 def whole(results: Path, figures: Path) -> list[str]:
     """Llama-2-7B, each variant at its largest micro-batch."""
     cases = (read("whole", results) or {"cases": []})["cases"]
-    group, of_so_many = llama2_7b(cases)
-    if not group:
+    if not (groups := llama2_7b(cases)):
         return []
+    group = groups[0]
+    of_so_many = [
+        one
+        for one in cases
+        if whole_report.current(one) and whole_report.group_of(one) == whole_report.group_of(group[0])
+    ]
     text = (
         f"**A whole model.** {whole_report.title(group[0])}, random tokens, sequences of 4096: each variant's largest "
         "of the micro-batches that were tried. Both: FP8 moments and FP8 flow; remainders: the configuration "

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import results_measure, results_page
 from benchmarks.common import RESULTS
 from benchmarks.measured_code import digests
+from tests.benchmarks.made_up import put
 from tests.benchmarks.test_results_page import OTHER, TABLES
 
 
@@ -86,6 +87,20 @@ def test_a_program_that_has_nothing_left_is_not_started(monkeypatch) -> None:
     assert arguments.ranks == 1 and results_measure.to_measure(["whole"]) == left
     done[0]["measured"]["code"] = OTHER
     assert len(results_measure.to_measure(["whole"])) == 4
+
+
+def test_cases_that_a_table_lacks_are_named_in_the_page(results) -> None:
+    left = results_measure.cases_left(TABLES["small_whole"], results)
+    assert left == []
+    cases = results_measure.read("whole-small", results)["cases"]
+    put(results, "whole-small", {"cases": [one for one in cases if one["variant"] == "BF16"]})
+    (line,) = results_measure.cases_left(TABLES["small_whole"], results)
+    assert line == "Not measured yet, of olmo-1b on 1 x H200, ZeRO-2: both; both, CUDA graphs."
+    assert f"\n\n{line}\n\n" in results_page.page(results)
+    (results / "speed/whole-small.json").unlink()
+    assert (
+        results_measure.cases_left(TABLES["small_whole"], results) == results_measure.cases_left(TABLES["layer"]) == []
+    )
 
 
 def test_what_is_not_measured_here(monkeypatch, capsys, started, peers) -> None:

@@ -141,7 +141,12 @@ def test_the_first_numbers_are_ratios_of_the_present_code(results) -> None:
     put(results, "train-2-ranks", training(11.0))
     put(results, "layer-peers-7b", layer(coat=12.0))
     cases = [case("BF16", {1: 1000.0, 2: 1500.0}, 3), case("both", {2: 3000.0, 4: 4500.0, 8: 4000.0}), NO_13B, ONLY_13B]
-    put(results, "whole", {"cases": cases})
+    one_gpu = [
+        case("BF16", {1: 100.0}, 2, ranks=1), case("both", {1: 200.0, 3: 400.0}, 4, ranks=1),
+        case("both, remainders", {1: 9.0}, 2, ranks=1), case("TE fp8 delayed", {}, 1, ranks=1),
+    ]  # fmt: skip
+    peers = [case("TE fp8 delayed", {1: 1800.0}, 2), case("TE fp8 tensorwise", {1: 2500.0, 2: 2000.0}, 3)]
+    put(results, "whole", {"cases": [*cases, *one_gpu, *peers]})
     lines = results_headline.headline(results).replace("\n  ", " ").split("\n")[2:]
     assert [line[: line.index("**", 4) + 2] for line in lines] == [
         "- **Faster at the same micro-batch**",
@@ -152,7 +157,11 @@ def test_the_first_numbers_are_ratios_of_the_present_code(results) -> None:
     assert "8 Llama-2-7B layers" in lines[0] and "train 2.00 × as fast as [Transformer Engine]" in lines[0]
     assert "and 1.60 × as fast as with its FP8, in 1.00 × BF16's peak memory (ZeRO-2, two H200s)" in lines[0]
     assert "takes 0.60 × the time" in lines[1] and "saves 0.25 × the bytes" in lines[1]
-    assert "micro-batch 4 where BF16 reaches 2, and 3.00 × as many tokens a second (2 x H200, ZeRO-2)" in lines[2]
+    assert lines[2].endswith(
+        "whole Llama-2-7B trains with micro-batch 4 where BF16 reaches 2, 3.00 × as many tokens a second and 1.80 × as "
+        "many as Transformer Engine with FP8 (2 x H200, ZeRO-2); with micro-batch 3 where BF16 reaches 1, 4.00 × as "
+        "many tokens a second (1 x H200, ZeRO-2)."
+    )
     assert "llama2-13b (1 x H200, ZeRO-2) at 700 tokens/s/GPU, micro-batch 2." in lines[3] and ";" not in lines[3]
 
 

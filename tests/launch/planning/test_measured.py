@@ -80,9 +80,17 @@ def test_rank_0_of_two_gpus(config, layers, micro, tp, model, gib, tolerance) ->
     assert simulate(run).allocated >= simulate(run, 0).allocated  # the last rank needs more
 
 
-@pytest.mark.parametrize(("result", "most"), [("whole", 1.02), ("whole-small", 1.1)])
-def test_whole_models(result, most) -> None:
-    """Careful by up to a tenth where reductions are the peak, which end before the next ones begin."""
+@pytest.mark.parametrize(
+    ("result", "most", "variants"),
+    [
+        ("whole", 1.02, {"BF16", "both", "both, remainders"}),
+        ("whole-small", 1.1, {"BF16", "both", "both, CUDA graphs"}),
+        ("whole-h100", 1.1, {"BF16", "optimizer only"}),
+    ],
+)
+def test_whole_models(result, most, variants) -> None:
+    """Careful by up to a tenth where reductions are the peak, which end before the next ones begin. Times are compared
+    where the GPU sets the pace, not the host or the allocator."""
     checked = set()
     for case in json.loads(result_path(f"speed/{result}").read_text())["cases"]:
         if case["variant"].startswith("TE"):
@@ -90,21 +98,23 @@ def test_whole_models(result, most) -> None:
         configuration = whole_rank.settings_of(case["variant"], case["stage"])
         coat, model = CoatConfig.from_deepspeed(configuration), load_model_config(case["model"], case["override"])
         for step in case["steps"]:
-            run = Run(model=model, settings=configuration, coat=coat, dp=case["ranks"], micro=step["micro_batch"])
+            micro = step["micro_batch"]
+            run = Run(model=model, settings=configuration, coat=coat, dp=case["ranks"], micro=micro)
             assert 0.99 * step["peak_bytes"] < simulate(run).allocated < most * step["peak_bytes"]
             assert kept_for_backward(run) == pytest.approx(step["held_bytes"]["activations"], rel=0.005)
-            if result == "whole" and step["micro_batch"] > 1 and not step["allocator_retries"]:
-                seconds = step_time(run, find_gpu("NVIDIA H200")).seconds
+            if micro > 1 and micro * model.seq_length >= 8192 and not step["allocator_retries"]:
+                seconds = step_time(run, find_gpu(case["measured"]["gpus"][0])).seconds
                 assert 1e3 * seconds == pytest.approx(step["step_ms"], rel=0.1)
             checked.add(case["variant"])
-    assert {"BF16", "both", "both, CUDA graphs" if result == "whole-small" else "both, remainders"} <= checked
+    assert variants <= checked
 
 
 def test_recorded_runs_of_two_gpus() -> None:
     recorded = json.loads(result_path("speed/train-2-ranks").read_text())
     for one in recorded["runs"]:
-        seconds = step_time(two_gpus(one["config"], 8, 2), find_gpu("NVIDIA H200")).seconds
-        assert 1e3 * seconds == pytest.approx(one["step_ms"], rel=0.2)
+        if not one["config"].startswith("TE"):  # layers that the planner does not know
+            seconds = step_time(two_gpus(one["config"], 8, 2), find_gpu("NVIDIA H200")).seconds
+            assert 1e3 * seconds == pytest.approx(one["step_ms"], rel=0.2)
 
 
 def test_cases_have_settings() -> None:
