@@ -6,16 +6,13 @@ Builds a stack of Megatron layers from a preset, times it as BF16, patches it in
 process. Saved bytes are what the allocator holds between forward and backward, a token and layer. The peak of one
 forward and backward, without gradients before it, is compared with what ``layer_memory.py`` expects from shapes. The
 kernel table is of one profiled pass of the patched stack. With ``--peers`` Transformer Engine's layers of the same
-shape are timed afterwards, and ratios to them are printed: see :func:`time_transformer_engine`.
+shape (``te_layer.py``) are timed afterwards in the same way, and ratios to them are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import ROOT, argument_parser, options, python_path, write_result
+from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.speed import te_layer
 from benchmarks.speed.layer_memory import Peak, expected_peak
 from benchmarks.timing import stages_ms
 from coat_dist import CoatConfig
@@ -35,7 +33,6 @@ from megatron_patches import initialize_model_parallel, patched
 
 SEQUENCE = 4096
 REPEATS = 12
-PEERS_PROGRAM = "layer_anchors.py"
 VARIANTS: dict[str, dict[str, Any]] = {
     "coat": {},
     "coat saved in e4m3": {"saved_format": "e4m3"},
@@ -61,14 +58,15 @@ def plan(arguments: argparse.Namespace) -> list[Case]:
     """What is to be measured; what cannot be is refused here, before anything is.
 
     Raises:
-        ValueError: a number of tokens, or a preset that ``layer_memory.py`` or ``--peers`` has no account of.
+        ValueError: a number of tokens, or a preset that ``layer_memory.py`` has no account of, or ``te_layer.py`` no
+            layer.
     """
     settings = {v: CoatConfig.parse({"activation": VARIANTS[v]}).activation for v in arguments.variants}
     found = []
     for preset in arguments.presets:
         model = load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"])
         if arguments.peers:
-            check_transformer_engine_has(preset, model)
+            te_layer.check(preset, model)
         for tokens in arguments.tokens:
             if tokens <= 0 or tokens % SEQUENCE:
                 raise ValueError(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
@@ -160,47 +158,12 @@ def flops(model: ModelConfig, tokens: int) -> float:
     return tokens * (6.0 * weights + 3.5 * 2 * SEQUENCE * heads * d)
 
 
-def check_transformer_engine_has(preset: str, model: ModelConfig) -> None:
-    """Check that :data:`PEERS_PROGRAM` can build this layer: it is told hidden size, ffn size and heads only.
-
-    Raises:
-        ValueError: the preset is another layer.
-    """
-    wanted = {
-        "num_query_groups": (model.kv_heads, model.num_attention_heads),
-        "head_size": (model.head_channels, model.hidden_size // model.num_attention_heads),
-        "normalization": (model.normalization, "rmsnorm"),
-        "norm_affine": (model.norm_affine, True),
-        "activation": (model.activation, "swiglu"),
-        "qkv_bias": (model.qkv_bias, False),
-    }
-    wrong = [
-        f"{key} {given!r}, accepted: {accepted!r}" for key, (given, accepted) in wanted.items() if given != accepted
-    ]
-    if wrong:
-        raise ValueError(f"--peers: got the preset {preset!r} with {'; '.join(wrong)}")
-
-
-def time_transformer_engine(folder: str, model: ModelConfig, tokens: int) -> dict[str, dict[str, float]]:
-    """Milliseconds and saved bytes of Transformer Engine's layers, by what :data:`PEERS_PROGRAM` in ``folder`` prints.
-
-    The program is not part of this project, as Transformer Engine needs other packages; those may be in ``folder`` or
-    in its subfolder ``deps``. It is called with ``te BATCH SEQUENCE HIDDEN,FFN,HEADS`` and prints a line for each
-    recipe, such as ``TE bf16 fwd 13.8 bwd 26.3 tot 40.1 ms/layer act 173960``, with the saved bytes a token last.
-
-    Raises:
-        RuntimeError: it printed no such line.
-    """
-    shape = f"{model.hidden_size},{model.ffn_hidden_size},{model.num_attention_heads}"
-    program = str(Path(folder) / PEERS_PROGRAM)
-    command = [sys.executable, program, "te", str(tokens // SEQUENCE), str(SEQUENCE), shape]
-    environment = {**os.environ, "PYTHONPATH": python_path(folder, Path(folder) / "deps")}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    line = re.compile(r"(TE .+?)\s+fwd ([\d.]+) bwd ([\d.]+) tot ([\d.]+) ms/layer\s+act (\d+)")
-    keys = "forward_ms", "backward_ms", "ms", "saved_bytes_per_token"
-    found = {m[1]: dict(zip(keys, map(float, m.groups()[1:]), strict=True)) for m in line.finditer(result.stdout)}
-    if not found:
-        raise RuntimeError(f"--peers: no result from {program}\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+def time_transformer_engine(folder: Path, model: ModelConfig, tokens: int) -> dict[str, dict[str, Any]]:
+    """As :func:`measure`, of Transformer Engine's layers of the same shape, by recipe."""
+    te, found = te_layer.load(folder), {}
+    for name, recipe in te_layer.RECIPES.items():
+        found[name] = measure(*te_layer.stack(te, model, tokens, recipe, SEQUENCE), model.num_layers)
+        torch.cuda.empty_cache()
     return found
 
 
@@ -213,40 +176,46 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel table, 0 = none")
     parser.add_argument("--name", default="layer", help="of the JSON result")
-    parser.add_argument("--peers", help=f"folder with {PEERS_PROGRAM} and Transformer Engine")
+    parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
     todo = plan(arguments)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    initialize_model_parallel(1)
-    results = []
-    for preset, model, tokens, variants in todo:
-        torch.manual_seed(0)
-        forward, gpt, x = stack(model, tokens)
-        runs = {"bf16": measure(forward, gpt, x, arguments.layers)}
-        table: list[dict[str, Any]] = []
-        for name, (settings, expected) in variants.items():
-            with patched(gpt, settings):
-                runs[name] = measure(forward, gpt, x, arguments.layers)
-                runs[name]["expected_peak"] = vars(expected)
-                if arguments.kernels and not table:
-                    table = kernels(forward, torch.randn_like(x), arguments.layers)
-        del forward, gpt, x
-        torch.cuda.empty_cache()
-        theirs = time_transformer_engine(arguments.peers, model, tokens) if arguments.peers else {}
-        results.append(report(preset, tokens, model, runs, theirs, table, arguments))
+    with tempfile.TemporaryDirectory() as temporary:
+        peers = te_layer.unpack(arguments.peers, temporary) if arguments.peers else None
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        initialize_model_parallel(1)
+        results = [shape(case, peers, arguments) for case in todo]
     found = {"settings": options(arguments), "results": results}
     print("wrote", write_result(f"speed/{arguments.name}", found, arguments.output))
 
 
+def shape(case: Case, peers: Path | None, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure one shape, print its results and return them."""
+    preset, model, tokens, variants = case
+    torch.manual_seed(0)
+    forward, gpt, x = stack(model, tokens)
+    runs = {"bf16": measure(forward, gpt, x, arguments.layers)}
+    table: list[dict[str, Any]] = []
+    for name, (settings, expected) in variants.items():
+        with patched(gpt, settings):
+            runs[name] = measure(forward, gpt, x, arguments.layers)
+            runs[name]["expected_peak"] = vars(expected)
+            if arguments.kernels and not table:
+                table = kernels(forward, torch.randn_like(x), arguments.layers)
+    del forward, gpt, x
+    torch.cuda.empty_cache()
+    theirs = {} if peers is None else time_transformer_engine(peers, model, tokens)
+    return report(preset, tokens, model, runs, theirs, table, arguments)
+
+
 def report(preset, tokens, model, runs, theirs, table, arguments) -> dict[str, Any]:
     """Print one shape's results and return them."""
-    for one in runs.values():
-        one["ms"] = one["forward_ms"] + one["backward_ms"]
     everything = {**runs, **theirs}
+    for one in everything.values():
+        one["ms"] = one["forward_ms"] + one["backward_ms"]
     base, te = runs["bf16"]["ms"], theirs.get("TE bf16", {}).get("ms")
     print(f"== {preset}, {tokens} tokens")
     for name, one in everything.items():

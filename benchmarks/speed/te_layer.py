@@ -1,7 +1,9 @@
-"""Transformer Engine's tensor-parallel layers, to measure beside ours. Needs its packages; nothing else here does."""
+"""Transformer Engine's layers, on one GPU or over tensor-parallel ranks, to measure beside ours. Needs its packages;
+nothing else here does."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import tarfile
@@ -12,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.speed.layer import SEQUENCE
 from launch.model.gpt import ModelConfig
 
 __all__ = ["RECIPES", "check", "load", "stack", "unpack"]
@@ -31,7 +32,11 @@ def check(preset: str, model: ModelConfig) -> None:
         "normalization": (model.normalization, "rmsnorm"),
         "norm_affine": (model.norm_affine, True),
         "activation": (model.activation, "swiglu"),
+        "linear_bias": (model.linear_bias, False),
         "qkv_bias": (model.qkv_bias, False),
+        "attention_output_bias": (model.attention_output_bias, False),
+        "norm_placement": (model.norm_placement, "pre"),
+        "qk_norm": (model.qk_norm, False),
         "num_moe_experts": (model.num_moe_experts, None),
     }
     wrong = [
@@ -60,6 +65,7 @@ def unpack(folder: str, target: str) -> Path:
     return Path(target).resolve()
 
 
+@functools.cache
 def load(folder: Path) -> Any:
     """Transformer Engine's torch module, of ``folder`` and what is in its subfolder ``deps``."""
     sys.path.insert(0, str(folder))
@@ -68,7 +74,7 @@ def load(folder: Path) -> Any:
 
 
 def stack(
-    te: Any, model: ModelConfig, tokens: int, recipe: str | None
+    te: Any, model: ModelConfig, tokens: int, recipe: str | None, sequence: int
 ) -> tuple[Callable[[], torch.Tensor], torch.nn.Module, torch.Tensor]:
     """As :func:`benchmarks.speed.layer.stack`, of Transformer Engine's layers over all ranks, in a recipe or BF16."""
     ranks, bf16 = dist.get_world_size(), torch.bfloat16
@@ -97,10 +103,10 @@ def stack(
         )
         for number in range(model.num_layers)
     )
-    shape = (SEQUENCE // ranks, tokens // SEQUENCE, model.hidden_size)
-    x = torch.randn(shape, device="cuda", dtype=bf16, requires_grad=True)
-    frequencies = model.rotary_base ** -(torch.arange(0, model.head_channels, 2, device="cuda") / model.head_channels)
-    angles = torch.arange(SEQUENCE, device="cuda")[:, None] * frequencies
+    shape, device = (sequence // ranks, tokens // sequence, model.hidden_size), next(layers.parameters()).device
+    x = torch.randn(shape, device=device, dtype=bf16, requires_grad=True)
+    frequencies = model.rotary_base ** -(torch.arange(0, model.head_channels, 2, device=device) / model.head_channels)
+    angles = torch.arange(sequence, device=device)[:, None] * frequencies
     rope = torch.cat([angles, angles], -1)[:, None, None]
     recipes = importlib.import_module("transformer_engine.common.recipe")
     scaling = None if recipe is None else getattr(recipes, recipe)()

@@ -66,7 +66,7 @@ def runs(model: ModelConfig, tokens: int, variants: Sequence[str], te: Any) -> I
     found: dict[str, Run] = {"bf16": (forward, gpt, x, nullcontext)}
     found |= {name: (forward, gpt, x, partial(variant, gpt, name)) for name in variants}
     for name, recipe in te_layer.RECIPES.items() if te is not None else ():
-        found[name] = (*te_layer.stack(te, model, tokens, recipe), nullcontext)
+        found[name] = (*te_layer.stack(te, model, tokens, recipe, SEQUENCE), nullcontext)
     yield found
     found.clear()
     del forward, gpt, x

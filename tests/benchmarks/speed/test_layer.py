@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.common import ROOT, result_path
-from benchmarks.speed import layer
+from benchmarks.speed import layer, te_layer
 from benchmarks.speed.layer import SEQUENCE, VARIANTS, flops
 from launch.model.gpt import load_model_config
 
@@ -27,27 +30,65 @@ def call(monkeypatch, tmp_path):
     return main
 
 
+def test_presets_and_folders_that_have_no_peer(call, tmp_path) -> None:
+    """Refused before anything is measured; a preset alone is not."""
+    wanted = "normalization 'layernorm', accepted: 'rmsnorm'; norm_affine False, accepted: True"
+    with pytest.raises(ValueError, match=f"^--peers: got the preset 'olmo-1b' with {wanted}$"):
+        call("--presets", "llama3-8b", "olmo-1b", "--peers", "somewhere")
+    with pytest.raises(ValueError, match="^--peers: got '.*' with 0 archives, accepted: a folder with"):
+        call("--peers", str(tmp_path))
+    with pytest.raises(AssertionError, match="begun"):
+        call("--presets", "olmo-1b")
+
+
 @pytest.mark.parametrize(
-    "preset, message",
+    "setting, message",
     [
-        ("llama3-8b", "'llama3-8b' with num_query_groups 8, accepted: 32$"),
-        (
-            "olmo-1b",
-            "'olmo-1b' with normalization 'layernorm', accepted: 'rmsnorm'; norm_affine False, accepted: True$",
-        ),
+        ("activation=geglu", "activation 'geglu', accepted: 'swiglu'"),
+        ("qkv_bias=true", "qkv_bias True, accepted: False"),
+        ("qk_norm=true", "qk_norm True, accepted: False"),
+        ("norm_placement=post", "norm_placement 'post', accepted: 'pre'"),
     ],
 )
-def test_presets_that_the_peers_program_does_not_build(call, preset, message) -> None:
-    with pytest.raises(ValueError, match=f"^--peers: got the preset {message}"):
-        call("--presets", "llama2-7b", preset, "--peers", "somewhere")
-    with pytest.raises(AssertionError, match="begun"):
-        call("--presets", preset)
+def test_layers_that_the_peer_does_not_build(setting, message) -> None:
+    model = load_model_config(ROOT / "configs/models/llama3-8b.json", [setting])
+    with pytest.raises(ValueError, match=f"^--peers: got the preset 'mine' with {message}$"):
+        te_layer.check("mine", model)
 
 
-def test_other_activations_are_refused_with_peers() -> None:
-    model = load_model_config(ROOT / "configs/models/llama2-7b.json", ["activation=geglu", "head_size=64"])
-    with pytest.raises(ValueError, match="head_size 64, accepted: 128; activation 'geglu', accepted: 'swiglu'"):
-        layer.check_transformer_engine_has("mine", model)
+@pytest.mark.parametrize("name, recipe", te_layer.RECIPES.items())
+def test_the_peers_layers_are_those_of_the_preset(monkeypatch, name, recipe) -> None:
+    """In place of Transformer Engine, which needs a GPU, a module that keeps what it is told."""
+    told, contexts = [], []
+
+    class Layer(torch.nn.Linear):
+        def __init__(self, hidden_size: int, *sizes: int, **settings: object) -> None:
+            super().__init__(hidden_size, hidden_size, dtype=torch.bfloat16)
+            told.append((hidden_size, *sizes, settings))
+
+        def forward(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
+            assert rotary_pos_emb.shape == (8, 1, 1, 16)
+            return super().forward(x)
+
+    def autocast(**settings):
+        contexts.append(settings)
+        return nullcontext()
+
+    monkeypatch.setattr(te_layer.dist, "get_world_size", lambda: 1)
+    recipes = SimpleNamespace(DelayedScaling=lambda: "delayed")
+    monkeypatch.setattr(te_layer.importlib, "import_module", lambda module: recipes)
+    model = load_model_config(
+        ROOT / "configs/models/llama3-8b.json",
+        ["num_layers=2", "hidden_size=64", "ffn_hidden_size=96", "num_attention_heads=4", "num_query_groups=2"],
+    )
+    te = SimpleNamespace(TransformerLayer=Layer, autocast=autocast)
+    forward, layers, x = te_layer.stack(te, model, 24, recipe, 8)
+    assert x.shape == (8, 3, 64) and len(layers) == 2
+    forward().sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    (hidden, ffn, heads, settings), _ = told
+    assert (hidden, ffn, heads, settings["num_gqa_groups"], settings["kv_channels"]) == (64, 96, 4, 2, 16)
+    assert contexts[0]["enabled"] == (name != "TE bf16") and contexts[0]["recipe"] == ("delayed" if recipe else None)
 
 
 def test_bad_arguments_are_named(call, capsys) -> None:
