@@ -29,6 +29,7 @@ import math
 import os
 import platform
 import shlex
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -171,6 +172,8 @@ def say_missing(names: Sequence[str], option: str) -> None:
 def _try_folder(folder: str) -> None:
     try:
         make_folder(Path(folder))
+        with tempfile.TemporaryFile(dir=folder):  # now: after hours of scoring it would be too late
+            pass
     except OSError as problem:
         raise CoatConfigError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from None
 
@@ -218,15 +221,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         alone()
         device = runtime.start(args.local_rank)
         result = evaluate(args, device)
-        written = None
+        written = unwritten = None
         if args.output is not None:  # before anything is printed: a pipe may have been closed
-            written = on_rank_0(lambda: report.write_report(args.output, result, args.details))
+            try:
+                written = on_rank_0(lambda: report.write_report(args.output, result, args.details))
+            except CoatConfigError as problem:  # a full disk, say: hours of scoring are not lost, they are printed
+                unwritten = problem
         if rank == 0:
             print(report.table(result))
             if "differences" in result:
                 print(f"\nbeside {args.baseline}:\n{report.table_of_differences(result['differences'])}")
         if written is not None:
             say(f"written: {written}")
+        if unwritten is not None:
+            raise unwritten
     except USER_ERRORS as problem:
         failing.end(str(problem), rank)
         return 2

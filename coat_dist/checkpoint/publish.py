@@ -93,7 +93,7 @@ def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     if os.path.lexists(final):
         if (final / MANIFEST).is_file():  # the same step again, after a restart from an older checkpoint
             replaced = _replaced(final)
-            _rmtree(replaced)
+            _make_room(replaced, final)
         else:  # nothing of ours: it stays, under another name
             replaced = _free(final.with_name(final.name + ".kept"))
         os.rename(final, replaced)
@@ -260,11 +260,14 @@ def _is_finished(leftover: Path) -> bool:
 
 
 def _rescue(replaced: Path, own: Path) -> None:
-    """Move files that somebody put beside a checkpoint's own into the one that took its place."""
+    """Move files that somebody put beside a checkpoint's own into the one that took its place.
+
+    Where the manifest is damaged, those that are not named as a checkpoint's own.
+    """
     try:
         listed = read_manifest(replaced, of_run=False)["files"]
     except CheckpointError:
-        return
+        listed = {p.relative_to(replaced).as_posix() for p in replaced.rglob("*.pt")}
     for inner, names in list(walk(replaced)):
         links = [p.name for p in inner.iterdir() if p.is_symlink() and p.name not in names]  # to folders
         for name in (*names, *links):
@@ -272,6 +275,16 @@ def _rescue(replaced: Path, own: Path) -> None:
             if place.as_posix() not in listed and place != Path(MANIFEST) and not os.path.lexists(own / place):
                 (own / place).parent.mkdir(parents=True, exist_ok=True)
                 os.rename(inner / name, own / place)
+
+
+def _make_room(replaced: Path, own: Path) -> None:
+    """Remove what an earlier save left; what somebody put there and is in the new one's way stays under a free name."""
+    if not replaced.is_symlink() and _is_finished(replaced):
+        try:
+            _rescue(replaced, own)
+        except (FileExistsError, NotADirectoryError):
+            os.rename(replaced, _free(own.with_name(own.name + ".kept")))
+    _rmtree(replaced)
 
 
 def _remove(old: Path, named_as: Path | None = None) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..ranks import attempt, rank_and_world, say_ranks
+from ..ranks import attempt, gather, rank_and_world, say_ranks
+from .manifest import CheckpointError
 from .team import Team, sharing
 
-__all__ = ["KEY", "check_shared", "check_there", "part_of", "say_part", "wrong_part"]
+__all__ = ["KEY", "check_one_save", "check_shared", "check_there", "part_of", "say_part", "wrong_part"]
 
 KEY = "checkpoint.use_node_local_storage"
 _SET = '"checkpoint": {"use_node_local_storage": true} in the DeepSpeed configuration'
@@ -65,10 +67,34 @@ def check_there(folder: Path, named: str, error: type[Exception]) -> None:
 
 
 def part_of(team: Team) -> dict[str, Any]:
-    """What a manifest says of a checkpoint that is a part of one: whose. Nothing where it is whole."""
+    """What a manifest says of a checkpoint that is a part of one: whose, and of which save; collective.
+
+    Nothing where it is whole.
+    """
     if team.whole:
         return {}
-    return {"part": {"ranks": list(team.ranks), "world_size": rank_and_world()[1]}}
+    save = gather(secrets.token_hex(8))[0]
+    return {"part": {"ranks": list(team.ranks), "world_size": rank_and_world()[1], "save": save}}
+
+
+def check_one_save(folder: Path, manifest: Mapping[str, Any] | None, team: Team) -> None:
+    """Whether all nodes' parts are of one save: where a tag was saved again, a kill leaves the new part on one node and
+    the old one on another. Collective; parts of older code do not say.
+
+    Raises:
+        CheckpointError: on every rank; names the hosts.
+    """
+    if team.whole:
+        return
+    part = (manifest or {}).get("part")
+    saves = gather(str(part.get("save")) if isinstance(part, Mapping) else str(None))
+    others = [rank for rank, save in enumerate(saves) if save != saves[0]]
+    if others:
+        first = [rank for rank in range(len(saves)) if rank not in others]
+        raise CheckpointError(
+            f"{folder}: {say_ranks(first)} and {say_ranks(others)} hold parts of different saves of this tag, as a "
+            "kill or an error leaves them while it is saved again; accepted: another tag, saved by all nodes together"
+        )
 
 
 def wrong_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> str | None:

@@ -99,7 +99,7 @@ def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> st
     """
     agree({"tag": tag, "folder": os.path.abspath(load_dir)}, team)
     found = team.ask_leader(lambda: _find(load_dir, tag, universal), CheckpointError)
-    agree({LATEST: found}, team)
+    agree({LATEST: None if found is None else str(Path(found).with_name(own_name(Path(found))))}, team)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ..ranks import raise_everywhere, rank_and_world
 from .manifest import MANIFEST, CheckpointError, read_manifest, verify
-from .shared import wrong_part
+from .shared import check_one_save, wrong_part
 from .team import Team
 
 __all__ = ["check_whole"]
@@ -41,6 +41,7 @@ def check_whole(folder: Path, team: Team, checksums: bool = True) -> None:
         return manifest
 
     manifest = team.ask_leader(read, CheckpointError)
+    check_one_save(folder, manifest, team)
     if manifest is not None:
         verify(folder, manifest["files"], team, checksums)
         return

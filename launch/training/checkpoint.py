@@ -20,7 +20,7 @@ from coat_dist.checkpoint.load_checks import load_whole_checkpoints
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
 from coat_dist.checkpoint.publish import find, name_of, own_name
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
-from coat_dist.checkpoint.shared import wrong_part
+from coat_dist.checkpoint.shared import check_one_save, wrong_part
 from coat_dist.checkpoint.team import Team, everyone, team_of
 from coat_dist.config import look_up
 from launch.training.runtime import get_random_state, reseed, set_random_state
@@ -152,6 +152,7 @@ def examine(checkpoint: Path, run: Mapping[str, Any], team: Team | None = None) 
     """
     team = team or everyone()
     manifest = team.ask_leader(lambda: _own_manifest(checkpoint, team), CheckpointError)
+    check_one_save(checkpoint, manifest, team)
     changed = differences(manifest["run"], run)
     structure = _UNIVERSAL_STRUCTURE if manifest.get("universal") else _STRUCTURE
     if fatal := {key: line for key, line in changed.items() if _among(key, structure)}:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def _open_on_each(args: argparse.Namespace, locks: ExitStack, nodes: Sequence[Se
             own = argparse.Namespace(**{**vars(args), "output": None, "tensorboard": None})
         found = open_folders(own, locks)
         there = [] if found.source is None else [*published(found.source.parent), found.source]
-        return found, {own_name(p): read_manifest(p)["progress"]["step"] for p in there}
+        return found, _steps(there)
 
     answers, problems = attempt(open_own)
     if problems:
@@ -120,6 +120,15 @@ def _open_on_each(args: argparse.Namespace, locks: ExitStack, nodes: Sequence[Se
     name = _common(args, {rank: (folders.source, steps) for rank, (folders, steps) in found.items()})
     mine = found[team.ranks[0]][0]
     return mine if mine.source is None or name is None else replace(mine, source=replaced_or(mine.source.parent / name))
+
+
+def _steps(checkpoints: Sequence[Path]) -> dict[str, int]:
+    """By name. A damaged one is none that nodes could have in common; if it is what is loaded, loading says so."""
+    found = {}
+    for path in checkpoints:
+        with suppress(CheckpointError):
+            found[own_name(path)] = read_manifest(path)["progress"]["step"]
+    return found
 
 
 def _common(args: argparse.Namespace, found: dict[int, tuple[Path | None, dict[str, int]]]) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
-from coat_dist.checkpoint.publish import LATEST, find, name_of, own_name
+from coat_dist.checkpoint.publish import LATEST, find, name_of, own_name, replaced_or
 from coat_dist.checkpoint.shared import KEY, say_part
 
 __all__ = ["Source", "find_source", "read_source"]
@@ -46,6 +46,8 @@ def find_source(given: str) -> Source:
         CheckpointError: there is none; names what there is.
     """
     folder = Path(given)
+    if not folder.exists():  # perhaps killed while this step was saved for the second time
+        folder = replaced_or(folder.absolute())
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"--load: got {given}, which {what}, accepted: a checkpoint, or a folder with `latest`")

@@ -10,6 +10,7 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST
+from coat_dist.checkpoint.publish import replaced_or
 from launch.model.gpt import ModelConfig
 from launch.weights.checkpoint import CheckpointWeights, described, find_checkpoint
 from launch.weights.converted import KIND, MODEL, ConvertedWeights
@@ -44,6 +45,8 @@ def open_weights(
     from launch.hf.folder import HuggingFaceWeights  # late: that room imports files of this one
 
     folder = Path(path)
+    if not folder.exists():  # perhaps a checkpoint that a kill left under another name while it was saved again
+        folder = replaced_or(folder.absolute())
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist (nothing is downloaded)"
         raise CheckpointError(f"{path}: {what}, accepted: {_ACCEPTED}")

@@ -13,6 +13,7 @@ import coat_dist
 from coat_dist.checkpoint import lock, publish
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, sync_files, verify
 from launch import to_universal
+from launch.weights import open_weights
 from tests.launch.disk import PLACES, Failing
 from tests.support import held_elsewhere
 
@@ -115,8 +116,11 @@ def test_killed_while_a_step_was_saved_again(tmp_path):
     """``find`` gives the old checkpoint under its passing name; the conversion has the step's."""
     step = make(tmp_path / "save", 4)
     step.rename(step.with_name(".unfinished-replaced-step00000004"))
-    assert main(tmp_path / "save", tmp_path / "out") == 0
-    assert whole(tmp_path / "out") == ("step00000004", "4 0")
+    for i, load in enumerate((tmp_path / "save", step)):
+        assert main(load, tmp_path / f"out{i}") == 0
+        assert whole(tmp_path / f"out{i}") == ("step00000004", "4 0")
+    with pytest.raises(CheckpointError, match=r"\.unfinished-replaced-step00000004: does not say of which model it is"):
+        open_weights(step)  # for evaluate.py, convert_hf.py and --init-from
 
 
 @pytest.mark.parametrize("for_good", [False, True])

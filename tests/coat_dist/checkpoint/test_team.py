@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from coat_dist.nodes import Place, by_node
 from coat_dist.ranks import before_others, check_same_on_all_ranks, on_first_ranks, say_ranks
 from tests.coat_dist.checkpoint.test_loading import build, refused
 from tests.coat_dist.configurations import config
-from tests.coat_dist.deepspeed.zero_runs import CASES, run
+from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
+from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.support import run_ranks
 
 
@@ -159,3 +161,40 @@ def test_each_node_has_its_part(case, tmp_path):
         assert "host node-a: disk/x: holds the files of rank 1 of 2, saved with checkpoint.use_node_local" in swapped
         assert "accepted here: those of rank 0 of 2" in swapped and "host node-b: disk/x: holds the " in swapped
         assert "1' on rank(s) 1 (host node-b), accepted: the same on all ranks" in lost.replace("/disk", ""), lost
+
+
+def saved_again(rank, world, folder):
+    """A tag that is saved a second time; node b is killed before its part has the new name, or between both names."""
+    on_a_node(rank, folder)
+    engine = build(CASES["zero-2"], checkpoint={"use_node_local_storage": True})
+    run(engine, rank, 0, 1)
+    engine.save_checkpoint("disk", tag="x")
+    first, replaced = snapshot(engine), Path("disk", ".unfinished-replaced-x")
+    shutil.copytree("disk/x", "old")
+    if rank:
+        Path("disk", "x").rename(replaced)
+    team.nodes_of_ranks()  # a barrier
+    run(engine, rank, 1, 2)
+    path, _ = engine.load_checkpoint("disk")  # one save, under two names
+    wrong = changes(first, snapshot(engine))
+    run(engine, rank, 1, 2)
+    engine.save_checkpoint("disk", tag="x")
+    now = snapshot(engine)
+    if rank:
+        shutil.rmtree("disk/x")
+        shutil.copytree("old", "disk/x")
+    team.nodes_of_ranks()
+    mixed = [refused(engine, load_dir="disk", tag=tag) for tag in (None, "x")]
+    if rank:
+        Path("disk", "x").rename(replaced)
+    team.nodes_of_ranks()
+    mixed.append(refused(engine, load_dir="disk"))
+    return path, wrong + changes(now, snapshot(engine)), mixed
+
+
+def test_parts_of_two_saves_are_not_mixed(tmp_path):
+    for rank, (path, wrong, mixed) in enumerate(run_ranks(2, saved_again, str(tmp_path))):
+        assert path == f"disk/{'.unfinished-replaced-x' if rank else 'x'}/mp_rank_00_model_states.pt"
+        assert wrong == []
+        for text in mixed:
+            assert "rank 0 (host node-a) and rank 1 (host node-b) hold parts of different saves of this tag" in text

@@ -294,6 +294,30 @@ def test_what_is_not_ours_stays_and_what_a_kill_left_is_found(tmp_path):
     assert left == [".unfinished-replaced-x", ".unfinished-thoughts"]
 
 
+def beside_at_odds(rank, world, folder):
+    """Beside a checkpoint whose manifest is damaged, and where the new one has a file of a folder's name."""
+    engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    step(engine)
+    notes = Extras(add_files=lambda into: Path(into, "notes").write_text("of the program"))
+    for tag, more in (("damaged", None), ("odd", notes)):
+        engine.save_checkpoint(folder, tag)
+        Path(folder, tag, "notes").mkdir()
+        Path(folder, tag, "notes", "mine").write_text("mine")
+        if tag == "damaged":
+            Path(folder, tag, "manifest.json").write_text("{")
+            Path(folder, tag, "zero_pp_rank_9_mp_rank_00_optim_states.pt").write_text("of more ranks")
+        for _ in range(2):
+            engine.save_checkpoint(folder, tag, extras=more)
+    mine = sorted(p.relative_to(folder).as_posix() for p in Path(folder).rglob("mine"))
+    return engine.load_checkpoint(folder, "damaged")[0], mine
+
+
+def test_what_somebody_put_beside_stays_also_where_it_is_in_the_way(tmp_path):
+    loaded, found = run_ranks(1, beside_at_odds, str(tmp_path))[0]
+    assert loaded == f"{tmp_path}/damaged/mp_rank_00_model_states.pt"
+    assert found == ["damaged/notes/mine", "odd.kept/notes/mine"]
+
+
 def in_folders(rank, world, folder):
     """Tags as "a/b": what `latest` names stays, and is found without it."""
     engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})

@@ -339,3 +339,22 @@ def test_results_are_printed_at_every_log_level_and_the_rest_is_not(tiny, tmp_pa
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["what", "acc", "acc_norm"]
     assert (tmp_path / "out/evaluation.json").is_file()
+
+
+def test_results_are_not_lost_where_they_cannot_be_written(tmp_path, monkeypatch, capsys):
+    """A folder that nothing can be written into is told before the model is built; after that, results are printed."""
+    with pytest.raises(CoatConfigError, match="--output: got /proc/self, accepted: a folder to write to"):
+        program._try_folder("/proc/self")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    one = {"name": "a.txt", "loss": 1.5, "loss_stderr": None, "perplexity": 4.5, "bits_per_byte": None}
+    one |= {"tokens_scored": 9, "row_losses": [13.5], "row_tokens": [9]}
+    monkeypatch.setattr(program, "evaluate", lambda *args: {"text": [one], "data": [], "choices": []})
+    monkeypatch.setattr(program.report, "write_text", full)
+    monkeypatch.setattr(program, "alone", lambda: None)
+    monkeypatch.setattr(program.runtime, "start", lambda rank: torch.device("cpu"))
+    assert program.main(["--load", "x", "--text", "a.txt", "--output", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "1.500000" in said.out and "No space left on device" in said.err and "written: " not in said.out
