@@ -34,7 +34,7 @@ from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, verify
 from launch.hf.arguments import parse, without_effect
 from launch.hf.convert import HUGGING_FACE, MEGATRON, Conversion, plan_hugging_face, plan_megatron
-from launch.hf.folder import CONFIG, HuggingFaceWeights, travelling_files
+from launch.hf.folder import CONFIG, HuggingFaceWeights, has_tokenizer, travelling_files
 from launch.hf.output import Output
 from launch.log_level import say, set_log_level, shows
 from launch.model.gpt import load_model_config
@@ -43,8 +43,6 @@ from launch.weights.checkpoint import CheckpointWeights
 from launch.weights.source import DTYPES
 
 __all__ = ["convert", "main"]
-
-_TOKENIZERS = ("tokenizer", "vocab", "spiece")
 
 
 def convert(args: argparse.Namespace) -> Path:
@@ -67,7 +65,7 @@ def convert(args: argparse.Namespace) -> Path:
     output.check(weights.path, conversion.bytes)
     ours = "weights of this program"
     say(f"{weights.path} ({weights.kind}) -> {output.final} ({_a_folder(conversion) or ours})")
-    if conversion.kind == HUGGING_FACE and not any(name.startswith(_TOKENIZERS) for name in conversion.copies):
+    if conversion.kind == HUGGING_FACE and not has_tokenizer(conversion.copies):
         say(f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files along")
     weights.verify()
     manifest = {"kind": conversion.kind, "source": str(weights.path.resolve())}

@@ -37,19 +37,22 @@ def check_tag(tag: str) -> None:
         for part in parts
         if part in ("", ".", "..") or part != part.strip() or not part.isprintable() or part.startswith(_UNFINISHED)
     ]
-    if wrong or parts[0] in _BESIDE:
+    if wrong or not set(parts).isdisjoint(_BESIDE):
         raise CheckpointError(
             f"tag: got {tag!r}, accepted: the name of a folder, or of one in another as in 'a/b', without spaces "
-            f"around it, that is none of {', '.join(_BESIDE)} and does not begin with {_UNFINISHED!r}"
+            f"around it, no part of which is one of {', '.join(_BESIDE)} or begins with {_UNFINISHED!r}"
         )
 
 
 def check_place(save_dir: Path, tag: str) -> None:
-    """Whether a checkpoint of this tag would lie in another one, or another one in it: one goes with the other.
+    """Whether a checkpoint of this tag would lie too deep to be found without it, or in another one, or another one in
+    it: one goes with the other.
 
     Raises:
-        CheckpointError: names both.
+        CheckpointError: names the tag, and the other one.
     """
+    if len(PurePosixPath(tag).parts) > _DEEP:
+        raise CheckpointError(f"tag: got {tag!r}, accepted: one of {_DEEP} parts or fewer")
     for outer in PurePosixPath(tag).parents[:-1]:
         if (replaced_or(save_dir / outer) / MANIFEST).is_file():
             raise CheckpointError(f"tag: got {tag!r}, which lies in the checkpoint '{outer}', accepted: one beside it")

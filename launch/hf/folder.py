@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,29 @@ from launch.hf.recipes import from_hugging_face, to_hugging_face
 from launch.weights.source import CheckpointError, Weights, rounded
 from launch.weights.tensor_files import Entry, TensorFiles, read_header
 
-__all__ = ["CONFIG", "HuggingFaceWeights", "travelling_files"]
+__all__ = ["CONFIG", "HuggingFaceWeights", "has_tokenizer", "travelling_files"]
 
 CONFIG = "config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model*",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "*.tiktoken",
+)
+"""Files each of which holds a tokenizer."""
 _TRAVEL = (
     CONFIG,
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
     "merges.txt",
-    "spiece.model",
+    *_TOKENIZERS,
     "chat_template*",
     "additional_chat_templates/*",
 )
@@ -111,6 +121,11 @@ class HuggingFaceWeights(Weights):
                     f"{self._files.entries['lm_head.weight'].file}: lm_head.weight differs from "
                     "model.embed_tokens.weight, and config.json has tie_word_embeddings true, accepted: false"
                 )
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a tokenizer is among files by name."""
+    return any(fnmatch(name, pattern) for name in names for pattern in _TOKENIZERS)
 
 
 def travelling_files(folder: Path) -> dict[str, Path]:

@@ -97,7 +97,7 @@ def chosen_gpu(args: argparse.Namespace) -> GPU:
     elif torch.cuda.is_available() and args.gpu_memory is None:
         free, total = torch.cuda.mem_get_info()
         try:
-            gpu = find_gpu(torch.cuda.get_device_name())
+            gpu = find_gpu(torch.cuda.get_device_name(), any_memory=True)
         except CoatConfigError:
             gpu = GPUS["h100"]
         changes = {"memory": total, "in_use": max(0, total - free - _CONTEXT)}

@@ -80,12 +80,29 @@ _ALSO = {"h100-80": "h100", "h100-sxm": "h100", "h100-80gb": "h100", "a100-80": 
 _ALSO |= {"a100-40gb": "a100-40", "h200-141": "h200", "4090": "rtx4090"}
 
 
-def find_gpu(name: str) -> GPU:
+def find_gpu(name: str, any_memory: bool = False) -> GPU:
     """The GPU that ``name`` means, in any case: one of the table, or what torch calls one ("NVIDIA H100 80GB HBM3").
 
+    Args:
+        name: it.
+        any_memory: a name with another memory than the table's is taken too; the caller knows its memory.
+
     Raises:
-        CoatConfigError: none of them; lists the names.
+        CoatConfigError: none of them; lists the names. Or one with another memory; names both.
     """
+    gpu = _meant(name)
+    said = re.search(r"(?<![\d.])(\d+)\s*gi?b?\b", name.lower())
+    own = gpu.memory / 2**30
+    host = gpu.name == "gh200" and said is not None and said[1] == "480"  # its CPU's memory
+    # What is sold as 48 GB reports 44.3 GiB, as 192 GB 178.3.
+    if said is not None and not host and not any_memory and not 0.9 < own / float(said[1]) < 1.1:
+        raise CoatConfigError(
+            f"--gpu: got {name!r}, accepted: {gpu.name} for {own:.1f} GiB, with --gpu-memory for other memory"
+        )
+    return gpu
+
+
+def _meant(name: str) -> GPU:
     text = name.lower().strip()
     if (found := GPUS.get(_ALSO.get(text, text))) is not None:
         return found

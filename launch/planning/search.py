@@ -206,7 +206,8 @@ def _changes(run: Run) -> Iterator[tuple[str, Callable[[], Run]]]:
         yield _half(run)
     if run.recompute.get("recompute_granularity") != "full":
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        yield "--recompute-granularity full (a third more time)", lambda: run.but(recompute=full)
+        instead = " in place of --recompute-modules" if run.recompute.get("recompute_modules") else ""
+        yield f"--recompute-granularity full{instead} (a third more time)", lambda: run.but(recompute=full)
     if run.dp > 1:
         for later in range(run.stage + 1, 4 if run.dp > 2 else min(run.stage + 2, 4)):
             if later < 3 or not _only_below_stage_3(run):

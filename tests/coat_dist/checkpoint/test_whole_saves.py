@@ -77,7 +77,20 @@ def arguments(rank, world, folder):
     engine.save_checkpoint(folder, tag="a/b")
     assert Path(folder, "latest").read_text() == "a/b" and listed(f"{folder}/a") == ["b"]
     assert engine.load_checkpoint(folder, 7)[1]["x"] == 1
-    for tag in ("", ".", "..", "a/../b", "/tmp/x", "a//b", "latest", ".unfinished-a", " a", "a\n"):
+    for tag in (
+        "",
+        ".",
+        "..",
+        "a/../b",
+        "/tmp/x",
+        "a//b",
+        "latest",
+        ".unfinished-a",
+        " a",
+        "a\n",
+        "a/latest",
+        "a/b/c/d/e",
+    ):
         said[tag] = told(engine.save_checkpoint, folder, tag=tag)
     said["ranks"] = told(engine.save_checkpoint, folder, tag=f"rank{rank}")
     said["dir"] = told(engine.save_checkpoint, "")

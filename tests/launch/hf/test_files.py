@@ -43,6 +43,21 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path, capsys):
     assert f"note: no tokenizer is beside {tmp_path / 'ours'}; --like DIR takes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["tekken.json", "sentencepiece.bpe.model", "qwen.tiktoken", "tokenizer.model.v3"])
+def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
+    """A configuration of a tokenizer alone is none."""
+    make("llama3", tmp_path / "hf")
+    for file in (tmp_path / "hf").glob("tokenizer*"):
+        file.unlink()
+    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+    argv = ["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "again"), "--format", "hf", "--overwrite"]
+    assert convert_hf.main(argv) == 0
+    assert "note: no tokenizer is beside" in capsys.readouterr().out
+    (tmp_path / "hf" / name).write_text("{}")
+    assert convert_hf.main(argv) == 0
+    assert "note: " not in capsys.readouterr().out and (tmp_path / "again" / name).is_file()
+
+
 def test_every_written_file_has_its_checksum(sharded):
     import zlib
 

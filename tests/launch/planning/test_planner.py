@@ -166,11 +166,17 @@ def test_gpus_by_every_name() -> None:
         "h100sxm": "h100",
         "NVIDIA GH200 480GB": "gh200",
         "NVIDIA H20": "h20",
+        "NVIDIA GH200 96GB": "gh200",
+        "L40S 48GB": "l40s",
     }
     assert {given: find_gpu(given).name for given in names} == names
     for unknown in ("h1000", "ah100", "h20-3e"):
         with pytest.raises(CoatConfigError, match=f"--gpu: got '{unknown}', accepted: "):
             find_gpu(unknown)
+    for other in ("NVIDIA A100-SXM-64GB", "H100 64GB", "H100 96 GB", "GH200 144G HBM3e"):
+        with pytest.raises(CoatConfigError, match=f"--gpu: got '{other}', accepted: .* with --gpu-memory for other"):
+            find_gpu(other)
+        assert find_gpu(other, any_memory=True).name in ("a100", "h100", "gh200")
     assert memory_bytes("80GiB") == 80 * 2**30 and memory_bytes("141 GB") == 141 * 10**9 == memory_bytes("141g")
     assert all(gpu.memory > 0 and gpu.bf16 <= gpu.fp8 for gpu in GPUS.values())
 
