@@ -43,7 +43,7 @@ def explain(name: str, model: type[BaseModel], error: Any) -> str:
         for part in location[:-1]:
             owner = owner.model_fields[part].annotation  # type: ignore[assignment]
         close = difflib.get_close_matches(location[-1], owner.model_fields, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = f" (did you mean {close[0]!r}?)" if close else _elsewhere(name, model, location[-1])
         return f"{key}: unknown key{hint}, accepted: {keys_of(owner)}"
     if kind == "literal_error":
         accepted = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
@@ -52,6 +52,13 @@ def explain(name: str, model: type[BaseModel], error: Any) -> str:
     else:
         accepted = _ACCEPTED.get(kind) or error["msg"].removeprefix("Input should be ")
     return f"{key}: got {json.dumps(given, default=str)}, accepted: {accepted}"
+
+
+def _elsewhere(name: str, model: type[BaseModel], key: str) -> str:
+    """What follows a key that other places in the block have."""
+    parts = {part: field.annotation for part, field in model.model_fields.items()}
+    found = [f"{name}.{part}.{key}" for part, block in parts.items() if key in getattr(block, "model_fields", {})]
+    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
 _ACCEPTED = {

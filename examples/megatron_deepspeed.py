@@ -1,6 +1,7 @@
 """A Megatron-core GPT whose layers run the FP8 precision flow, driven by DeepSpeed with FP8 moments.
 
     deepspeed --num_gpus 2 examples/megatron_deepspeed.py
+    python examples/megatron_deepspeed.py
 
 All ranks are one tensor-parallel group, with sequence parallelism where there are several. The report says which layers
 run the flow. The model learns to continue sequences of numbers, on GPUs where there are some.
@@ -16,14 +17,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 import megatron_patches
+from coat_dist.deepspeed.without_launcher import prepare
 from megatron_patches import gpt_layer_spec, initialize_model_parallel
 
 gpu = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(device)  # where Megatron builds the model
-else:  # or DeepSpeed compiles an operation first, for faster sums between CPU processes
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+prepare()  # `python megatron_deepspeed.py` is the only rank; without a GPU nothing is compiled first
 deepspeed.init_distributed()
 rank, ranks = dist.get_rank(), dist.get_world_size()
 initialize_model_parallel(tp=ranks, seed=1234)

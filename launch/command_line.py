@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 __all__ = [
+    "DefaultsHelp",
     "Parser",
     "add_parallel_options",
     "add_pipeline_options",
@@ -28,6 +29,14 @@ _CHOICE = re.compile(r"invalid choice: (.*) \(choose from (.*)\)", re.DOTALL)
 _REQUIRED = "the following arguments are required: "
 _NEGATIVE = re.compile(r"-(?:\.?\d|inf|nan)", re.IGNORECASE)
 _LARGEST = 10**12
+
+
+class DefaultsHelp(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that says the defaults which there are, once."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = "(default: " in (action.help or "") or action.default in (None, False, [])
+        return action.help if said else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -100,6 +109,10 @@ class Parser(argparse.ArgumentParser):
             found = options[near[0]] if near else None
         return f" (did you mean {found}?)" if found else f", accepted: what {self.prog} --help lists"
 
+    def _names_of_values(self, option: str) -> str:
+        metavar = getattr(self._option_string_actions.get(option), "metavar", None)
+        return f" ({' '.join(metavar)})" if isinstance(metavar, tuple) else ""
+
     def _in_our_words(self, message: str) -> str:
         """argparse's message as "--option: got ..., accepted: ..."."""
         if message.startswith(_REQUIRED):
@@ -112,7 +125,7 @@ class Parser(argparse.ArgumentParser):
         if choice := _CHOICE.fullmatch(what):
             what = f"got {choice[1]}, accepted: {choice[2].replace(chr(39), '')}"
         elif several := _SEVERAL.fullmatch(what):
-            what = f"got another number of values, accepted: {several[1]}"
+            what = f"got fewer values, accepted: {several[1]}{self._names_of_values(option)}"
         elif what.startswith("expected "):
             what = f"got no value, accepted: {'one or more' if 'at least' in what else 'one'}"
         elif what.startswith("ignored explicit argument"):

@@ -10,7 +10,7 @@ from ..config import CoatConfig, CoatConfigError
 from ..optim import CoatAdamW
 from ..ranks import rank_and_world
 
-__all__ = ["check_foreign", "check_patched", "is_patched", "warn_of_no_effect"]
+__all__ = ["check_foreign", "check_its_parameters", "check_patched", "is_patched", "warn_of_no_effect"]
 
 
 def check_foreign(optimizer: torch.optim.Optimizer, block: bool, compressed: bool) -> None:
@@ -20,6 +20,17 @@ def check_foreign(optimizer: torch.optim.Optimizer, block: bool, compressed: boo
         raise CoatConfigError(
             f"{key}: got {given} beside optimizer={type(optimizer).__name__}, accepted: "
             "no optimizer argument, or a CoatAdamW"
+        )
+
+
+def check_its_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Refuse an optimizer over parameters that the model has not got, such as those of a copy of it."""
+    own = {id(p) for p in model.parameters()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if strange := sum(id(p) not in own for p in given):
+        raise CoatConfigError(
+            f"optimizer: got {type(optimizer).__name__} over {len(given)} parameters of which {strange} are not the "
+            "model's, accepted: one that was built over parameters of this model, after it was converted or copied"
         )
 
 

@@ -20,7 +20,7 @@ from ..config import CoatConfig, CoatConfigError, load_json, look_up, without_co
 from ..optim import CoatAdamW
 from ..ranks import on_rank_0
 from .attach import attach
-from .belongs_together import check_foreign, check_patched, is_patched, warn_of_no_effect
+from .belongs_together import check_foreign, check_its_parameters, check_patched, is_patched, warn_of_no_effect
 from .compare_ranks import compare_ranks
 from .expert_parallel import announced_experts, check_expert_parallel
 from .monitors import make_folders
@@ -204,6 +204,8 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         )
     if isinstance(optimizer, torch.optim.Optimizer):
         check_foreign(optimizer, block, compressed)
+        if stage:  # ZeRO's own error is a KeyError that prints the parameter
+            check_its_parameters(optimizer, model)
     elif callable(optimizer):
         given["optimizer"] = _checked(optimizer, block, compressed, check)
     if (parameters := given.get("model_parameters")) is not None:

@@ -21,6 +21,9 @@ def wrong_schedule(config: Mapping[str, Any]) -> Iterator[str]:
 
     name = look_up(config, "scheduler.type")
     if name is None:  # then DeepSpeed reads nothing else of the block
+        block = look_up(config, "scheduler")
+        if isinstance(block, Mapping) and block and "type" not in block:
+            yield f"scheduler.type: missing, accepted: {', '.join(map(json.dumps, VALID_LR_SCHEDULES))}"
         return
     zero = look_up(config, "zero_optimization.stage")
     schedule = _class_of(name, torchs=not zero)

@@ -236,7 +236,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
     masters = ("parameter", "bf16_remainder")
     require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in masters)
-    require("group_size", ", ".join(map(str, GROUP_SIZES)), group["group_size"] in GROUP_SIZES)
+    size = group["group_size"]
+    require("group_size", ", ".join(map(str, GROUP_SIZES)), size in GROUP_SIZES and type(size) is int)
     for key in _UNSUPPORTED:
         if group.get(key):
             require(key, "False, this optimizer does not have it", False)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from coat_dist import CoatConfigError
 from launch.command_line import (
+    DefaultsHelp,
     Parser,
     add_parallel_options,
     add_pipeline_options,
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         prog="finetune.py",
         description="Fine-tune a model on conversations, with DeepSpeed and Megatron-core. Started by "
         "`deepspeed launch/finetune.py ...` or `torchrun launch/finetune.py ...`.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsHelp,
         meant=_MEANT,
     )
     deepspeed_options(p)

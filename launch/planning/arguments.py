@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.deepspeed.refusals import check_deepspeed
 from launch.command_line import (
+    DefaultsHelp,
     Parser,
     add_parallel_options,
     add_pipeline_options,
@@ -59,10 +61,10 @@ def micro_batch(text: str) -> int | str:
     """A positive whole number, or "auto", as a type of an option."""
     if text == AUTO:
         return text
-    number = whole_number(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, or auto")
-    return number
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        if (number := whole_number(text)) >= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, or auto")
 
 
 def add_gpu_options(group: Any) -> None:
@@ -146,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="planner.py",
         description="What a training run needs of a GPU's memory, whether it fits, the largest micro-batch, with the "
         '"coat" block and without, and how long a step takes. Needs no GPU and no data.',
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsHelp,
         meant=_MEANT,
     )
     g = p.add_argument_group("the run, as for pretrain.py")

@@ -131,9 +131,13 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
         "step": {"seconds": time.seconds, "parts_seconds": time.parts, "tokens": time.tokens},
         "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
         "savings": [{"setting": one.what, "bytes": one.bytes} for one in savings(run)],
-        "notes": run.notes(),
+        "notes": [*run.notes(), *_of_rates(gpu)],
         "accuracy": ACCURACY,
     }
+
+
+def _of_rates(gpu: GPU) -> list[str]:
+    return [] if gpu.measured else [f"rates of {gpu.name} follow from a measured H200 by the ratio of data sheets"]
 
 
 def text(run: Run, gpu: GPU) -> str:
@@ -169,6 +173,4 @@ def text(run: Run, gpu: GPU) -> str:
         lines.append("what would save most:")
         lines += [f"  {bytes_:>11}  {setting}" for bytes_, setting in savings_told]
     lines += [f"note: {note}" for note in said["notes"]]
-    if not gpu.measured:
-        lines.append(f"note: rates of {gpu.name} follow from a measured H200 by the ratio of data sheets")
     return "\n".join([*lines, said["accuracy"]])

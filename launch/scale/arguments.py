@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from coat_dist import CoatConfigError
-from launch.command_line import Parser, add_parallel_options, local_path, whole_number
+from launch.command_line import DefaultsHelp, Parser, add_parallel_options, local_path, whole_number
 from launch.log_level import add_log_level
 from launch.planning.gpus import GPUS
 from launch.planning.recompute import add_recompute_options, check_recompute
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure training and collectives on 1, 2, 4, ... of the ranks that are here, fit what each "
         "collective costs, and predict larger clusters. Started by `torchrun launch/scaling.py ...` or `deepspeed "
         "launch/scaling.py ...` (srun: `srun python ...`) on one node or several, or by its path on one.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsHelp,
         meant=_MEANT,
     )
     g = p.add_argument_group("what is trained, as for pretrain.py")

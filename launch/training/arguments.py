@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from coat_dist import CoatConfigError
-from launch.command_line import Parser, add_parallel_options, add_pipeline_options, local_path, whole_number
+from launch.command_line import (
+    DefaultsHelp,
+    Parser,
+    add_parallel_options,
+    add_pipeline_options,
+    local_path,
+    whole_number,
+)
 from launch.data.dataset import without_suffix
 from launch.model.experts import ExpertsConfig
 from launch.planning.recompute import check_recompute
@@ -49,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         prog="pretrain.py",
         description="Pretrain a GPT with DeepSpeed and Megatron-core. Started by "
         "`deepspeed launch/pretrain.py ...` or `torchrun launch/pretrain.py ...`.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsHelp,
         meant={**MEANT, **{name: f"--model-override {key}=..." for name, key in _OF_THE_MODEL.items()}},
     )
     deepspeed_options(p)

@@ -239,7 +239,9 @@ def require_loadable(folder: str | None, save: str | None) -> Path | None:
         return None
     found = find(save if folder == "auto" else folder)  # type: ignore[arg-type]
     if found is None and folder != "auto":
+        below = Path(folder) / "checkpoints"  # of a run's folder
+        hint = f" (did you mean {below}?)" if below.is_dir() and find(below) is not None else ""
         raise CoatConfigError(
-            f"--load: got {folder}, accepted: a folder with a file `latest`, one checkpoint's folder, or auto"
+            f"--load: got {folder}, accepted: a folder with a file `latest`, one checkpoint's folder, or auto{hint}"
         )
     return found

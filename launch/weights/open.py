@@ -58,6 +58,8 @@ def open_weights(
         return CheckpointWeights(found, dtype, None if model is None else _agreed(model, found))
     snapshots = sorted(folder.glob("snapshots/*/config.json"))
     hint = f"; {snapshots[-1].parent} is one" if snapshots else ""
+    if (below := folder / "checkpoints").is_dir() and find_checkpoint(below) is not None:  # a run's folder
+        hint = f" (did you mean {below}?)"
     raise CheckpointError(f"{path}: holds no weights, accepted: {_ACCEPTED}{hint}")
 
 

@@ -145,6 +145,11 @@ def test_find(tmp_path):
     assert checkpoint.require_loadable(None, str(tmp_path)) is None
     with pytest.raises(ValueError, match="--load: got .*accepted: a folder with a file `latest`"):
         checkpoint.require_loadable(str(tmp_path), None)
+    (tmp_path / "run/checkpoints/step00000001").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step00000001/manifest.json").write_text("{}")
+    (tmp_path / "run/checkpoints/latest").write_text("step00000001")
+    with pytest.raises(ValueError, match=r"--load: got .*run, accepted: .* \(did you mean .*run/checkpoints\?\)$"):
+        checkpoint.require_loadable(str(tmp_path / "run"), None)
     (tmp_path / "step00000003").mkdir()
     (tmp_path / "latest").write_text("step00000003\n")
     with pytest.raises(CheckpointError, match="names 'step00000003', which is no checkpoint; there are: none"):

@@ -6,13 +6,14 @@ import json
 import pytest
 
 from coat_dist import CoatConfigError
-from launch import command_line, plot, prepare_data, to_universal
+from launch import command_line, evaluate, planner, plot, prepare_data, to_universal
+from launch.chat.arguments import parser as chat_parser
 from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import parse_blend, read_info, without_suffix
 from launch.model.gpt import load_model_config
 from launch.prep import DataError
 from launch.training import arguments
-from launch.training.arguments import parse
+from launch.training.arguments import parse, parser
 from launch.training.plan import plan
 from tests.launch.tiny_data import make
 
@@ -74,6 +75,12 @@ def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsy
         (prepare_data.main, ["--tokeniser", "x"], "prepare_data: error: --tokeniser: no such option (did you mean --t"),
         (prepare_data.main, ["--append_eod"], "prepare_data: error: --append_eod: no such option (did you mean --appe"),
         (plot.main, ["--smoth", "1"], "error: --smoth: no such option (did you mean --smooth?)"),
+        (evaluate.main, ["--compare", "a"], "error: --compare: got fewer values, accepted: 2 (BASELINE OTHER)"),
+        (
+            planner.main,
+            ["--micro-batch", "Auto"],
+            "error: --micro-batch: got 'Auto', accepted: a whole number from",
+        ),
         (plot.main, [], "error: RUN: missing, accepted: a value for each (plot.py --help)"),
         (to_universal.main, ["--outptu", "x"], "error: --outptu: no such option (did you mean --output?)"),
         (to_universal.main, ["--load", "x"], "error: one of the arguments --output --output_folder"),
@@ -81,6 +88,12 @@ def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsy
 )
 def test_so_do_the_others(capsys, program, argv, message):
     assert said(capsys, program, *argv).startswith(message)
+
+
+def test_help_says_a_default_once_and_none_where_there_is_none():
+    for program in (parser, chat_parser):
+        said = " ".join(program().format_help().split())
+        assert "None)" not in said and ") (default" not in said and "(default: 1)" in said
 
 
 def test_other_ranks_wait_for_rank_0_and_print_no_help(capsys, monkeypatch):

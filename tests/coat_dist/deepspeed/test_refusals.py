@@ -114,6 +114,8 @@ SCHEDULES = '"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosi
         ({"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10}}, None),
         ({"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 0.1, "cycle_momentum": False}}, None),
         ({"type": None}, None),
+        ({}, None),
+        ({"params": {"warmup_num_steps": 10}}, f"type: missing, accepted: {SCHEDULES}"),
         ({"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_max_lr": "auto"}}, None),
         ({"type": "WarmupLRR"}, f'type: got "WarmupLRR" (did you mean "WarmupLR"?), accepted: {SCHEDULES}'),
         ({"type": "math", "params": {}}, f'type: got "math", accepted: {SCHEDULES}'),

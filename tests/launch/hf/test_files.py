@@ -50,7 +50,7 @@ def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
     for file in (tmp_path / "hf").glob("tokenizer*"):
         file.unlink()
     (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
-    argv = ["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "again"), "--format", "hf", "--overwrite"]
+    argv = ["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "again"), "--format", "hugging-face", "--overwrite"]
     assert convert_hf.main(argv) == 0
     assert "note: no tokenizer is beside" in capsys.readouterr().out
     (tmp_path / "hf" / name).write_text("{}")
@@ -309,6 +309,11 @@ def test_the_command_line(sharded, tmp_path, capsys):
     )
     assert "does not exist (nothing is downloaded)" in fails(capsys, tmp_path / "meta-llama", tmp_path / "out")
     assert "holds no weights, accepted: a Hugging Face folder" in fails(capsys, tmp_path, tmp_path.parent / "out")
+    (tmp_path / "run/checkpoints/step00000001").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step00000001/manifest.json").write_text("{}")
+    (tmp_path / "run/checkpoints/latest").write_text("step00000001")
+    run = fails(capsys, tmp_path / "run", tmp_path / "out")
+    assert "holds no weights, accepted: a Hugging" in run and f"(did you mean {tmp_path / 'run/checkpoints'}?)" in run
     argv = ["--from", sharded / "hf", "--to", tmp_path / "out", "--tensor-parallel", 4]
     assert convert_hf.main([str(a) for a in argv]) == 0
     out = capsys.readouterr()
