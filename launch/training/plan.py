@@ -196,6 +196,9 @@ def assemble(
         kind=args.lr_schedule,
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
+    if not lr:
+        said = more.get("warning"), "note: --lr: 0, with which no weight changes"
+        more["warning"] = "\n".join(line for line in said if line is not None)
     auto = auto_batch(args, settings, dp)
     kept = keep_batch(args, settings, dp, auto)
     batch = batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, dp)

@@ -207,7 +207,10 @@ def test_errors_name_what_was_typed(tmp_path):
     for message, typed in mistakes.items():
         with pytest.raises((CoatConfigError, DataError), match=f"^{message}"):
             plan(parse([*REQUIRED, "--data", one, *typed]), 1)
-    assert plan(parse([*REQUIRED, "--data", f"{one}.bin"]), 1).identity()["data"]["paths"] == [one]
+    fine = plan(parse([*REQUIRED, "--data", f"{one}.bin"]), 1)
+    assert fine.identity()["data"]["paths"] == [one] and "note: " not in fine.describe()
+    idle = plan(parse([*REQUIRED, "--data", one, "--lr", "0"]), 1)
+    assert idle.describe().startswith("note: --lr: 0, with which no weight changes\nmodel: ")
 
 
 def test_outputs_are_tried_first(tmp_path, capsys):
