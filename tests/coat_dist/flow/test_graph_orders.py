@@ -17,8 +17,8 @@ WIDTH = 8
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Up to rounding: gradients of a tensor that several losses read are summed in another order, on which elements that
-    nearly cancel depend. Memory that was overwritten is another number altogether."""
+    """Up to rounding: gradients of a tensor that several losses read are summed in another order, on which elements
+    depend that nearly cancel. Memory that was overwritten is another number altogether."""
     return left.shape == right.shape and bool((left - right).abs().max() <= 1e-9 * right.abs().max())
 
 
