@@ -185,6 +185,12 @@ def test_first_numbers_of_other_code_are_left_out(results, name, content, left_o
     assert left_out not in text and text.startswith("Measured (")
 
 
+def test_readmes_picture_of_saved_bytes_is_of_the_present_code() -> None:
+    assert "docs/figures/speed-saved-bytes.png" in results_readme.README.read_text(encoding="utf-8")
+    again = "python -m benchmarks.speed.saved_bytes --plot docs/figures/speed-saved-bytes.png"
+    assert results_tables.is_current(results_tables.read("saved-bytes"), results_tables.FLOW), again
+
+
 def test_nothing_measured_says_nothing(tmp_path) -> None:
     assert results_headline.headline(tmp_path) == ""
 
