@@ -5,7 +5,7 @@
 DistributedDataParallel, distributed optimizer, schedule, forward and backward, and checkpoints are Megatron's own. What
 is added: patch_model, and get_megatron_optimizer in the place of Megatron's. Ranks are data-parallel. The model learns
 to continue sequences of numbers, on GPUs where there are some. With a folder behind the command it saves there every
-ten steps, and goes on from the last save.
+ten steps, and goes on from the last save, also on another number of ranks.
 """
 
 import os
@@ -91,10 +91,10 @@ def forward_step(iterator, model):
     return losses, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
 
 
-def state(model, optimizer, loading):
+def state(model, optimizer, loading, codes=True):
     """What a checkpoint holds: on saving its content, on loading the places for it."""
     weights = model.module.sharded_state_dict()
-    kind = {"distrib_optim_sharding_type": "fully_reshardable"}
+    kind = {"distrib_optim_sharding_type": "fully_reshardable", "coat_codes": codes}
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, loading, metadata=kind)}
 
 
@@ -105,7 +105,13 @@ def save(folder, step, model, optimizer, scheduler):
         target.mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(
-        {**state(model, optimizer, False), "scheduler": scheduler.state_dict(), "step": step}, str(target)
+        {
+            **state(model, optimizer, False),
+            "scheduler": scheduler.state_dict(),
+            "step": step,
+            "ranks": dist.get_world_size(),
+        },
+        str(target),
     )
     if dist.get_rank() == 0:
         (folder / "latest.new").write_text(target.name)
@@ -117,7 +123,10 @@ def resume(folder, model, optimizer, scheduler):
     """Load the last checkpoint; the steps that it has behind it."""
     if not (folder / "latest").exists():
         return 0
-    loaded = dist_checkpointing.load(state(model, optimizer, True), str(folder / (folder / "latest").read_text()))
+    last = str(folder / (folder / "latest").read_text())
+    ranks = dist_checkpointing.load_common_state_dict(last).get("ranks")
+    codes = ranks == dist.get_world_size()  # on another number of ranks, moments are rounded anew from fp32
+    loaded = dist_checkpointing.load(state(model, optimizer, True, codes), last)
     model.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])

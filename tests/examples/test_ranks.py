@@ -46,3 +46,12 @@ def test_megatrons_loop_goes_on_from_its_last_save(tmp_path):
     (rest,) = run_ranks(1, megatron_loop, str(tmp_path))
     assert rest == whole[20:]
     assert (tmp_path / "latest").read_text() == "step30"
+
+
+@pytest.mark.skipif(older_than("0.15"), reason="megatron-core 0.14 saves in this format with numpy 1 only")
+def test_megatrons_loop_goes_on_on_another_number_of_ranks(tmp_path):
+    whole = run_ranks(2, megatron_loop, str(tmp_path))[0]
+    (tmp_path / "latest").write_text("step20")
+    (rest,) = run_ranks(1, megatron_loop, str(tmp_path))
+    assert len(rest) == len(whole) - 20
+    assert rest[0] < sum(whole[15:20]) / 5, "weights, moments and schedule are those of the last save"
