@@ -154,7 +154,7 @@ def train(
             engine.load_checkpoint(str(folder))
         except ValueError as problem:  # of another --size, --zero or --tp, or damaged; the same on every rank
             if dist.get_rank() == 0:
-                line = " ".join(str(problem).split("\n"))
+                line = "; ".join(str(problem).split("\n"))
                 print(f"error: --checkpoint: got {args.checkpoint}, which does not fit: {line}", file=sys.stderr)
             sys.exit(2)
         note(f"{folder}: has {engine.global_steps} of {args.steps} steps")

@@ -203,8 +203,12 @@ def _read(path: Path, sync: bool = False) -> list[int] | str:
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
     """A line for every value in which two nested mappings differ, by dotted key."""
     old, new = _flat(saved), _flat(current)
+
+    def said(value: Any) -> str:
+        return "nothing" if value is None else repr(value)
+
     return {
-        key: f"{key}: checkpoint has {old.get(key)!r}, this run has {new.get(key)!r}"
+        key: f"{key}: checkpoint has {said(old.get(key))}, this run has {said(new.get(key))}"
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key)
     }

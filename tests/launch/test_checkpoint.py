@@ -184,6 +184,7 @@ def test_differences_name_the_key():
     new = {"model": {"layers": 4, "eps": 1e-5}, "deepspeed": {"coat": {"activation": {"bf16_layers": [1]}}}, "seed": 3}
     assert list(differences(old, new)) == ["model.layers", "seed"]
     assert differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
+    assert differences(old, new)["seed"] == "seed: checkpoint has nothing, this run has 3"
 
 
 def saved_and_examined(rank, world, folder):
