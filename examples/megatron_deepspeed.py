@@ -20,11 +20,11 @@ import megatron_patches
 from coat_dist.deepspeed.without_launcher import prepare
 from megatron_patches import gpt_layer_spec, initialize_model_parallel
 
+prepare()  # `python megatron_deepspeed.py` is the only rank, with a LOCAL_RANK; without a GPU nothing is compiled first
 gpu = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(device)  # where Megatron builds the model
-prepare()  # `python megatron_deepspeed.py` is the only rank; without a GPU nothing is compiled first
 deepspeed.init_distributed()
 rank, ranks = dist.get_rank(), dist.get_world_size()
 initialize_model_parallel(tp=ranks, seed=1234)
