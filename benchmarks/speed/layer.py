@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -158,9 +157,9 @@ def flops(model: ModelConfig, tokens: int) -> float:
     return tokens * (6.0 * weights + 3.5 * 2 * SEQUENCE * heads * d)
 
 
-def time_transformer_engine(folder: Path, model: ModelConfig, tokens: int) -> dict[str, dict[str, Any]]:
+def time_transformer_engine(te: Any, model: ModelConfig, tokens: int) -> dict[str, dict[str, Any]]:
     """As :func:`measure`, of Transformer Engine's layers of the same shape, by recipe."""
-    te, found = te_layer.load(folder), {}
+    found = {}
     for name, recipe in te_layer.RECIPES.items():
         found[name] = measure(*te_layer.stack(te, model, tokens, recipe, SEQUENCE), model.num_layers)
         torch.cuda.empty_cache()
@@ -184,16 +183,18 @@ def main() -> None:
     arguments = parse()
     todo = plan(arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        peers = te_layer.unpack(arguments.peers, temporary) if arguments.peers else None
+        # Before anything computes: parts of cuDNN that torch has loaded by then would be taken for those of its own.
+        te = te_layer.load(te_layer.unpack(arguments.peers, temporary)) if arguments.peers else None
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         initialize_model_parallel(1)
-        results = [shape(case, peers, arguments) for case in todo]
+        results = [shape(case, te, arguments) for case in todo]
     found = {"settings": options(arguments), "results": results}
     print("wrote", write_result(f"speed/{arguments.name}", found, arguments.output))
 
 
-def shape(case: Case, peers: Path | None, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure one shape, print its results and return them."""
+def shape(case: Case, te: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure one shape, print its results and return them; beside them those of Transformer Engine's module ``te``, if
+    not None."""
     preset, model, tokens, variants = case
     torch.manual_seed(0)
     forward, gpt, x = stack(model, tokens)
@@ -207,7 +208,7 @@ def shape(case: Case, peers: Path | None, arguments: argparse.Namespace) -> dict
                 table = kernels(forward, torch.randn_like(x), arguments.layers)
     del forward, gpt, x
     torch.cuda.empty_cache()
-    theirs = {} if peers is None else time_transformer_engine(peers, model, tokens)
+    theirs = {} if te is None else time_transformer_engine(te, model, tokens)
     return report(preset, tokens, model, runs, theirs, table, arguments)
 
 
