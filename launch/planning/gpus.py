@@ -1,7 +1,8 @@
 """GPUs by name: how much memory a program finds on them, and the rates that a step's time is made of.
 
 Rates were measured on one H200 (`benchmarks/results/speed`, `docs/flow-speed.md`); those of other GPUs follow from it
-by the ratio of their data sheets' numbers, and are marked so.
+by the ratio of their data sheets' numbers, and are marked so. With an H100's, and its own rate of kernels that pass
+over tensors, times are those that were measured on it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class GPU:
     """Operations a second of causal attention, forward and backward together."""
     copy: float
     """Bytes a second, read plus written."""
+    passes: float
+    """The same of the flow's and the optimizer's kernels that pass over tensors, as though all were copies. An H200's
+    arithmetic bounds some of them, not its memory: an H100, with the same arithmetic, is closer than by its memory."""
     link: float
     """Bytes a second at which a rank gathers or scatters, within a host."""
     measured: bool = False
@@ -46,8 +50,8 @@ class GPU:
         return replace(self, **changes)
 
 
-def _like(name: str, gib: float, bf16: float, fp8: float, copy: float, link: float) -> GPU:
-    """Rates in proportion to an H200's data sheet: 989 and 1979 TFLOP/s, 4.8 TB/s, 900 GB/s."""
+def _like(name: str, gib: float, bf16: float, fp8: float, copy: float, link: float, passes: float = 0.0) -> GPU:
+    """Rates in proportion to an H200's data sheet: 989 and 1979 TFLOP/s, 4.8 TB/s, 900 GB/s; ``passes`` as measured."""
     own = fp8 or bf16
     return GPU(
         name,
@@ -56,15 +60,17 @@ def _like(name: str, gib: float, bf16: float, fp8: float, copy: float, link: flo
         (1250e12 * own / 1979) if fp8 else 660e12 * bf16 / 989,
         480e12 * bf16 / 989,
         4.27e12 * copy / 4.8,
+        passes or 4.27e12 * copy / 4.8,
         400e9 * link / 900,
+        bool(passes),
     )
 
 
 GPUS = {
     one.name: one
     for one in (
-        GPU("h200", int(139.8 * 2**30), 660e12, 1250e12, 480e12, 4.27e12, 400e9, True),
-        _like("h100", 79.1, 989, 1979, 3.35, 900),
+        GPU("h200", int(139.8 * 2**30), 660e12, 1250e12, 480e12, 4.27e12, 4.27e12, 400e9, True),
+        _like("h100", 79.1, 989, 1979, 3.35, 900, 3.33e12),
         _like("h100-pcie", 79.1, 756, 1513, 2.0, 64),
         _like("h100-nvl", 93.5, 835, 1671, 3.9, 600),
         _like("h20", 95.0, 148, 296, 4.0, 900),

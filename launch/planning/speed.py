@@ -17,7 +17,7 @@ __all__ = ["StepTime", "step_time"]
 
 _PASSES = {"FP8": 58.5, "BF16": 92.0}
 """Bytes of element-wise traffic a token and channel of h and f, forward and backward: what a measured Llama-2-7B layer
-takes beyond products and attention (docs/flow-speed.md), times the copy rate."""
+takes beyond products and attention (docs/flow-speed.md), times the rate of passes."""
 _HOST = {"FP8": 2.2e-3, "BF16": 1.3e-3}
 """Seconds in which the host starts a layer's kernels, forward and backward: a layer is never faster."""
 
@@ -52,7 +52,7 @@ def step_time(run: Run, gpu: GPU) -> StepTime:
         kind = "BF16" if i in run.bf16_layers else "FP8"
         rate = gpu.bf16 if kind == "BF16" else gpu.fp8
         one = 6 * tokens * weights / rate + attention / gpu.attention
-        one += _PASSES[kind] * tokens * (sizes.h / sizes.share + sizes.f) / gpu.copy
+        one += _PASSES[kind] * tokens * (sizes.h / sizes.share + sizes.f) / gpu.passes
         one *= 1 + again / 3
         layers += one
         host_bound += max(0.0, _HOST[kind] * (1 + again / 3) - one)
@@ -68,7 +68,7 @@ def step_time(run: Run, gpu: GPU) -> StepTime:
         if run.stage == 1:
             parts["data parallelism"] = _reduction(run, found.elements, gpu)
         parts["gathering weights"] = 2 * found.elements / gpu.link * (2 * run.accumulation if run.stage == 3 else 1)
-    parts["step"] = found.shard * _step_of_a_parameter(run) * 4.27e12 / gpu.copy
+    parts["step"] = found.shard * _step_of_a_parameter(run) * 4.27e12 / gpu.passes
     return StepTime(parts, tokens * run.dp * run.accumulation, run.dp * run.tp)
 
 

@@ -85,12 +85,12 @@ def test_rank_0_of_two_gpus(config, layers, micro, tp, model, gib, tolerance) ->
     [
         ("whole", 1.02, {"BF16", "both", "both, remainders"}),
         ("whole-small", 1.1, {"BF16", "both", "both, CUDA graphs"}),
-        ("whole-h100", 1.1, {"BF16", "optimizer only"}),
+        ("whole-h100", 1.1, {"BF16", "optimizer only", "flow only", "both", "both, remainders"}),
     ],
 )
 def test_whole_models(result, most, variants) -> None:
     """Careful by up to a tenth where reductions are the peak, which end before the next ones begin. Times are compared
-    where the GPU sets the pace, not the host or the allocator."""
+    where the GPU sets the pace: not the allocator, nor the host, for which more tokens hardly take longer."""
     checked = set()
     for case in json.loads(result_path(f"speed/{result}").read_text())["cases"]:
         if case["variant"].startswith("TE"):
@@ -102,7 +102,8 @@ def test_whole_models(result, most, variants) -> None:
             run = Run(model=model, settings=configuration, coat=coat, dp=case["ranks"], micro=micro)
             assert 0.99 * step["peak_bytes"] < simulate(run).allocated < most * step["peak_bytes"]
             assert kept_for_backward(run) == pytest.approx(step["held_bytes"]["activations"], rel=0.005)
-            if micro > 1 and micro * model.seq_length >= 8192 and not step["allocator_retries"]:
+            hosts = micro == 1 or micro * model.seq_length < 8192 or step["step_ms"] < 1.4 * case["steps"][0]["step_ms"]
+            if not hosts and not step["allocator_retries"]:
                 seconds = step_time(run, find_gpu(case["measured"]["gpus"][0])).seconds
                 assert 1e3 * seconds == pytest.approx(step["step_ms"], rel=0.1)
             checked.add(case["variant"])

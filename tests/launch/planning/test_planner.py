@@ -104,8 +104,9 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     said = say(capsys, *of, "16", "--gpu", "h200")
     assert said["states_bytes"]["parameters"] == 2 * parameter_count(model) and said["notes"] == []
     longer = str(2 * model.seq_length)
-    (rates,) = say(capsys, *of, "16", "--gpu", "h100")["notes"]
-    assert rates == "rates of h100 follow from a measured H200 by the ratio of data sheets"
+    assert say(capsys, *of, "16", "--gpu", "h100")["notes"] == []
+    (rates,) = say(capsys, *of, "16", "--gpu", "a100")["notes"]
+    assert rates == "rates of a100 follow from a measured H200 by the ratio of data sheets"
     (note,) = say(capsys, *of, longer, "--gpu", "h200")["notes"]
     assert note.startswith(f"model.seq_length: got {longer}, more than the {model.seq_length} that ")
     assert planner.main(["--model", str(tmp_path / "hf"), "--seq-length", "16", "--micro-batch", "2"]) == 0
