@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from typing import Any
 
 import torch
 
@@ -10,7 +12,7 @@ from ..config import CoatConfig, CoatConfigError
 from ..optim import CoatAdamW
 from ..ranks import rank_and_world
 
-__all__ = ["check_foreign", "check_its_parameters", "check_patched", "is_patched", "warn_of_no_effect"]
+__all__ = ["check_foreign", "check_its_parameters", "check_name", "check_patched", "is_patched", "warn_of_no_effect"]
 
 
 def check_foreign(optimizer: torch.optim.Optimizer, block: bool, compressed: bool) -> None:
@@ -20,6 +22,18 @@ def check_foreign(optimizer: torch.optim.Optimizer, block: bool, compressed: boo
         raise CoatConfigError(
             f"{key}: got {given} beside optimizer={type(optimizer).__name__}, accepted: "
             "no optimizer argument, or a CoatAdamW"
+        )
+
+
+def check_name(name: Any) -> None:
+    """Refuse an ``optimizer.type`` that is neither DeepSpeed's nor a class of ``torch.optim``: an assertion there."""
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as NAMES
+
+    known = isinstance(name, str) and (name == "CoatAdamW" or name.lower() in NAMES or hasattr(torch.optim, name))
+    if name is not None and not known:
+        raise CoatConfigError(
+            f'optimizer.type: got {json.dumps(name)}, accepted: "CoatAdamW", a class of torch.optim by its name, or of '
+            f"DeepSpeed's: {', '.join(NAMES)}"
         )
 
 

@@ -20,9 +20,18 @@ from ..config import CoatConfig, CoatConfigError, load_json, look_up, without_co
 from ..optim import CoatAdamW
 from ..ranks import on_rank_0
 from .attach import attach
-from .belongs_together import check_foreign, check_its_parameters, check_patched, is_patched, warn_of_no_effect
+from .batch_sizes import batch_sizes, data_parallel_ranks
+from .belongs_together import (
+    check_foreign,
+    check_its_parameters,
+    check_name,
+    check_patched,
+    is_patched,
+    warn_of_no_effect,
+)
 from .compare_ranks import compare_ranks
 from .expert_parallel import announced_experts, check_expert_parallel
+from .json_types import as_read
 from .monitors import make_folders
 from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw, list_parameters
@@ -202,6 +211,8 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
             f'optimizer.type: got null with zero_optimization.stage {stage}, accepted: "CoatAdamW", or an optimizer '
             "argument"
         )
+    if coat is not None and optimizer is None:
+        check_name(named)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_foreign(optimizer, block, compressed)
         if stage:  # ZeRO's own error is a KeyError that prints the parameter
@@ -212,6 +223,8 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         given["model_parameters"] = list_parameters(parameters)
     if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
         compare_ranks(settings, coat, None if pipeline or stages(mpu) > 1 else model, given)
+        if (ranks := data_parallel_ranks(given, settings)) is not None:  # DeepSpeed asserts
+            batch_sizes(as_read(settings), ranks)
         on_rank_0(lambda: make_folders(settings))
         given_type = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
         warn_of_no_effect(coat, given_type or named)

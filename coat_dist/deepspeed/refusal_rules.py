@@ -31,6 +31,11 @@ _ANY = (
             and f.ours is None
         ),
     ),
+    Rule(
+        "fp16.enabled",
+        "false beside {bf16}.enabled true",
+        lambda f: f["fp16.enabled"] and f["{bf16}.enabled"] and not f.flow,
+    ),
     # Both would split the same weights.
     Rule(
         "tensor_parallel.autotp_size",

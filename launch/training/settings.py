@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import decode_base64, load_json, look_up
+from coat_dist.deepspeed.batch_sizes import MICRO, STEPS, TOTAL, BatchSizes, batch_sizes
 from coat_dist.deepspeed.refusals import check_deepspeed, read_block
 from launch.find_config import read_config
 
 __all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes", "load_settings", "peak_lr"]
-
-MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 
 def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | None]:
@@ -76,42 +74,6 @@ def _read(given: str) -> dict[str, Any]:
     if not os.path.exists(given) and decode_base64(given) is not None:
         return load_json(given)
     return read_config("--deepspeed_config", given, "deepspeed")
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """Samples of one forward pass on one rank, forward passes of one step, and samples of one step on all ranks."""
-
-    micro: int
-    accumulation: int
-    total: int
-
-
-def batch_sizes(settings: Mapping[str, Any], dp: int) -> BatchSizes:
-    """The three batch sizes for ``dp`` data-parallel ranks; DeepSpeed's rule: total = micro x accumulation x dp.
-
-    Raises:
-        CoatConfigError: too few given to know the rest, not positive integers, or contradictory.
-    """
-    keys = MICRO, STEPS, TOTAL
-    micro, accumulation, total = (settings.get(k) for k in keys)
-    for key, value in zip(keys, (micro, accumulation, total), strict=True):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise CoatConfigError(f"{key}: got {value!r}, accepted: an integer >= 1")
-    if micro is None and total is None:
-        raise CoatConfigError(f"{keys[0]}: missing, accepted: an integer >= 1 (or {keys[2]})")
-    if micro is None:
-        assert total is not None
-        micro = max(1, total // (dp * (accumulation or 1)))
-    if accumulation is None:
-        accumulation = max(1, (total or 0) // (micro * dp))
-    expected = micro * accumulation * dp
-    if expected != (total or expected):
-        raise CoatConfigError(
-            f"train_batch_size: got {total}, accepted: {keys[0]} ({micro}) x {keys[1]} ({accumulation}) x "
-            f"data-parallel ranks ({dp}) = {expected}"
-        )
-    return BatchSizes(micro, accumulation, expected)
 
 
 def auto_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int) -> bool:

@@ -144,6 +144,18 @@ def failing(rank, world, changes):
             ["optimizer.params.expand", "coat.optimizer"],
         ),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, ['optimizer.type: got "AdamW"']),
+        (
+            {"optimizer": {"type": "AdamW8bit"}, "coat": {"activation": {"enabled": False}}},
+            ['optimizer.type: got "AdamW8bit", accepted: "CoatAdamW", a class of torch.optim'],
+        ),
+        (
+            {"fp16": {"enabled": True}, "coat": {"activation": {"enabled": False}}},
+            ["fp16.enabled: got true, accepted: false beside bf16.enabled true"],
+        ),
+        (
+            {"train_batch_size": 3},
+            ["train_batch_size: got 3, accepted: train_micro_batch_size_per_gpu (", "data-parallel ranks (2) = "],
+        ),
     ],
 )
 def test_errors_reach_every_rank(changes, words):
