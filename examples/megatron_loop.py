@@ -28,7 +28,7 @@ from megatron_patches import get_megatron_optimizer, gpt_layer_spec, initialize_
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 30, 2, 4, 32
 gpu = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
 
 
 def build():
@@ -165,4 +165,6 @@ def train(folder):
 
 
 if __name__ == "__main__":  # dist_checkpointing starts a process that imports this file
+    if "RANK" not in os.environ:
+        sys.exit("no ranks: start this with torchrun --nproc_per_node N examples/megatron_loop.py")
     report, optimizer, losses = train(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -125,6 +125,8 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         for index, p in zip(saved["params"], group["params"], strict=True):
             if states.get(index):
                 what = f"CoatAdamW.load_state_dict: group {i}, parameter {index}"
+                if not isinstance(states[index], Mapping):
+                    raise ValueError(f"{what}: got {type(states[index]).__name__}, accepted: a dict with its state")
                 if optimizer._fp32_state_dict:
                     state = _from_fp32(states[index], p, group, what)
                 else:

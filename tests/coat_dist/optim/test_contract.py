@@ -143,6 +143,7 @@ def test_what_codes_mean_must_be_in_a_state_dict_that_has_codes():
         (lambda d: d.pop("state"), "state: got none"),
         (lambda d: d.pop("param_groups"), "param_groups: got none"),
         (lambda d: d["param_groups"][0].pop("params"), "group 0, params: got none"),
+        (lambda d: d["state"].update({0: 5}), "group 0, parameter 0: got int"),
         (lambda d: d["param_groups"][0].update(lr=-1.0), "group 0: CoatAdamW lr: got -1.0"),
         (lambda d: d["param_groups"][0].update(maximize="no"), "group 0: CoatAdamW maximize: got 'no'"),
     ],

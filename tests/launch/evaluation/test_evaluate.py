@@ -345,6 +345,8 @@ def test_results_are_not_lost_where_they_cannot_be_written(tmp_path, monkeypatch
     """A folder that nothing can be written into is told before the model is built; after that, results are printed."""
     with pytest.raises(CoatConfigError, match="--output: got /proc/self, accepted: a folder to write to"):
         program._try_folder("/proc/self")
+    program._try_folder(str(tmp_path / "new" / "folder"))
+    assert not (tmp_path / "new").exists()
 
     def full(*args):
         raise OSError(28, "No space left on device")
