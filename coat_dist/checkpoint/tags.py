@@ -108,7 +108,7 @@ def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> st
 
 def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
     if tag is not None:
-        if not tag:
+        if not tag or not {".", ".."}.isdisjoint(tag.split("/")):
             raise CheckpointError(
                 f"tag: got {tag!r}, accepted: None for the one that was saved last, or {_there(load_dir)}"
             )
