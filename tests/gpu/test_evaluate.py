@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
 
 from tests.launch.evaluation import of_transformers
 from tests.launch.evaluation.conftest import tiny  # noqa: F401
-from tests.launch.evaluation.test_evaluate import rank_main
+from tests.launch.evaluation.runs import rank_main
 from tests.support import run_ranks
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from coat_dist.checkpoint.save import Extras
+from tests.coat_dist.checkpoint.small_saves import small, step
 from tests.coat_dist.checkpoint.test_loading import build
 from tests.coat_dist.checkpoint.test_whole import told
-from tests.coat_dist.checkpoint.test_whole_saves import small, step
 from tests.coat_dist.deepspeed.zero_runs import CASES, run
 from tests.support import run_ranks
 

@@ -2,46 +2,24 @@
 
 import json
 import math
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.common import python_path
-from coat_dist import CoatConfigError
 from launch import evaluate as program
 from launch.evaluation import arguments
 from launch.training.metrics import read_metrics
 from tests.launch import pretrain_runs
 from tests.launch.evaluation import of_transformers
 from tests.launch.evaluation.conftest import sentence
-from tests.support import Program, run_ranks
+from tests.launch.evaluation.runs import evaluated
+from tests.support import run_ranks
 
 ROOT = Path(__file__).parents[3]
-
-
-def rank_main(rank, world, argv):
-    """``evaluate`` in a process group that exists: its result, or the error."""
-    from launch.training import runtime
-
-    try:
-        device = runtime.start(rank)
-        return program.evaluate(arguments.parse(argv, None), device)
-    except program.USER_ERRORS as problem:
-        return f"{type(problem).__name__}: {problem}"
-
-
-def evaluated(*argv, ranks=1):
-    first, *others = run_ranks(ranks, rank_main, [str(a) for a in argv])
-    for other in others:
-        assert other == first
-    return first
 
 
 @pytest.fixture(scope="module")
@@ -244,119 +222,3 @@ def test_the_same_weights_give_the_same_numbers_in_every_kind_of_folder(trained,
     total, count = map(sum, zip(*pairs, strict=True))
     in_fp32 = evaluated("--load", trained.saved, *inputs, "--forward", "fp32")["text"][0]
     assert in_fp32["tokens_scored"] == count and abs(in_fp32["loss"] - total / count) < 1e-5
-
-
-@pytest.fixture(scope="module")
-def two_forwards(tiny, tmp_path_factory):
-    """Results in BF16 and, by the command line and beside the first, in FP8: both folders, and what was printed."""
-    folder = tmp_path_factory.mktemp("results")
-    inputs = ["--load", tiny.hf, "--text", tiny.jsonl, "--choices", tiny.questions]
-    program.report.write_report(str(folder / "bf16"), evaluated(*inputs), details=False)
-    argv = [*inputs, "--forward", "fp8", "--output", "fp8", "--baseline", "bf16", "--details"]
-    started = Program([str(a) for a in (ROOT / "launch/evaluate.py", *argv)], folder, folder)
-    printed, _ = started.communicate(timeout=240)
-    assert started.returncode == 0, printed
-    return folder, printed
-
-
-def test_an_earlier_evaluation_stays(tmp_path, capsys):
-    empty = {"text": [], "data": [], "choices": []}
-    for step in range(3):
-        program.report.write_report(str(tmp_path), {**empty, "step": step}, details=step == 0)
-    found = {
-        name: json.loads((tmp_path / f"{name}.json").read_text())["step"] for name in ("evaluation", "evaluation-1")
-    }
-    assert found == {"evaluation": 2, "evaluation-1": 0} and (tmp_path / "details-1.jsonl").exists()
-    assert json.loads((tmp_path / "evaluation-2.json").read_text())["step"] == 1
-    assert capsys.readouterr().out.count("kept: ") == 3
-
-
-def test_what_is_kept_of_one_evaluation_has_one_number_and_comes_back_where_none_is_written(tmp_path, monkeypatch):
-    empty = {"text": [], "data": [], "choices": []}
-    (tmp_path / "details-1.jsonl").write_text("of another one")
-    program.report.write_report(str(tmp_path), {**empty, "step": 1}, details=False)
-    program.report.write_report(str(tmp_path), {**empty, "step": 2}, details=False)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["details-1.jsonl", "evaluation-2.json", "evaluation.json"]
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(program.report, "write_text", full)
-    with pytest.raises(CoatConfigError, match="--output: got .*No space left"):
-        program.report.write_report(str(tmp_path), {**empty, "step": 3}, details=False)
-    assert json.loads((tmp_path / "evaluation.json").read_text())["step"] == 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["details-1.jsonl", "evaluation-2.json", "evaluation.json"]
-
-
-def test_bf16_and_fp8_are_compared_with_one_command_each(tiny, two_forwards):
-    folder, printed = two_forwards
-    bf16, fp8 = (json.loads((folder / name / "evaluation.json").read_text()) for name in ("bf16", "fp8"))
-    assert fp8["coat"]["source"].startswith("defaults") and bf16["coat"] is None
-    assert fp8["command"].startswith("evaluate.py --load ") and fp8["versions"].keys() >= {"torch", "megatron-core"}
-    page = (ROOT / "docs" / "evaluation.md").read_text()
-    inside = {key for kind in ("text", "choices", "differences") for one in fp8[kind] for key in one}
-    assert not [key for key in {*fp8, *inside} - {"format"} if f"`{key}`" not in page]
-    loss, acc, acc_norm = fp8["differences"]
-    assert (loss["what"], acc["what"], acc_norm["what"]) == ("loss", "acc", "acc_norm")
-    assert 0 < abs(loss["difference"]) < 0.1 and loss["paired_stderr"] < fp8["text"][0]["loss_stderr"]
-    assert math.isclose(loss["difference"], fp8["text"][0]["loss"] - bf16["text"][0]["loss"], abs_tol=1e-12)
-    assert math.isclose(acc["difference"], fp8["choices"][0]["acc"] - bf16["choices"][0]["acc"], abs_tol=1e-12)
-    assert all(word in printed for word in ("acc_norm", "perplexity", "paired standard error", "25 questions"))
-    details = [json.loads(line) for line in (folder / "fp8" / "details.jsonl").read_text().splitlines()]
-    assert [d["question"] for d in details if d["kind"] == "choices"][:2] == [f"{tiny.questions}:{n}" for n in (1, 2)]
-    assert not (folder / "bf16" / "details.jsonl").exists()
-
-
-def test_two_results_are_compared_without_a_model(two_forwards, capsys):
-    folder, printed = two_forwards
-    assert program.main(["--compare", str(folder / "bf16"), str(folder / "fp8" / "evaluation.json")]) == 0
-    assert capsys.readouterr().out.strip() in printed
-    other = json.loads((folder / "bf16" / "evaluation.json").read_text())
-    for one in (*other["text"], *other["choices"]):
-        one["digest"] = "0"
-    (folder / "other.json").write_text(json.dumps(other))
-    with pytest.raises(program.CoatConfigError, match="no input in common"):
-        program.compare(str(folder / "bf16"), str(folder / "other.json"))
-    other["choices"] = json.loads((folder / "bf16" / "evaluation.json").read_text())["choices"]
-    (folder / "other.json").write_text(json.dumps(other))
-    program.compare(str(folder / "other.json"), str(folder / "bf16"))  # the text alone is another one
-    said = capsys.readouterr().out
-    assert "acc_norm" in said and "text.jsonl with the same content: no difference there" in said.splitlines()[0]
-    for content in ("{}", '{"format": 1, "text": [], "data": [], "choices": [{"name": "x"}]}'):
-        (folder / "other.json").write_text(content)
-        with pytest.raises(program.CoatConfigError, match="--compare: .*other.json is no evaluation.json"):
-            program.compare(str(folder / "bf16"), str(folder / "other.json"))
-
-
-def test_results_are_printed_at_every_log_level_and_the_rest_is_not(tiny, tmp_path):
-    argv = ["--load", tiny.hf, "--choices", tiny.questions, "--log-level", "error", "--output", tmp_path / "out"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.evaluate", *argv],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split()[1] for line in done.stdout.splitlines()] == ["what", "acc", "acc_norm"]
-    assert (tmp_path / "out/evaluation.json").is_file()
-
-
-def test_results_are_not_lost_where_they_cannot_be_written(tmp_path, monkeypatch, capsys):
-    """A folder that nothing can be written into is told before the model is built; after that, results are printed."""
-    with pytest.raises(CoatConfigError, match="--output: got /proc/self, accepted: a folder to write to"):
-        program._try_folder("/proc/self")
-    program._try_folder(str(tmp_path / "new" / "folder"))
-    assert not (tmp_path / "new").exists()
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    one = {"name": "a.txt", "loss": 1.5, "loss_stderr": None, "perplexity": 4.5, "bits_per_byte": None}
-    one |= {"tokens_scored": 9, "row_losses": [13.5], "row_tokens": [9]}
-    monkeypatch.setattr(program, "evaluate", lambda *args: {"text": [one], "data": [], "choices": []})
-    monkeypatch.setattr(program.report, "write_text", full)
-    monkeypatch.setattr(program, "alone", lambda: None)
-    monkeypatch.setattr(program.runtime, "start", lambda rank: torch.device("cpu"))
-    assert program.main(["--load", "x", "--text", "a.txt", "--output", str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert "1.500000" in said.out and "No space left on device" in said.err and "written: " not in said.out
