@@ -178,6 +178,7 @@ TABLES = {
                 RUN + "whole --ranks 1 --models olmo-1b --name whole-h100 "
                 "--variants BF16 'optimizer only' 'flow only' both 'both, FP8 attention'",
                 RUN + "whole --ranks 1 --models llama2-7b --name whole-h100 PEERS",
+                RUN + "whole --ranks 2 --models llama2-7b llama3-8b llama2-13b --name whole-h100 PEERS",
             )
         },
         render.whole,
