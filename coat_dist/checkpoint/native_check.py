@@ -112,6 +112,11 @@ def _shards(engine: Any, request: Request) -> list[str]:
         return []
     path = Path(engine._get_zero_ckpt_name(str(request.load_dir), request.tag))
     if not path.is_file():
+        # DeepSpeed's names of these files say whether bf16 was on.
+        on = path.name.startswith("bf16_")
+        if path.with_name(path.name.removeprefix("bf16_") if on else f"bf16_{path.name}").is_file():
+            has, this = ("false", "true") if on else ("true", "false")
+            return [f"{request.folder}: bf16.enabled: checkpoint has {has}, this run has {this}"]
         return [f"{path}: missing"]
     saved = read(path)["optimizer_state_dict"]
     # Another optimizer has other groups, too: that is not what is to be said first.

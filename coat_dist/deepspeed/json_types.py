@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
+
+from pydantic import ValidationError
 
 from ..config import look_up, without_comments
 from .known_keys import models
@@ -95,7 +97,22 @@ def wrong_types(config: Mapping[str, Any]) -> list[str]:
         if value is not None and str(value).lower() not in map(str.lower, choices):
             accepted = ", ".join(map(json.dumps, choices))
             problems.append(f"{key}: got {json.dumps(value, default=str)}, accepted: {accepted}")
-    return [*problems, *_wrong_dtype(config), *wrong_schedule(config)]
+    return [*problems, *_wrong_dtype(config), *wrong_schedule(config), *_refused_by_models(config, problems)]
+
+
+def _refused_by_models(config: Mapping[str, Any], before: list[str]) -> Iterator[str]:
+    """What DeepSpeed's classes for blocks do not take, if no line before is about it, nor ``unknown_keys``."""
+    told = {line.partition(":")[0] for line in before}
+    for block, model in models().items():
+        given = config.get(block)
+        try:
+            model.model_validate(dict(given)) if isinstance(given, Mapping) else None
+        except ValidationError as error:
+            for one in error.errors(include_url=False):
+                key = ".".join([block, *(str(part) for part in one["loc"])])
+                if one["loc"] and one["type"] != "extra_forbidden" and key not in told:
+                    value = json.dumps(one["input"], default=str)
+                    yield f"{key}: got {value}, accepted: {one['msg'].replace('Input should be ', '')}"
 
 
 @functools.cache

@@ -91,6 +91,11 @@ def build_coat_adamw(
             f"model_parameters: got {len(chosen)} of which {len(chosen) - len(named)} are not parameters of the model, "
             "accepted: parameters of it, its named_parameters(), or a list of parameter groups"
         )
+    if not any(p.requires_grad for _, p in named):
+        raise ValueError(
+            f"model_parameters: got {len(named)} parameters and none to train, accepted: at least one that requires a "
+            "gradient, or none given for all of the model's"
+        )
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:
         del group["names"]  # ZeRO puts shards in the parameters' place

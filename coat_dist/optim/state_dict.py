@@ -116,7 +116,7 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             f"CoatAdamW.load_state_dict: got parameter groups of {saved_sizes} parameters, accepted: "
             f"{sizes}, as this optimizer was built with; build it with the same parameter groups"
         )
-    states, new_groups = dict(state_dict["state"]), []
+    states, new_groups = _states(state_dict["state"], saved_groups), []
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         stateless = not any(states.get(index) for index in saved["params"])
         new = _own_layout(saved, group) if optimizer._fp32_state_dict else _same_layout(saved, group, i, stateless)
@@ -125,8 +125,6 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         for index, p in zip(saved["params"], group["params"], strict=True):
             if states.get(index):
                 what = f"CoatAdamW.load_state_dict: group {i}, parameter {index}"
-                if not isinstance(states[index], Mapping):
-                    raise ValueError(f"{what}: got {type(states[index]).__name__}, accepted: a dict with its state")
                 if optimizer._fp32_state_dict:
                     state = _from_fp32(states[index], p, group, what)
                 else:
@@ -161,7 +159,36 @@ def _saved_groups(state_dict: Any) -> list[dict[str, Any]]:
             raise ValueError(
                 f"CoatAdamW.load_state_dict: group {i}, params: got none, accepted: the list of its parameters' indices"
             )
+        if unhashable := [index for index in saved["params"] if isinstance(index, list | dict | set)]:
+            raise ValueError(
+                f"CoatAdamW.load_state_dict: group {i}, params: got {unhashable[0]!r} in it, accepted: indices or names"
+            )
     return state_dict["param_groups"]
+
+
+def _states(given: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Each parameter's state; refused is one that no group names, which would be lost, and what is no state."""
+    named = {index for group in groups for index in group["params"]}
+    strange = [index for index, state in given.items() if index not in named and isinstance(state, Mapping) and state]
+    if strange:
+        known = [*map(repr, named)]
+        raise ValueError(
+            f"CoatAdamW.load_state_dict: state: got that of {', '.join(map(repr, strange[:4]))}, which no group has "
+            f"in its 'params', accepted: of {', '.join(known[:4])}{', ...' if known[4:] else ''}"
+        )
+    for index, state in given.items():
+        if index in named:
+            _check_kind(state, f"CoatAdamW.load_state_dict: state, parameter {index}")
+    return dict(given)
+
+
+def _check_kind(state: Any, what: str) -> None:
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise ValueError(f"{what}: got {type(state).__name__}, accepted: a dict with names of tensors as keys")
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
+            given = "a tensor of the meta device" if value.is_meta else f"a tensor with layout {value.layout}"
+            raise ValueError(f"{what}, {key}: got {given}, accepted: a dense one with values")
 
 
 def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless: bool) -> dict[str, Any]:

@@ -278,13 +278,20 @@ def missing_files(rank, world, folder):
         os.remove(f"{folder}/x/manifest.json")  # as of plain DeepSpeed
         os.mkdir(f"{folder}/z")
     torch.distributed.barrier()
-    return listed, *[refused(engine, load_dir=folder, tag=tag) for tag in ("x", "y", "z", "../x")]
+    found = [refused(engine, load_dir=folder, tag=tag) for tag in ("x", "y", "z", "../x")]
+    torch.distributed.barrier()
+    if rank == 0:
+        of_rank_0 = Path(folder, "x", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        of_rank_0.rename(of_rank_0.with_name(of_rank_0.name.removeprefix("bf16_")))  # as without bf16
+    torch.distributed.barrier()
+    return listed, *found, refused(engine, load_dir=folder, tag="x")
 
 
 def test_missing_files_are_named_on_every_rank(tmp_path):
-    for listed, file, folder, empty, outside in run_ranks(2, missing_files, str(tmp_path)):
+    for listed, file, folder, empty, outside, in_fp32 in run_ranks(2, missing_files, str(tmp_path)):
         assert "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing" in listed
         assert "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing\naccepted: what wrote it" in file
         assert f"tag: got 'y', which is not in {tmp_path}, accepted: " in folder
         assert f"{tmp_path}/z: no file matches" in empty and "accepted" in empty
+        assert f"{tmp_path}/x: bf16.enabled: checkpoint has false, this run has true" in in_fp32
         assert "tag: got '../x', accepted: None for the one that was saved last, or " in outside

@@ -45,6 +45,8 @@ AN_OBJECT, A_STAGE, A_RATE = "an object with its settings", "0, 1, 2 or 3", "a n
         ),
         *((key, None, "true or false") for key in ("wall_clock_breakdown", "bf16.enabled")),
         ("zero_optimization.overlap_comm", "false", "true or false"),
+        ("zero_optimization.reduce_bucket_size", "5e8", "a valid integer"),
+        ("zero_optimization.reduce_bucket_size", 0, "greater than 0"),
         ("data_types.grad_accum_dtype", "f32", '"fp32", "fp16" or "bf16"'),
         ("communication_data_type", "float32", '"fp16", "bf16", "fp32"'),
         ("checkpoint.tag_validation", 5, '"Ignore", "Warn", "Fail"'),
