@@ -89,7 +89,8 @@ def _speed(step: dict[str, Any]) -> float:
 
 def beyond_bf16(results: Path) -> str:
     """What trains where BF16 is out of memory with its smallest micro-batch: of each model and its GPUs the fastest."""
-    cases = [one for one in (read("whole", results) or {"cases": []})["cases"] if whole_report.current(one)]
+    files = [read(name, results) or {"cases": []} for name in ("whole", "whole-h100")]
+    cases = [one for file in files for one in file["cases"] if whole_report.current(one)]
     found = []
     for group in whole_report.groups(cases).values():
         if any(one["variant"] == "BF16" and one["out_of_memory_at"] == 1 for one in group) and whole_report.fits(group):
