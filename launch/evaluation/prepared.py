@@ -50,7 +50,7 @@ def read_samples(
         samples: None = every sample of the part once; needed where data sets are blended.
 
     Raises:
-        DataError: names the option, or the file.
+        DataError: names the option, or the file; more ``samples`` than the part of one data set has.
     """
     with as_typed():
         if samples is None and len(data.parse_blend(paths)[0]) > 1:
@@ -62,7 +62,15 @@ def read_samples(
             paths, split, seq_length, train, valid, test, seed, cache_dir, without="take another --part"
         )
     dataset: Any = built[PARTS.index(part)]
-    return [_row(dataset[i]) for i in range(samples or dataset.epoch_samples)]
+    there = getattr(dataset, "epoch_samples", None)  # None of a blend, which goes on for ever
+    if samples is None and there is None:
+        raise data.DataError("--samples: missing, accepted: how many of the blend, as --data has several sources")
+    if samples is not None and there is not None and samples > there:
+        raise data.DataError(
+            f"--samples: got {samples}, accepted: up to {there}, which {part} has, or absent for all of them: samples "
+            "that come again would make the errors of means too small"
+        )
+    return [_row(dataset[i]) for i in range(samples or there)]
 
 
 def _row(item: dict) -> Row:

@@ -16,7 +16,7 @@ GIB = 2**30
 _SHOWN = 2**20 // 20
 """Bytes below which :func:`size` says 0.0 MiB."""
 ACCURACY = (
-    "memory: within 5 % of measured peaks, 10 % of a 1B model's; time: within about 20 %, but up to 1.8 times as long "
+    "memory: within 5 % of measured peaks, 10 % of a 1B model's; time: within about 20 %, but up to 2.4 times as long "
     "where the host sets the pace, as with micro-batches of 1 and 2 of 1B (docs/memory.md)"
 )
 _ORDER = (

@@ -6,6 +6,7 @@ From `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and `bf16_optimizer.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
@@ -86,7 +87,7 @@ def states(run: Run) -> States:
         )
     padded = sum(run.dp * n for n in shards)
     # Of parameters that two ranks share, each has the whole gradient.
-    waiting = 2 * _most_whole(groups, shards, run.dp) if gradient == 2 else gradient * shard
+    waiting = 2 * _most_whole(groups, shards) if gradient == 2 else gradient * shard
     return States(
         elements=elements,
         weights=2 * padded,
@@ -103,16 +104,16 @@ def states(run: Run) -> States:
     )
 
 
-def _most_whole(groups: list[list[Parameter]], shards: list[int], dp: int) -> int:
+def _most_whole(groups: list[list[Parameter]], shards: list[int]) -> int:
     """Elements of all parameters of which a rank holds a part, of the rank where they are most."""
-    more = [0] * (dp + 1)  # than on the rank before
+    more = Counter[int]()  # than on the rank before, by rank where it changes
     for group, size in zip(groups, shards, strict=True):
         begin = 0
         for p in group:
             more[begin // size] += p.numel
             begin += p.numel
             more[(begin - 1) // size + 1] -= p.numel
-    return max(accumulate(more))
+    return max(accumulate((more[rank] for rank in sorted(more)), initial=0))
 
 
 def local_elements(run: Run, rank: int) -> dict[str, int]:

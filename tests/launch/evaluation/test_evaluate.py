@@ -159,6 +159,8 @@ def test_a_parts_samples_are_all_taken_once_by_default(trained):
     test = evaluated("--load", trained.saved, "--data", trained.data, "--part", "test", "--batch-size", 64)["data"][0]
     assert valid["rows"] > 12 and test["rows"] > 12 and valid["digest"] != test["digest"]
     assert valid["name"].endswith("data (valid)") and test["name"].endswith("data (test)")
+    problem = evaluated("--load", trained.saved, "--data", trained.data, "--samples", valid["rows"] + 1)
+    assert f"--samples: got {valid['rows'] + 1}, accepted: up to {valid['rows']}, which valid has" in problem
 
 
 def test_the_tokenizer_of_a_training_checkpoint_is_its_datas(trained):
