@@ -152,9 +152,9 @@ def train(
     if folder is not None and (folder / "latest").exists():
         try:
             engine.load_checkpoint(str(folder))
-        except ValueError as problem:  # of another --size, --zero or --tp, or damaged; the same on every rank
-            if dist.get_rank() == 0:
-                line = "; ".join(str(problem).split("\n"))
+        except (ValueError, AssertionError, RuntimeError) as problem:  # of another --size, --zero or --tp, or damaged
+            if dist.get_rank() == 0:  # DeepSpeed alone asserts, often without words
+                line = "; ".join(str(problem).split("\n")) or "DeepSpeed loads only what the same --zero has saved"
                 print(f"error: --checkpoint: got {args.checkpoint}, which does not fit: {line}", file=sys.stderr)
             sys.exit(2)
         note(f"{folder}: has {engine.global_steps} of {args.steps} steps")

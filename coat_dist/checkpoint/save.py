@@ -36,7 +36,8 @@ __all__ = ["Extras", "save_whole_checkpoints"]
 
 _MANIFESTS = ("format", "unfinished", "universal", "tag", "saved", LATEST, "engine", "part", "files")
 """What a manifest says by itself: another value of these would make of a checkpoint one that is not found or loaded."""
-_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+_FULL = (*(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)), "unexpected pos")
+"""What errors say where the disk is full; the last is all that is left of it where torch.save opens a file itself."""
 
 
 @dataclass(frozen=True)

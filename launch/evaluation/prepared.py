@@ -62,15 +62,16 @@ def read_samples(
             paths, split, seq_length, train, valid, test, seed, cache_dir, without="take another --part"
         )
     dataset: Any = built[PARTS.index(part)]
-    there = getattr(dataset, "epoch_samples", None)  # None of a blend, which goes on for ever
-    if samples is None and there is None:
+    there: int | None = getattr(dataset, "epoch_samples", None)  # None of a blend, which goes on for ever
+    taken = there if samples is None else samples
+    if taken is None:
         raise data.DataError("--samples: missing, accepted: how many of the blend, as --data has several sources")
-    if samples is not None and there is not None and samples > there:
+    if there is not None and taken > there:
         raise data.DataError(
-            f"--samples: got {samples}, accepted: up to {there}, which {part} has, or absent for all of them: samples "
+            f"--samples: got {taken}, accepted: up to {there}, which {part} has, or absent for all of them: samples "
             "that come again would make the errors of means too small"
         )
-    return [_row(dataset[i]) for i in range(samples or there)]
+    return [_row(dataset[i]) for i in range(taken)]
 
 
 def _row(item: dict) -> Row:
