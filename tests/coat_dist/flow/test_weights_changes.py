@@ -127,7 +127,7 @@ def test_new_storage_at_an_old_address_is_seen(assign):
     torch.manual_seed(0)
     p, x = torch.nn.Parameter(torch.randn(512, 512)), torch.randn(4, 512)
     again = 0
-    for _ in range(12):
+    for _ in range(400):  # as many as it takes: where memory comes from depends on what ran before
         assign(p, torch.randn(512, 512))
         before = p.data_ptr()
         assert torch.equal(plain_linear(p, x), plain_linear(p, x, "on_use"))
@@ -135,6 +135,8 @@ def test_new_storage_at_an_old_address_is_seen(assign):
         assign(p, torch.randn(512, 512))
         again += p.data_ptr() == before
         assert torch.equal(plain_linear(p, x), plain_linear(p, x, "on_use"))
+        if again:
+            break
     assert again, "no address came back: the test says nothing"
 
 
