@@ -43,6 +43,7 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 import coat_dist
 from coat_dist import CoatConfigError
+from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed.slurm import in_a_step, take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
@@ -170,12 +171,11 @@ def say_missing(names: Sequence[str], option: str) -> None:
 
 def _try_folder(folder: str) -> None:
     """Whether it can be written: after hours of scoring it would be too late. What was not there is not there again."""
-    missing = [one for one in (Path(folder), *Path(folder).parents) if not one.exists()]
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        made = make_folder(Path(folder))
         with tempfile.TemporaryFile(dir=folder):
             pass
-        for one in missing:
+        for one in made:
             one.rmdir()
     except OSError as problem:
         raise CoatConfigError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from None

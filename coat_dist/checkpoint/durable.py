@@ -66,12 +66,17 @@ def walk(folder: Path, topdown: bool = True) -> Iterator[tuple[Path, list[str]]]
         yield Path(inner), files
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and those it lies in, where they are not there, and wait until they are on disk."""
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and those it lies in, where they are not there, and wait until they are on disk.
+
+    Returns:
+        Those that it made, the innermost first.
+    """
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for one in missing:
         sync_folder(one.parent)
+    return missing
 
 
 def named(problem: OSError, path: Path) -> OSError:
