@@ -39,6 +39,9 @@ TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node "
 ONE, TWO, FOUR = (f"{TORCHRUN}{count} {RUN}" for count in (1, 2, 4))
 FLOW, OPTIMIZER = ("flow",), ("optimizer",)
 PRESETS = "layer --presets llama2-7b llama2-13b llama3-8b olmo-1b --kernels 0 "
+TRAIN_TP = (
+    "train --ranks 2 --tensor-parallel 2 --micro-batch 2 4 --steps 26 --configs 'TE bf16' zero2 'zero2 over NCCL' "
+)
 PEERS_7B = "layer --variants coat 'coat saved in e4m3' --name "
 TABLES = {
     "train": Table({"train-2-ranks": (RUN + "train --ranks 2 PEERS?",)}, render.train, seconds=360),
@@ -89,16 +92,7 @@ TABLES = {
         render.layers,
         code=FLOW,
     ),
-    "train_tp": Table(
-        {
-            "train-tp-2": (
-                RUN + "train --ranks 2 --tensor-parallel 2 --micro-batch 2 4 --steps 26 --name train-tp-2 "
-                "--configs 'TE bf16' zero2 'zero2 over NCCL' PEERS",
-            )
-        },
-        render.train_tp,
-        seconds=360,
-    ),
+    "train_tp": Table({"train-tp-2": (RUN + TRAIN_TP + "--name train-tp-2 PEERS",)}, render.train_tp, seconds=360),
     "engine_step": Table(
         {"engine-step-zero2-2-ranks": (TWO + "engine_step",)}, render.engine_step, code=(*OPTIMIZER, "deepspeed")
     ),
@@ -183,6 +177,15 @@ TABLES = {
         },
         render.whole,
         goes_on=True,
+        on="H100",
+    ),
+    "h100_train_tp": Table(
+        {"train-tp-2-h100": (RUN + TRAIN_TP + "--name train-tp-2-h100 PEERS",)}, render.train_tp, seconds=360, on="H100"
+    ),
+    "h100_pipeline": Table(
+        {"pipeline-2-stages-h100": (TWO + "pipeline --name pipeline-2-stages-h100",)},
+        render.pipeline,
+        seconds=200,
         on="H100",
     ),
 }

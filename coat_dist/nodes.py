@@ -7,6 +7,7 @@ containers and tests do.
 from __future__ import annotations
 
 import os
+import random
 import socket
 import weakref
 from collections.abc import Sequence
@@ -14,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["Place", "by_node", "host", "meet", "my_place", "on_host", "say_host", "several_nodes"]
+__all__ = ["Place", "by_node", "free_port", "host", "meet", "my_place", "on_host", "say_host", "several_nodes"]
 
 _NODE = ("GROUP_RANK", "CROSS_RANK", "SLURM_NODEID")
 """The number of this node: of torchrun, DeepSpeed and SLURM."""
+_PORTS = range(20000, 32000)
+"""Below those that systems give to outgoing connections (Linux: from 32768)."""
 
 _met: tuple[Any, list[Place]] | None = None
 """A weak reference to the process group whose ranks have met, and where they are."""
@@ -36,6 +39,21 @@ class Place(NamedTuple):
 def host() -> str:
     """The name of this host; ``COAT_HOST`` in the environment replaces it."""
     return os.environ.get("COAT_HOST") or socket.gethostname()
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody uses, for ranks that are about to start.
+
+    The system's own choice (port 0) may be given to some connection again before rank 0, still importing, listens.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 200):  # the program's own random numbers stay as they were
+        with socket.socket() as one:
+            try:
+                one.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port: tried 200 of {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 def several_nodes() -> bool:

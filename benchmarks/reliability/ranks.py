@@ -8,10 +8,11 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
+
+from coat_dist.nodes import free_port
 
 from .program import COAT, Run, rank_main
 
@@ -82,7 +83,7 @@ def start(run: Run, folder: Path, limit: float = 60.0, hung: int | None = None) 
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    began, port = time.monotonic(), _free_port()
+    began, port = time.monotonic(), free_port()
     children = [_fork(run, rank, port, folder) for rank in range(run.world)]
     status: list[int | None] = [None] * run.world
     ended = [began + limit] * run.world
@@ -108,9 +109,3 @@ def _fork(run: Run, rank: int, port: int, folder: Path) -> int:
         finally:
             os._exit(70)  # only where the report could not be written
     return child
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

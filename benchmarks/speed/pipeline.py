@@ -195,6 +195,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--virtual-stages", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--kinds", nargs="+", default=["bf16", "coat"], choices=["bf16", "coat"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--name", default=None, help="of the JSON result (default: pipeline-N-stages)")
     return parser.parse_args(given)
 
 
@@ -208,7 +209,8 @@ def main() -> None:
             forget()
     if dist.get_rank() == 0:
         result = {"ranks": dist.get_world_size(), "settings": options(arguments), "runs": rows}
-        print("wrote", write_result(f"speed/pipeline-{dist.get_world_size()}-stages", result, arguments.output))
+        name = arguments.name or f"pipeline-{dist.get_world_size()}-stages"
+        print("wrote", write_result(f"speed/{name}", result, arguments.output))
     dist.destroy_process_group()
 
 

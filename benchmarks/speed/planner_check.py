@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, argument_parser, environment, python_path, read_json, result_path, write_result
 from benchmarks.speed.planner_cases import CASES, VERIFY, largest, predict, settings_of
+from coat_dist.nodes import free_port
 
 STEPS, APART, GIB = 6, 4, 2**30
 
@@ -142,9 +142,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: float) -> dict[str, Any]:
     """Run a case in ``ranks`` processes; what the rank with the highest peak measured, or the error."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_"))}
     processes = []
     for rank in range(ranks):

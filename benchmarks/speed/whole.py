@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
 from benchmarks.speed.whole_report import current, finished
+from coat_dist.nodes import free_port
 
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
 KEY = ("model", "override", "variant", "ranks", "stage", "gpu_memory")
@@ -57,15 +57,12 @@ STOPPED = threading.Event()
 
 def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
     """A case's steps, and how it ended: "out_of_memory_at", or "cut" by time, or "error"."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_"))}
     shared = {
         "WORLD_SIZE": str(case["ranks"]),
         "LOCAL_WORLD_SIZE": str(case["ranks"]),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTHONPATH": python_path(ROOT),
     }

@@ -4,7 +4,6 @@ torchrun after a rank had died."""
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..nodes import free_port
 from .slurm import take_ranks
 
 __all__ = ["leave_out_compiled_operation", "prepare", "store_of_restart"]
@@ -46,10 +46,8 @@ def prepare(slurm: bool = True, alone: bool = True) -> None:
     launched = any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS))
     if launched or not alone or find_spec("mpi4py") is not None:
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(dict(zip(_OF_LAUNCHERS, ("0", "1", "0", "127.0.0.1", str(port)), strict=True)))
+    values = "0", "1", "0", "127.0.0.1", str(free_port())
+    os.environ.update(dict(zip(_OF_LAUNCHERS, values, strict=True)))
     print(
         "note: started without a launcher, so this process is the only rank; `deepspeed PROGRAM` starts several",
         file=sys.stderr,

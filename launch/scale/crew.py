@@ -23,6 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from coat_dist.nodes import free_port
+
 __all__ = ["Crew", "Failed", "Rank"]
 
 _JOIN = timedelta(minutes=10)
@@ -84,7 +86,7 @@ class Crew:
         """
         with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
             result = Path(folder) / "result.json"
-            whole = {**job, "ranks": list(ranks), "port": _free_port(), "result": str(result)}
+            whole = {**job, "ranks": list(ranks), "port": free_port(), "result": str(result)}
             self._tell(whole)
             problem = self._take_part(whole)
             if problem is not None:
@@ -230,9 +232,3 @@ def _node() -> str:
     """Where this rank is: its host, and the launcher's number of the node (torchrun's, DeepSpeed's, SLURM's)."""
     number = next((os.environ[n] for n in ("GROUP_RANK", "CROSS_RANK", "SLURM_NODEID") if n in os.environ), "0")
     return f"{socket.gethostname()}/{number}"
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return one.getsockname()[1]

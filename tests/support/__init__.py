@@ -1,10 +1,12 @@
 """What tests of several folders share: ranks in processes of their own, and ways to watch a model."""
 
+from coat_dist.nodes import free_port
+
 from .models import Adds, residuals_apart
 from .nodes import Node, Nodes
 from .processes import held_elsewhere, megatron_on_one_rank, saves_by_dist_checkpointing
 from .programs import Program, forked_programs
-from .ranks import free_port, run_ranks, start_ranks
+from .ranks import run_ranks, start_ranks
 
 __all__ = [
     "Adds",

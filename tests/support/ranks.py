@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import tempfile
 import traceback
 from multiprocessing import forkserver
@@ -19,14 +18,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from coat_dist.nodes import free_port
+
 _PRELOAD = ["tests.support.rank_server"]
 _ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _rank_main(rank: int, world: int, port: int, out: str, backend: str, fn, args) -> None:

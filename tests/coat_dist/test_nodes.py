@@ -1,0 +1,27 @@
+import random
+import socket
+
+import pytest
+
+from coat_dist import nodes
+
+
+def test_a_free_port_is_none_that_is_used_and_none_that_systems_give_away(monkeypatch):
+    with socket.socket() as other:
+        port = nodes.free_port()
+        assert port < 32768
+        other.bind(("", port))  # it is free
+        other.listen()
+        monkeypatch.setattr(nodes, "_PORTS", range(port, port + 1))
+        monkeypatch.setattr(nodes.random.SystemRandom, "sample", lambda self, ports, count: list(ports))
+        with pytest.raises(OSError, match="no free port: tried"):
+            nodes.free_port()
+    assert nodes.free_port() == port
+
+
+def test_a_free_port_takes_none_of_the_programs_random_numbers():
+    random.seed(1)
+    first = random.random()
+    random.seed(1)
+    nodes.free_port()
+    assert random.random() == first
