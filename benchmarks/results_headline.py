@@ -88,21 +88,24 @@ def _speed(step: dict[str, Any]) -> float:
 
 
 def beyond_bf16(results: Path) -> str:
-    """What trains where BF16 is out of memory with its smallest micro-batch: of each model and its GPUs the fastest."""
+    """What trains where BF16 is out of memory with its smallest micro-batch: on each kind and number of GPUs, the
+    fastest of each model."""
     files = [read(name, results) or {"cases": []} for name in ("whole", "whole-h100")]
     cases = [one for file in files for one in file["cases"] if whole_report.current(one)]
-    found = []
+    found: dict[str, list[str]] = {}
     for group in whole_report.groups(cases).values():
         if any(one["variant"] == "BF16" and one["out_of_memory_at"] == 1 for one in group) and whole_report.fits(group):
             steps = [whole_report.fastest(one) for one in group if one["steps"]]
             step = max(steps, key=lambda one: one["tokens_per_second_per_gpu"])
-            found.append(
-                f"{group[0]['model']} ({where(group[0])}) at {number(step['tokens_per_second_per_gpu'])} tokens/s/GPU, "
-                f"micro-batch {step['micro_batch']}"
-            )
+            line = f"{group[0]['model']} {number(step['tokens_per_second_per_gpu'])} ({step['micro_batch']})"
+            found.setdefault(where(group[0]), []).append(line)
     if not found:
         return ""
-    return f"**Models that do not fit in BF16** with micro-batch 1: {'; '.join(found)}. [How](docs/memory.md#one-gpu)"
+    lines = "; ".join(f"on {gpus}: {', '.join(models)}" for gpus, models in found.items())
+    return (
+        f"**Models that do not fit in BF16** with micro-batch 1, tokens/s/GPU (micro-batch): {lines}. "
+        "[How](docs/memory.md#one-gpu)"
+    )
 
 
 def where(case: dict[str, Any]) -> str:

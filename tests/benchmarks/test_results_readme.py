@@ -163,7 +163,7 @@ def test_the_first_numbers_are_ratios_of_the_present_code(results) -> None:
         "many as Transformer Engine with FP8 (2 x H200, ZeRO-2); with micro-batch 3 where BF16 reaches 1, 4.00 × as "
         "many tokens a second (1 x H200, ZeRO-2)."
     )
-    assert "llama2-13b (1 x H200, ZeRO-2) at 700 tokens/s/GPU, micro-batch 2." in lines[3] and ";" not in lines[3]
+    assert "(micro-batch): on 1 x H200, ZeRO-2: llama2-13b 700 (2). [How]" in lines[3]
 
 
 @pytest.mark.parametrize(
