@@ -62,7 +62,13 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure also what is of this code")
     parser.add_argument("--seconds", type=float, default=540, help="start no command later than this")
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
-    return parser.parse_args(given)
+    arguments = parser.parse_args(given)
+    for name in ("only", "again", "seconds", "peers"):
+        if not arguments.measure and getattr(arguments, name) != parser.get_default(name):
+            parser.error(f"--{name}: got it without --measure, accepted: with it")
+    if not arguments.seconds > 0:
+        parser.error(f"--seconds: got {arguments.seconds:g}, accepted: more than 0")
+    return arguments
 
 
 def main(given: Sequence[str] | None = None) -> None:

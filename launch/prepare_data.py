@@ -191,6 +191,8 @@ def _write(
             f"--input: no document in {' '.join(args.input)} (left out: {dict(skipped) or 'nothing'}), "
             "accepted: one or more"
         )
+    if args.tokenizer == "none" and totals["documents"] == len({piece.path for one in shards for piece in one}):
+        say(f"prepare_data: note: --eod: got {eod}, which divides no file: each is one document", "warning")
     Path(f"{args.output}.json").unlink(missing_ok=True)  # what it vouches for is about to be replaced
     merge(job, args.output, results)
     file = None

@@ -105,12 +105,14 @@ def save_whole_checkpoints(engine: Any) -> None:
         team = team_of(engine)
         if tag is None:
             tag = f"global_step{engine.global_steps}"
-        tag, state = str(tag), {} if client_state is None else client_state
+        given, tag, state = tag, str(tag), {} if client_state is None else client_state
         flags = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
 
         def check() -> None:
             check_folder("save_dir", save_dir)
             check_client_state(state, engine)
+            if isinstance(given, bool | bytes):  # DeepSpeed: a folder "True", or "b'x'"
+                raise CheckpointError(f"tag: got {given!r}, accepted: a string, or a number")
             check_tag(tag)
             check_flags(flags)
             if extras is not None and not isinstance(extras, Extras):

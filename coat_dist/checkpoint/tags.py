@@ -117,6 +117,10 @@ def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
         if not (load_dir / tag).is_dir() and replaced_or(load_dir / tag) == load_dir / tag:
             _check_holds_checkpoints(load_dir)
             raise CheckpointError(f"tag: got {tag!r}, which is not in {load_dir}, accepted: {_there(load_dir)}")
+        if not _is_checkpoint(replaced_or(load_dir / tag)) and (inner := [name for name, _ in _folders(load_dir, tag)]):
+            raise CheckpointError(
+                f"tag: got {tag!r}, a folder that holds checkpoints, accepted: {', '.join(map(repr, sorted(inner)))}"
+            )
         return _path_in(load_dir, tag)
     latest = load_dir / (_LATEST_UNIVERSAL if universal else LATEST)
     if not os.path.lexists(latest):

@@ -162,6 +162,8 @@ def _refused(values: dict[str, Any], family: Family) -> list[str]:
         if values.get(key) not in (None, False, True):
             lines.append(f"{key}: got {json.dumps(values[key])}, accepted: true or false")
     unused = "use_sliding_window" in family.says and not values.get("use_sliding_window")
+    if "norm_eps" in family.says and "rms_norm_eps" in values and values["rms_norm_eps"] is None:
+        lines.append("rms_norm_eps: got null, accepted: a number above 0")  # transformers fails on it
     for key in _COUNTS:
         value = values.get(key)
         least = 0 if key == "max_window_layers" or (key == "sliding_window" and unused) else 1

@@ -137,6 +137,21 @@ def test_a_command_that_would_not_be_through_is_left_for_the_next_call(monkeypat
     assert "not started, 150 of 150 seconds are left: train-tp-2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--seconds", "60"], "--seconds: got it without --measure"),
+        (["--peers", "x"], "--peers: got it without --measure"),
+        (["--measure", "--seconds", "-1"], "--seconds: got -1, accepted: more than 0"),
+        (["--measure", "--seconds", "nan"], "--seconds: got nan, accepted: more than 0"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(given, told, capsys) -> None:
+    with pytest.raises(SystemExit):
+        results_page.parse(given)
+    assert told in capsys.readouterr().err
+
+
 def test_an_archive_of_the_peer_is_unpacked_once(monkeypatch, started, tmp_path) -> None:
     import tarfile
 

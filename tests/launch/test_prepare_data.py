@@ -96,6 +96,16 @@ def test_a_corrected_command_is_not_one_of_other_settings(tmp_path):
         assert main([*told, *more]) == status
 
 
+@pytest.mark.parametrize(("eod", "noted"), [("0", False), ("8", True)])
+def test_an_end_of_documents_that_is_nowhere_is_noted(tmp_path, capsys, eod, noted):
+    np.asarray([5, 6, 0, 7, 0], np.uint16).tofile(tmp_path / "t.bin")
+    told = ["--input", str(tmp_path / "t.bin"), "--output", str(tmp_path / "made"), "--workers", "1"]
+    told += ["--tokenizer", "none", "--vocab-size", "9", "--eod", eod, "--dtype", "uint16"]
+    assert main(told) == 0
+    text = "--eod: got 8, which divides no file: each is one document"
+    assert (text in "".join(capsys.readouterr())) == noted
+
+
 def test_two_inputs_are_both_read(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").write_text("b")

@@ -29,6 +29,8 @@ SAVING = {
         {"client_state": {"universal_checkpoint_info": 5}},
         "client_state: universal_checkpoint_info: got int, accepted: a dict",
     ),
+    "tag": ({"tag": b"x"}, "tag: got b'x', accepted: a string, or a number"),
+    "true": ({"tag": True}, "tag: got True, accepted: a string, or a number"),
     "latest": ({"save_latest": "no"}, "save_latest: got 'no', accepted: True or False"),
     "extras": ({"extras": {"keep_last": 2}}, "extras: got dict, accepted: coat_dist.checkpoint.save.Extras(...)"),
     "negative": ({"extras": Extras(keep_last=-1)}, f"extras.keep_last: got -1, {COUNT}"),
@@ -103,6 +105,7 @@ def loading(rank, world, folder):
         "itself": {"load_dir": f"{folder}/a"},
         "and by tag": {"load_dir": Path(folder, "a"), "tag": "a"},
         "inner": {"load_dir": f"{folder}/b/c/"},
+        "outer": {"load_dir": folder, "tag": "b"},
         "a file": {"load_dir": f"{folder}/latest"},
         "nothing": {"load_dir": None if rank else folder},
         "verify": {"load_dir": folder, "verify": "no" if rank else True},
@@ -143,6 +146,7 @@ def test_what_holds_no_checkpoints_is_not_taken_for_a_new_run(tmp_path):
         assert said[name] == itself.format(given, where, tag)
     for name, text in {
         "a file": f"load_dir: got {tmp_path}/latest, which is a file; accepted: a folder that holds checkpoints",
+        "outer": "tag: got 'b', a folder that holds checkpoints, accepted: 'b/c'",
         "unfinished": f"load_dir: got {tmp_path}/.unfinished-d, a save that was never finished; accepted: {tmp_path}, ",
         "nothing": "load_dir: got None, accepted: the path of a folder",
         "verify": "verify: got 'no', accepted: True or False",

@@ -105,6 +105,7 @@ def test_either_spelling_of_rope(kind):
         ("llama", "num_key_value_heads", 5, "num_key_value_heads: got 5, accepted: a divisor"),
         ("llama", "hidden_size", "4096", 'hidden_size: got "4096", accepted: an integer'),
         ("llama", "rms_norm_eps", 0, "rms_norm_eps: got 0"),
+        ("llama", "rms_norm_eps", None, "rms_norm_eps: got null, accepted: a number above 0"),
         ("llama", "model_type", ["llama"], r'model_type: got \["llama"\], accepted: llama'),
         ("llama", "hidden_act", ["silu"], r'hidden_act: got \["silu"\], accepted: silu'),
         ("llama", "hidden_act", "", 'hidden_act: got "", accepted: silu'),
