@@ -56,6 +56,13 @@ NOT_COMPUTED = {
     "coat_dist.optim.state.check_group": "refuses options before a step",
     "coat_dist.optim.state_dict": "saves and loads",
     "coat_dist.ranks": "which rank this is",
+    # What is decided before anything runs, and told in the report. Benchmarks patch plain models of this project.
+    "megatron_patches.grouped.why_bf16_grouped": "which experts stay BF16",
+    "megatron_patches.hooks": "which blocks stay BF16 for what a program has set on their modules",
+    "megatron_patches.linear.why_bf16_linear": "which linears stay BF16",
+    "megatron_patches.linear.why_bf16_output_layer": "which output layers stay as they are",
+    "megatron_patches.loss.why_plain_loss": "which losses stay plain",
+    "megatron_patches.uncalled.check_whole": "refuses what was changed after patching",
 }
 """Modules and definitions that are not followed, and why: a change of them changes no step."""
 _CHECKS = ("coat_dist.optim.group_keys",)

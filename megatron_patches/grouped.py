@@ -19,6 +19,7 @@ from coat_dist.config import ActivationConfig
 from .activations import activation_name
 from .attached import Patch
 from .compiled import eager_under_zero3
+from .hooks import why_own_forward
 from .mlp import checked_activation
 
 __all__ = [
@@ -121,6 +122,8 @@ GROUPED: dict[type, type] = {GroupedMLP: FP8GroupedMLP, GroupedExperts: FP8Group
 
 def why_bf16_grouped(experts: Any, settings: ActivationConfig) -> str | None:
     """Why experts in grouped products, of a class in :data:`GROUPED`, stay BF16."""
+    if (reason := why_own_forward("experts", experts)) is not None:
+        return reason
     if settings.tp_invariant:
         return "tp_invariant with a mixture of experts"
     width = experts.weight2.numel() // (experts.num_local_experts * experts.config.hidden_size)

@@ -1,13 +1,15 @@
-"""Hooks that a program has registered on modules whose calls a patch changes.
+"""Hooks that a program has registered on modules whose calls a patch changes, and ``forward`` set on such a module.
 
-A hook that would not run, or would see other values, keeps its block in BF16.
+A hook that would not run, or would see other values, keeps its block in BF16. So does ``module.forward = ...``, as
+activation checkpointing, accelerate's hooks and hand-written adapters set it: it holds the method of the class that the
+module had before, and would run in place of the patched one, or not at all.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CALL", "INPUT", "INPUT_OR_ITS_GRADIENT", "OUTPUT", "why_bf16_hooks"]
+__all__ = ["CALL", "INPUT", "INPUT_OR_ITS_GRADIENT", "OUTPUT", "why_bf16_hooks", "why_own_forward"]
 
 # The tables of torch.nn.Module that hold hooks, by what their hooks see.
 INPUT = ("_forward_pre_hooks",)
@@ -28,9 +30,16 @@ def why_bf16_hooks(layer: Any, changed: dict[str, tuple[str, ...]]) -> str | Non
     """
     for path, tables in changed.items():
         module = layer.get_submodule(path)
+        if (reason := why_own_forward(path, module)) is not None:
+            return reason
         for table in tables:
             for hook in getattr(module, table).values():
                 if not str(getattr(hook, "__module__", "")).startswith(_HANDLED):
                     kind = table.strip("_").removesuffix("s").replace("_", " ")
                     return f"{path} has a {kind}, which would not run or see other values"
     return None
+
+
+def why_own_forward(name: str, module: Any) -> str | None:
+    """That a program has set ``forward`` on a module itself, or None; ``name`` is the module's in the reason."""
+    return f"{name} has a forward of its own, which a patch would pass by" if "forward" in vars(module) else None

@@ -13,6 +13,7 @@ from coat_dist.formats import QuantizedTensor
 
 from .attached import Patch
 from .compiled import eager_under_zero3
+from .hooks import why_own_forward
 from .norm import describe
 from .residual import Residual
 from .uncalled import check_whole
@@ -105,6 +106,8 @@ def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = Fals
     """
     if type(linear) is not kind:
         return f"{name} class {type(linear).__name__}"
+    if (reason := why_own_forward(name, linear)) is not None:
+        return reason
     for attribute in ("gather_output", "explicit_expert_comm", "disable_grad_reduce"):
         if not (expert and attribute == "explicit_expert_comm") and getattr(linear, attribute, False):
             return f"{name} with {attribute}"
@@ -147,6 +150,8 @@ def why_bf16_output_layer(output_layer: Any) -> str | None:
     """Why neither ``tp_invariant`` nor the chunked loss can replace an output layer."""
     if type(output_layer) is not ColumnParallelLinear:
         return f"output_layer class {type(output_layer).__name__}"
+    if (reason := why_own_forward("output_layer", output_layer)) is not None:
+        return reason
     if output_layer.bias is not None:
         return "output_layer has a bias"
     if output_layer.config.defer_embedding_wgrad_compute:

@@ -22,6 +22,7 @@ from .attached import Patch
 from .compat import field_or
 from .config_check import why_bf16_config
 from .groups import tensor_parallel
+from .hooks import why_own_forward
 from .linear import InvariantColumnParallelLinear, why_bf16_output_layer
 
 __all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "why_plain_loss"]
@@ -117,6 +118,8 @@ def why_plain_loss(model: Any) -> str | None:
     """
     if type(model) is not GPTModel:
         return f"model class {type(model).__name__}"
+    if (reason := why_own_forward("the model", model)) is not None:
+        return reason
     if (reason := why_bf16_config(model.config)) is not None:
         return reason
     output_layer = getattr(model, "output_layer", None)

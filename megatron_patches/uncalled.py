@@ -11,12 +11,21 @@ from torch.distributed.tensor import DTensor
 __all__ = ["check_whole", "wait_for_parameters"]
 
 
+_CALLED = "a patched block uses its parameters without calling it); unpatch_model first"
+_FORWARDS = ColumnParallelLinear.forward, RowParallelLinear.forward
+
+
 def check_whole(name: str, module: nn.Module) -> None:
-    """Refuse a module that is sharded by itself.
+    """Refuse a module that computes more than its class in Megatron, or is sharded by itself.
 
     Raises:
-        ValueError: ``fully_shard`` is around the module alone, and gathers its parameters only when it is called.
+        ValueError: ``fully_shard`` is around the module alone, and gathers its parameters only when it is called; or a
+            program has set another ``forward`` since the model was patched.
     """
+    if "forward" in vars(module):
+        raise ValueError(f"{name}: got a forward that was set on the module, accepted: that of its class ({_CALLED}")
+    if isinstance(module, ColumnParallelLinear | RowParallelLinear) and type(module).forward not in _FORWARDS:
+        raise ValueError(f"{name}: got class {type(module).__name__}, accepted: the one that was patched ({_CALLED}")
     if isinstance(module.weight, DTensor):
         raise ValueError(
             f"{name}: got fully_shard on this module alone, accepted: fully_shard on the whole layer (a patched block "

@@ -80,17 +80,17 @@ def build_coat_adamw(
     def make(groups: list[dict[str, Any]]) -> CoatAdamW:
         return CoatAdamW(experts_apart(groups), **options)
 
-    listed = None if parameters is None else list(parameters)
+    listed = None if parameters is None else list_parameters(parameters)
     if listed and isinstance(listed[0], Mapping):
         _check_groups(listed, options)
-        return make, split_groups(listed)
-    chosen = None if listed is None else {id(p[1] if isinstance(p, tuple) and len(p) == 2 else p) for p in listed}
+        known = {id(p) for p in model.parameters()}
+        ids = [id(_parameter(p)) for group in listed for p in group["params"]]
+        _check_members(len(ids), sum(one not in known for one in ids))
+        return make, _with_work(split_groups(listed), listed)
+    chosen = None if listed is None else {id(_parameter(p)) for p in listed}
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
-    if chosen is not None and len(named) != len(chosen):
-        raise ValueError(
-            f"model_parameters: got {len(chosen)} of which {len(chosen) - len(named)} are not parameters of the model, "
-            "accepted: parameters of it, its named_parameters(), or a list of parameter groups"
-        )
+    if chosen is not None:
+        _check_members(len(chosen), len(chosen) - len(named))
     if not any(p.requires_grad for _, p in named):
         raise ValueError(
             f"model_parameters: got {len(named)} parameters and none to train, accepted: at least one that requires a "
@@ -100,6 +100,31 @@ def build_coat_adamw(
     for group in groups:
         del group["names"]  # ZeRO puts shards in the parameters' place
     return make, groups
+
+
+def _parameter(p: Any) -> Any:
+    """A parameter that may stand there with its name."""
+    return p[1] if isinstance(p, tuple) and len(p) == 2 else p
+
+
+def _check_members(count: int, strange: int) -> None:
+    """Refuse parameters that ZeRO would look for in the model and not find."""
+    if strange:
+        raise ValueError(
+            f"model_parameters: got {count} of which {strange} are not parameters of the model, "
+            "accepted: parameters of it, its named_parameters(), or a list of parameter groups"
+        )
+
+
+def _with_work(split: list[dict[str, Any]], given: list[Any]) -> list[dict[str, Any]]:
+    """Groups without the halves that have nothing to train where the whole had: ZeRO-1 and 2 cannot hold a group
+    without a trained parameter, as that of a model's norms where only its matrices are trained."""
+
+    def works(group: Mapping[str, Any]) -> bool:
+        return any(_parameter(p).requires_grad for p in group["params"])
+
+    halved = {id(_parameter(p)) for group in given if works(group) for p in group["params"]}
+    return [group for group in split if works(group) or not any(id(_parameter(p)) in halved for p in group["params"])]
 
 
 def _check_groups(groups: list[Any], options: Mapping[str, Any]) -> None:

@@ -124,10 +124,13 @@ def _against(coat: CoatConfig | None, optimizer: CoatAdamW) -> list[str]:
     """The block's options, where it has some, that the given optimizer does not have."""
     if coat is None or "optimizer" not in coat.model_fields_set:
         return []
-    return [
-        f"coat.optimizer.{name}: got {json.dumps(value)} beside a CoatAdamW that has {json.dumps(group[name])}, "
-        "accepted: its options, or none"
+    others = {
+        name: [group[name] for group in optimizer.param_groups if group[name] != value]
         for name, value in coat.optimizer.model_dump(exclude_unset=True).items()
-        for group in optimizer.param_groups[:1]
-        if group[name] != value
+    }
+    return [
+        f"coat.optimizer.{name}: got {json.dumps(getattr(coat.optimizer, name))} beside a CoatAdamW that has "
+        f"{json.dumps(has[0])}, accepted: its options, or none"
+        for name, has in others.items()
+        if has
     ]

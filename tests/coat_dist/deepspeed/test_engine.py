@@ -258,6 +258,7 @@ def given_parameters(rank, world):
     for name, listed in {
         "named": lambda net: net.named_parameters(),
         "foreign": lambda net: [*net.parameters(), torch.nn.Parameter(torch.ones(3))],
+        "foreign group": lambda net: [{"params": net.parameters()}, {"params": torch.nn.Parameter(torch.ones(3))}],
         "misspelt": lambda net: [{"params": net.parameters(), "wieght_decay": 0.5}],
         "fused": lambda net: [{"params": net.parameters()}, {"params": [], "fused": True}],
         "wrong": lambda net: [{"params": net.parameters(), "weight_decay": "0.5"}],
@@ -281,6 +282,8 @@ def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw
         "named": [("decay/fp8", "fp8", None), ("no_decay/fp32", "fp32", None)],
         "foreign": "model_parameters: got 7 of which 1 are not parameters of the model, accepted: parameters of it, "
         "its named_parameters(), or a list of parameter groups",
+        "foreign group": "model_parameters: got 7 of which 1 are not parameters of the model, accepted: parameters of "
+        "it, its named_parameters(), or a list of parameter groups",
         "misspelt": "model_parameters.0, wieght_decay: unknown key of a parameter group, accepted: 'weight_decay', or "
         "another name",
         "fused": "model_parameters.1, fused: got True, accepted: False, there is one implementation",
@@ -289,6 +292,37 @@ def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw
         "optimizer": "optimizer: got CoatAdamW over 6 parameters of which 6 are not the model's, accepted: one that "
         "was built over parameters of this model, after it was converted or copied",
     }
+
+
+def half_trained(rank, world, stage):
+    """Losses where only matrices, or only vectors, of a given group are trained: as given, and without what is not."""
+    import deepspeed
+
+    found = []
+    for vectors in (False, True):
+        for chosen in (lambda p: True, lambda p: p.requires_grad):
+            net = model()
+            for p in net.parameters():
+                p.requires_grad_((p.ndim < 2) == vectors)
+            settings = {**CONFIG, "zero_optimization": {"stage": stage}}
+            groups = [{"params": [p for p in net.parameters() if chosen(p)], "lr": 0.05}]
+            engine = deepspeed.initialize(model=net, model_parameters=groups, config=settings)[0]
+            assert [g["moments"] for g in engine.optimizer.param_groups] == ["fp32" if vectors else "fp8"]
+            losses = []
+            for step in range(3):
+                x = torch.randn(2, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+                loss = engine(x).float().square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_given_group_of_which_one_kind_is_frozen_trains(stage):
+    ((all_matrices, matrices, all_vectors, vectors),) = run_ranks(1, half_trained, stage)
+    assert all_matrices == matrices and all_vectors == vectors and len(set(matrices + vectors)) > 4
 
 
 @pytest.mark.parametrize(

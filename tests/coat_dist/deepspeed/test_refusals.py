@@ -185,7 +185,10 @@ def test_a_given_optimizer_is_checked_like_one_by_name(changes, words):
     del settings["optimizer"]
     if changes.keys() != {"coat"}:
         del settings["coat"]
-    given = CoatAdamW([torch.nn.Parameter(torch.ones(3))])
+    usual, other = ({"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2))
+    if changes.keys() == {"coat"}:  # of any group, not of the first one alone
+        usual["expand"] = False
+    given = CoatAdamW([usual, other])
     with pytest.raises(CoatConfigError) as error:
         check_deepspeed(settings, optimizer=given)
     (line,) = [line for line in str(error.value).splitlines() if "activation" not in line]
