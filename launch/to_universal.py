@@ -168,13 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("to_universal: interrupted; nothing was changed", file=sys.stderr)
         return 130
     size = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
-    say(f"{source.path} -> {final} ({size:,} bytes); {_how_to_load(source, final)}")
+    say(f"{source.path} -> {final} ({size:,} bytes); {_how_to_load(source, final, exact=args.output is None)}")
     return 0
 
 
-def _how_to_load(source: Source, final: Path) -> str:
-    if source.of_run:
-        return f"load it with --load {final.parent if (final.parent / 'latest').is_file() else final}"
+def _how_to_load(source: Source, final: Path, exact: bool) -> str:
+    if source.of_run:  # the `latest` beside an exact folder is of other checkpoints
+        return f"load it with --load {final if exact else final.parent}"
     return f'load it with "checkpoint": {{"load_universal": true}} and engine.load_checkpoint({str(final.parent)!r})'
 
 

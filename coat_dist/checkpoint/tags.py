@@ -15,7 +15,7 @@ from .manifest import MANIFEST, CheckpointError, read_manifest, saved_at
 from .publish import LATEST, own_name, replaced_or, unfinished
 from .team import Team
 
-__all__ = ["agree", "check_place", "check_tag", "find_tag"]
+__all__ = ["agree", "check_place", "check_tag", "find_tag", "is_checkpoint"]
 
 _LATEST_UNIVERSAL = "latest_universal"
 _UNFINISHED = unfinished(Path("x/")).name[:-1]
@@ -117,7 +117,7 @@ def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
         if not (load_dir / tag).is_dir() and replaced_or(load_dir / tag) == load_dir / tag:
             _check_holds_checkpoints(load_dir)
             raise CheckpointError(f"tag: got {tag!r}, which is not in {load_dir}, accepted: {_there(load_dir)}")
-        if not _is_checkpoint(replaced_or(load_dir / tag)) and (inner := [name for name, _ in _folders(load_dir, tag)]):
+        if not is_checkpoint(replaced_or(load_dir / tag)) and (inner := [name for name, _ in _folders(load_dir, tag)]):
             raise CheckpointError(
                 f"tag: got {tag!r}, a folder that holds checkpoints, accepted: {', '.join(map(repr, sorted(inner)))}"
             )
@@ -157,7 +157,7 @@ def _check_holds_checkpoints(load_dir: Path) -> None:
         raise CheckpointError(f"load_dir: got {load_dir}, which is a file; accepted: a folder that holds checkpoints")
     folder = Path(os.path.abspath(load_dir)) if load_dir.name in ("", "..") else load_dir
     tag = own_name(folder)  # still "unfinished" where it never had another
-    if not tag.startswith(_UNFINISHED) and _is_checkpoint(folder):
+    if not tag.startswith(_UNFINISHED) and is_checkpoint(folder):
         call = f"load_checkpoint({str(folder.parent)!r}, tag={tag!r})"
         raise CheckpointError(f"load_dir: got {load_dir}, which is a checkpoint itself; accepted: {call}")
     if tag.startswith(_UNFINISHED) and folder.is_dir():
@@ -167,7 +167,7 @@ def _check_holds_checkpoints(load_dir: Path) -> None:
         )
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
     """Of this project, or of plain DeepSpeed: that has no manifest, but model files in the folder itself."""
     with suppress(CheckpointError):
         read_manifest(folder, of_run=False)

@@ -79,6 +79,11 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
         part = args.part or "valid"
         recorded = run.get("data")
         of_run = recorded if isinstance(recorded, dict) else {}
+        if of_run.get("separate_documents"):
+            found.warnings.append(
+                "warning: --data: documents of a sample see each other here, which the run kept apart "
+                "(--separate-documents): the loss is not its valid_loss"
+            )
         split = args.split or of_run.get("split") or "950,40,10"
         seed = args.seed if args.seed is not None else run.get("seed", 1234)
         found.data = prepared.read_samples(

@@ -47,7 +47,13 @@ def find_tokenizer(
                 return load(f"{kind}:{file}", eod), str(file)
     if (data := training_data(run)) is not None:
         with suppress(DataError):  # ready token files
-            return for_data(data[0]), f"{data[0]}.json"
+            found = for_data(data[0])
+            if eod is None:
+                return found, f"{data[0]}.json"
+            raise CoatConfigError(
+                f"--eod: got {eod!r}, accepted: none with the tokenizer of {data[0]}.json, whose documents end with "
+                f"{found.eod}, or another --tokenizer"
+            )
     raise CoatConfigError(
         "--tokenizer: missing, accepted: hf:PATH (a tokenizer.json or its folder), sentencepiece:FILE or bytes; the "
         "checkpoint has none, and the data that it was trained on is not here or does not name one"

@@ -14,6 +14,7 @@ from coat_dist.checkpoint.durable import make_folder, sync_folder, sync_tree, wr
 from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, sync_files
 from coat_dist.checkpoint.publish import unfinished
+from coat_dist.checkpoint.tags import is_checkpoint
 from launch.hf.folder import CONFIG, travelling_files
 from launch.weights.converted import MODEL
 from launch.weights.source import CARRIED
@@ -48,6 +49,8 @@ class Output:
         final, source = self.final, source.resolve()
         if final == source or final.is_relative_to(source) or source.is_relative_to(final):
             self._refuse("which is, or is in, or holds what is converted")
+        if (outer := next(filter(is_checkpoint, final.parents), None)) is not None:  # its run would remove both
+            self._refuse(f"which is in the checkpoint {outer}")
         if final.exists() and not final.is_dir():
             self._refuse("which is no folder")
         if final.is_dir() and any(path.name != ".lock" for path in final.iterdir()):

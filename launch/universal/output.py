@@ -14,6 +14,7 @@ from typing import Any
 from coat_dist.checkpoint.durable import sync_folder, sync_tree, write_text
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from coat_dist.checkpoint.publish import finished, publish, retire, unfinished
+from coat_dist.checkpoint.tags import is_checkpoint
 from launch.universal.source import Source
 
 __all__ = ["LATEST_UNIVERSAL", "Output"]
@@ -54,8 +55,8 @@ class Output:
         def refuse(what: str) -> None:
             raise CheckpointError(f"{self.option}: got {folder}, {what}, accepted: another folder")
 
-        if folder.is_relative_to(source.path):
-            refuse("which is a checkpoint or in one")
+        if folder.is_relative_to(source.path) or any(map(is_checkpoint, self.final.parents)):
+            refuse("which is a checkpoint or in one")  # a run removes its old ones, with all that is in them
         if self.exact:
             empty = not self.final.exists() or (self.final.is_dir() and not any(self.final.iterdir()))
             if not empty and _origin(self.final, identity) != identity:
@@ -63,8 +64,6 @@ class Output:
             return
         if folder == source.path.parent:
             refuse("where the source is")
-        if (folder / MANIFEST).exists():
-            refuse("which is a checkpoint or in one")
         for there in finished(folder):
             if not read_manifest(there).get("universal"):
                 refuse(f"which holds a run's own checkpoint, {there.name}")

@@ -93,7 +93,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"{path / MANIFEST}: cannot be read ({problem})") from None
-    if isinstance(manifest, dict) and manifest.get("format") == FORMAT and not {"progress", "run"} & manifest.keys():
+    if isinstance(manifest, dict) and manifest.get("format") == FORMAT and not {"progress", "run"} <= manifest.keys():
         if manifest.get("unfinished"):
             raise CheckpointError(f"{path}: was never finished, accepted: a checkpoint whose saving had ended")
         if not isinstance(manifest.get("files"), dict):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,9 @@ def test_a_coat_engines_checkpoint_loads_in_a_plain_program(tmp_path):
     """From stage 3 on two ranks to stage 2 on one, by DeepSpeed's options, beside the checkpoint."""
     held = run_ranks(2, save, True, 3, str(tmp_path))[0]
     before = (tmp_path / "latest").read_text()
+    manifest = tmp_path / "global_step3" / "manifest.json"
+    extra = {"progress": {"step": 200}}  # of a program that has one of the names that pretrain.py uses
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | extra))
     given = ("--input_folder", tmp_path / "global_step3", "--output_folder", tmp_path / "global_step3_universal")
     assert main(*given) == 0
     assert (tmp_path / "latest_universal").read_text() == "global_step3_universal"
@@ -123,6 +127,14 @@ def test_deepspeeds_options_are_taken(saved, tmp_path, capsys):
     files = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
     assert main(*given) == 0  # again: replaced
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == files
+
+
+def test_the_folder_to_load_is_that_of_the_conversion(tmp_path):
+    """Not that of the run beside it, whose `latest` names its own checkpoints."""
+    (tmp_path / "latest").write_text("step00000060")
+    source = SimpleNamespace(of_run=True)
+    assert to_universal._how_to_load(source, tmp_path / "new", exact=True) == f"load it with --load {tmp_path / 'new'}"
+    assert to_universal._how_to_load(source, tmp_path / "new", exact=False) == f"load it with --load {tmp_path}"
 
 
 def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted, tmp_path, capsys):
@@ -150,6 +162,9 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
     assert "--output_folder: got " in refused("--load", folder, "--output_folder", tmp_path / "mine")
     assert "no earlier conversion" in refused("--load", folder, "--output_folder", tmp_path / "mine")
     shutil.copytree(tag, tmp_path / "other/global_step3")
+    for option in ("--output", "--output_folder"):  # with its run's next save it might be removed
+        inside = tmp_path / "other/global_step3/deep/x"
+        assert "which is a checkpoint or in one" in refused("--load", folder, option, inside)
     assert "another run's global_step3" in refused("--load", tmp_path / "other/global_step3", "--output", converted)
     for place in (tmp_path / "mine/notes.txt/x", tmp_path / "mine/notes.txt", "/proc/nowhere/x"):
         assert "--output: got " in refused("--load", folder, "--output", place)

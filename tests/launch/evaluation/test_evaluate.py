@@ -167,6 +167,8 @@ def test_the_tokenizer_of_a_training_checkpoint_is_its_datas(trained):
     result = evaluated("--load", trained.saved, "--text", trained.folder / "text.jsonl", "--limit", 3)
     assert result["settings"]["tokenizer"] == f"tokenizer: {trained.data}.json (300 ids)"
     assert result["text"][0]["documents"] == 3
+    problem = evaluated("--load", trained.saved, "--text", trained.folder / "text.jsonl", "--eod", 5)
+    assert f"--eod: got '5', accepted: none with the tokenizer of {trained.data}.json" in problem
     problem = evaluated("--load", trained.saved, "--text", trained.folder / "text.jsonl", "--tokenizer", "bytes")
     assert "--tokenizer: bytes has 257 ids, accepted: what the model was trained with, bpe:300" in problem
 
