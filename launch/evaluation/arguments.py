@@ -203,7 +203,7 @@ def check(args: argparse.Namespace) -> None:
             problems.append(f"--{name}: {'missing' if value in (None, []) else f'got {value!r}'}, accepted: {accepted}")
 
     if args.compare is not None:
-        for name in ("load", "text", "data", "choices", "output", "baseline"):
+        for name in ("load", "text", "data", "choices", "output", "baseline", "window", "deepspeed_config"):
             require(name, not getattr(args, name), "absent with --compare, which reads two evaluation.json alone")
     else:
         require("load", args.load is not None, "the folder of a checkpoint or of a Hugging Face model")
@@ -219,7 +219,7 @@ def check(args: argparse.Namespace) -> None:
     require("details", not args.details or args.output is not None, "only with --output")
     for name, inputs in _ONLY_WITH.items():
         given = getattr(args, name.replace("-", "_"))
-        used = args.compare is not None or any(getattr(args, one) for one in inputs)
+        used = args.compare is None and any(getattr(args, one) for one in inputs)
         require(name, given in (None, False) or used, f"only with {' or '.join(f'--{one}' for one in inputs)}")
     if problems:
         raise CoatConfigError("\n".join(problems))

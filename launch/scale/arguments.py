@@ -51,6 +51,8 @@ _ALWAYS = ("deepspeed", "log_level", "output", "predict", "link", "gpus_per_node
 _PAPER = "paper gpu model model_override vocab_size deepspeed_config"
 _MEASURED = "measured hold_out"
 """Options of each of the three things that the program does, beside :data:`_ALWAYS`."""
+_OF_TRAINING = "model model-override vocab-size micro-batch accumulation variants no-strong"
+"""Options that collectives alone do not have."""
 
 
 def _several(one: Callable[[str], int], name: str) -> Callable[[str], tuple[int, ...]]:
@@ -207,6 +209,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         require("output", args.output is not None, "a folder, for measurements (or --measured DIR, or --paper)")
         if training:
             require("model", args.model is not None, "a description (or --only collectives)")
+        else:
+            for name in _OF_TRAINING.split():
+                value = getattr(args, name.replace("-", "_"))
+                require(name, value == options.get_default(name.replace("-", "_")), "not with --only collectives")
+        require("message-sizes", args.only != "training" or args.message_sizes is None, "not with --only training")
     if problems:
         raise CoatConfigError("\n".join(problems))
     links(args)

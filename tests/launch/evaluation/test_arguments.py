@@ -38,6 +38,8 @@ def one_process():
         (["--load", "x", "--text", "a", "--deepspeed_config", "zero2"], "accepted: only with --forward fp8"),
         (["--load", "x", "--text", "a", "--details"], "--details: got True, accepted: only with --output"),
         (["--load", "x", "--compare", "a", "b"], "--load: got 'x', accepted: absent with --compare"),
+        (["--compare", "a", "b", "--samples", "3"], "--samples: got 3, accepted: only with --data"),
+        (["--compare", "a", "b", "--window", "5"], "--window: got 5, accepted: absent with --compare"),
     ],
 )
 def test_arguments_that_make_no_sense(argv, problem):
@@ -51,7 +53,12 @@ def test_the_pages_options_exist(capsys):
         arguments.parse(["--help"], None)
     known = set(re.findall(r"--[a-z_-]+", capsys.readouterr().out))
     text = (ROOT / "docs" / "evaluation.md").read_text()
-    named = set(re.findall(r"(?<!-)--[a-z][a-z_-]*", text)) - {"--help", "--eval-steps", "--nproc_per_node"}
+    named = set(re.findall(r"(?<!-)--[a-z][a-z_-]*", text)) - {
+        "--help",
+        "--eval-steps",
+        "--nproc_per_node",
+        "--separate-documents",
+    }
     assert named <= known, named - known
 
 

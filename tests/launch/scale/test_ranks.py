@@ -200,6 +200,11 @@ def test_a_measurement_that_fails_fails_alone():
             ["--only", "collectives", "--output", "o", "--predict", "8"],
             "--predict: got (8,), accepted: not with --only c",
         ),
+        (
+            ["--only", "collectives", "--output", "o", "--model", "nonsense"],
+            "--model: got 'nonsense', accepted: not with --only collectives",
+        ),
+        ([*TINY, "--output", "o", "--only", "training", "--message-sizes", "4KiB"], "--message-sizes: got "),
         (["--world-size", "4"], "--world-size: no such option (did you mean --ranks?)"),
         (
             ["--model", "tiny-moe", "--vocab-size", "128", "--output", "o"],
