@@ -83,7 +83,7 @@ def _usable(value: Any) -> bool:
 def _parse(line: bytes, key: str) -> str:
     """The text of one JSON line; ValueError says why there is none."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8-sig"))  # of a file from Windows, whose first line begins with a mark
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"not JSON ({problem})") from None
     if not isinstance(record, dict):

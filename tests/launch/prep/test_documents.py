@@ -37,6 +37,14 @@ def test_documents_come_back(tmp_path, kind, tokenizer):
     )
 
 
+@pytest.mark.parametrize("opened, name", [(open, "in.jsonl"), (gzip.open, "in.jsonl.gz")])
+def test_lines_of_a_file_from_windows(tmp_path, opened, name):
+    with opened(tmp_path / name, "wb") as file:
+        file.write(b'\xef\xbb\xbf{"text": "first"}\r\n{"text": "second"}\r\n')
+    run("--input", tmp_path / name, "--output", tmp_path / "out")
+    assert decoded(tmp_path / "out") == ["first", "second"]
+
+
 def test_separator_splits_text_files(tmp_path):
     (tmp_path / "in.txt").write_bytes(b"one\n\ntwo\nlines\n\n\n\nthree")
     summary = run("--input", tmp_path / "in.txt", "--output", tmp_path / "out", "--separator", r"\n\n")
