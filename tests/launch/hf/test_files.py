@@ -74,11 +74,6 @@ def test_where_it_may_not_write(sharded, tmp_path, capsys):
     hf = copied(sharded, tmp_path, "hf")
     assert "--to: got" in fails(capsys, hf, hf, "--overwrite")
     assert "which is, or is in, or holds what is converted" in fails(capsys, hf, hf / "inside")
-    other = tmp_path / "global_step3"
-    other.mkdir()
-    (other / "mp_rank_00_model_states.pt").touch()  # a checkpoint, which its run may remove
-    assert f"which is in the checkpoint {other}" in fails(capsys, hf, other / "inside")
-    shutil.rmtree(other)
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "mother.txt").write_text("Dear")
     assert "which is there already and not empty, accepted: another folder, or --overwrite" in fails(
@@ -90,6 +85,10 @@ def test_where_it_may_not_write(sharded, tmp_path, capsys):
     assert "or --overwrite" in fails(capsys, hf, tmp_path / "ours")
     assert convert_hf.main(["--from", str(hf), "--to", str(tmp_path / "ours"), "--overwrite"]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "letters", "ours"]
+    other = tmp_path / "global_step3"
+    other.mkdir()
+    (other / "mp_rank_00_model_states.pt").touch()  # a checkpoint, which its run may remove
+    assert f"which is in the checkpoint {other}" in fails(capsys, hf, other / "inside")
 
 
 def test_overwrite_removes_a_model_and_nothing_else(sharded, tmp_path, capsys):

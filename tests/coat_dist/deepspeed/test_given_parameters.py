@@ -1,0 +1,74 @@
+"""``model_parameters`` that a program gives: with names, and as groups with options of their own."""
+
+import pytest
+import torch
+
+from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
+from tests.support import run_ranks
+
+
+def given_parameters(rank, world):
+    """What CoatAdamW's groups hold, or the message, by what is handed over as ``model_parameters``."""
+    deepspeed = quiet_deepspeed()
+    import coat_dist
+
+    found = {}
+    for name, listed in {
+        "named": lambda net: net.named_parameters(),
+        "foreign": lambda net: [*net.parameters(), torch.nn.Parameter(torch.ones(3))],
+        "foreign group": lambda net: [{"params": net.parameters()}, {"params": torch.nn.Parameter(torch.ones(3))}],
+        "misspelt": lambda net: [{"params": net.parameters(), "wieght_decay": 0.5}],
+        "fused": lambda net: [{"params": net.parameters()}, {"params": [], "fused": True}],
+        "wrong": lambda net: [{"params": net.parameters(), "weight_decay": "0.5"}],
+        "own": lambda net: [{"params": net.parameters(), "lr_scale": 0.5, "layer_id": 3}],
+    }.items():
+        net = model()
+        try:
+            engine = deepspeed.initialize(model=net, model_parameters=listed(net), config=CONFIG)[0]
+            found[name] = [(g.get("name"), g["moments"], g.get("layer_id")) for g in engine.optimizer.param_groups]
+        except ValueError as error:
+            found[name] = str(error)
+    net, other = model(), coat_dist.CoatAdamW(model().parameters(), second_moment="e5m2")
+    with pytest.raises(coat_dist.CoatConfigError) as refused:
+        deepspeed.initialize(model=net, optimizer=other, config=CONFIG)
+    return {**found, "optimizer": str(refused.value)}
+
+
+def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw():
+    (found,) = run_ranks(1, given_parameters)
+    assert found == {
+        "named": [("decay/fp8", "fp8", None), ("no_decay/fp32", "fp32", None)],
+        "foreign": "model_parameters: got 7 of which 1 are not parameters of the model, accepted: parameters of it, "
+        "its named_parameters(), or a list of parameter groups",
+        "foreign group": "model_parameters: got 7 of which 1 are not parameters of the model, accepted: parameters of "
+        "it, its named_parameters(), or a list of parameter groups",
+        "misspelt": "model_parameters.0, wieght_decay: unknown key of a parameter group, accepted: 'weight_decay', or "
+        "another name",
+        "fused": "model_parameters.1, fused: got True, accepted: False, there is one implementation",
+        "wrong": "model_parameters.0, weight_decay: got '0.5', accepted: a number >= 0",
+        "own": [(None, "fp8", 3), (None, "fp32", 3)],
+        "optimizer": "optimizer: got CoatAdamW over 6 parameters of which 6 are not the model's, accepted: one that "
+        "was built over parameters of this model, after it was converted or copied",
+    }
+
+
+def half_trained(rank, world, stage):
+    """Losses where only matrices, or only vectors, of a given group are trained: as given, and without what is not."""
+    deepspeed, found = quiet_deepspeed(), []
+    for vectors in (False, True):
+        for chosen in (lambda p: True, lambda p: p.requires_grad):
+            net = model()
+            for p in net.parameters():
+                p.requires_grad_((p.ndim < 2) == vectors)
+            settings = {**CONFIG, "zero_optimization": {"stage": stage}}
+            groups = [{"params": [p for p in net.parameters() if chosen(p)], "lr": 0.05}]
+            engine = deepspeed.initialize(model=net, model_parameters=groups, config=settings)[0]
+            assert [g["moments"] for g in engine.optimizer.param_groups] == ["fp32" if vectors else "fp8"]
+            found.append(train(engine, rank, 3))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_given_group_of_which_one_kind_is_frozen_trains(stage):
+    ((all_matrices, matrices, all_vectors, vectors),) = run_ranks(1, half_trained, stage)
+    assert all_matrices == matrices and all_vectors == vectors and len(set(matrices + vectors)) > 4
