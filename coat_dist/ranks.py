@@ -22,6 +22,7 @@ __all__ = [
     "before_others",
     "check_same_on_all_ranks",
     "gather",
+    "of_another_rank",
     "on_first_ranks",
     "on_rank_0",
     "raise_everywhere",
@@ -260,6 +261,12 @@ def _who_has_what(texts: list[str | None]) -> str:
         parts.append(f"{value} on {say_ranks(having)}")
     more = [f"{len(parts) - 4} more values"] if len(parts) > 4 else []
     return ", ".join(parts[:4] + more)
+
+
+def of_another_rank(problem: BaseException) -> bool:
+    """Whether a collective or the store failed, which has its reason in another rank."""
+    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore")
+    return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
 
 
 def say_ranks(numbers: list[int]) -> str:

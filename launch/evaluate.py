@@ -46,7 +46,7 @@ from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed.slurm import in_a_step, take_ranks
-from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
+from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch.evaluation import arguments, model, report, scoring
 from launch.evaluation.inputs import Inputs, digests, notes, read_inputs
 from launch.evaluation.rows import Row, distinct
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         failing.end(str(problem), rank, elsewhere=True)
         return 4
     except (torch.distributed.DistError, RuntimeError) as problem:
-        if not failing.of_another_rank(problem):
+        if not of_another_rank(problem):
             raise
         failing.end_of_collective(problem, rank)
         return 4

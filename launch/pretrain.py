@@ -38,7 +38,7 @@ from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.monitors import make_folders
 from coat_dist.deepspeed.slurm import take_ranks
-from coat_dist.ranks import check_same_on_all_ranks, on_rank_0
+from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch.data import dataset as data
 from launch.log_level import set_log_level, shows
 from launch.model.gpt import flops_per_token
@@ -280,7 +280,7 @@ def run(
         if failing.of_a_port(problem):
             failing.end(failing.PORT.format(port=os.environ.get("MASTER_PORT")), rank)
             return 2
-        if not failing.of_another_rank(problem):
+        if not of_another_rank(problem):
             raise
         failing.end_of_collective(problem, rank)
         return 4

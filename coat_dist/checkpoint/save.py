@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..nodes import say_host
-from ..ranks import attempt, gather, rank_and_world
+from ..ranks import attempt, gather, of_another_rank, rank_and_world
 from .arguments import check_client_state, check_flags, check_folder, on_all_ranks, values_of_the_program
 from .durable import make_folder
 from .engine_writes import Writes, watch_writes
@@ -139,8 +139,6 @@ def save_whole_checkpoints(engine: Any) -> None:
                     exclude_frozen_parameters=exclude_frozen_parameters,
                 )
         except (OSError, RuntimeError) as error:  # none of writing: end this process, for other ranks may wait inside
-            from ..deepspeed.missing import of_another_rank  # that package imports this one
-
             if of_another_rank(error):  # the disk is all right: whoever names ranks is to see the error itself
                 raise
             raise CheckpointError(f"cannot write {temporary}: {error}") from error

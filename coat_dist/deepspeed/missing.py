@@ -10,22 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
-from ..ranks import tell_torchrun
+from ..ranks import of_another_rank, tell_torchrun
 from . import heartbeat
 from .timeouts import follow_default_group
 
-__all__ = ["of_another_rank", "start", "who"]
+__all__ = ["start", "who"]
 
 PATIENCE = 1.0
 """Seconds in which a rank that is there answers."""
-
-
-def of_another_rank(problem: BaseException) -> bool:
-    """Whether a collective or the store failed, which has its reason in another rank."""
-    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore")
-    return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
 
 
 def who() -> tuple[str, bool] | None:

@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 
 from coat_dist import nodes
-from coat_dist.deepspeed.missing import of_another_rank, who
+from coat_dist.deepspeed.missing import who
 from coat_dist.ranks import tell_torchrun
 from launch.training import joining
 
-__all__ = ["PORT", "end", "end_of_collective", "of_a_port", "of_another_rank"]
+__all__ = ["PORT", "end", "end_of_collective", "of_a_port"]
 
 PORT = (
     "MASTER_PORT: got {port}, where another program on this host listens, accepted: a free port (--master_port of the "

@@ -98,3 +98,9 @@ def patient_rank(rank, world, folder):
 
 def test_patience_is_longer_than_the_timeout_of_collectives(tmp_path):
     assert run_ranks(2, patient_rank, str(tmp_path)) == [["done", "no"]] * 2
+
+
+def test_what_comes_from_another_rank():
+    text = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24466"
+    assert ranks.of_another_rank(RuntimeError(text)) and ranks.of_another_rank(dist.DistBackendError("NCCL"))
+    assert not ranks.of_another_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -41,12 +41,6 @@ def test_one_line(lines, screens, tmp_path):
     assert [told for _, told in found] == [f"error: {line or 'Connection closed by peer'}" for line in lines]
 
 
-def test_what_comes_from_another_rank():
-    text = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24466"
-    assert failing.of_another_rank(RuntimeError(text)) and failing.of_another_rank(dist.DistBackendError("NCCL"))
-    assert not failing.of_another_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-
-
 def test_the_line_does_not_wait_for_a_store_that_has_gone(monkeypatch, capsys):
     class Gone:
         def set_timeout(self, timeout):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from coat_dist.deepspeed import heartbeat, missing
 from coat_dist.deepspeed.timeouts import group_timeout
+from coat_dist.ranks import of_another_rank
 from tests.support import run_ranks, start_ranks
 
 
@@ -30,7 +31,7 @@ def without_one(rank, world):
     try:
         dist.all_reduce(torch.zeros(1), group=group)
     except RuntimeError as problem:
-        known = missing.of_another_rank(problem)
+        known = of_another_rank(problem)
         found = missing.who()
         took = time.monotonic() - began
         time.sleep(6.0)  # until rank 2 comes
