@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from tqdm import tqdm
@@ -100,7 +100,28 @@ def _plan(weights: Weights, form: str, dtype: torch.dtype | None, args: argparse
         travelling = travelling_files(Path(args.like))
         if not travelling:
             raise CheckpointError(f"--like: got {args.like}, accepted: a folder with {CONFIG} or tokenizer files")
+        _check_ids(args.like, travelling, weights.model.vocab_size)
     return plan_hugging_face(weights, dtype, travelling, args.family)
+
+
+def _check_ids(like: str, travelling: Mapping[str, Path], vocab_size: int | None) -> None:
+    """Refuse a tokenizer that makes more ids of text than the model has; kinds that are not known here go along."""
+    from launch.data.tokenizer import Tokenizer, load
+    from launch.prep import DataError
+
+    for name, kind in (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece")):
+        if name not in travelling or vocab_size is None:
+            continue
+        try:
+            tokenizer: Tokenizer = load(f"{kind}:{travelling[name]}", eod=0)  # which token ends documents matters not
+        except DataError:
+            continue
+        if (ids := tokenizer.ids_of_text()) > vocab_size:
+            raise CoatConfigError(
+                f"--like: got {like}, whose {name} makes {ids} ids of text, accepted: that of the model, which has "
+                f"{vocab_size}"
+            )
+        return
 
 
 def _compare(conversion: Conversion, weights: Weights, folder: Path, files: dict[str, list[int]]) -> None:

@@ -36,7 +36,7 @@ import numpy as np
 from launch.data.tokenizer import Tokenizer, bpe_size, load, train_bpe
 from launch.log_level import say, set_log_level
 from launch.prep import DataError
-from launch.prep.arguments import parser
+from launch.prep.arguments import TRAIN_BYTES, parser
 from launch.prep.documents import ReadOptions, texts
 from launch.prep.output import finished, locked, open_parts
 from launch.prep.shards import Job, merge, read_json, replacing, tokenize, write_json
@@ -85,6 +85,11 @@ def _check_arguments(args: argparse.Namespace) -> None:
         if value is not None and not tokens:
             raise DataError(f"{name}: got {value}, accepted: only with --tokenizer none (ready token files)")
     if tokens:
+        for option in ("text_key", "separator", "skip_bad"):
+            if (value := getattr(args, option)) != getattr(ReadOptions, option):
+                shown = "given" if value is True else f"got {value!r}"
+                name = option.replace("_", "-")
+                raise DataError(f"--{name}: {shown}, accepted: not with --tokenizer none (ready token files)")
         if args.vocab_size is None or args.eod is None:
             raise DataError("--tokenizer: none needs --vocab-size N and --eod ID of the tokenizer that made the files")
         if not (args.eod.isascii() and args.eod.isdigit() and int(args.eod) < args.vocab_size):
@@ -94,6 +99,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
     size = bpe_size(args.tokenizer)
     if size is not None and args.eod is not None:
         raise DataError(f"--eod: got {args.eod!r}, accepted: nothing with --tokenizer bpe:N, which makes its own")
+    if size is None and args.train_bytes != TRAIN_BYTES:
+        raise DataError(
+            f"--train-bytes: got {args.train_bytes}, accepted: only with --tokenizer bpe:N, which is trained"
+        )
 
 
 def _tokenizer_spec(args: argparse.Namespace) -> tuple[Tokenizer | None, dict[str, Any]]:
@@ -191,8 +200,10 @@ def _write(
             f"--input: no document in {' '.join(args.input)} (left out: {dict(skipped) or 'nothing'}), "
             "accepted: one or more"
         )
-    if args.tokenizer == "none" and totals["documents"] == len({piece.path for one in shards for piece in one}):
-        say(f"prepare_data: note: --eod: got {eod}, which divides no file: each is one document", "warning")
+    divides = f"--eod: got {eod}" if args.tokenizer == "none" else f"--separator: got {args.separator!r}"
+    divided = args.tokenizer == "none" or args.separator is not None
+    if divided and totals["documents"] == len({piece.path for one in shards for piece in one}):
+        say(f"prepare_data: note: {divides}, which divides no file: each is one document", "warning")
     Path(f"{args.output}.json").unlink(missing_ok=True)  # what it vouches for is about to be replaced
     merge(job, args.output, results)
     file = None

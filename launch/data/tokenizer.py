@@ -44,6 +44,9 @@ class Tokenizer(Protocol):
     def ids_of_text(self) -> int:
         """Ids that a model needs for text: what was added to the vocabulary, for padding say, need not occur."""
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one token, special ones too; None = there is no such token."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special token."""
 
@@ -64,6 +67,10 @@ class ByteTokenizer:
     def ids_of_text(self) -> int:
         """See :class:`Tokenizer`."""
         return self.vocab_size
+
+    def token_id(self, token: str) -> int | None:
+        """See :class:`Tokenizer`."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Tokenizer`."""
@@ -112,6 +119,10 @@ class HuggingFaceTokenizer:
         """See :class:`Tokenizer`."""
         return max(self._library.get_vocab(with_added_tokens=False).values(), default=0) + 1
 
+    def token_id(self, token: str) -> int | None:
+        """See :class:`Tokenizer`."""
+        return self._library.token_to_id(token)
+
     def encode(self, text: str) -> list[int]:
         """See :class:`Tokenizer`."""
         return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids  # "fast": without offsets
@@ -149,17 +160,17 @@ class SentencePieceTokenizer:
         except (RuntimeError, OSError) as problem:
             raise DataError(f"--tokenizer: {path} is not a SentencePiece model: {problem}") from None
         self.vocab_size = self._library.GetPieceSize()
-
-        def piece_id(piece: str) -> int | None:
-            found = self._library.PieceToId(piece)
-            return found if found >= 0 and self._library.IdToPiece(found) == piece else None
-
         end = self._library.eos_id()
-        self.eod = _end_id(eod, self.vocab_size, piece_id, end if end >= 0 else None, str(path))
+        self.eod = _end_id(eod, self.vocab_size, self.token_id, end if end >= 0 else None, str(path))
 
     def ids_of_text(self) -> int:
         """See :class:`Tokenizer`."""
         return self.vocab_size
+
+    def token_id(self, token: str) -> int | None:
+        """See :class:`Tokenizer`."""
+        found = self._library.PieceToId(token)
+        return found if found >= 0 and self._library.IdToPiece(found) == token else None
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Tokenizer`."""

@@ -136,11 +136,10 @@ def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:
         return []
     if given == "eod":
         return [tokenizer.eod]
-    library = _library(tokenizer)
     if given == "auto":
+        library = _library(tokenizer)
         return [] if library is None else _template(library, Path(str(tokenizer.file)).parent)
-    number = int(given) if given.isascii() and given.isdigit() else None
-    found = number if number is not None or library is None else library.token_to_id(given)
+    found = int(given) if given.isascii() and given.isdigit() else tokenizer.token_id(given)
     if found is None or found >= tokenizer.vocab_size:
         raise CoatConfigError(
             f"--bos: got {given!r}, accepted: auto, none, eod, a token of the tokenizer or an id below "

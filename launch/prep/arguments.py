@@ -8,7 +8,10 @@ import os
 from launch.command_line import Parser, local_path
 from launch.log_level import add_log_level
 
-__all__ = ["parser"]
+__all__ = ["TRAIN_BYTES", "parser"]
+
+TRAIN_BYTES = 10**8
+"""Of ``--train-bytes``, where it is not given."""
 
 # What Megatron's program and others call these options.
 _MEANT = {
@@ -103,7 +106,11 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         "--skip-bad", action="store_true", help="count lines and rows without usable text instead of stopping"
     )
     p.add_argument(
-        "--train-bytes", type=_number, default=10**8, metavar="N", help="text that bpe:N learns from (default: 100M)"
+        "--train-bytes",
+        type=_number,
+        default=TRAIN_BYTES,
+        metavar="N",
+        help="text that bpe:N learns from (default: 100M)",
     )
     p.add_argument(
         "--shard-bytes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ class ReadOptions:
     text_key: str = "text"
     """JSON key or Parquet column that holds the text."""
     separator: str | None = None
-    """What separates documents inside a text file; None = a file is one document."""
+    """What separates documents inside a text file, lines of which end with \\n or \\r\\n; None = it is one document."""
     skip_bad: bool = False
     """Count lines and rows without usable text instead of stopping at the first."""
 
@@ -66,7 +67,12 @@ def _text(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str]
     except UnicodeDecodeError:
         skipped["not UTF-8"] += 1
         return
-    yield from [text] if options.separator is None else text.split(options.separator)
+    yield from [text] if options.separator is None else re.split(_separator(options.separator), text)
+
+
+def _separator(given: str) -> str:
+    """What a separator is in a file, as a regular expression: lines of Windows' files end with two characters."""
+    return r"\r?\n".join(map(re.escape, given.split("\n")))
 
 
 def _usable(value: Any) -> bool:

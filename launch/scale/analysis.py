@@ -33,7 +33,8 @@ def analyse(
         hold_out: ranks that are predicted from fewer and compared; None = the most, if three sizes were measured.
 
     Raises:
-        CoatConfigError: ``hold_out`` was not measured; ``predict`` or ``hold_out`` needs a link that nobody knows.
+        CoatConfigError: ``hold_out`` was not measured; ``predict`` where no training was; either needs a link that
+            nobody knows.
     """
     identity, good = there["identity"], [one for one in there["records"] if "failed" not in one]
     node = gpus_per_node or (identity["gpus_per_node"] if identity["nodes"] > 1 else max(8, identity["gpus_per_node"]))
@@ -45,6 +46,10 @@ def analyse(
         raise CoatConfigError(
             f"--hold-out: got {hold_out}, accepted: a measured number of ranks that has smaller ones beside it "
             f"({', '.join(map(str, sizes[1:])) or 'none here'})"
+        )
+    if predict and not training:
+        raise CoatConfigError(
+            f"--predict: got {', '.join(map(str, predict))}, accepted: only of measured training steps; none is here"
         )
     held = hold_out or (sizes[-1] if len(sizes) > 2 else None)
     found: dict[str, Any] = {

@@ -14,6 +14,9 @@ __all__ = ["FILE", "Records", "read"]
 
 FILE = "measured.json"
 _FORMAT = 1
+_MACHINE = ("gpus_per_node", "nodes", "device", "cores", "threads", "tensor_parallel", "options")
+_TRAINED = ("model", "settings", "micro_batch", "accumulation")
+"""What tables need of an identity: always, and where training was measured."""
 
 
 class Records:
@@ -86,7 +89,11 @@ def read(folder: str | Path, option: str = "--measured") -> dict[str, Any]:
             raise ValueError(f"format {there['format']}")
         for one in there["records"]:
             _ = one["key"]["what"], one["ranks"], one["a_node"]
-        _ = there["identity"].items()
+        needed: tuple[str, ...] = _MACHINE
+        if any(one["key"]["what"] == "training" for one in there["records"]):
+            needed = (*needed, *_TRAINED)
+        if missing := [name for name in needed if name not in there["identity"]]:
+            raise KeyError(*missing)
     except OSError as problem:
         raise CoatConfigError(
             f"{option}: got {folder}, accepted: a folder in which scaling.py has written {FILE} ({problem.strerror})"

@@ -173,7 +173,12 @@ def bad_inputs(folder):
         ),
         (["stdlib", "--tokenizer", "none", *tokens], "stdlib does not exist"),
         (["t.txt", "--output", "none"], "--output: got .*none', which is a folder"),
-        (["t.txt", "--output", "t.txt/x"], "--output: cannot write"),
+        (["t.txt", "--output", "t.txt/x"], "--output: got .*t.txt/x', which would be below a file, accepted: a folder"),
+        (["t.txt", "--output", "t.txt/x/y"], "--output: got .*t.txt/x/y', which would be below a file, accepted"),
+        (["t.bin", "--tokenizer", "none", "--text-key", "a", *tokens], "--text-key: got 'a', accepted: not with"),
+        (["t.bin", "--tokenizer", "none", "--skip-bad", *tokens], "--skip-bad: given, accepted: not with"),
+        (["t.bin", "--tokenizer", "none", "--separator", "a", *tokens], "--separator: got 'a', accepted: not with"),
+        (["t.txt", "--train-bytes", "1M"], "--train-bytes: got 1000000, accepted: only with --tokenizer bpe:N"),
     ]
 
 

@@ -115,6 +115,7 @@ def test_sentencepiece(sentencepiece_file):
     assert tokenizer.decode([*ids, tokenizer.eod]) == "three four nine"
     assert tokenizer.eod == 2 and tokenizer.eod not in tokenizer.encode("</s> one")
     assert load(f"sentencepiece:{sentencepiece_file}", "1").eod == 1
+    assert [tokenizer.token_id(token) for token in ("<s>", "</s>", "<unk>", "zzz")] == [1, 2, 0, None]
     with pytest.raises(DataError, match="--eod: got 'zzz'"):
         load(f"sentencepiece:{sentencepiece_file}", "zzz")
 

@@ -33,16 +33,6 @@ def test_the_log_level_leaves_the_lines_out(sharded, tmp_path, capsys):
     assert len(said.out.splitlines()) == 2 and said.err.startswith("note: --tensor-parallel has no effect")
 
 
-def test_a_folder_without_a_tokenizer_is_told(tmp_path, capsys):
-    make("llama3", tmp_path / "hf")
-    for file in (tmp_path / "hf").glob("tokenizer*"):
-        file.unlink()
-    assert convert_hf.main(["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "ours")]) == 0
-    assert "note: " not in capsys.readouterr().out
-    assert convert_hf.main(["--from", str(tmp_path / "ours"), "--to", str(tmp_path / "again")]) == 0
-    assert f"note: no tokenizer is beside {tmp_path / 'ours'}; --like DIR takes" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["tekken.json", "sentencepiece.bpe.model", "qwen.tiktoken", "tokenizer.model.v3"])
 def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
     """A configuration of a tokenizer alone is none."""

@@ -52,6 +52,28 @@ def test_separator_splits_text_files(tmp_path):
     assert summary["skipped"] == {"empty": 1}
 
 
+def test_a_separator_that_divides_nothing_is_told(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("one\ntwo")
+    run("--input", tmp_path / "in.txt", "--output", tmp_path / "whole", "--separator", r"\n\n")
+    assert "note: --separator: got '\\n\\n', which divides no file: each is one document" in capsys.readouterr().err
+    run("--input", tmp_path / "in.txt", "--output", tmp_path / "parts", "--separator", r"\n")
+    run("--input", tmp_path / "in.txt", "--output", tmp_path / "file")
+    assert "note: " not in capsys.readouterr().err
+
+
+def test_separator_splits_text_files_from_windows(tmp_path):
+    (tmp_path / "in.txt").write_bytes(b"one.\r\n\r\ntwo\r\nlines\r\n--\r\nthree")
+    for number, (separator, expected) in enumerate(
+        (
+            (r"\n\n", ["one.", "two\r\nlines\r\n--\r\nthree"]),
+            (r"\n--\n", ["one.\r\n\r\ntwo\r\nlines", "three"]),
+            (".\r\n\r\n", ["one", "two\r\nlines\r\n--\r\nthree"]),
+        )
+    ):
+        run("--input", tmp_path / "in.txt", "--output", tmp_path / f"out{number}", "--separator", separator)
+        assert decoded(tmp_path / f"out{number}") == expected
+
+
 @pytest.mark.parametrize(
     "dtype, header, vocab", [("uint16", True, 60000), ("uint16", False, 500), ("uint32", False, 100000)]
 )

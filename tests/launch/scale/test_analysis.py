@@ -96,6 +96,9 @@ def test_more_nodes_need_their_link():
         analyse(there, predict=[64], links=parse_links([f"nic={rate}Gb/s"]))["predictions"] for rate in (50, 800)
     )
     assert all(a["seconds"]["middle"] > b["seconds"]["middle"] for a, b in zip(slow, fast, strict=True))
+    alone = {**there, "records": [one for one in there["records"] if one["key"]["what"] == "collectives"]}
+    with pytest.raises(CoatConfigError, match="--predict: got 4, 8, accepted: only of measured training steps"):
+        analyse(alone, predict=[4, 8])
     with pytest.raises(CoatConfigError, match="--hold-out: got 3, accepted: a measured number of ranks .*2"):
         analyse(there, hold_out=3)
 
@@ -151,9 +154,11 @@ def test_earlier_measurements_are_predicted_from(tmp_path, capsys):
     said = json.loads((tmp_path / "out" / "scaling.json").read_text())
     assert [row["ranks"] for row in said["predictions"]] == [4, 8, 4, 8]
     whole = (tmp_path / "measured.json").read_text()
-    (tmp_path / "measured.json").write_text(whole[: len(whole) // 2])
-    assert scaling.main(["--measured", str(tmp_path)]) == 2
-    assert "is no whole measured.json, accepted" in capsys.readouterr().err
+    nameless = json.dumps({**json.loads(whole), "identity": {}})
+    for damaged in (whole[: len(whole) // 2], nameless, whole.replace('"micro_batch"', '"micro"')):
+        (tmp_path / "measured.json").write_text(damaged)
+        assert scaling.main(["--measured", str(tmp_path)]) == 2
+        assert "is no whole measured.json, accepted" in capsys.readouterr().err
     assert scaling.main(["--measured", str(tmp_path / "none")]) == 2
     assert "accepted: a folder in which scaling.py has written measured.json" in capsys.readouterr().err
 
