@@ -192,6 +192,9 @@ def _sharded(folder: Path) -> dict[str, Entry]:
     for path, header in headers.items():
         if unlisted := sorted(header.keys() - entries.keys()):
             raise CheckpointError(f"{path}: holds {_some(unlisted)}, which {index.name} does not list")
+        if twice := sorted(name for name in header if entries[name].file != path):
+            other = entries[twice[0]].file.name
+            raise CheckpointError(f"{path}: holds {_some(twice)}, which is in {other} by {index.name}")
     return entries
 
 
@@ -203,7 +206,8 @@ def _check(folder: Path, entries: dict[str, Entry], shapes: dict[str, tuple[int,
             raise CheckpointError(
                 f"{any_file}: names lack `model.`: saved without its output layer, accepted: *ForCausalLM"
             )
-        raise CheckpointError(f"{any_file if _single(entries) else folder / _INDEX}: has no tensor {_some(missing)}")
+        at = folder / _SINGLE if (folder / _SINGLE).is_file() else folder / _INDEX
+        raise CheckpointError(f"{at}: has no tensor {_some(missing)}")
     for name, shape in shapes.items():
         if entries[name].shape != shape:
             raise CheckpointError(
@@ -220,10 +224,6 @@ def _check(folder: Path, entries: dict[str, Entry], shapes: dict[str, tuple[int,
         raise CheckpointError(
             f"{entries['lm_head.weight'].file}: tensor lm_head.weight: got another shape than embeddings"
         )
-
-
-def _single(entries: dict[str, Entry]) -> bool:
-    return len({entry.file for entry in entries.values()}) == 1
 
 
 def _some(names: Iterable[str]) -> str:

@@ -130,7 +130,8 @@ def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file.
 
     Raises:
-        CheckpointError: it is no such file, is cut off, or holds a tensor of a type that weights cannot have.
+        CheckpointError: it is no such file, is cut off, or holds a tensor of a type that weights cannot have, or bytes
+            that are no tensor's or two's.
     """
     try:
         with file.open("rb") as opened:
@@ -138,7 +139,9 @@ def read_header(file: Path) -> dict[str, Entry]:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
                 raise CheckpointError(f"{file}: is no safetensors file, or cut off ({size} bytes)")
-            header: dict[str, Any] = json.loads(opened.read(length))
+            header: Any = json.loads(opened.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("no JSON object")
     except (ValueError, RecursionError) as problem:
         if isinstance(problem, CheckpointError):
             raise
@@ -147,9 +150,20 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{file}: cannot be read ({problem})") from problem
     header.pop("__metadata__", None)
     entries = {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
-    if max((e.start + e.bytes for e in entries.values()), default=8 + length) < size:
-        raise CheckpointError(f"{file}: has more bytes than its tensors, accepted: a file as it was written")
+    _check_places(file, entries, 8 + length, size)
     return entries
+
+
+def _check_places(file: Path, entries: Mapping[str, Entry], start: int, size: int) -> None:
+    """Whether every byte from ``start`` on is one tensor's, as the format has it."""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].bytes)):
+        if entry.start != start:
+            raise CheckpointError(
+                f"{file}: tensor {name} begins at byte {entry.start}, accepted: {start}, where the one before ends"
+            )
+        start += entry.bytes
+    if start < size:
+        raise CheckpointError(f"{file}: has more bytes than its tensors, accepted: a file as it was written")
 
 
 def _entry(file: Path, name: str, value: Any, base: int, size: int) -> Entry:

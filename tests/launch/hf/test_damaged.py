@@ -28,6 +28,20 @@ def holder(folder, name):
     return folder / index["weight_map"][name]
 
 
+def edit_header(file, change):
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps(change(json.loads(content[8 : 8 + length]))).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
+def overlapping(header):
+    """Another tensor of that shape has the bytes of NAME, too; nobody has its own."""
+    shape = header[NAME]["shape"]
+    other = next(n for n, e in header.items() if n not in ("__metadata__", NAME) and e["shape"] == shape)
+    return header | {other: {**header[other], "data_offsets": header[NAME]["data_offsets"]}}
+
+
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -48,6 +62,13 @@ NAME = "model.layers.1.mlp.up_proj.weight"
             f"tensor {NAME}: got type I8, accepted: BF16, F32, F16",
         ),
         (lambda f: f.write_bytes(f.read_bytes() + b"x"), "has more bytes than its tensors"),
+        (
+            lambda f: edit_header(f, lambda h: []),
+            r"its header cannot be read \(no JSON object\), accepted: a safetensors",
+        ),
+        (lambda f: edit_header(f, lambda h: None), r"its header cannot be read \(no JSON object\)"),
+        (lambda f: edit_header(f, lambda h: {}), "has more bytes than its tensors"),
+        (lambda f: edit_header(f, overlapping), "tensor .* begins at byte .*, accepted: .*, where the one before ends"),
     ],
 )
 def test_a_damaged_hugging_face_folder(sharded, tmp_path, capsys, damage, told):
@@ -76,6 +97,22 @@ def test_tensors_that_the_model_lacks_or_has_not(sharded, tmp_path, capsys):
     assert "has no tensors" in fails(capsys, folder, tmp_path / "out")
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert "has pytorch_model.bin, which may run code" in fails(capsys, folder, tmp_path / "out")
+
+
+def test_a_tensor_in_two_shards(sharded, tmp_path, capsys):
+    """Of a folder that was half overwritten: transformers takes the other one."""
+    folder = copied(sharded, tmp_path, "hf")
+    first, last = holder(folder, "model.embed_tokens.weight"), sorted(folder.glob("*.safetensors"))[-1]
+    rewrite(last, lambda c: c.update({"model.embed_tokens.weight": torch.ones(100, 64, dtype=torch.bfloat16)}))
+    told = f"{last}: holds model.embed_tokens.weight, which is in {first.name} by model.safetensors.index.json"
+    assert told in fails(capsys, folder, tmp_path / "out")
+
+
+def test_a_single_file_without_tensors(sharded, tmp_path, capsys):
+    folder = copied(sharded, tmp_path, "hf")
+    header = b"{}"
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert f"{folder / 'model.safetensors'}: has no tensor model." in fails(capsys, folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.1.self_attention.linear_qkv.weight", "output_layer.weight"])
