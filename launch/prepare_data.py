@@ -200,10 +200,18 @@ def _write(
             f"--input: no document in {' '.join(args.input)} (left out: {dict(skipped) or 'nothing'}), "
             "accepted: one or more"
         )
-    divides = f"--eod: got {eod}" if args.tokenizer == "none" else f"--separator: got {args.separator!r}"
-    divided = args.tokenizer == "none" or args.separator is not None
-    if divided and totals["documents"] == len({piece.path for one in shards for piece in one}):
-        say(f"prepare_data: note: {divides}, which divides no file: each is one document", "warning")
+    files = len({piece.path for one in shards for piece in one})
+    if whole := sum(r.get("files_without_eod", 0) for r in results):  # parts of an earlier version do not say
+        say(
+            f"prepare_data: note: --eod: got {eod}, which does not occur in {whole} of {files} files: each of those is "
+            "one document",
+            "warning",
+        )
+    if args.separator is not None and totals["documents"] == files:
+        say(
+            f"prepare_data: note: --separator: got {args.separator!r}, which divides no file: each is one document",
+            "warning",
+        )
     Path(f"{args.output}.json").unlink(missing_ok=True)  # what it vouches for is about to be replaced
     merge(job, args.output, results)
     file = None

@@ -49,6 +49,7 @@ __all__ = [
     "batches",
     "build_datasets",
     "check_one_tokenizer",
+    "indexed_lengths",
     "is_mixture",
     "parse_blend",
     "parse_split",
@@ -62,7 +63,7 @@ SPLITS = ("train", "valid", "test")
 _INDEX_HEAD = struct.Struct("<9sQBQQ")  # magic, version, type of tokens, sequences, document boundaries
 
 
-def _lengths(prefix: str) -> np.ndarray:
+def indexed_lengths(prefix: str) -> np.ndarray:
     """Document lengths of a data set, int32 ``[documents]``; checks that both files are whole and one set."""
     with open(f"{prefix}.idx", "rb") as file:
         head = file.read(_INDEX_HEAD.size)
@@ -104,7 +105,7 @@ def _parts(
     found: list[_Part] = []
     for number, prefix in enumerate(prefixes):
         if not is_mixture(prefix):
-            here = [_Part(prefix, 1.0, _lengths(prefix))]
+            here = [_Part(prefix, 1.0, indexed_lengths(prefix))]
         else:
             mixture = read_mixture(prefix)
             index = on_first_ranks(sharers, functools.partial(build_index, mixture, cache))

@@ -182,8 +182,9 @@ def _after_eod(tokens: np.ndarray, begin: int, eod: int, path: str) -> int:
     return len(tokens)
 
 
-def token_documents(piece: Piece, dtype: np.dtype | None, eod: int) -> Iterator[np.ndarray]:
+def token_documents(piece: Piece, dtype: np.dtype | None, eod: int, counts: Counter) -> Iterator[np.ndarray]:
     """The documents that start in a piece of a token file, each with the ``eod`` that ends it: views ``[length]``.
+    ``counts`` gets "no eod" for a file without any.
 
     Raises:
         DataError: ``eod`` does not occur in a very long stretch of the file.
@@ -196,4 +197,7 @@ def token_documents(piece: Piece, dtype: np.dtype | None, eod: int) -> Iterator[
         yield tokens[start:end]
         start = end
     if start < piece.stop:
-        yield tokens[start : _after_eod(tokens, piece.stop, eod, piece.path)]
+        end = _after_eod(tokens, piece.stop, eod, piece.path)
+        if start == 0 and tokens[end - 1] != eod:
+            counts["no eod"] += 1
+        yield tokens[start:end]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.data.tokenizer import tokenizer_digest
 from launch.prep import DataError
 from launch.prep.shards import read_json, write_json
 
@@ -76,10 +77,16 @@ def finished(prefix: str, settings: dict[str, Any], overwrite: bool) -> bool:
                 )
         return False
     _compare(summary["settings"], settings, f"{prefix}.bin")
-    size = summary["tokens"] * np.dtype(summary["dtype"]).itemsize
-    return (
-        Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").exists() and os.path.getsize(f"{prefix}.bin") == size
-    )
+    from launch.data.dataset import indexed_lengths  # late: it brings torch
+
+    try:
+        lengths = indexed_lengths(prefix)
+        there: dict[str, Any] = {"documents": len(lengths), "tokens": int(lengths.sum(dtype=np.int64))}
+        if tokenizer := summary.get("tokenizer_file"):
+            there["tokenizer_digest"] = tokenizer_digest(Path(prefix).with_name(tokenizer), summary["eod"])
+    except (DataError, OSError):
+        return False
+    return there == {key: summary.get(key) for key in there}
 
 
 def open_parts(prefix: str, parts: Path, settings: dict[str, Any], overwrite: bool) -> None:

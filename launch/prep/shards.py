@@ -52,7 +52,7 @@ _tokenizer: Callable[..., Tokenizer] = functools.lru_cache(maxsize=1)(load)  # l
 def _documents(job: Job, piece: Piece, counts: Counter) -> Iterator[np.ndarray]:
     if job.tokenizer is None:
         dtype = None if job.token_dtype is None else np.dtype(job.token_dtype)
-        yield from token_documents(piece, dtype, job.eod)
+        yield from token_documents(piece, dtype, job.eod, counts)
         return
     tokenizer = _tokenizer(job.tokenizer, job.eod)
     for text in texts(piece, job.read, counts):
@@ -89,8 +89,14 @@ def run_shard(job: Job, number: int, pieces: Sequence[Piece]) -> dict[str, Any]:
                 lengths.append(ids.size)
     with replacing(f"{stem}.npy") as temporary, open(temporary, "wb") as out:
         np.save(out, np.asarray(lengths, np.int32))
-    text_bytes = counts.pop("text bytes", 0)
-    done = {"documents": len(lengths), "tokens": sum(lengths), "text_bytes": text_bytes, "skipped": dict(counts)}
+    of_text, of_tokens = counts.pop("text bytes", 0), counts.pop("no eod", 0)
+    done = {
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "text_bytes": of_text,
+        "files_without_eod": of_tokens,
+        "skipped": dict(counts),
+    }
     write_json(f"{stem}.json", done)
     return done
 

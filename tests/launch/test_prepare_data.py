@@ -102,8 +102,35 @@ def test_an_end_of_documents_that_is_nowhere_is_noted(tmp_path, capsys, eod, not
     told = ["--input", str(tmp_path / "t.bin"), "--output", str(tmp_path / "made"), "--workers", "1"]
     told += ["--tokenizer", "none", "--vocab-size", "9", "--eod", eod, "--dtype", "uint16"]
     assert main(told) == 0
-    text = "--eod: got 8, which divides no file: each is one document"
+    text = "--eod: got 8, which does not occur in 1 of 1 files: each of those is one document"
     assert (text in "".join(capsys.readouterr())) == noted
+
+
+@pytest.mark.parametrize("shard", ["1", "8M"])
+def test_files_without_an_end_of_documents_are_counted(tmp_path, capsys, shard):
+    """Also beside others that have many; not those that are one document, which ends as it should."""
+    (tmp_path / "in").mkdir()
+    for name, ids in {"one": [1, 2, 8], "two": [3, 8], "none": [5, 6, 7], "many": [1, 8, 2, 8, 3], "bare": [4]}.items():
+        np.asarray(ids, np.uint16).tofile(tmp_path / "in" / f"{name}.bin")
+    told = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "made"), "--workers", "1"]
+    told += ["--tokenizer", "none", "--vocab-size", "9", "--eod", "8", "--dtype", "uint16", "--shard-bytes", shard]
+    assert main(told) == 0
+    said = "".join(capsys.readouterr())
+    assert "note: --eod: got 8, which does not occur in 2 of 5 files: each of those is one document" in said
+
+
+def test_what_is_missing_of_an_output_is_made_again(tmp_path):
+    (tmp_path / "in.txt").write_text("some text and more text " * 99)
+    argv = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--tokenizer", "bpe:270"]
+    assert main([*argv, "--workers", "1"]) == 0
+    files = {file: file.read_bytes() for file in tmp_path.glob("out.*") if file.suffix != ".lock"}
+    assert len(files) == 4
+    files.pop(tmp_path / "out.json")  # without it nothing says whose these are
+    for file in files:
+        for damage in (lambda f: f.unlink(), lambda f: f.write_bytes(f.read_bytes()[:-1])):
+            damage(file)
+            assert main([*argv, "--workers", "1"]) == 0
+            assert {one: one.read_bytes() for one in files} == files, file
 
 
 def test_two_inputs_are_both_read(tmp_path):

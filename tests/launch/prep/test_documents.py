@@ -105,7 +105,7 @@ def test_pieces_of_token_files_neither_lose_nor_repeat(tmp_path, content, step):
         Piece(str(tmp_path / "t.bin"), "tokens", a, min(a + step, len(content)), 0)
         for a in range(0, len(content), step)
     ]
-    found = [d.tolist() for p in pieces for d in token_documents(p, np.dtype("uint16"), 9)]
+    found = [d.tolist() for p in pieces for d in token_documents(p, np.dtype("uint16"), 9, Counter())]
     assert sum(found, []) == content
     assert all(9 not in d[:-1] for d in found) and all(d[-1] == 9 for d in found[:-1])
 
