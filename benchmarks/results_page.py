@@ -73,12 +73,16 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
-    if arguments.measure:
-        measure(arguments)
     try:
+        if arguments.measure:
+            measure(arguments)
         page(), readme(README.read_text(encoding="utf-8"))  # before the figure is removed or drawn
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except (ArithmeticError, LookupError, TypeError, AttributeError) as problem:
+        where = f"{RESULTS}: a result lacks something ({type(problem).__name__}: {problem})"
+        print(f"error: {where}, accepted: results as their commands write them", file=sys.stderr)
         sys.exit(2)
     figure = draw()
     PAGE.write_text(page(), encoding="utf-8")

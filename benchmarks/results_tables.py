@@ -193,9 +193,38 @@ TABLES = {
 
 
 def read(name: str, results: Path = RESULTS) -> Result | None:
-    """A result; None where there is none. A name without a room is of ``speed``: "optimizer", "accuracy/moments"."""
+    """A result; None where there is none. A name without a room is of ``speed``: "optimizer", "accuracy/moments".
+
+    Raises:
+        ValueError: the file is damaged; names it.
+    """
     file = results / f"{name if '/' in name else f'speed/{name}'}.json"
-    return read_json(file) if file.is_file() else None
+    if not file.is_file():
+        return None
+    if lacks := _lacks(found := read_json(file), any(t.goes_on and name in t.results for t in TABLES.values())):
+        accepted = "what its command writes; remove it, and it is measured again"
+        raise ValueError(f"{file}: lacks {lacks}, accepted: {accepted}")
+    return found
+
+
+def _lacks(found: Any, goes_on: bool) -> str | None:
+    """What every result has and this one has not, or of a program that goes on what its cases are known by."""
+    about = found.get("environment") if isinstance(found, dict) else None
+    if not isinstance(about, dict) or "commit" not in about:
+        return "`environment` with `commit`"
+    for key in ("cases", "runs"):
+        if key in found and not (isinstance(found[key], list) and all(isinstance(one, dict) for one in found[key])):
+            return f"records in `{key}`"
+    if found.get("runs") == []:
+        return "records in `runs`"
+    if goes_on:
+        from benchmarks.speed.whole import KEY
+
+        if "cases" not in found:
+            return "`cases`"
+        if missing := next((key for one in found["cases"] for key in (*KEY, "measured") if key not in one), None):
+            return f"`{missing}` in one of its cases"
+    return None
 
 
 def is_current(found: Result, parts: Sequence[str] = USUAL) -> bool:

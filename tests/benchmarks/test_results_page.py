@@ -140,6 +140,41 @@ def test_half_of_a_result_is_named(results) -> None:
     file.write_text(file.read_text()[:100])
     with pytest.raises(ValueError, match=r"speed/optimizer.json: got .*, accepted: JSON; remove it"):
         results_tables.lines_of(TABLES["optimizer"], results)
-    file.write_text('{"environment": {}}')
+    file.write_text('{"environment": {"commit": "abc"}}')
     with pytest.raises(ValueError, match=r"^optimizer.json in .*: KeyError: .*; accepted: results as their commands"):
         results_tables.lines_of(TABLES["optimizer"], results)
+
+
+@pytest.mark.parametrize(
+    ("content", "lacks"),
+    [
+        ("null", "`environment` with `commit`"),
+        ("{}", "`environment` with `commit`"),
+        ("[]", "`environment` with `commit`"),
+        ('{"environment": {}}', "`environment` with `commit`"),
+        ('{"environment": {"commit": "abc"}, "cases": null}', "records in `cases`"),
+        ('{"environment": {"commit": "abc"}, "runs": []}', "records in `runs`"),
+        ('{"environment": {"commit": "abc"}}', "`cases`"),
+        ('{"environment": {"commit": "abc"}, "cases": [{}]}', "`model` in one of its cases"),
+    ],
+)
+def test_damaged_results_are_named(results, content, lacks) -> None:
+    (results / "speed/whole.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"speed/whole.json: lacks {lacks}, accepted: what its command writes"):
+        results_page.page(results)
+
+
+@pytest.mark.parametrize("where", ["measure", "page", "readme"])
+@pytest.mark.parametrize("problem", [ValueError("of a file"), KeyError("cases"), TypeError("no list")])
+def test_damaged_results_are_one_error(monkeypatch, capsys, where, problem) -> None:
+    """Also found before measuring, and nothing is written."""
+
+    def fail(*_):
+        raise problem
+
+    monkeypatch.setattr(results_page, where, fail)
+    monkeypatch.setattr(results_page, "draw", lambda: pytest.fail("the figure was drawn"))
+    with pytest.raises(SystemExit, match="2"):
+        results_page.main(["--measure"] if where == "measure" else [])
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and str(problem) in said

@@ -83,7 +83,11 @@ def test_losses_hold_as_long_as_the_code_trains_to_the_same_bits(
     file = results / "convergence/branches.json"
     found = json.loads(file.read_text())
     file.write_text(json.dumps(found | {"environment": {"code": None, "commit": "0123456789"}}))
-    same = {"environment": {"code": code, "gpus": []}, "settings": {"commit": commit}, "now": [{}] * 50}
+    same = {
+        "environment": {"code": code, "commit": "fedcba9", "gpus": []},
+        "settings": {"commit": commit},
+        "now": [{}] * 50,
+    }
     (results / "convergence/same-bits.json").write_text(json.dumps(same | {"first_difference": difference}))
     text = results_readme.readme_part(results, tmp_path).replace("\n", " ")
     words = "measured at commit 0123456, and on a CPU the present code takes 50 steps with the same losses"
