@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 __all__ = [
+    "LARGEST",
     "DefaultsHelp",
     "Parser",
     "add_parallel_options",
@@ -28,7 +29,8 @@ _SEVERAL = re.compile(r"expected (\d+) arguments")
 _CHOICE = re.compile(r"invalid choice: (.*) \(choose from (.*)\)", re.DOTALL)
 _REQUIRED = "the following arguments are required: "
 _NEGATIVE = re.compile(r"-(?:\.?\d|inf|nan)", re.IGNORECASE)
-_LARGEST = 10**12
+LARGEST = 10**12
+"""Below which whole numbers of options are."""
 
 
 class DefaultsHelp(argparse.ArgumentDefaultsHelpFormatter):
@@ -135,8 +137,8 @@ class Parser(argparse.ArgumentParser):
 
 def whole_number(text: str) -> int:
     """A whole number, as a type of an option."""
-    if re.fullmatch(r"[-+]?[0-9]{1,20}", text) is None or abs(int(text)) >= _LARGEST:
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number in digits, below {_LARGEST:.0e}")
+    if re.fullmatch(r"[-+]?[0-9]{1,20}", text) is None or abs(int(text)) >= LARGEST:
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number in digits, below {LARGEST:.0e}")
     return int(text)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.deepspeed.refusals import check_deepspeed
 from launch.command_line import (
+    LARGEST,
     DefaultsHelp,
     Parser,
     add_parallel_options,
@@ -57,6 +57,10 @@ _MEANT = {
 }
 
 
+MOST_LAYERS = 2000
+"""Layers that are gone through, one by one, for each moment of a step: more would take minutes."""
+
+
 def micro_batch(text: str) -> int | str:
     """A positive whole number, or "auto", as a type of an option."""
     if text == AUTO:
@@ -64,7 +68,7 @@ def micro_batch(text: str) -> int | str:
     with contextlib.suppress(argparse.ArgumentTypeError):
         if (number := whole_number(text)) >= 1:
             return number
-    raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, or auto")
+    raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, below {LARGEST:.0e}, or auto")
 
 
 def add_gpu_options(group: Any) -> None:
@@ -216,7 +220,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
         problems.append("--sequence-parallel: got True, accepted: only with --tensor-parallel 2 or more")
     if problems:
         raise CoatConfigError("\n".join(problems))
-    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
+    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel, stage=args.zero_stage)
     overrides = list(args.model_override)
     overrides += [f"seq_length={args.seq_length}"] if args.seq_length else []
     model, note = _model(args.model, overrides)
@@ -224,11 +228,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
         model = model.with_vocab(args.vocab_size)
     if model.vocab_size is None:
         raise CoatConfigError("model.vocab_size: got null, accepted: a number, or --vocab-size")
+    if model.num_layers > MOST_LAYERS:
+        raise CoatConfigError(f"model.num_layers: got {model.num_layers}, accepted: up to {MOST_LAYERS} here")
     model.check_parallel(args.tensor_parallel, args.sequence_parallel)
     model.check_expert_parallel(args.expert_parallel, world // args.tensor_parallel)
-    if args.zero_stage is not None:
-        settings["zero_optimization"] = {**settings["zero_optimization"], "stage": args.zero_stage}
-        check_deepspeed(settings, tp=args.tensor_parallel, mpu=True, coat=coat)
     for key in ("attention", "loss"):
         if (value := getattr(args, key)) is None:
             continue

@@ -19,6 +19,7 @@ ACCURACY = (
     "memory: within 5 % of measured peaks, 10 % of a 1B model's; time: within about 20 %, but up to 2.4 times as long "
     "where the host sets the pace, as with micro-batches of 1 and 2 of 1B (docs/memory.md)"
 )
+GPUS_OF_A_NODE = 8
 _ORDER = (
     "parameters",
     "gathered parameters",
@@ -131,13 +132,22 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
         "step": {"seconds": time.seconds, "parts_seconds": time.parts, "tokens": time.tokens},
         "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
         "savings": [{"setting": one.what, "bytes": one.bytes} for one in savings(run)],
-        "notes": [*run.notes(), *_of_rates(gpu)],
+        "notes": [*run.notes(), *_of_rates(gpu), *_of_nodes(run)],
         "accuracy": ACCURACY,
     }
 
 
 def _of_rates(gpu: GPU) -> list[str]:
     return [] if gpu.measured else [f"rates of {gpu.name} follow from a measured H200 by the ratio of data sheets"]
+
+
+def _of_nodes(run: Run) -> list[str]:
+    if run.dp * run.tp <= GPUS_OF_A_NODE:
+        return []
+    return [
+        f"times are those of links within one node, also with more GPUs than the usual {GPUS_OF_A_NODE}: "
+        "`launch/scaling.py --paper` plans over several nodes"
+    ]
 
 
 def text(run: Run, gpu: GPU) -> str:

@@ -53,12 +53,10 @@ def locked(prefix: str, parts: Path) -> Iterator[None]:
             raise DataError(
                 f"--output: another process is writing {prefix}, accepted: wait for it or another --output"
             ) from None
-        except (FileExistsError, NotADirectoryError):
-            raise DataError(
-                f"--output: got {prefix!r}, which would be below a file, accepted: a folder and the beginning of a "
-                "file name"
-            ) from None
         except OSError as problem:  # a file system without locks, too
+            if any(os.path.isfile(one) for one in Path(prefix).parents):
+                accepted = "accepted: a folder and the beginning of a file name"
+                raise DataError(f"--output: got {prefix!r}, which would be below a file, {accepted}") from None
             raise DataError(f"--output: cannot write {prefix}.*: {problem.strerror}") from None
         yield
 

@@ -37,7 +37,7 @@ class Records:
         try:
             make_folder(self.path.parent)
             if self.path.exists() and not fresh:
-                there = read(folder, "--output")
+                there = _parsed(folder, "--output")
                 keys = {**there["identity"], **self.identity}
                 if differing := [k for k in keys if there["identity"].get(k) != self.identity.get(k)]:
                     raise CoatConfigError(
@@ -80,8 +80,17 @@ def read(folder: str | Path, option: str = "--measured") -> dict[str, Any]:
     """What a folder holds.
 
     Raises:
-        CoatConfigError: nothing, or no such file.
+        CoatConfigError: nothing, or no such file, or it lacks what tables are made of.
     """
+    path, there = Path(folder) / FILE, _parsed(folder, option)
+    trained = any(one["key"]["what"] == "training" for one in there["records"])
+    for name in (*_MACHINE, *(_TRAINED if trained else ())):
+        if name not in there["identity"]:
+            raise CoatConfigError(f"{option}: {path} lacks identity.{name}, accepted: one that scaling.py has written")
+    return there
+
+
+def _parsed(folder: str | Path, option: str) -> dict[str, Any]:
     path = Path(folder) / FILE
     try:
         there = json.loads(path.read_text(encoding="utf-8"))
@@ -89,11 +98,7 @@ def read(folder: str | Path, option: str = "--measured") -> dict[str, Any]:
             raise ValueError(f"format {there['format']}")
         for one in there["records"]:
             _ = one["key"]["what"], one["ranks"], one["a_node"]
-        needed: tuple[str, ...] = _MACHINE
-        if any(one["key"]["what"] == "training" for one in there["records"]):
-            needed = (*needed, *_TRAINED)
-        if missing := [name for name in needed if name not in there["identity"]]:
-            raise KeyError(*missing)
+        _ = there["identity"].items()
     except OSError as problem:
         raise CoatConfigError(
             f"{option}: got {folder}, accepted: a folder in which scaling.py has written {FILE} ({problem.strerror})"

@@ -16,17 +16,20 @@ from launch.find_config import read_config
 __all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes", "load_settings", "peak_lr"]
 
 
-def load_settings(given: str, *, tp: int) -> tuple[dict[str, Any], CoatConfig | None]:
+def load_settings(given: str, *, tp: int, stage: int | None = None) -> tuple[dict[str, Any], CoatConfig | None]:
     """The DeepSpeed configuration and its "coat" block, both checked for what this program can run.
 
     Args:
         given: value of ``--deepspeed_config``: a path, a name in ``configs/deepspeed``, or the content in base64.
         tp: tensor-parallel size.
+        stage: of ZeRO, in place of the configuration's; None = as it says.
 
     Raises:
         CoatConfigError: names each key, its value and what is accepted.
     """
     settings = _read(given)
+    if stage is not None and isinstance(zero := settings.get("zero_optimization", {}), dict):
+        settings["zero_optimization"] = {**zero, "stage": stage}
     found_later = {MICRO: 1} if settings.get(MICRO) == "auto" else {}
     checked = {**settings, **found_later}
     checked.pop("scheduler", None)  # refused below, whatever it says

@@ -82,6 +82,7 @@ def test_settings_change_the_peak(capsys, options, larger) -> None:
         (["--model-override", "vocab_size=null"], "model.vocab_size: got null, accepted: a number, or --vocab-size"),
         (["--tensor-parallel", "3"], "--tensor-parallel: got 3, accepted: a divisor of --gpus (8)"),
         (["--attention", "fp8", "--deepspeed_config", "zero2-bf16"], "--attention: got fp8, accepted: only with a"),
+        (["--model-override", "num_layers=2001"], "model.num_layers: got 2001, accepted: up to 2000 here"),
         (["--recompute-method", "block"], "accepted: only with --recompute-granularity full"),
         (["--model", "tiny-moe", "--vocab-size", "500"], "model.num_moe_experts: got 8, accepted: null"),
     ],
@@ -107,6 +108,9 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     assert say(capsys, *of, "16", "--gpu", "h100")["notes"] == []
     (rates,) = say(capsys, *of, "16", "--gpu", "a100")["notes"]
     assert rates == "rates of a100 follow from a measured H200 by the ratio of data sheets"
+    (nodes,) = say(capsys, *of, "16", "--gpu", "h100", "--gpus", "16")["notes"]
+    assert nodes.startswith("times are those of links within one node") and "`launch/scaling.py --paper`" in nodes
+    assert say(capsys, *of, "16", "--gpu", "h100", "--gpus", "8")["notes"] == []
     (note,) = say(capsys, *of, longer, "--gpu", "h200")["notes"]
     assert note.startswith(f"model.seq_length: got {longer}, more than the {model.seq_length} that ")
     assert planner.main(["--model", str(tmp_path / "hf"), "--seq-length", "16", "--micro-batch", "2"]) == 0
@@ -277,3 +281,25 @@ def test_parts_that_megatron_cannot_compute_again_in_bf16_are_refused(
     said = capsys.readouterr().err
     assert said.startswith(f"error: --recompute-modules: got {module}, accepted: {accepted}; in BF16 layers")
     assert dry(capsys, tmp_path, *argv, "--deepspeed_config", config) == (2, said)
+
+
+def test_the_stage_is_that_of_the_option_also_where_the_file_has_none(tmp_path, capsys) -> None:
+    settings = {
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
+        "coat": {},
+    }
+    for zero in (None, {"stage": 0}, {"stage": 1}):
+        (tmp_path / "ds.json").write_text(json.dumps(settings | ({} if zero is None else {"zero_optimization": zero})))
+        of = ["--model", "llama2-7b", "--deepspeed_config", str(tmp_path / "ds.json"), "--gpus", "4", "--gpu", "h100"]
+        assert [say(capsys, *of, "--zero-stage", str(stage))["zero_stage"] for stage in (1, 2, 3)] == [1, 2, 3]
+    (tmp_path / "ds.json").write_text(json.dumps(settings | {"zero_optimization": 2}))
+    assert planner.main([*of, "--zero-stage", "2"]) == 2
+    assert capsys.readouterr().err.startswith("error: zero_optimization: got 2, accepted: ")
+
+
+def test_a_micro_batch_beyond_all_bounds_is_told_the_bound(capsys) -> None:
+    with pytest.raises(SystemExit):
+        planner.main(["--model", "llama2-7b", "--micro-batch", "9" * 17])
+    assert f"got '{'9' * 17}', accepted: a whole number from 1, below 1e+12, or auto" in capsys.readouterr().err
