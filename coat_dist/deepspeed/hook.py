@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from .without_launcher import leave_out_compiled_operation
+
 __all__ = ["KEPT", "honour", "install"]
 
 KEPT = "initialize_without_coat"
@@ -32,10 +34,16 @@ def install() -> None:
 
 
 def honour(deepspeed: types.ModuleType) -> None:
-    """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed."""
+    """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed.
+
+    Without a GPU an operation of DeepSpeed is left out from here on: whoever calls ``init_distributed`` before
+    ``initialize``, as Accelerate does, would wait for its compiler.
+    """
     given: Any = getattr(deepspeed, "initialize", None)
     if not callable(given) or hasattr(deepspeed, KEPT):  # a folder of that name that is no DeepSpeed; a second time
         return
+    if hasattr(deepspeed, "ops"):
+        leave_out_compiled_operation()
     function = inspect.unwrap(given)
     if not isinstance(function, types.FunctionType) or function.__closure__:  # put there by another library
         deepspeed.initialize = _around(given)  # type: ignore[attr-defined]

@@ -30,6 +30,8 @@ PORT = (
 KEY = "coat_dist/error"
 WAIT = 1.5
 """Seconds in which the rank that fails first has said what it has to say."""
+WAIT_FOR_0 = 10.0
+"""Seconds for which other ranks leave it to rank 0 where they have not met yet: so much later it may have started."""
 
 
 def end(line: str, rank: int, consequence: bool = False, once: bool = False, elsewhere: bool = False) -> None:
@@ -55,7 +57,7 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False, els
         return
     store = _own_store() if dist.is_initialized() else None
     if store is None:
-        time.sleep(2 * WAIT if rank else 0)  # rank 0 has most likely said the same, and the launcher ends this rank
+        time.sleep(WAIT_FOR_0 if rank else 0)  # it most likely says the same, and the launcher ends this rank
     said = None
     if once and store is not None and not _first(store):
         time.sleep(WAIT if rank else 2 * WAIT)

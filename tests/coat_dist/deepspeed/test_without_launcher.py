@@ -1,6 +1,8 @@
 """``python program.py``: this process is the only rank; and what launchers set is left alone."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -68,6 +70,16 @@ def test_no_operation_is_compiled_without_a_gpu():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
     without_launcher.prepare()
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("order", [("deepspeed", "coat_dist"), ("coat_dist", "deepspeed")])
+def test_nor_in_a_program_that_starts_ranks_itself(order):
+    """As Accelerate does: ``init_distributed`` comes before ``initialize``."""
+    first, second = order
+    code = f"import {first}, {second}, deepspeed; print(deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
+    assert told.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
