@@ -79,5 +79,5 @@ def leave_out_compiled_operation() -> None:
     """
     import deepspeed
 
-    if not torch.cuda.is_available() and deepspeed.accelerator.get_accelerator().device_name() == "cpu":
+    if deepspeed.accelerator.get_accelerator().device_name() == "cpu" and not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -76,17 +76,19 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(one.get(name) == other.get(name) for name in ("what", "variant", "group"))
 
 
-def read(folder: str | Path, option: str = "--measured") -> dict[str, Any]:
-    """What a folder holds.
+def read(folder: str | Path) -> dict[str, Any]:
+    """What a folder holds, for ``--measured``.
 
     Raises:
         CoatConfigError: nothing, or no such file, or it lacks what tables are made of.
     """
-    path, there = Path(folder) / FILE, _parsed(folder, option)
+    path, there = Path(folder) / FILE, _parsed(folder, "--measured")
     trained = any(one["key"]["what"] == "training" for one in there["records"])
     for name in (*_MACHINE, *(_TRAINED if trained else ())):
         if name not in there["identity"]:
-            raise CoatConfigError(f"{option}: {path} lacks identity.{name}, accepted: one that scaling.py has written")
+            raise CoatConfigError(
+                f"--measured: {path} lacks identity.{name}, accepted: one that scaling.py has written"
+            )
     return there
 
 
