@@ -21,7 +21,7 @@ from benchmarks.common import RESULTS, ROOT
 from benchmarks.results_headline import headline
 from benchmarks.results_measure import cases_left, measure
 from benchmarks.results_readme import FIGURE, FIGURES, README, in_readme, readme_part
-from benchmarks.results_tables import TABLES, lines_of, read
+from benchmarks.results_tables import DAMAGED, TABLES, lines_of, read
 from benchmarks.speed import whole_report
 
 __all__ = ["PAGE", "draw", "main", "page", "readme"]
@@ -80,7 +80,7 @@ def main(given: Sequence[str] | None = None) -> None:
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
-    except (ArithmeticError, LookupError, TypeError, AttributeError) as problem:
+    except DAMAGED as problem:
         where = f"{RESULTS}: a result lacks something ({type(problem).__name__}: {problem})"
         print(f"error: {where}, accepted: results as their commands write them", file=sys.stderr)
         sys.exit(2)

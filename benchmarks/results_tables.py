@@ -10,9 +10,11 @@ from benchmarks import results_render as render
 from benchmarks.common import RESULTS, read_json
 from benchmarks.measured_code import GRAPHS, USUAL, same_code
 
-__all__ = ["PEERS", "TABLES", "Table", "is_current", "lines_of", "read"]
+__all__ = ["DAMAGED", "PEERS", "TABLES", "Table", "is_current", "lines_of", "read"]
 
 Result = dict[str, Any]
+DAMAGED = ArithmeticError, LookupError, TypeError, AttributeError
+"""What reading a result raises that is not as its command writes it."""
 
 
 class Table(NamedTuple):
@@ -239,7 +241,7 @@ def lines_of(table: Table, results: Path = RESULTS) -> list[str]:
         return [f"Not measured yet: {', '.join(f'`{name}.json`' for name in missing)}."]
     try:
         lines = table.render(*found.values())
-    except (ArithmeticError, LookupError, TypeError, AttributeError) as problem:
+    except DAMAGED as problem:
         files, why = ", ".join(f"{name}.json" for name in found), f"{type(problem).__name__}: {problem}"
         raise ValueError(f"{files} in {results}: {why}; accepted: results as their commands write them") from problem
     old = {

@@ -17,7 +17,6 @@ import torch
 from ..checkpoint.zero_shards import copy_into
 from ..config import CoatConfig, load_json, look_up, without_comments
 from .refusals import check_deepspeed
-from .without_launcher import leave_out_compiled_operation
 
 __all__ = ["copy_into", "zero_init"]
 
@@ -49,7 +48,6 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
     tp = 1 if mpu is None else mpu.get_model_parallel_world_size()
     check_deepspeed(settings, coat=coat, tp=tp, mpu=mpu is not None)
     settings.pop("coat", None)
-    leave_out_compiled_operation()
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 

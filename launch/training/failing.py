@@ -55,9 +55,10 @@ def end(line: str, rank: int, consequence: bool = False, once: bool = False, els
             print(f"{f'rank {rank}{_host(rank)}: ' if rank else ''}error: {line}", file=sys.stderr, flush=True)
         joining.stay()
         return
-    store = _own_store() if dist.is_initialized() else None
-    if store is None:
-        time.sleep(WAIT_FOR_0 if rank else 0)  # it most likely says the same, and the launcher ends this rank
+    met = dist.is_initialized()
+    store = _own_store() if met else None
+    if store is None and rank:  # rank 0 most likely says the same, and the launcher ends this rank
+        time.sleep(2 * WAIT if met else WAIT_FOR_0)
     said = None
     if once and store is not None and not _first(store):
         time.sleep(WAIT if rank else 2 * WAIT)

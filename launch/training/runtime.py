@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from coat_dist.deepspeed.without_launcher import leave_out_compiled_operation, store_of_restart
+from coat_dist.deepspeed.without_launcher import store_of_restart
 from launch.log_level import quiet_libraries
 from launch.training import joining
 
@@ -70,7 +70,6 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
         torch.cuda.set_device(local)
     import deepspeed
 
-    leave_out_compiled_operation()
     quiet()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if not dist.is_initialized():
