@@ -1,17 +1,20 @@
 """Kernels run on the GPU where there is one that they run on, and on the CPU in Triton's interpreter elsewhere.
 
-No test leaves the variables of a launcher to the next one.
+No test leaves the variables of a launcher to the next one. Each draws fresh numbers, which a failure says how to repeat.
 """
 
 import os
+import secrets
 
 import pytest
+import torch
 
 from tests.support import devices
 
 devices.prepare()  # before anything imports Triton, which reads the environment while it defines kernels
 
 
+SEED = "COAT_TEST_SEED"
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NODES = ("GROUP_RANK", "CROSS_RANK", "CROSS_SIZE")
 
@@ -30,6 +33,14 @@ def launcher_variables():
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def fresh_numbers(request):
+    """The numbers that torch draws in this process are of a new seed for every test, or of ``COAT_TEST_SEED``."""
+    seed = int(os.environ.get(SEED) or secrets.randbits(32))
+    torch.manual_seed(seed)
+    request.node.add_report_section("setup", "seed", f"{SEED}={seed} repeats what this test drew in its own process")
 
 
 def pytest_collection_modifyitems(items):
