@@ -1,6 +1,6 @@
 """Kernels run on the GPU where there is one that they run on, and on the CPU in Triton's interpreter elsewhere.
 
-No test leaves the variables of a launcher to the next one. Each draws fresh numbers, which a failure says how to repeat.
+No test leaves the variables of a launcher to the next one. Each draws numbers anew; a failure says how to repeat them.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""What a test leaves in the variables of a launcher is undone."""
+"""What a test leaves in the variables of a launcher is undone; what it draws can be repeated."""
+
+import re
 
 pytest_plugins = ["pytester"]
 
@@ -56,3 +58,19 @@ def test_the_next_test_finds_what_was_there(pytester, monkeypatch, request):
     pytester.makeconftest("from tests.conftest import launcher_variables")
     pytester.makepyfile(TESTS)
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=4, failed=1)
+
+
+def test_a_failure_says_how_to_draw_the_same_again(pytester, monkeypatch, request):
+    assert "fresh_numbers" in request.fixturenames, "every test has it"
+    monkeypatch.delenv("COAT_TEST_SEED", raising=False)
+    pytester.makeconftest("from tests.conftest import fresh_numbers")
+    pytester.makepyfile("import torch\n\ndef test_it():\n    raise ValueError(torch.rand(2).tolist())")
+
+    def drawn():
+        text = pytester.runpytest_inprocess("-p", "no:cacheprovider").stdout.str()
+        return re.search(r"ValueError: (.*)", text)[1], re.search(r"COAT_TEST_SEED=(\d+)", text)[1]
+
+    first, other = drawn(), drawn()
+    assert first != other
+    monkeypatch.setenv("COAT_TEST_SEED", first[1])
+    assert drawn() == first

@@ -7,6 +7,7 @@ import torch
 
 from coat_dist.flow import Norm, linear, norm, norm_linear, norm_mlp, scale_rows
 from coat_dist.reference.activation import ACTIVATIONS
+from tests.support.draws import ties_may_differ
 
 from .common import EPS, ONE, Layer, act, cosine, gradients, median_error, relative_error, settings
 
@@ -73,7 +74,8 @@ def test_a_mean_of_the_rows_costs_a_layer_norm_nothing(forward, scales):
 
 def assert_same_flow(pairs):
     """Equal but for fp32's noise. A value so close to a tie that the noise decides its code moves a few results: seen
-    in about one case of fifty, then by less than 1 %; a rounding too many or too few moves all by over 2 %."""
+    in about one case of fifty, then by less than 1 % but for one in ten thousand, up to 2.2 %; a rounding too many or
+    too few moves all by over 2 %."""
     for name, (mine, reference) in pairs.items():
         assert relative_error(mine, reference) < 0.02, name
         assert median_error(mine, reference) < (1e-5 if name == "output" else 1e-2), name
@@ -81,6 +83,7 @@ def assert_same_flow(pairs):
 
 @pytest.mark.parametrize(("fmt", "scale", "kind"), FULL)
 @pytest.mark.parametrize(("grad_format", "scales"), [("e4m3", "tensor"), ("e5m2", "tensor"), ("e4m3", "row")])
+@ties_may_differ
 def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_format, scales):
     layer, x = Layer.random(kind=kind, f=80), torch.randn(24, 4, 64, requires_grad=True)
     config = settings(forward="quantized", format=fmt, grad_format=grad_format, scale=scale, forward_scales=scales)
@@ -94,6 +97,7 @@ def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_form
 
 @pytest.mark.parametrize("saved", ["mixed", "e3m4", "int8", "e4m3", "e5m2"])
 @pytest.mark.parametrize(("fmt", "scale", "scales"), [("e4m3", "bf16", "row"), ("e5m2", "e8m0", "tensor")])
+@ties_may_differ
 def test_formats_of_saved_tensors(saved, fmt, scale, scales):
     layer = Layer.random(kind="layernorm", f=80, biased=True)
     config = settings(forward="quantized", format=fmt, saved_format=saved, scale=scale, forward_scales=scales)
@@ -109,6 +113,7 @@ def test_formats_of_saved_tensors(saved, fmt, scale, scales):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("group_size", "biased", "scales"), [(16, False, "row"), (64, True, "tensor")])
+@ties_may_differ
 def test_other_activations_groups_and_biases(activation, group_size, biased, scales):
     layer = Layer.random(f=72, activation=activation, biased=biased)
     x = torch.randn(24, 4, 64, requires_grad=True)
