@@ -56,6 +56,7 @@ NOT_COMPUTED = {
     "coat_dist.optim.state.check_group": "refuses options before a step",
     "coat_dist.optim.state_dict": "saves and loads",
     "coat_dist.ranks": "which rank this is",
+    "megatron_patches.call_checks": "refuses arguments and models",
     # What is decided before anything runs, and told in the report. Benchmarks patch plain models of this project.
     "megatron_patches.grouped.why_bf16_grouped": "which experts stay BF16",
     "megatron_patches.hooks": "which blocks stay BF16 for what a program has set on their modules",
@@ -65,7 +66,7 @@ NOT_COMPUTED = {
     "megatron_patches.uncalled.check_whole": "refuses what was changed after patching",
 }
 """Modules and definitions that are not followed, and why: a change of them changes no step."""
-_CHECKS = ("coat_dist.optim.group_keys",)
+_CHECKS = ("coat_dist.optim.group_keys", "megatron_patches.call_checks")
 """Of these, what only raises: a line that is nothing but a call of it computes nothing either, and does not count."""
 OPERATIONS = "coat_dist.reference.", "coat_dist.kernels."
 

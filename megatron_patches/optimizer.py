@@ -27,6 +27,7 @@ from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import EARLIER, LAYOUT_KEYS, check_state, ensure_state
 
+from .call_checks import check_tied
 from .report import check_patched, is_patched
 from .settings import Config, coat_block
 
@@ -66,6 +67,7 @@ def get_megatron_optimizer(
     _check_chunks(model_chunks)
     _check_config(config, model_chunks)
     moments = _moments(coat, model_chunks)
+    check_tied(model_chunks, moments)
     built = megatron_optimizer.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
     for index, optimizer in enumerate(getattr(built, "chained_optimizers", [built])):
         if not optimizer.is_stub_optimizer:

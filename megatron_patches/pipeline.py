@@ -25,6 +25,7 @@ from coat_dist.deepspeed.pipeline import accumulate, accumulated, reduce_gradien
 from coat_dist.ops.dispatch import use_kernels
 
 from .blocks import pipelined
+from .call_checks import check_count
 
 __all__ = ["Losses", "chunks_of", "eval_batch", "mark_stage", "run_schedule", "train_batch", "whole_names"]
 
@@ -105,12 +106,13 @@ def eval_batch(
     """Mean loss over micro-batches, without gradients; ``engine.eval()`` and ``engine.train()`` are the caller's.
 
     Args:
-        num_microbatches: default ``gradient_accumulation_steps``.
+        num_microbatches: from 1; default ``gradient_accumulation_steps``.
         others: as in :func:`train_batch`, which also says what is returned.
 
     Raises:
-        CoatConfigError: the schedule cannot run so many micro-batches.
+        CoatConfigError: ``num_microbatches`` is no such number; the schedule cannot run so many.
     """
+    check_count("num_microbatches", num_microbatches)
     run = Losses(forward_step_func, num_microbatches or engine.gradient_accumulation_steps())
     if not _several_stages():
         iterator = data_iterator[0] if isinstance(data_iterator, Sequence) else data_iterator

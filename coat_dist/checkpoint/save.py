@@ -21,7 +21,14 @@ from typing import Any
 
 from ..nodes import say_host
 from ..ranks import attempt, gather, of_another_rank, rank_and_world
-from .arguments import check_client_state, check_flags, check_folder, on_all_ranks, values_of_the_program
+from .arguments import (
+    check_client_state,
+    check_flags,
+    check_folder,
+    on_all_ranks,
+    values_of_the_program,
+    warn_within_a_step,
+)
 from .durable import make_folder
 from .engine_writes import Writes, watch_writes
 from .expert_names import divided_experts
@@ -121,6 +128,7 @@ def save_whole_checkpoints(engine: Any) -> None:
             (extras or Extras()).check()
 
         on_all_ranks(check)
+        warn_within_a_step(engine)
         agree({"tag": tag, "folder": os.path.abspath(save_dir), **{k: bool(v) for k, v in flags.items()}}, team)
         _together((lambda: make_folder(Path(save_dir))) if team.leads else None, f"cannot write {save_dir}")
         local, nodes = not team.whole, nodes_of_ranks(getattr(engine, "local_rank", None))

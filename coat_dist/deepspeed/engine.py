@@ -36,6 +36,7 @@ from .monitors import make_folders
 from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw, list_parameters
 from .pipeline import check_one_model_a_stage, check_settings, stages
+from .pipeline_module import check_tied, tied_weights
 from .refusals import check_deepspeed, read_block
 from .replicated_grads import check_replicated_grads
 from .roll_call import answer, refusals_are_heard
@@ -108,7 +109,8 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         return engine, *others
     # What it makes is seen only when DeepSpeed calls it.
     check = functools.partial(check_deepspeed, _settings_of(given) or {})
-    engine, *others = start(**{**given, "optimizer": _checked(given["optimizer"], False, False, check)})
+    checked = _checked(given["optimizer"], False, False, check, given.get("model"))
+    engine, *others = start(**{**given, "optimizer": checked})
     attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
     return engine, *others
 
@@ -215,10 +217,11 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         check_name(named)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_foreign(optimizer, block, compressed)
+        _check_made(optimizer, model)
         if stage:  # ZeRO's own error is a KeyError that prints the parameter
             check_its_parameters(optimizer, model)
     elif callable(optimizer):
-        given["optimizer"] = _checked(optimizer, block, compressed, check)
+        given["optimizer"] = _checked(optimizer, block, compressed, check, model)
     if (parameters := given.get("model_parameters")) is not None:
         given["model_parameters"] = list_parameters(parameters)
     if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
@@ -265,7 +268,7 @@ def _without_configuration(args: Any) -> Any:
     return args
 
 
-def _checked(make: Callable, block: bool, compressed: bool, check: Callable[..., None]) -> Callable:
+def _checked(make: Callable, block: bool, compressed: bool, check: Callable[..., None], model: Any) -> Callable:
     """A callable for DeepSpeed whose optimizer is checked as one that is given, before ZeRO is built around it."""
 
     @functools.wraps(make, updated=())
@@ -273,9 +276,15 @@ def _checked(make: Callable, block: bool, compressed: bool, check: Callable[...,
         optimizer = make(parameters)
         check_foreign(optimizer, block, compressed)
         check(optimizer=optimizer)
+        _check_made(optimizer, model)
         return optimizer
 
     return make_and_check
+
+
+def _check_made(optimizer: Any, model: Any) -> None:
+    if isinstance(optimizer, CoatAdamW):
+        check_tied(optimizer.param_groups, tied_weights(model), "optimizer.param_groups")
 
 
 def _size(mpu: Any, *names: str) -> int:

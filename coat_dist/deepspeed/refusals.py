@@ -72,6 +72,11 @@ def check_deepspeed(
         problems.append(
             f"context_parallel_size: got {cp}, accepted: 1 with ZeRO (gradients are not reduced over CP ranks)"
         )
+    if pipeline and facts.stage > 1:  # DeepSpeed asserts, and names no key
+        problems.append(
+            f"zero_optimization.stage: got {facts.stage} with a PipelineModule, accepted: 1 or 0 (gradients stay on a "
+            "stage until all micro-batches have come back through it)"
+        )
     if pipeline and mpu:
         problems.append(
             "mpu: got an mpu with a PipelineModule, accepted: one of the two (the PipelineModule has its own grid)"

@@ -212,9 +212,9 @@ def check_group(group: Mapping[str, Any]) -> None:
 
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor):
-        require(
-            "lr", "a number >= 0, or a floating-point tensor of one element", lr.numel() == 1 and lr.is_floating_point()
-        )
+        known = lr.device.type == "cpu"  # a value on a GPU would cost a wait
+        good = lr.numel() == 1 and lr.is_floating_point() and (not known or number(lr.item()))
+        require("lr", "a number >= 0, or a floating-point tensor of one element >= 0", good)
     else:
         require("lr", "a number >= 0, or a tensor of one element", number(lr))
     require(

@@ -119,7 +119,8 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     states, new_groups = _states(state_dict["state"], saved_groups), []
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         stateless = not any(states.get(index) for index in saved["params"])
-        new = _own_layout(saved, group) if optimizer._fp32_state_dict else _same_layout(saved, group, i, stateless)
+        _check_order(saved, group, i)
+        new = _own_layout(saved, group, i) if optimizer._fp32_state_dict else _same_layout(saved, group, i, stateless)
         new_groups.append(new)
         _check_options(new, group, i)
         for index, p in zip(saved["params"], group["params"], strict=True):
@@ -221,7 +222,23 @@ def _check_options(new: dict[str, Any], group: dict[str, Any], i: int) -> None:
         raise type(error)(f"CoatAdamW.load_state_dict: group {i}: {error}") from None
 
 
-def _own_layout(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+def _check_order(saved: Mapping[str, Any], group: Mapping[str, Any], i: int) -> None:
+    """Refuse the same names in another order: states go by position, and would change places."""
+    given, here = saved.get("param_names"), group.get("param_names")
+    if isinstance(given, list) and isinstance(here, list) and given != here and set(given) == set(here):
+        at = next(j for j, (one, other) in enumerate(zip(given, here, strict=False)) if one != other)
+        raise ValueError(
+            f"CoatAdamW.load_state_dict: group {i}, param_names: got {given[at]!r} at {at}, accepted: {here[at]!r}, in "
+            "the order that this optimizer was built with"
+        )
+
+
+def _own_layout(saved: dict[str, Any], group: dict[str, Any], i: int) -> dict[str, Any]:
+    if saved.get("decoupled_weight_decay") is False and saved.get("weight_decay"):
+        raise ValueError(
+            f"CoatAdamW.load_state_dict: group {i}, decoupled_weight_decay: got False with weight_decay "
+            f"{saved['weight_decay']!r}, as of torch's Adam; accepted: True, as of AdamW, or weight_decay 0"
+        )
     taken = {k: v for k, v in saved.items() if k in group or k not in _TORCH_ONLY}
     return {
         **group,

@@ -111,6 +111,8 @@ def programs(rank, world, virtual):
 
     refused("forward", lambda: engine(*tiny_batch(0, "cpu")))
     refused("backward", lambda: engine.backward(torch.ones((), requires_grad=True)))
+    refused("step", engine.step)
+    refused("count", lambda: mp.eval_batch(engine, read, forward_step, num_microbatches=0))
     with torch.no_grad():
         refused("no_grad", lambda: mp.train_batch(engine, read, forward_step))
     config = mp.pipeline.get_model_config(mp.pipeline.chunks_of(engine.module)[0])
@@ -148,6 +150,8 @@ def test_a_megatron_program_over_two_stages(virtual):
     stage = "called on stage 0 of 2 pipeline stages, which is a part of a model; accepted: megatron_patches.train_batch"
     assert said["forward"].startswith(f"engine.forward: {stage}")
     assert said["backward"].startswith(f"engine.backward: {stage}")
+    assert said["step"].startswith("engine.step: called on stage 0 of 2 pipeline stages, whose gradients nothing has")
+    assert said["count"].startswith("num_microbatches: got 0, accepted: a whole number from 1")
     assert "gradients are disabled" in said["no_grad"]
     assert said["finalize"].startswith("config.finalize_model_grads_func: got a function, accepted: None")
     assert said["deallocate"].startswith("config.deallocate_pipeline_outputs: got True with overlap_p2p_comm")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import warnings
 import zlib
 from pathlib import Path
 
@@ -84,6 +85,25 @@ def test_arguments_are_deepspeeds(tmp_path):
     assert f"cannot write {__file__}" in said["file"]
     assert "rank 1: " in said["hook"] and "KeyError: 'of one rank'" in said["hook"]
     assert said["load"].startswith("CheckpointError: tag: got '', accepted: None for ")
+
+
+def within_a_step(rank, world, folder):
+    """Warnings of a save in the middle of a step and of one at its end, and what the first one's resume has lost."""
+    engine = small({"gradient_accumulation_steps": 2})
+    said = []
+    for _ in range(2):
+        step(engine)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.save_checkpoint(folder)
+        said.append([str(one.message) for one in caught if "micro-batches" in str(one.message)])
+    return said
+
+
+def test_a_save_in_the_middle_of_a_step_says_what_it_cannot_hold(tmp_path):
+    for rank, (within, after) in enumerate(run_ranks(2, within_a_step, str(tmp_path))):
+        assert len(within) == (rank == 0) and not after
+        assert all(one.startswith("save_checkpoint: called after 1 of 2 micro-batches of a step") for one in within)
 
 
 def no_room(rank, world, folder):

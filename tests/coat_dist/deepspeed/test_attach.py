@@ -30,6 +30,10 @@ CASES = {
     "torch's AdamW": {"zero_optimization": {"stage": 2}},
     "torch's AdamW, round robin, universal": {**ROUND_ROBIN, "checkpoint": {"load_universal": True}},
     "zero-1, a pipeline stage": {"zero_optimization": {"stage": 1}},
+    "zero-1, a pipeline stage, BF16_Optimizer": {
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
     "zero-1, a pipeline stage, some gradients are not counted": {"zero_optimization": {"stage": 1}},
     "torch's SGD, stage 0": {"bf16": {"enabled": False}},
 }
@@ -107,7 +111,8 @@ def replaced(engine):
         if callable(value) and callable(getattr(type(one), name, None))
     }
     params = (vars(param).items() for param in engine.module.parameters())
-    return hidden | {f"param.{name}" for items in params for name, value in items if is_ours(value)}
+    theirs = {f"param.{name}" for items in params for name, value in items if is_ours(value)}
+    return hidden | {name for name in theirs if not name.startswith("param.coat_")}
 
 
 def engines(rank, world):
@@ -131,7 +136,11 @@ def test_what_is_replaced_is_what_the_list_says():
         assert list(attached) == [name for name in declared if name in attached], "in the order of the list"
         assert same, "a second time nothing changes"
     seen = {name for attached, *_ in found.values() for name in attached}
-    assert seen == declared.keys() - {"step: the host does not wait for reductions"}, "each is seen, but for a GPU's"
+    unseen = {
+        "step: the host does not wait for reductions",  # on a GPU
+        "gradient norm of a PipelineModule with other groups on other stages",  # test_pipeline_module.py
+    }
+    assert seen == declared.keys() - unseen
     assert not found["torch's SGD, stage 0"][0]
     assert {a.name for a in ATTACHMENTS if a.every_engine} <= set(found["torch's AdamW"][0])
     assert found["torch's AdamW"][1] == {"engine.load_checkpoint"}

@@ -17,6 +17,8 @@ def given_parameters(rank, world):
         "named": lambda net: net.named_parameters(),
         "foreign": lambda net: [*net.parameters(), torch.nn.Parameter(torch.ones(3))],
         "foreign group": lambda net: [{"params": net.parameters()}, {"params": torch.nn.Parameter(torch.ones(3))}],
+        "twice": lambda net: [*net.parameters(), next(net.parameters())],
+        "twice in groups": lambda net: [{"params": net.parameters()}, {"params": next(net.parameters())}],
         "misspelt": lambda net: [{"params": net.parameters(), "wieght_decay": 0.5}],
         "fused": lambda net: [{"params": net.parameters()}, {"params": [], "fused": True}],
         "wrong": lambda net: [{"params": net.parameters(), "weight_decay": "0.5"}],
@@ -42,6 +44,8 @@ def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw
         "its named_parameters(), or a list of parameter groups",
         "foreign group": "model_parameters: got 7 of which 1 are not parameters of the model, accepted: parameters of "
         "it, its named_parameters(), or a list of parameter groups",
+        "twice": "model_parameters: got 7 of which 1 are there before, accepted: each once",
+        "twice in groups": "model_parameters: got 7 of which 1 are there before, accepted: each once",
         "misspelt": "model_parameters.0, wieght_decay: unknown key of a parameter group, accepted: 'weight_decay', or "
         "another name",
         "fused": "model_parameters.1, fused: got True, accepted: False, there is one implementation",

@@ -291,3 +291,10 @@ def test_a_count_of_steps_in_fp32_that_is_none_is_refused_by_key(bad):
     with fp32_state_dict(optimizer), pytest.raises(ValueError, match="group 0, parameter 0, step: got .*, accepted: "):
         optimizer.load_state_dict(state_dict)
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_learning_rate_in_a_tensor_is_a_number_from_0(bad):
+    with pytest.raises(ValueError, match="CoatAdamW lr: got tensor.*, accepted: a number >= 0, or a floating-point"):
+        CoatAdamW([torch.nn.Parameter(torch.ones(4))], lr=torch.tensor(bad))
+    CoatAdamW([torch.nn.Parameter(torch.ones(4))], lr=torch.tensor(0.0))

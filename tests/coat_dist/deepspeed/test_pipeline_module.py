@@ -1,0 +1,136 @@
+"""DeepSpeed's ``PipelineModule``: stages with other groups, and weights that two stages hold."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.support import run_ranks
+
+SIZE = 64
+
+
+def settings(optimizer="CoatAdamW", sums="bf16", stage=1, **coat):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "data_types": {"grad_accum_dtype": sums},
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": optimizer, "params": {"lr": 3e-3, "weight_decay": 0.1}},
+        **({"coat": {"activation": {"enabled": False}, "optimizer": coat}} if optimizer == "CoatAdamW" else {}),
+    }
+
+
+def build(layers, config, **given):
+    deepspeed = quiet_deepspeed()
+    import coat_dist  # noqa: F401
+
+    deepspeed.init_distributed("gloo")
+
+    torch.manual_seed(3)
+    net = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
+    given = {name: make(net) for name, make in given.items()}
+    return deepspeed.initialize(model=net, config=config, **given)[0]
+
+
+def loss(output, wanted):
+    return torch.nn.functional.mse_loss(output.float(), wanted.float())
+
+
+def train(engine, steps):
+    generator = torch.Generator().manual_seed(1)
+    batches = (torch.randn(4, SIZE, generator=generator).bfloat16() for _ in iter(int, 1))
+    data = ((x, x.roll(1, 1)) for x in batches)
+    norms = []
+    for _ in range(steps):
+        engine.train_batch(data)
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+def of_other_groups(rank, world, sums):
+    """Norms of a first stage with biases and a second one without, under CoatAdamW and under AdamW, which has one
+    group everywhere; and how many groups this stage has."""
+    found = []
+    for optimizer in ("CoatAdamW", "AdamW"):
+        torch.manual_seed(2)
+        linear = [torch.nn.Linear(SIZE, SIZE, bias=with_bias) for with_bias in (True, False, False)]
+        engine = build([linear[0], torch.nn.GELU(), *linear[1:]], settings(optimizer, sums))
+        found += [train(engine, 3), len(engine.optimizer.optimizer.param_groups)]
+        name = "gradient norm of a PipelineModule with other groups on other stages"
+        differ = sums == "bf16" and optimizer == "CoatAdamW"
+        assert (name in getattr(engine, "coat_attached", ())) == differ
+        assert ("scaled_global_norm" in vars(engine.optimizer)) == differ
+    return found
+
+
+@pytest.mark.parametrize("sums", ["bf16", "fp32"])
+def test_stages_with_another_number_of_groups(sums):
+    results = run_ranks(2, of_other_groups, sums)
+    assert [groups for _, groups, _, _ in results] == [2, 1] and {count for *_, count in results} == {1}
+    first, second = ([ours, plain] for ours, _, plain, _ in results)
+    assert first == second, "every stage knows the same norm"
+    assert first[0] == pytest.approx(first[1], rel=0.02) and first[0][0] == pytest.approx(first[1][0], rel=1e-5)
+
+
+def tied_layers(middle=None):
+    """The first stage holds the tied weight of the last one, and one more of its size before it; the last one a layer
+    besides, without which DeepSpeed's BF16_Optimizer (sums in fp32) finds nothing there to make a norm of."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    tied = TiedLayerSpec("tied", torch.nn.Linear, SIZE, SIZE)
+    other = TiedLayerSpec("alone", torch.nn.Linear, SIZE, SIZE)
+    return [other, tied, middle or LayerSpec(torch.nn.Linear, SIZE, SIZE), tied]
+
+
+def of_tied_weights(rank, world, sums, coat, alone):
+    engine = build(tied_layers(torch.nn.GELU() if alone else None), settings(sums=sums, **coat))
+    groups = [(g["name"], g["moments"]) for g in engine.optimizer.optimizer.param_groups]
+    train(engine, 20)
+    (weight,) = (p for name, p in engine.module.named_parameters() if name == "tied_modules.tied.weight")
+    both = [torch.empty_like(weight) for _ in range(2)]
+    dist.all_gather(both, weight.detach())
+    return groups, torch.equal(*both)
+
+
+@pytest.mark.parametrize(
+    ("sums", "coat", "alone"), [("fp32", {}, False), ("bf16", {"stochastic_rounding": False}, True)]
+)
+def test_copies_of_a_tied_weight_stay_equal(sums, coat, alone):
+    (first, same), (last, _) = run_ranks(2, of_tied_weights, sums, coat, alone)
+    assert same
+    assert first == [("decay/fp8", "fp8"), ("decay/fp8/tied", "fp32"), ("no_decay/fp32", "fp32")]
+    assert last == first[alone:], "alone, the last stage has no other matrix"
+
+
+def refused(rank, world):
+    from coat_dist import CoatAdamW
+
+    found, config = {}, settings()
+    del config["optimizer"]
+    config["coat"] = {"activation": {"enabled": False}}
+    for name, given, changes in (
+        ("groups", {"model_parameters": lambda net: [{"params": net.parameters(), "moments": "fp8"}]}, settings()),
+        ("object", {"optimizer": lambda net: CoatAdamW([{"params": net.parameters(), "moments": "fp8"}])}, config),
+        ("callable", {"optimizer": lambda net: CoatAdamW, "model_parameters": lambda net: net.parameters()}, config),
+        ("stage", {}, settings(stage=2)),
+    ):
+        try:
+            build(tied_layers(), changes, **given)
+            found[name] = "built"
+        except ValueError as error:
+            found[name] = str(error)
+    groups = build(tied_layers(), settings(), model_parameters=lambda net: [{"params": net.parameters(), "lr": 0.5}])
+    found["split"] = [(g["moments"], g["lr"]) for g in groups.optimizer.optimizer.param_groups]
+    return found
+
+
+def test_what_would_drift_apart_is_refused_and_groups_that_do_not_say_are_split():
+    for found in run_ranks(2, refused):
+        for name, what in (("groups", "model_parameters"), ("object", "optimizer.param_groups")):
+            assert found[name].startswith(f'{what}.0, moments: got "fp8" for a weight that several stages of')
+        assert found["callable"].startswith('optimizer.param_groups.0, moments: got "fp8"')
+        assert found["stage"].startswith("zero_optimization.stage: got 2 with a PipelineModule, accepted: 1 or 0")
+        assert found["split"] == [("fp8", 0.5), ("fp32", 0.5), ("fp32", 0.5)]
