@@ -1,16 +1,17 @@
 """``python -m coat_dist.report``: versions, GPUs, which FP8 paths are active, and what is wrong with the installation.
 
-Exit status 0, or 1 where a problem (not a mere warning) was found.
+Exit status 0, 1 where a problem (not a mere warning) was found, or 2 for an argument: it takes none.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -104,24 +105,36 @@ def paths_with(kernels: bool, fp8: bool) -> dict[str, str]:
     return dict(zip(PARTS, ("Triton kernel", "Triton kernels", "torch._scaled_mm"), strict=True))
 
 
-def main() -> int:
-    """Print the report; the exit status."""
+def lines() -> Iterator[str]:
+    """Versions, GPUs and paths, for a reader."""
     import torch
 
-    print(f"python          {platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield f"python          {platform.python_version()} on {platform.system()} {platform.machine()}"
     for name, version in versions().items():
-        print(f"{name:<15} {version or '-'}")
+        yield f"{name:<15} {version or '-'}"
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
-            print(f"GPU {i:<11} {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}")
+            yield f"GPU {i:<11} {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
     else:
-        print("GPU             none")
+        yield "GPU             none"
     for part, path in paths().items():
-        print(f"{part:<15} {path}")
+        yield f"{part:<15} {path}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; the exit status."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m coat_dist.report", description=__doc__, formatter_class=raw)
+    if unknown := parser.parse_known_args(argv)[1]:
+        parser.exit(2, f"error: arguments: got {' '.join(unknown)}, accepted: none\n")
     findings = list(check())
-    for level, text in findings:
-        print(f"{level.upper()}: {text}")
+    try:
+        for line in (*lines(), *(f"{level.upper()}: {text}" for level, text in findings)):
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; Python's own flush at the end goes nowhere then
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if any(level == "problem" for level, _ in findings) else 0
 
 

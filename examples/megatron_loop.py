@@ -8,6 +8,7 @@ to continue sequences of numbers, on GPUs where there are some. With a folder be
 ten steps, and goes on from the last save, also on another number of ranks.
 """
 
+import argparse
 import os
 import shutil
 import sys
@@ -165,6 +166,9 @@ def train(folder):
 
 
 if __name__ == "__main__":  # dist_checkpointing starts a process that imports this file
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", help="for checkpoints")
+    folder = parser.parse_args().folder
     if "RANK" not in os.environ:
         sys.exit("no ranks: start this with torchrun --nproc_per_node N examples/megatron_loop.py")
-    report, optimizer, losses = train(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    report, optimizer, losses = train(folder)

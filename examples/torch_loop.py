@@ -7,6 +7,7 @@ Only the optimizer differs from a loop with torch.optim.AdamW. A small model lea
 on GPUs where there are some. The last line says what the moments take: torch's AdamW keeps 8 bytes a parameter.
 """
 
+import argparse
 import os
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 import coat_dist
 
+argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
 gpu = torch.cuda.is_available()
 rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")

@@ -16,7 +16,7 @@ import transformers
 
 import coat_dist
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--deepspeed", action="store_true", help="ZeRO-2, with the block in its configuration")
 parser.add_argument("--local_rank", type=int, help="given by the deepspeed command")
 with_deepspeed = parser.parse_args().deepspeed

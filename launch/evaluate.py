@@ -52,6 +52,7 @@ from launch.evaluation.inputs import Inputs, digests, notes, read_inputs
 from launch.evaluation.rows import Row, distinct
 from launch.log_level import set_log_level, shows
 from launch.model.gpt import load_model_config
+from launch.outputs import checkpoint_at
 from launch.prep import DataError
 from launch.training import failing, joining, runtime
 from launch.weights import open_weights
@@ -171,6 +172,9 @@ def say_missing(names: Sequence[str], option: str) -> None:
 
 def _try_folder(folder: str) -> None:
     """Whether it can be written: after hours of scoring it would be too late. What was not there is not there again."""
+    if (outer := checkpoint_at(Path(os.path.realpath(folder)))) is not None:
+        which = f"which is, or is in, the checkpoint {outer}"  # its run may remove both
+        raise CoatConfigError(f"--output: got {folder}, {which}, accepted: another folder")
     try:
         made = make_folder(Path(folder))
         with tempfile.TemporaryFile(dir=folder):

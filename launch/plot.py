@@ -17,8 +17,11 @@ from launch.interrupts import leave_quietly, raise_again
 if __name__ == "__main__":
     leave_quietly("plot")
 
+import io
+import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from launch.command_line import Parser, local_path, number
@@ -45,7 +48,8 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         A line for each run that has no finite loss and, with ``with_gap``, for each but the first.
 
     Raises:
-        ValueError: no run has a finite loss; a format that matplotlib does not write; runs without a common step.
+        ValueError: no run has a finite loss; a format that matplotlib does not write; runs without a common step;
+            the file cannot be written, and is what it was before.
     """
     without = [name for name, records in runs.items() if not any(series(records, key) for key in _LOSSES)]
     if len(without) == len(runs):
@@ -92,9 +96,29 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         axis.legend(fontsize=8)
     speed.set_ylim(bottom=0)
     memory.set_ylim(bottom=0)
-    figure.savefig(output, dpi=130)
+    path = Path(os.path.realpath(output))
+    picture = io.BytesIO()  # on a full disk matplotlib's own writing ends in errors of any kind
+    figure.savefig(picture, format=path.suffix[1:], dpi=130)
     plt.close(figure)
+    try:
+        _replace(path, picture.getvalue())
+    except OSError as problem:
+        raise ValueError(f"--output: {output}: cannot be written ({problem})") from problem
     return said
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write beside a file, and rename when all is on disk: whatever happens, ``path`` is the earlier one or the new."""
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def _draw_gap(axis: Any, runs: dict[str, Records], smooth: float) -> list[str]:

@@ -43,6 +43,7 @@ from launch.log_level import say, set_log_level
 from launch.progress import Progress
 from launch.universal.arguments import parse, without_effect
 from launch.universal.output import Output
+from launch.universal.room import bytes_needed, say_full
 from launch.universal.source import Source, find_source, read_source
 from launch.weights.source import CARRIED
 
@@ -68,20 +69,20 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
 
     Raises:
         CheckpointError: ``source`` is damaged, universal already or of a kind that cannot be converted; ``folder``
-            cannot be written, is in a checkpoint, or holds those of a run, or another run's of this step. Nothing is
-            changed then.
+            cannot be written, has no room, is in a checkpoint, or holds those of a run, or another run's of this step.
+            Nothing is changed then.
     """
     from coat_dist import convert_to_universal
 
     there, folder = read_source(source.resolve()), folder.resolve()
     option = "--output_folder" if exact else "--output"
     output = Output(option, folder if exact else folder / there.name, exact)
-    identity = _identity(there)
-    output.check(there, identity)
+    identity, needed = _identity(there), bytes_needed(there.path)
+    output.check(there, identity, needed)
     with ExitStack() as held:
         held.callback(_remove_if_empty, output.final.parent, output.final.parent.exists())
         held.enter_context(_alone(output))
-        output.check(there, identity)  # again: another may have written until the lock was ours
+        output.check(there, identity, needed)  # again: another may have written until the lock was ours
         if there.manifest is not None:
             verify(there.path, there.manifest["files"])
         try:
@@ -96,6 +97,9 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
             manifest = {**(content or {}), "files": sync_files(output.temporary), "universal": True}
             left = output.publish(manifest)
         except (OSError, RuntimeError, ValueError) as problem:  # torch.save reports a full disk as RuntimeError
+            shutil.rmtree(output.temporary, ignore_errors=True)  # now, for what is said of free bytes
+            if (full := say_full(problem, folder, needed)) is not None:
+                raise CheckpointError(f"{option}: cannot write {output.final}: {full}") from problem
             raise CheckpointError(f"cannot convert {there.path}: {problem}") from problem
         except _LAYOUT as problem:
             raise CheckpointError(

@@ -14,8 +14,8 @@ from coat_dist.checkpoint.durable import make_folder, sync_folder, sync_tree, wr
 from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, sync_files
 from coat_dist.checkpoint.publish import unfinished
-from coat_dist.checkpoint.tags import is_checkpoint
 from launch.hf.folder import CONFIG, travelling_files
+from launch.outputs import checkpoint_at, lack_of_room
 from launch.weights.converted import MODEL
 from launch.weights.source import CARRIED
 from launch.weights.write import Written
@@ -49,7 +49,7 @@ class Output:
         final, source = self.final, source.resolve()
         if final == source or final.is_relative_to(source) or source.is_relative_to(final):
             self._refuse("which is, or is in, or holds what is converted")
-        if (outer := next(filter(is_checkpoint, final.parents), None)) is not None:  # its run would remove both
+        if (outer := checkpoint_at(final.parent)) is not None:  # its run would remove both
             self._refuse(f"which is in the checkpoint {outer}")
         if final.exists() and not final.is_dir():
             self._refuse("which is no folder")
@@ -61,8 +61,8 @@ class Output:
         above = next(parent for parent in final.parents if parent.exists())
         if not above.is_dir():
             self._refuse(f"and {above} is no folder")
-        if (free := shutil.disk_usage(above).free) < needed:
-            self._refuse(f"where {free:,} bytes are free and {needed:,} are needed", "a larger disk")
+        if (lack := lack_of_room(above, needed)) is not None:
+            self._refuse(lack, "a larger disk")
 
     def _refuse(self, what: str, accepted: str = "another folder") -> None:
         raise CheckpointError(f"{self.option}: got {self.final}, {what}, accepted: {accepted}")

@@ -14,7 +14,7 @@ from typing import Any
 from coat_dist.checkpoint.durable import sync_folder, sync_tree, write_text
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from coat_dist.checkpoint.publish import finished, publish, retire, unfinished
-from coat_dist.checkpoint.tags import is_checkpoint
+from launch.outputs import checkpoint_at, lack_of_room
 from launch.universal.source import Source
 
 __all__ = ["LATEST_UNIVERSAL", "Output"]
@@ -40,35 +40,38 @@ class Output:
         """Where it is written."""
         return unfinished(self.final)
 
-    def check(self, source: Source, identity: Mapping[str, Any]) -> None:
-        """Refuse a place in which something would be lost or mixed up.
+    def check(self, source: Source, identity: Mapping[str, Any], needed: int) -> None:
+        """Refuse a place in which something would be lost or mixed up, or that has no room.
 
         Args:
             source: what is converted.
             identity: what the new manifest will say of its origin.
+            needed: bytes that will be written; an earlier conversion keeps its own until then.
 
         Raises:
             CheckpointError: names the option and why.
         """
         folder = self.final if self.exact else self.final.parent
 
-        def refuse(what: str) -> None:
-            raise CheckpointError(f"{self.option}: got {folder}, {what}, accepted: another folder")
+        def refuse(what: str, accepted: str = "another folder") -> None:
+            raise CheckpointError(f"{self.option}: got {folder}, {what}, accepted: {accepted}")
 
-        if folder.is_relative_to(source.path) or any(map(is_checkpoint, self.final.parents)):
+        if folder.is_relative_to(source.path) or checkpoint_at(self.final.parent) is not None:
             refuse("which is a checkpoint or in one")  # a run removes its old ones, with all that is in them
         if self.exact:
             empty = not self.final.exists() or (self.final.is_dir() and not any(self.final.iterdir()))
             if not empty and _origin(self.final, identity) != identity:
                 refuse("which is there already and no earlier conversion of this checkpoint")
-            return
-        if folder == source.path.parent:
-            refuse("where the source is")
-        for there in finished(folder):
-            if not read_manifest(there).get("universal"):
-                refuse(f"which holds a run's own checkpoint, {there.name}")
-        if (self.final / MANIFEST).is_file() and _origin(self.final, identity) != identity:
-            refuse(f"which holds another run's {self.final.name}")
+        else:
+            if folder == source.path.parent:
+                refuse("where the source is")
+            for there in finished(folder):
+                if not read_manifest(there).get("universal"):
+                    refuse(f"which holds a run's own checkpoint, {there.name}")
+            if (self.final / MANIFEST).is_file() and _origin(self.final, identity) != identity:
+                refuse(f"which holds another run's {self.final.name}")
+        if (lack := lack_of_room(folder, needed)) is not None:
+            refuse(lack, "a larger disk")
 
     def publish(self, manifest: Mapping[str, Any]) -> list[str]:
         """Give what was written, and is on disk, its name; an earlier conversion makes room.

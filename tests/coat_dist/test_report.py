@@ -60,6 +60,23 @@ def test_report_program():
         assert word in done.stdout
 
 
+def test_it_takes_no_arguments(capsys):
+    for argv, status, words in (["--help"], 0, "what is wrong with the installation"), (["foo", "--x"], 2, "foo --x"):
+        with pytest.raises(SystemExit) as ended:
+            report.main(argv)
+        said = capsys.readouterr()
+        assert ended.value.code == status and words in said.out + said.err and "torch  " not in said.out
+    assert said == ("", "error: arguments: got foo --x, accepted: none\n")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    started = subprocess.Popen(
+        [sys.executable, "-m", "coat_dist.report"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    started.stdout.close()  # as `| head -0` does
+    assert "BrokenPipe" not in started.stderr.read() and started.wait() == 0
+
+
 def test_paths_of_each_kind_of_gpu():
     native, old, none = (report.paths_with(*has) for has in ((True, True), (True, False), (False, False)))
     assert native.keys() == old.keys() == none.keys()

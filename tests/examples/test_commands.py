@@ -5,6 +5,8 @@ Of every example one command starts its processes from nothing; those of a secon
 
 import importlib.util
 import re
+import runpy
+import sys
 
 import pytest
 
@@ -46,3 +48,14 @@ def test_command(name, command, tmp_path):
     if name == "vision_language":
         assert "FP8 flow: 8 of 8 blocks patched" in printed, printed
         assert "captions of pictures that are new" in printed, printed
+
+
+@pytest.mark.parametrize("name", ["megatron_loop", "torch_loop"])
+def test_what_it_is_not_told_to_do_is_refused(name, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    for argument, status, words in ("--help", 0, commands(name)[-1]), ("--steps", 2, "unrecognized arguments: --steps"):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", argument])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        said = capsys.readouterr()
+        assert ended.value.code == status and words in said.out + said.err

@@ -1,6 +1,7 @@
 """Pictures of runs."""
 
 import json
+import resource
 
 import pytest
 
@@ -90,6 +91,30 @@ def test_a_file_that_is_no_picture_is_not_replaced(tmp_path, capsys):
             assert main([str(tmp_path / "a"), "--output", str(tmp_path / name)]) == 0
     assert main([str(tmp_path / "a"), "--output", str(tmp_path / "picture")]) == 2
     assert "ends in .png" in capsys.readouterr().err and not list(tmp_path.glob("picture*"))
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
+def test_a_full_disk_leaves_the_earlier_picture(tmp_path, capsys, suffix):
+    write(tmp_path / "a", range(1, 30))
+    picture = tmp_path / f"x.{suffix}"
+    assert main([str(tmp_path / "a"), "--output", str(picture)]) == 0
+    before = picture.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        assert main([str(tmp_path / "a"), "--output", str(picture)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --output: {picture}: cannot be written (") and error.count("\n") == 1
+    assert picture.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["a", picture.name]
+
+
+def test_a_link_to_a_picture_stays_one(tmp_path):
+    write(tmp_path / "a", range(1, 3))
+    (tmp_path / "link.png").symlink_to(tmp_path / "x.png")
+    assert main([str(tmp_path / "a"), "--output", str(tmp_path / "link.png")]) == 0
+    assert (tmp_path / "link.png").is_symlink() and (tmp_path / "x.png").stat().st_size > 10_000
 
 
 def test_every_run_has_a_name_of_its_own(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 
 from coat_dist.checkpoint.manifest import read_manifest, sync_files, verify
 from launch import to_universal
+from launch.universal.room import bytes_needed
 from tests.coat_dist.deepspeed.small_engine import model, quiet_deepspeed, train
 from tests.support import run_ranks
 
@@ -77,6 +78,12 @@ def same(one, other, count=3):
     return all(torch.equal(a, b) for name in one for a, b in zip(one[name][:count], other[name][:count], strict=True))
 
 
+def check_bytes_needed(source, converted):
+    """Not more than the parameters' files have, which have headers, too."""
+    written = sum(path.stat().st_size for path in (converted / "zero").glob("*/*"))
+    assert 0.8 * written < bytes_needed(source) <= written
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint of plain DeepSpeed on two ranks, laid out as transformers' Trainer does, and what it holds."""
@@ -108,6 +115,7 @@ def test_a_coat_engines_checkpoint_loads_in_a_plain_program(tmp_path):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | extra))
     given = ("--input_folder", tmp_path / "global_step3", "--output_folder", tmp_path / "global_step3_universal")
     assert main(*given) == 0
+    check_bytes_needed(tmp_path / "global_step3", tmp_path / "global_step3_universal")
     assert (tmp_path / "latest_universal").read_text() == "global_step3_universal"
     assert (tmp_path / "latest").read_text() == before
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith((".unfinished", ".converting"))]
@@ -157,6 +165,13 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
     assert "is universal already" in refused("--load", converted, *out)
     for inside in (tag, tag / "x"):
         assert "which is a checkpoint or in one" in refused("--load", folder, "--output_folder", inside)
+    check_bytes_needed(tag, converted / "global_step3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5))
+        for option in ("--output", "--output_folder"):
+            said = refused("--load", folder, option, tmp_path / "out")
+            room = f"where 5 bytes are free and {bytes_needed(tag):,} are needed, accepted: a larger disk"
+            assert said == f"error: {option}: got {tmp_path / 'out'}, {room}\n"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("")
     assert "--output_folder: got " in refused("--load", folder, "--output_folder", tmp_path / "mine")

@@ -150,6 +150,30 @@ def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, place, for_good):
     assert (source.stat().st_mtime_ns, listing(source)) == before and json.loads((source / "manifest.json").read_text())
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 768 vs 662"),
+    ],
+)
+def test_a_full_disk_is_said_in_words(tmp_path, monkeypatch, capsys, problem):
+    def full(source, target, on_progress):
+        (target / "zero").mkdir()
+        raise problem
+
+    monkeypatch.setattr(coat_dist, "convert_to_universal", full)
+    step, output = make(tmp_path / "save", 4), tmp_path / "out"
+    for option, place in (("--output", output / step.name), ("--output_folder", output)):
+        assert to_universal.main(["--load", str(step), option, str(output)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(
+            f"error: {option}: cannot write {place}: the disk is full, or a quota or limit is reached"
+        )
+        assert error.endswith(" bytes are free\n") and error.count("\n") == 1 and "enforce" not in error
+        assert os.listdir(tmp_path) == ["save"]
+
+
 def test_two_conversions_at_once(tmp_path, capsys):
     make(tmp_path / "save", 4)
     output = tmp_path / "universal"

@@ -120,6 +120,16 @@ def test_results_are_not_lost_where_they_cannot_be_written(tmp_path, monkeypatch
         program._try_folder("/proc/self")
     program._try_folder(str(tmp_path / "new" / "folder"))
     assert not (tmp_path / "new").exists()
+    saved = tmp_path / "checkpoints" / "step00000004"
+    saved.mkdir(parents=True)
+    (saved / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "link").symlink_to(saved)
+    for inside in (saved, saved / "eval" / "bf16", tmp_path / "link"):  # its run removes both
+        with pytest.raises(
+            CoatConfigError, match=f"--output: got {inside}, which is, or is in, the checkpoint {saved}"
+        ):
+            program._try_folder(str(inside))
+    program._try_folder(str(saved.parent))
 
     def full(*args):
         raise OSError(28, "No space left on device")
