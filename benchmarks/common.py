@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import math
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import output_folder
 from benchmarks.measured_code import digests
 
 __all__ = [
@@ -32,7 +36,10 @@ __all__ = [
     "prepare_text",
     "python_path",
     "read_json",
+    "read_result",
     "result_path",
+    "write",
+    "write_figure",
     "write_json",
     "write_result",
 ]
@@ -49,7 +56,11 @@ WIDTH = 400
 def argument_parser(doc: str) -> argparse.ArgumentParser:
     """A parser with ``--output``, described by the first line of a program's docstring."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--output", help="folder for results and pictures instead of benchmarks/results, docs/figures")
+    parser.add_argument(
+        "--output",
+        type=output_folder,
+        help="folder of results and pictures instead of benchmarks/results, docs/figures",
+    )
     return parser
 
 
@@ -139,19 +150,60 @@ def figure_path(name: str, output: str | Path | None = None) -> Path:
     return path
 
 
-def write_result(name: str, data: dict[str, Any], output: str | Path | None = None) -> Path:
-    """Write ``{"environment": ..., **data}`` to :func:`result_path`, which is returned."""
+def write_result(name: str, data: dict[str, Any], output: str | Path | None = None, nan: bool = False) -> Path:
+    """Write ``{"environment": ..., **data}`` to :func:`result_path`, which is returned; see :func:`write_json`."""
     path = result_path(name, output)
-    write_json(path, {"environment": environment(), **data})
+    write_json(path, {"environment": environment(), **data}, nan)
     return path
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write :func:`dumps` of ``data``, at once: a run that is cut here leaves what was there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_json(path: Path, data: dict[str, Any], nan: bool = False) -> None:
+    """Write :func:`dumps` of ``data``, as :func:`write` does.
+
+    Raises:
+        ValueError: a number in it is NaN or infinite, which is a finding with ``nan`` only; names the first. Nothing is
+            written.
+    """
+    if not nan and (first := next(_not_finite(data), None)) is not None:
+        raise ValueError(f"{path}: not written; {first[0]}: got {first[1]}, accepted: finite numbers")
+    write(path, dumps(data) + "\n")
+
+
+def _not_finite(value: Any, where: str = "") -> Iterator[tuple[str, float]]:
+    """Where NaN and infinite numbers are, and which."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _not_finite(one, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, one in enumerate(value):
+            yield from _not_finite(one, f"{where}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield where, value
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file at once: a run that is cut here, or a full disk, leaves what was there.
+
+    Raises:
+        OSError: it cannot be written; names it.
+    """
     part = path.with_name(f".{path.name}.part")
-    part.write_text(dumps(data) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(part, path)
+    except OSError as problem:  # which names the other file, or none
+        raise OSError(problem.errno, problem.strerror, str(path)) from problem
+    finally:
+        with suppress(OSError):
+            part.unlink()
+
+
+def write_figure(path: Path, figure: Any, dpi: int) -> None:
+    """Write one of Matplotlib's figures, as :func:`write` does."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=dpi, format=path.suffix.removeprefix(".") or None)
+    write(path, drawn.getvalue())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -164,6 +216,23 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: got {error}, accepted: JSON; remove it, and it is measured again") from error
+
+
+def read_result(path: Path, *keys: str, option: str = "--result") -> dict[str, Any]:
+    """A result with ``keys``, as ``option`` names it.
+
+    Raises:
+        ValueError: it is none; names it.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ValueError(f"{option}: got {path}, accepted: a readable file ({problem.strerror})") from None
+    except ValueError as problem:
+        raise ValueError(f"{option}: got {path}, accepted: JSON ({problem})") from None
+    if missing := [key for key in keys if not isinstance(found, dict) or key not in found]:
+        raise ValueError(f"{option}: got {path} without {', '.join(missing)}, accepted: what its program writes")
+    return found
 
 
 def dumps(value: Any, indent: str = "") -> str:

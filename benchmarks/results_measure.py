@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, ROOT, gpus
+from benchmarks.arguments import check_peers
+from benchmarks.common import RESULTS, gpus
+from benchmarks.guard import start
 from benchmarks.results_tables import PEERS, TABLES, Table, is_current, read
 
 __all__ = ["cases_left", "measure", "to_measure"]
@@ -25,6 +25,8 @@ SHORTEST = 30
 """Seconds below which nothing is started."""
 END = 60
 """Seconds before the end at which ``whole.py`` is to start no other case: the last one goes on for half of them."""
+
+ENDINGS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 def to_measure(tables: Sequence[str], again: bool = False, peers: bool = False) -> list[tuple[str, str]]:
@@ -105,39 +107,35 @@ def words_of(command: str, peers: str | None) -> list[str]:
     return shlex.split(command.replace(f"{PEERS}?", given).replace(PEERS, given))
 
 
-def start(words: Sequence[str], seconds: float) -> object:
-    """Run a command for so long at most; its exit status, or words. Nothing that it started is left behind: GPUs that
-    are still busy would spoil what is measured next."""
-    with subprocess.Popen([sys.executable, *words], cwd=ROOT, start_new_session=True) as process:
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return "time was over"
-        finally:
-            # Launchers end their ranks, some of them in sessions of their own, when they are asked to.
-            for sign, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
-                _end(process, sign, patience)
-
-
-def _end(process: subprocess.Popen, sign: int, patience: float) -> None:
-    """Signal what is left of a process and its group, and wait for the process."""
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """The signals that told this process to end, in this block: what runs is ended first, then the process."""
+    told: list[int] = []
+    before = {sign: signal.signal(sign, lambda number, _: told.append(number)) for sign in ENDINGS}
     try:
-        os.killpg(process.pid, sign)
-    except ProcessLookupError:  # all of them have ended
-        return
-    try:
-        process.wait(patience)
-    except subprocess.TimeoutExpired:
-        return
+        yield told
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """Start commands, until there are none or time is over. One that fails is named, and the next is started; one that
-    would not be through is left for the next call, where it may be the first and have all the time."""
+    would not be through is left for the next call, where it may be the first and have all the time.
+
+    Raises:
+        ValueError: ``--peers`` has no Transformer Engine.
+        SystemExit: a signal came; nothing runs any more.
+    """
+    if arguments.peers is not None:
+        check_peers(arguments.peers)
     end, here, begun = time.monotonic() + arguments.seconds, gpus(), False
     with ExitStack() as stack:
+        told = stack.enter_context(signals())
         peers = arguments.peers
         for result, command in to_measure(arguments.only or list(TABLES), arguments.again, peers is not None):
+            if told:
+                break
             if (reason := why_not(result, command, peers, here)) is not None:
                 print(f"left out, {reason}: {result}", flush=True)
                 continue
@@ -156,5 +154,8 @@ def measure(arguments: argparse.Namespace) -> None:
                 words += ["--seconds", f"{max(float(SHORTEST), left - END):.0f}"]
                 words += ["--again"] if arguments.again else []
             print(f"== {result}: {command}", flush=True)
-            if status := start(words, left):
+            if (status := start(words, left, lambda: bool(told))) and not told:
                 print(f"{result}: ended with {status}", flush=True)
+        if told:
+            print(f"stopped by {signal.Signals(told[0]).name}; the same command goes on", flush=True)
+            sys.exit(128 + told[0])

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import RESULTS, ROOT
+from benchmarks.arguments import positive_float
+from benchmarks.common import RESULTS, ROOT, write
 from benchmarks.results_headline import headline
 from benchmarks.results_measure import cases_left, measure
-from benchmarks.results_readme import FIGURE, FIGURES, README, in_readme, readme_part
+from benchmarks.results_readme import FIGURE, FIGURES, README, in_readme, loss_gaps, readme_part
 from benchmarks.results_tables import DAMAGED, TABLES, lines_of, read
 from benchmarks.speed import whole_report
 
@@ -28,6 +30,7 @@ __all__ = ["PAGE", "draw", "main", "page", "readme"]
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 PAGE = ROOT / "docs/results.md"
+SECONDS = 540
 
 
 def page(results: Path = RESULTS, figures: Path = FIGURES) -> str:
@@ -37,6 +40,8 @@ def page(results: Path = RESULTS, figures: Path = FIGURES) -> str:
         if match[1] == "whole_figure":
             shown = "Tokens a second over the micro-batch, a cross where memory was out"
             return f"![{shown}](figures/{FIGURE})\n\n" if (figures / FIGURE).is_file() else ""
+        if match[1] == "loss_gaps":
+            return loss_gaps(results) + match[2]
         table = TABLES[match[1]]
         left = [line for one in cases_left(table, results) for line in ("", one)]
         return "\n".join([*lines_of(table, results), *left]) + match[2]
@@ -60,14 +65,14 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--measure", action="store_true", help="what is missing or of other code, before")
     parser.add_argument("--only", nargs="+", choices=[*TABLES], help="tables to measure (default: all)")
     parser.add_argument("--again", action="store_true", help="measure also what is of this code")
-    parser.add_argument("--seconds", type=float, default=540, help="start no command later than this")
+    parser.add_argument("--seconds", type=positive_float, help=f"start no command later than this (default: {SECONDS})")
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     arguments = parser.parse_args(given)
     for name in ("only", "again", "seconds", "peers"):
         if not arguments.measure and getattr(arguments, name) != parser.get_default(name):
             parser.error(f"--{name}: got it without --measure, accepted: with it")
-    if not arguments.seconds > 0:
-        parser.error(f"--seconds: got {arguments.seconds:g}, accepted: more than 0")
+    if arguments.seconds is None:
+        arguments.seconds = SECONDS
     return arguments
 
 
@@ -84,13 +89,20 @@ def main(given: Sequence[str] | None = None) -> None:
         where = f"{RESULTS}: a result lacks something ({type(problem).__name__}: {problem})"
         print(f"error: {where}, accepted: results as their commands write them", file=sys.stderr)
         sys.exit(2)
-    figure = draw()
-    PAGE.write_text(page(), encoding="utf-8")
-    README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
+    try:
+        figure = draw()
+        write(PAGE, page())
+        write(README, readme(README.read_text(encoding="utf-8")))
+    except OSError as problem:
+        print(f"error: {problem.filename}: {problem.strerror}", file=sys.stderr)
+        sys.exit(2)
     for path in (PAGE, README, figure):
         if path is not None:
             print("wrote", path.relative_to(ROOT))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # while it writes, see measure() for the rest
+        sys.exit(128 + signal.SIGINT)

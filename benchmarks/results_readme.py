@@ -21,6 +21,7 @@ __all__ = [
     "in_readme",
     "listed",
     "llama2_7b",
+    "loss_gaps",
     "readme_part",
     "table",
     "wrapped",
@@ -145,12 +146,11 @@ def accuracy(results: Path) -> list[str]:
     text = []
     if (branches := read("convergence/branches", results)) is not None and (how := _still_holds(branches, results)):
         given = branches["settings"]
-        gap = next(one for one in branches["gaps"] if one["variant"] == "row scales")
-        error = next(one for one in branches["gaps_by_trunk"] if one["variant"] == "row scales")["held_out_loss_error"]
+        gap, spread = _gaps(branches)
         text = [
             "**Losses.** What the FP8 flow costs: a model of 64 M parameters was trained to step "
             f"{given['branch_at']} of {given['steps']} in BF16, and from there in both ways. Its held-out loss ended "
-            f"**{percent(gap['held_out_loss_gap'], True)} ± {percent(error)}** above BF16's, "
+            f"**{percent(gap['held_out_loss_gap'], True)} ± {percent(spread['held_out_loss_error'])}** above BF16's, "
             f"{percent(gap['bf16_held_out_loss_gap'], True)} evaluated in BF16 ({len(gap['trunks'])} seeds; "
             f"{how}; [how, and what it leaves out](docs/flow-accuracy.md#branches))."
         ]
@@ -164,6 +164,29 @@ def accuracy(results: Path) -> list[str]:
             "[docs/numerics.md](docs/numerics.md#trajectories) has the scenarios, and those where they do less well)."
         ]
     return text
+
+
+def loss_gaps(results: Path) -> str:
+    """What the flow costs in held-out loss, with the errors over seeds, for the page of all results."""
+    if (branches := read("convergence/branches", results)) is None:
+        return "not measured yet"
+    gap, errors = _gaps(branches)
+    shown = (
+        f"**{percent(gap[f'{key}_gap'], True)} ± {percent(errors[f'{key}_error'])}** {words}"
+        for key, words in {
+            "held_out_loss": "as trained",
+            "bf16_held_out_loss": "with the trained weights in BF16 layers",
+        }.items()
+    )
+    return f"{', '.join(shown)} ({len(gap['trunks'])} seeds)"
+
+
+def _gaps(branches: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Means over seeds of the flow's differences in loss, and their errors."""
+    gap, errors = (
+        next(one for one in branches[key] if one["variant"] == "row scales") for key in ("gaps", "gaps_by_trunk")
+    )
+    return gap, errors
 
 
 def _still_holds(losses: dict[str, Any], results: Path) -> str:

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from benchmarks.accuracy.bias_noise import Totals, estimates
 from benchmarks.accuracy.gradient_variants import PRECISE, REAL, SETS, STRAIGHT, Variant, exact_block, variants
 from benchmarks.accuracy.gradients_report import KINDS, REFERENCES, records, show
+from benchmarks.arguments import check_device, one_line, positive_float, positive_int
 from benchmarks.common import argument_parser, options, write_result
 from benchmarks.small_gpt import BYTES_VOCABULARY, GPT, HELD_OUT, Shape, fp32_adamw, prepare_bytes, train
 
@@ -207,9 +208,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="small", choices=list(MODELS))
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, few steps and batches")
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS, help="variants to measure")
-    parser.add_argument("--steps", type=int, help="of training")
-    parser.add_argument("--batches", type=int, help="a multiple of a block of 8 (--tiny: of 2), at least 2 blocks")
-    parser.add_argument("--budget", type=float, help="seconds after which no further block of batches begins")
+    parser.add_argument("--steps", type=positive_int, help="of training")
+    parser.add_argument("--batches", type=positive_int, help="a multiple of blocks of 8 (--tiny: of 2), 2 at least")
+    parser.add_argument("--budget", type=positive_float, help="seconds after which no further block of batches begins")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--name", default="gradients", help="of the JSON result")
     arguments = parser.parse_args(given)
@@ -224,6 +225,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    with one_line():
+        check_device(arguments.device)
     shape, (_, _, size, max_bytes) = MODELS[arguments.model], DEFAULTS[arguments.model]
     with tempfile.TemporaryDirectory() as folder:
         tokens = prepare_bytes(folder, max_bytes).to(arguments.device)

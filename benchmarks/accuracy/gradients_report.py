@@ -6,13 +6,13 @@ python -m benchmarks.accuracy.gradients_report [--result JSON ...] [--plot docs/
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.gradient_variants import variants
-from benchmarks.common import result_path
+from benchmarks.arguments import one_line, picture
+from benchmarks.common import read_result, result_path, write_figure
 
 __all__ = ["KINDS", "REFERENCES", "plot", "records", "show"]
 
@@ -106,7 +106,7 @@ def plot(rows: Sequence[Record], path: Path) -> None:
     axes[1][1].set(xlabel="% of a batch's exact gradient")
     axes[0][1].legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    write_figure(path, figure, dpi=80)
     plt.close(figure)
 
 
@@ -115,13 +115,15 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     files = [result_path(f"accuracy/{name}") for name in ("gradients", "gradients-candidates")]
     parser.add_argument("--result", type=Path, nargs="+", default=files, metavar="JSON")
-    parser.add_argument("--plot", type=Path, help="where to draw the picture")
+    parser.add_argument("--plot", type=picture, help="where to draw the picture")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
-    rows = [row for file in arguments.result for row in records(json.loads(file.read_text()))]
+    with one_line():
+        results = [read_result(file, "exact", "rows") for file in arguments.result]
+    rows = [row for found in results for row in records(found)]
     show(rows)
     if arguments.plot:
         plot(rows, arguments.plot)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.arguments import check_device, check_peers, one_line, positive_int
 from benchmarks.common import ROOT, argument_parser, python_path, write_result
 from coat_dist import CoatConfig, flow
 
@@ -260,7 +261,9 @@ def show(case: str, found: dict[str, dict[str, dict[str, float]]]) -> None:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=None, help="of one sequence (default: 2048, with --tiny 96)")
+    parser.add_argument(
+        "--tokens", type=positive_int, default=None, help="of a sequence (default: 2048, with --tiny 96)"
+    )
     parser.add_argument("--tiny", action="store_true", help="a layer of 0.2 M parameters instead of Llama-2-7B's")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--peers", help="folder with Transformer Engine (GPU only)")
@@ -273,6 +276,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    with one_line():
+        if arguments.peers is not None:
+            check_peers(arguments.peers)
+        check_device(arguments.device)
     shape = TINY if arguments.tiny else Shape()
     if arguments.tokens:
         shape = Shape(**{**asdict(shape), "tokens": arguments.tokens})

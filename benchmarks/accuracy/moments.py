@@ -29,6 +29,7 @@ import torch
 from benchmarks.accuracy.encodings import coat, dynamic, flash_first_moment, flash_second_moment, plain_fp8, table
 from benchmarks.accuracy.moments_plot import plot_ranges, plot_rivals, plot_table
 from benchmarks.accuracy.snapshots import EXACT, Study, capture
+from benchmarks.arguments import check_device, one_line
 from benchmarks.common import argument_parser, figure_path, write_result
 from benchmarks.small_gpt import Shape, prepare_tokens
 from coat_dist import CoatAdamW
@@ -177,6 +178,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    with one_line():
+        check_device(arguments.device)
     with tempfile.TemporaryDirectory() as folder:
         tokens = prepare_tokens(folder, Shape().vocabulary).to(arguments.device)
     study = Study(capture(arguments.steps, tokens))

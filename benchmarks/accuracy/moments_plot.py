@@ -10,6 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.common import write_figure
+
 __all__ = ["plot_ranges", "plot_rivals", "plot_table"]
 
 
@@ -62,5 +64,5 @@ def plot_rivals(pairs: list[dict[str, Any]], path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=80)
+    write_figure(path, figure, dpi=80)
     plt.close(figure)

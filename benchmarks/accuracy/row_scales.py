@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import argument_parser, options, write_result
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Norm, TensorParallel, linear, mlp, norm_mlp
@@ -29,7 +30,7 @@ ONE, NORM = TensorParallel(), Norm("rmsnorm", 1e-5)
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=positive_int, default=512)
     parser.add_argument("--format", default="e4m3", choices=["e4m3", "e5m2"])
     return parser.parse_args(given)
 

@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.accuracy.encodings import altered
 from benchmarks.accuracy.trajectory_gradients import ELEMENTS, SCENARIOS, Gradients
+from benchmarks.arguments import check_device, one_line
 from benchmarks.common import argument_parser, write_result
 from coat_dist import CoatAdamW
 from coat_dist.optim import export_moments
@@ -194,6 +195,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parse()
+    with one_line():
+        check_device(given.device)
     joined = {n: Joined({name: make() for name, make in found.items()}) for n, found in SCENARIOS.items()}
     settings = {"lr": LR, "elements": ELEMENTS, "quick": given.quick, "device": given.device}
     rows: list[dict[str, Any]] = []

@@ -6,12 +6,12 @@ python -m benchmarks.convergence.branch_report [--result JSON] [--plot docs/figu
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import result_path
+from benchmarks.arguments import one_line, picture
+from benchmarks.common import read_result, result_path
 from benchmarks.convergence import flow_report
 from benchmarks.convergence.flow_report import BF16, gaps, mean
 
@@ -87,13 +87,14 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, default=result_path("convergence/branches"), metavar="JSON")
-    parser.add_argument("--plot", type=Path, default=None, help="where to draw the curves")
+    parser.add_argument("--plot", type=picture, default=None, help="where to draw the curves")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
-    found = json.loads(arguments.result.read_text())
+    with one_line():
+        found = read_result(arguments.result, "settings", "runs", "failed")
     settings = found["settings"]
     report(found["runs"], found["failed"], settings["steps"])
     if arguments.plot is not None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import positive_int
 from coat_dist.flow import invalidate_weights
 from launch.pretrain import train
 from launch.training import arguments, runtime
@@ -99,7 +100,7 @@ class Watch:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--average", type=int, required=True, metavar="STEPS")
+    parser.add_argument("--average", type=positive_int, required=True, metavar="STEPS")
     parser.add_argument("--result", type=Path, required=True, metavar="FILE")
     parser.add_argument("pretrain", nargs=argparse.REMAINDER)
     own = parser.parse_args(argv)

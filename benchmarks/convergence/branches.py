@@ -22,9 +22,10 @@ Each branch gives four held-out losses: of the last weights, and of the mean of 
   larger, times r.
 
 With ``--budget`` no branch begins that would not end. Writes `convergence/branches.json` (with ``--tiny``
-`convergence/branches-tiny.json`) after every branch. ``--extend`` begins with the branches of such a file. A trunk is
-known by a digest of its weights, and compared are branches of one trunk only. So give a later call other seeds, or
-``--folder DIR``, where text and trunks stay for calls on the same machine (0.8 GB for a trunk of 64 M parameters).
+`convergence/branches-tiny.json`) after every branch; an earlier result stays until one has come to its end.
+``--extend`` begins with the branches of such a file. A trunk is known by a digest of its weights, and compared are
+branches of one trunk only. So give a later call other seeds, or ``--folder DIR``, where text and trunks stay for calls
+on the same machine (0.8 GB for a trunk of 64 M parameters).
 
 What a call costs, from the times in `convergence/flow.json` (H200, three runs to a GPU): 55 ms of a GPU for a step in
 BF16, 43 ms in the flow. So 30 s for a trunk of 500 steps, and 85 s or 65 s for a branch of 1500. Processes need 10 to
@@ -51,6 +52,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import one_line, positive_float, positive_int
 from benchmarks.common import argument_parser
 from benchmarks.convergence import runs
 from benchmarks.convergence.branch_report import KEYS, PAIR, by_trunk, noise, report
@@ -171,13 +173,15 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--runs", nargs="+", type=Job.parse, metavar="VARIANT:SEED:REPEAT")
     parser.add_argument("--extend", type=Path, metavar="JSON", help="a result whose branches count with the new ones")
-    parser.add_argument("--steps", type=int, help="of trunk and branch together (default: 2000)")
-    parser.add_argument("--branch-at", type=int, metavar="STEP", help="the trunk's last step (default: 500)")
-    parser.add_argument("--average", type=int, metavar="STEPS", help="last ones whose weights are averaged (200)")
-    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--steps", type=positive_int, help="of trunk and branch together (default: 2000)")
+    parser.add_argument("--branch-at", type=positive_int, metavar="STEP", help="the trunk's last step (default: 500)")
+    parser.add_argument(
+        "--average", type=positive_int, metavar="STEPS", help="the last, whose weights are averaged (200)"
+    )
+    parser.add_argument("--lr", type=positive_float, default=6e-4)
     parser.add_argument("--nudge", type=float, default=1e-5, help="of the learning rate, from repeat to repeat")
-    parser.add_argument("--per-gpu", type=int, default=1, metavar="N", help="runs that share a GPU")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop what still runs after so many")
+    parser.add_argument("--per-gpu", type=positive_int, default=1, metavar="N", help="runs that share a GPU")
+    parser.add_argument("--budget", type=positive_float, metavar="SECONDS", help="stop what still runs after so many")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program")
     parser.add_argument("--data", default=None, help="prefix of prepared data (default: prepared here)")
     parser.add_argument("--folder", type=Path, help="where text and trunks stay for a later call (default: nowhere)")
@@ -198,7 +202,8 @@ def main() -> None:
     start, extended, there = time.monotonic(), None, set()
     if arguments.extend:
         same, needed = (*SAME, "branch_at", "average"), (*NEEDED, *KEYS, PAIR)
-        extended = earlier(arguments.extend, vars(arguments), VARIANTS, same, needed)
+        with one_line():
+            extended = earlier(arguments.extend, vars(arguments), VARIANTS, same, needed)
         there = {(r["variant"], r["seed"], r["repeat"]) for r in extended["runs"]}
     # Repeat by repeat, so that every seed soon has something to compare.
     todo = sorted((job for job in dict.fromkeys(arguments.runs) if job not in there), key=lambda job: job.repeat)
@@ -207,12 +212,15 @@ def main() -> None:
         kept.mkdir(parents=True, exist_ok=True)
         data = arguments.data or prepare(kept, TINY if arguments.tiny else FULL)
         with tempfile.TemporaryDirectory(dir=kept) as scratch:
-            study = Study(todo, extended, data, Path(scratch), arguments)
+            with one_line():
+                study = Study(todo, extended, data, Path(scratch), arguments)
             study.kept = kept
             study.began = start
             print(f"data in {time.monotonic() - start:.0f} s", flush=True)
             study.work_on_all()
     report(study.runs, study.failed, arguments.steps)
+    if (why := study.nothing()) is not None:
+        sys.exit(why)
 
 
 if __name__ == "__main__":

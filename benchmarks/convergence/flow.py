@@ -9,7 +9,8 @@ one, on the CPU); ``--per-gpu`` of them share a GPU. Runs start in the order of 
 that fails is shown with the end of its log, and the others go on. With ``--budget`` what still runs after so many
 seconds is stopped, and is shown but not compared. Writes `convergence/flow.json` (with ``--tiny``
 `convergence/flow-tiny.json`) after every run, with some 200 of its training losses, rounded to 5 decimals; ``--extend``
-begins with the runs of such a file, made with the same steps, learning rate and text.
+begins with the runs of such a file, made with the same steps, learning rate and text. A call in which no run comes to
+its end leaves an earlier result as it is, and fails.
 
 A run is VARIANT:SEED:REPEAT. Repeat r has a learning rate that is larger by r parts in 10^5: what differs between
 repeats is what rounding does to a run by chaos alone. The gap of a variant is the mean over seeds of the difference to
@@ -20,12 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import one_line, positive_float, positive_int
 from benchmarks.common import ROOT, argument_parser
 from benchmarks.convergence import runs
 from benchmarks.convergence.flow_data import FULL, HELD_OUT, TINY, Size, earlier, prepare, tokens
@@ -127,10 +130,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--runs", nargs="+", type=Job.parse, default=RUNS, metavar="VARIANT:SEED:REPEAT")
     parser.add_argument("--extend", type=Path, metavar="JSON", help="a result whose runs count with the new ones")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--lr", type=float, default=6e-4)
-    parser.add_argument("--per-gpu", type=int, default=1, metavar="N", help="runs that share a GPU")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop what still runs after so many")
+    parser.add_argument("--steps", type=positive_int, default=2000)
+    parser.add_argument("--lr", type=positive_float, default=6e-4)
+    parser.add_argument("--per-gpu", type=positive_int, default=1, metavar="N", help="runs that share a GPU")
+    parser.add_argument("--budget", type=positive_float, metavar="SECONDS", help="stop what still runs after so many")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program")
     parser.add_argument("--data", default=None, help="prefix of prepared data (default: prepared here)")
     return parser.parse_args(given)
@@ -138,16 +141,20 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    extended = earlier(arguments.extend, vars(arguments), VARIANTS) if arguments.extend else None
+    with one_line():
+        extended = earlier(arguments.extend, vars(arguments), VARIANTS) if arguments.extend else None
     there = {(r["variant"], r["seed"], r["repeat"]) for r in (extended["runs"] if extended else ())}
     todo = [job for job in dict.fromkeys(arguments.runs) if job not in there]
     with tempfile.TemporaryDirectory() as temporary:
         start = time.monotonic()
         data = arguments.data or prepare(Path(temporary), TINY if arguments.tiny else FULL)
         print(f"data in {time.monotonic() - start:.0f} s", flush=True)
-        study = Study(todo, extended, data, Path(temporary), arguments)
+        with one_line():
+            study = Study(todo, extended, data, Path(temporary), arguments)
         study.work_on_all()
     report(study.runs, study.failed, arguments.steps)
+    if (why := study.nothing()) is not None:
+        sys.exit(why)
 
 
 if __name__ == "__main__":

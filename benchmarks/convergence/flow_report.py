@@ -6,12 +6,12 @@ python -m benchmarks.convergence.flow_report [--result JSON] [--plot docs/figure
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import result_path
+from benchmarks.arguments import one_line, picture
+from benchmarks.common import read_result, result_path, write_figure
 
 __all__ = ["BF16", "KEYS", "LAST", "gaps", "mean", "plot", "report"]
 
@@ -121,7 +121,7 @@ def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path, first: int = 0)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("training loss to BF16's, %")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)
     print("wrote", path)
 
 
@@ -133,13 +133,14 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, default=result_path("convergence/flow"), metavar="JSON")
-    parser.add_argument("--plot", type=Path, default=None, help="where to draw the curves")
+    parser.add_argument("--plot", type=picture, default=None, help="where to draw the curves")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
-    found = json.loads(arguments.result.read_text())
+    with one_line():
+        found = read_result(arguments.result, "settings", "runs", "failed")
     report(found["runs"], found["failed"], found["settings"]["steps"])
     if arguments.plot is not None:
         plot(found["runs"], found["settings"]["steps"], arguments.plot)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.arguments import positive_float, positive_int
 from benchmarks.common import ROOT, argument_parser, loss_gaps, options, write_result
 from benchmarks.convergence.flow_data import FULL, TINY, Size, prepare
 from benchmarks.convergence.runs import RunFailed, completed, torchrun
@@ -81,12 +82,12 @@ def compared(one: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=positive_int, default=4)
     parser.add_argument(
         "--layouts", nargs="+", type=Layout.of, default=None, metavar="tpN-zeroS", help="the first is the baseline"
     )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--steps", type=positive_int, default=200)
+    parser.add_argument("--lr", type=positive_float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program")
     arguments = parser.parse_args(given)

@@ -26,6 +26,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.arguments import positive_float, positive_int
 from benchmarks.common import argument_parser, options, prepare_text, write_result
 from benchmarks.convergence.flow import FP8_MOMENTS, settings
 from benchmarks.convergence.flow_data import TINY, Size
@@ -143,9 +145,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where text, checkpoints and metrics are and stay")
     parser.add_argument("--runs", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="of the whole call; then runs save and leave")
-    parser.add_argument("--steps", type=int, default=None, help="of the whole run (default: 1200, or 6 with --tiny)")
-    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--budget", type=positive_float, metavar="SECONDS", help="of a call; then runs save and leave")
+    parser.add_argument("--steps", type=positive_int, default=None, help="of the whole run (default: 1200, --tiny: 6)")
+    parser.add_argument("--lr", type=positive_float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--text", nargs="+", default=[], metavar="PATH", help="more files or folders to read")
     parser.add_argument("--tokenizer", default="bpe:16384", metavar="KIND", help="bytes, or bpe:VOCABULARY")
@@ -166,6 +168,12 @@ def main() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())] or [""]
     status: dict[str, int | None] = {}
+    size = TINY if a.tiny else LONG
+
+    def curves() -> dict[str, dict[str, Any]]:
+        return {name: curve(a.folder / name, BATCH[a.tiny], size.sequence) for name in VARIANTS}
+
+    before = curves()
 
     def go(name: str, mine: Sequence[str]) -> None:
         left = None if a.budget is None else max(1.0, a.budget - SAVING - (time.monotonic() - began))
@@ -177,16 +185,18 @@ def main() -> None:
         worker.start()
     for worker in workers:
         worker.join()
-    size = TINY if a.tiny else LONG
-    found = {name: curve(a.folder / name, BATCH[a.tiny], size.sequence) for name in VARIANTS}
+    found = curves()
     for name, one in found.items():
         print(f"{name}: {one['steps']} of {a.steps} steps, held-out {one.get('held_out_losses', [])[-1:]}", flush=True)
         if status.get(name, 0) != 0:
             print(f"{name}: exit {status[name]}\n{(a.folder / f'{name}.log').read_text()[-3000:]}", flush=True)
+    further = any(found[name]["steps"] > before[name]["steps"] for name in found)
+    if not further and (any(status.values()) or None in status.values() or not any(c["steps"] for c in found.values())):
+        sys.exit("error: no run made a step; the result stays as it was")
     trained = a.steps * BATCH[a.tiny] * size.sequence
     data_of_it = {"tokens": text["tokens"], "bytes": text["text_bytes"], "epochs": trained / (0.98 * text["tokens"])}
     result = {"settings": options(a, "text"), "data": data_of_it, "gpus_of_a_run": len(divided[0]), "runs": found}
-    write_result("convergence/long" + "-tiny" * a.tiny, result, a.output)
+    write_result("convergence/long" + "-tiny" * a.tiny, result, a.output, nan=True)
 
 
 if __name__ == "__main__":

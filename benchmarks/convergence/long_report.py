@@ -6,12 +6,12 @@ python -m benchmarks.convergence.long_report [--result JSON] [--plot docs/figure
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import result_path
+from benchmarks.arguments import one_line, picture
+from benchmarks.common import read_result, result_path, write_figure
 from benchmarks.convergence.flow_report import BF16
 
 __all__ = ["held_out_gaps", "plot", "report"]
@@ -83,7 +83,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     for axis in (above, below):
         axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)
     plt.close(figure)
     print("wrote", path)
 
@@ -92,13 +92,14 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, default=result_path("convergence/long"), metavar="JSON")
-    parser.add_argument("--plot", type=Path, default=None, help="where to draw the curves")
+    parser.add_argument("--plot", type=picture, default=None, help="where to draw the curves")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
-    found = json.loads(arguments.result.read_text())
+    with one_line():
+        found = read_result(arguments.result, "settings", "runs")
     report(found["runs"], found["settings"]["steps"])
     if arguments.plot is not None:
         plot(found["runs"], arguments.plot)

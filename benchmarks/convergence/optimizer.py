@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy.encodings import altered
+from benchmarks.arguments import check_device, one_line, positive_float, positive_int
 from benchmarks.common import argument_parser, figure_path, result_path, write_result
 from benchmarks.convergence.optimizer_report import plot, print_table, summarize
 from benchmarks.small_gpt import BETAS, BYTES_VOCABULARY, GPT, WEIGHT_DECAY, Shape, fp32_adamw, prepare_bytes, train
@@ -139,29 +141,28 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--device", choices=list(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=positive_int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", nargs="+", choices=list(VARIANTS), default=DEFAULT)
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak, reached after a tenth of the steps")
-    parser.add_argument("--batch", type=int, help="sequences a step")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--windows", type=int, help="of the held-out loss")
-    parser.add_argument("--max-bytes", type=int, help="of text")
-    parser.add_argument("--budget-seconds", type=float, help="start no run that would end later")
+    parser.add_argument("--lr", type=positive_float, default=1e-3, help="peak, reached after a tenth of the steps")
+    parser.add_argument("--batch", type=positive_int, help="sequences a step")
+    parser.add_argument("--layers", type=positive_int)
+    parser.add_argument("--windows", type=positive_int, help="of the held-out loss")
+    parser.add_argument("--max-bytes", type=positive_int, help="of text")
+    parser.add_argument("--budget-seconds", type=positive_float, help="start no run that would end later")
     parser.add_argument("--resume", action="store_true", help="keep the runs in the result file")
     arguments = parser.parse_args(given)
     for name in arguments.runs:
         base = "adamw" if VARIANTS[name].beta2 == BETAS[1] else f"adamw-{VARIANTS[name].beta2}"
         if base not in arguments.runs:
             parser.error(f"--runs: got {name} without {base}, accepted: a list with the fp32 run of the same beta2")
-    for key in ("steps", "batch", "layers", "windows", "max_bytes"):
-        if (value := getattr(arguments, key)) is not None and value < 1:
-            parser.error(f"--{key.replace('_', '-')}: got {value}, accepted: an integer >= 1")
     return arguments
 
 
 def main() -> None:
     given = parse()
+    with one_line():
+        check_device(given.device)
     started = time.monotonic()
     chosen = {k: v for k in ("batch", "layers") if (v := getattr(given, k)) is not None}
     shape = replace(SHAPES[given.device], **chosen)
@@ -192,6 +193,8 @@ def main() -> None:
     missing = [key for key in todo if key not in {(r["run"], r["seed"]) for r in records}]
     if missing:
         print(f"stopped at --budget-seconds with {len(missing)} of {len(todo)} runs left; --resume does them")
+        if path is None:
+            sys.exit("error: no run was finished; the result stays as it was")
     print_table(summarize(records))
     if path is not None:
         print("wrote", path)

@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import write_figure
+
 __all__ = ["gaps", "plot", "print_table", "summarize"]
 
 BAR = 1e-3
@@ -85,7 +87,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7)
-    figure.savefig(path, dpi=80)
+    write_figure(path, figure, dpi=80)
     plt.close(figure)
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from benchmarks.common import ROOT, options, python_path, write_result
+from benchmarks.common import ROOT, options, python_path, result_path, write_result
 from benchmarks.convergence.flow_data import FULL, TINY, Size, check_text, tokens
 from benchmarks.convergence.flow_report import LAST, mean
 from benchmarks.timing import median
@@ -179,6 +179,10 @@ class Study:
             check_text(arguments.extend, extended, self.text["tokens"])
         self.runs: list[dict[str, Any]] = list(extended["runs"]) if extended else []
         self.failed: list[dict[str, Any]] = []
+        self.asked, self.finished = len(todo), 0
+        """Runs of this call, and those of them that came to their last step."""
+        self._path = result_path(self.name + "-tiny" * arguments.tiny, arguments.output)
+        self._earlier = self._path.exists()
         self._lock = threading.Lock()
         self._queue: Queue[Job] = Queue()
         for job in todo:
@@ -219,6 +223,7 @@ class Study:
             else:
                 with self._lock:
                     self.runs.append(run)
+                    self.finished += run["steps"] == self.arguments.steps
                     speed = f"{run['steps']} steps in {run['seconds']:.0f} s, {1e3 * run['step_seconds']:.0f} ms each"
                     print(f"{job}: {speed}, held-out loss {run['held_out_loss']}", flush=True)
             with self._lock:
@@ -244,8 +249,16 @@ class Study:
         for worker in workers:
             worker.join()
 
+    def nothing(self) -> str | None:
+        """What is to be said of a call in which no run came to its end; None of others."""
+        if self.finished or not self.asked:
+            return None
+        return f"error: none of {self.asked} runs was finished" + f"; {self._path} stays as it was" * self._earlier
+
     def write(self) -> None:
-        """Write the result as it is now."""
+        """Write the result as it is now. One of an earlier call stays until there is a run to compare."""
+        if self._earlier and not self.finished:
+            return
         runs = sorted(self.runs, key=lambda r: (list(self.variants).index(r["variant"]), r["seed"], r["repeat"]))
         chosen = options(self.arguments, "runs")
         found = {"settings": chosen, "data": self.text, **self.compared(runs), "runs": runs, "failed": self.failed}

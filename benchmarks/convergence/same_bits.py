@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import one_line, positive_int
 from benchmarks.common import ROOT, argument_parser, options, python_path, result_path, write_result
 from benchmarks.convergence.flow import settings
 from benchmarks.convergence.flow_data import TINY, prepare
@@ -40,9 +41,8 @@ def unpack(commit: str, folder: Path) -> Path:
     """
     done = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=False)
     if done.returncode:
-        raise ValueError(
-            f"--commit: got {commit!r}, accepted: a commit in the history of {ROOT.name}\n{done.stderr.decode()}"
-        )
+        why = " ".join(done.stderr.decode().split())
+        raise ValueError(f"--commit: got {commit!r}, accepted: a commit in the history of {ROOT.name} ({why})")
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
         files.extractall(folder, filter="data")
     return folder
@@ -71,7 +71,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     measured = json.loads(result_path("convergence/branches").read_text())["environment"]["commit"][:7]
     parser = argument_parser(__doc__)
     parser.add_argument("--commit", default=measured, help="the earlier one; of convergence/branches.json if not given")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=positive_int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(given)
 
@@ -81,7 +81,8 @@ def main(given: Sequence[str] | None = None) -> None:
     found: list[list[dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        earlier = unpack(arguments.commit, folder / "earlier")
+        with one_line():
+            earlier = unpack(arguments.commit, folder / "earlier")
         data = prepare(folder, TINY)
         for name, root in (("then", earlier), ("now", ROOT)):
             (folder / name).mkdir()

@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import argument_parser, options, write_result
 
 MODEL = {
@@ -38,10 +39,10 @@ and step is above 8 MB."""
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     p = argument_parser(__doc__ or "")
-    p.add_argument("--steps", type=int, default=2000)
+    p.add_argument("--steps", type=positive_int, default=2000)
     p.add_argument("--stage", type=int, default=2, choices=[1, 2, 3], help="of ZeRO")
-    p.add_argument("--every", type=int, default=100, help="steps between two looks")
-    p.add_argument("--save-every", type=int, default=500, help="steps between two checkpoints, and two evaluations")
+    p.add_argument("--every", type=positive_int, default=100, help="steps between two looks")
+    p.add_argument("--save-every", type=positive_int, default=500, help="steps between two checkpoints and evaluations")
     p.add_argument("--name", default=None, help="of the result: memory-NAME.json")
     args = p.parse_args(argv)
     if args.every < 1 or args.steps < 8 * args.every:

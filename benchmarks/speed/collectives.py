@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.arguments import positive_int, preset_name
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.speed.layer import SEQUENCE, VARIANTS, stack
 from benchmarks.timing import union
@@ -279,11 +280,13 @@ def measure(preset: str, tokens: int, sequence: int, variants: Sequence[str], la
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--presets", nargs="+", default=["llama2-13b", "llama3-8b"], help="names in configs/models")
-    parser.add_argument("--tokens", type=int, default=16384, help="a multiple of --sequence")
-    parser.add_argument("--sequence", type=int, default=SEQUENCE, help="a multiple of the number of ranks")
+    parser.add_argument(
+        "--presets", type=preset_name, nargs="+", default=["llama2-13b", "llama3-8b"], help="names in configs/models"
+    )
+    parser.add_argument("--tokens", type=positive_int, default=16384, help="a multiple of --sequence")
+    parser.add_argument("--sequence", type=positive_int, default=SEQUENCE, help="a multiple of the number of ranks")
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=TP_VARIANTS)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=positive_int, default=4)
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--name", default="collectives", help="of the JSON result")
     arguments = parser.parse_args(given)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import argument_parser, options, write_result
 from launch import convert_hf
 from launch.hf.config_out import config_for
@@ -127,7 +128,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--shape", choices=["llama2-7b", "llama3-8b", "small"], default="small")
-    parser.add_argument("--repeat", type=int, default=1, help="of both directions and the copies beside them")
+    parser.add_argument("--repeat", type=positive_int, default=1, help="of both directions and the copies beside them")
     parser.add_argument("--folder", help="where models go for the time of this program (a temporary folder)")
     parser.add_argument("--disk", default="", help="what the disk is, to be written into the result")
     return parser.parse_args(given)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import argument_parser, options, write_result
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import dispatch_rows
@@ -89,10 +90,10 @@ def measure(rows: int, hidden: int, device: torch.device, repeats: int) -> dict[
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="of a rank")
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--topk", type=int, default=2, help="experts of a token")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--tokens", nargs="+", type=positive_int, default=[4096, 16384], help="of a rank")
+    parser.add_argument("--hidden", type=positive_int, default=4096)
+    parser.add_argument("--topk", type=positive_int, default=2, help="experts of a token")
+    parser.add_argument("--repeats", type=positive_int, default=20)
     return parser.parse_args(given)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import ROOT, argument_parser, write_result
 from benchmarks.timing import median, wall_ms
 from launch.model.gpt import build_model, load_model_config
@@ -81,7 +82,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=positive_int, default=8)
     parser.add_argument("--model", default="configs/models/llama2-7b.json")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of one step")
     return parser.parse_args(given)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import int_from_0, positive_int
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.speed.layer import SEQUENCE, VARIANTS, kernels, measure, stack
 from coat_dist import CoatConfig
@@ -108,11 +109,13 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 4096], help=f"multiples of {SEQUENCE}")
+    parser.add_argument(
+        "--tokens", nargs="+", type=positive_int, default=[16384, 4096], help=f"multiples of {SEQUENCE}"
+    )
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
     parser.add_argument("--dispatcher", default="alltoall", choices=["alltoall", "allgather"])
     parser.add_argument("--one-by-one", action="store_true", help="also without moe_grouped_gemm")
-    parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel tables, printed and kept")
+    parser.add_argument("--kernels", type=int_from_0, default=24, help="rows of the kernel tables, printed and kept")
     parser.add_argument("--name", default="experts", help="of the JSON result")
     arguments = parser.parse_args(given)
     for tokens in arguments.tokens:

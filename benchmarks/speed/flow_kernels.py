@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import argument_parser, options, write_result
 from benchmarks.timing import copy_bandwidth, graph_ms
 from coat_dist.formats import E3M4, E4M3, INT8
@@ -23,10 +24,14 @@ from coat_dist.reference.rope import Heads, rope_table
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=16384, help="a multiple of 4")
-    parser.add_argument("--hidden", type=int, default=4096, help="a multiple of 128, the size of a head")
-    parser.add_argument("--ffn", type=int, default=11008)
-    return parser.parse_args(given)
+    parser.add_argument("--tokens", type=positive_int, default=16384, help="a multiple of 4")
+    parser.add_argument("--hidden", type=positive_int, default=4096, help="a multiple of 128, the size of a head")
+    parser.add_argument("--ffn", type=positive_int, default=11008)
+    arguments = parser.parse_args(given)
+    for name, of in (("tokens", 4), ("hidden", 128)):
+        if (value := getattr(arguments, name)) % of:
+            parser.error(f"--{name}: got {value}, accepted: a multiple of {of}")
+    return arguments
 
 
 def main() -> None:

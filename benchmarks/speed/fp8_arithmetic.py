@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import int_from_0, positive_float, positive_int, preset_name
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.speed.optimizer import candidates, flat_parameter
 from benchmarks.timing import graph_ms, timed
@@ -130,11 +131,14 @@ def layers(preset: str, tokens: int, count: int) -> Rows:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--size", type=float, default=1e8, help="parameters of the optimizer's tensor")
-    parser.add_argument("--preset", default="llama2-7b", help="a name in configs/models")
-    parser.add_argument("--tokens", type=int, default=16384, help="a multiple of 4096")
-    parser.add_argument("--layers", type=int, default=2, help="of the stack; 0: no layers are timed")
-    return parser.parse_args(given)
+    parser.add_argument("--size", type=positive_float, default=1e8, help="parameters of the optimizer's tensor")
+    parser.add_argument("--preset", type=preset_name, default="llama2-7b", help="a name in configs/models")
+    parser.add_argument("--tokens", type=positive_int, default=16384, help="a multiple of 4096")
+    parser.add_argument("--layers", type=int_from_0, default=2, help="of the stack; 0: no layers are timed")
+    arguments = parser.parse_args(given)
+    if arguments.tokens % 4096:
+        parser.error(f"--tokens: got {arguments.tokens}, accepted: a multiple of 4096")
+    return arguments
 
 
 def main() -> None:

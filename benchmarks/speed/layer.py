@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import check_peers, int_from_0, one_line, positive_int, preset_name
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.speed import te_layer
 from benchmarks.speed.layer_memory import Peak, expected_peak
@@ -57,14 +58,14 @@ def plan(arguments: argparse.Namespace) -> list[Case]:
     """What is to be measured; what cannot be is refused here, before anything is.
 
     Raises:
-        ValueError: a number of tokens, or a preset that ``layer_memory.py`` has no account of, or ``te_layer.py`` no
-            layer.
+        ValueError: a number of tokens, a preset that ``layer_memory.py`` has no account of, or ``te_layer.py`` no
+            layer, or a folder without Transformer Engine.
     """
     settings = {v: CoatConfig.parse({"activation": VARIANTS[v]}).activation for v in arguments.variants}
     found = []
     for preset in arguments.presets:
         model = load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"])
-        if arguments.peers:
+        if arguments.peers is not None:
             te_layer.check(preset, model)
         for tokens in arguments.tokens:
             if tokens <= 0 or tokens % SEQUENCE:
@@ -74,6 +75,8 @@ def plan(arguments: argparse.Namespace) -> list[Case]:
             except ValueError as problem:
                 raise ValueError(f"--presets: {preset}: {problem}") from None
             found.append(Case(preset, model, tokens, variants))
+    if arguments.peers is not None:
+        check_peers(arguments.peers)
     return found
 
 
@@ -169,11 +172,11 @@ def time_transformer_engine(te: Any, model: ModelConfig, tokens: int) -> dict[st
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--presets", nargs="+", default=["llama2-7b"], help="names in configs/models")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16384], help=f"multiples of {SEQUENCE}")
+    parser.add_argument("--presets", type=preset_name, nargs="+", default=["llama2-7b"], help="names in configs/models")
+    parser.add_argument("--tokens", nargs="+", type=positive_int, default=[16384], help=f"multiples of {SEQUENCE}")
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--kernels", type=int, default=24, help="rows of the kernel table, 0 = none")
+    parser.add_argument("--layers", type=positive_int, default=4)
+    parser.add_argument("--kernels", type=int_from_0, default=24, help="rows of the kernel table, 0 = none")
     parser.add_argument("--name", default="layer", help="of the JSON result")
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     return parser.parse_args(given)
@@ -181,7 +184,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    todo = plan(arguments)
+    with one_line():
+        todo = plan(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         # Before anything computes: parts of cuDNN that torch has loaded by then would be taken for those of its own.
         te = te_layer.load(te_layer.unpack(arguments.peers, temporary)) if arguments.peers else None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import argument_parser, write_result
 from benchmarks.timing import copy_bandwidth, timed
 from coat_dist.flow import TensorParallel, linear_cross_entropy, vocab_parallel_cross_entropy
@@ -75,9 +76,9 @@ def kernels(logits: torch.Tensor, labels: torch.Tensor, bandwidth: float) -> lis
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocabulary", nargs="+", type=int, default=[32000, 128256])
+    parser.add_argument("--tokens", type=positive_int, default=16384)
+    parser.add_argument("--hidden", type=positive_int, default=4096)
+    parser.add_argument("--vocabulary", nargs="+", type=positive_int, default=[32000, 128256])
     return parser.parse_args(given)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import positive_float
 from benchmarks.common import argument_parser, write_result
 from benchmarks.timing import copy_bandwidth, graph_ms, median, timed, wall_ms
 from coat_dist import CoatAdamW
@@ -178,8 +179,10 @@ def state_bytes(n: int) -> float:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1e6, 1e8, 1e9])
-    parser.add_argument("--bytes-size", type=float, default=1.3e9, help="shard over which state bytes are measured")
+    parser.add_argument("--sizes", type=positive_float, nargs="+", default=[1e6, 1e8, 1e9])
+    parser.add_argument(
+        "--bytes-size", type=positive_float, default=1.3e9, help="shard over which state bytes are measured"
+    )
     parser.add_argument("--name", default="optimizer", help="of the JSON result")
     return parser.parse_args(given)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import int_from_0, positive_float, positive_int
 from benchmarks.common import argument_parser, options, write_result
 from coat_dist.config import ActivationConfig
 from launch.chat.batches import Layout, micro_batches
@@ -139,12 +140,12 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--model", default="llama3-8b", help="a name in configs/models, or a path")
-    parser.add_argument("--layers", type=int, default=4, help="of the model; 0 = all")
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--micro", type=int, default=4, help="sequences of a micro-batch")
-    parser.add_argument("--median", type=float, default=350.0, help="tokens of a conversation")
-    parser.add_argument("--conversations", type=int, default=4000)
-    parser.add_argument("--repeat", type=int, default=20, help="micro-batches that are timed")
+    parser.add_argument("--layers", type=int_from_0, default=4, help="of the model; 0 = all")
+    parser.add_argument("--seq-length", type=positive_int, default=4096)
+    parser.add_argument("--micro", type=positive_int, default=4, help="sequences of a micro-batch")
+    parser.add_argument("--median", type=positive_float, default=350.0, help="tokens of a conversation")
+    parser.add_argument("--conversations", type=positive_int, default=4000)
+    parser.add_argument("--repeat", type=positive_int, default=20, help="micro-batches that are timed")
     return parser.parse_args(given)
 
 

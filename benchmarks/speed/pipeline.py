@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.timing import median
 from launch.model.gpt import build_model, load_model_config
@@ -187,14 +188,14 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--model", default="configs/models/llama2-7b.json")
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--virtual-stages", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", type=positive_int, default=8)
+    parser.add_argument("--seq-length", type=positive_int, default=4096)
+    parser.add_argument("--vocabulary", type=positive_int, default=32000)
+    parser.add_argument("--micro-batch", type=positive_int, default=1)
+    parser.add_argument("--micro-batches", type=positive_int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--virtual-stages", type=positive_int, nargs="+", default=[1, 2])
     parser.add_argument("--kinds", nargs="+", default=["bf16", "coat"], choices=["bf16", "coat"])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive_int, default=5)
     parser.add_argument("--name", default=None, help="of the JSON result (default: pipeline-N-stages)")
     return parser.parse_args(given)
 

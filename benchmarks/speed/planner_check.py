@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import positive_float, positive_int
 from benchmarks.common import ROOT, argument_parser, environment, python_path, read_json, result_path, write_result
 from benchmarks.speed.planner_cases import CASES, VERIFY, largest, predict, settings_of
 from coat_dist.nodes import free_port
@@ -217,8 +218,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--only", nargs="+", default=None, choices=[*CASES, *VERIFY], metavar="NAME", help=", ".join([*CASES, *VERIFY])
     )
     parser.add_argument("--again", action="store_true", help="measure also what the result file has")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs")
-    parser.add_argument("--seconds", type=float, default=450, help="start no configuration later than this")
+    parser.add_argument("--ranks", type=positive_int, default=1, help="GPUs")
+    parser.add_argument("--seconds", type=positive_float, default=450, help="start no configuration later than this")
     parser.add_argument("--tiny", action="store_true", help="with tiny models (to try this program without a GPU)")
     parser.add_argument("--verify", action="store_true", help="configurations that the planner was not fitted to")
     parser.add_argument("--compare", default=None, metavar="FILE", help="a result of this program")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import positive_float, positive_int
 from benchmarks.common import argument_parser, options, write_result
 from benchmarks.timing import median, wall_ms
 from launch.training.runtime import start
@@ -94,8 +95,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
-    parser.add_argument("--millions", type=float, default=40, help="parameters of the model, in millions")
-    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--millions", type=positive_float, default=40, help="parameters of the model, in millions")
+    parser.add_argument("--repeat", type=positive_int, default=7)
     parser.add_argument("--legacy", action="store_true", help="torch's older format: checkpoint_serialization false")
     parser.add_argument("--folder", help="where checkpoints go for the time of this program (a temporary folder)")
     parser.add_argument("--disk", default="", help="what the disk is, to be written into the result")

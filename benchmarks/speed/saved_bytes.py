@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import ROOT, argument_parser, write_result
+from benchmarks.arguments import picture, preset_name
+from benchmarks.common import ROOT, argument_parser, write_figure, write_result
 from coat_dist import CoatConfig
 from launch.model.gpt import build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
@@ -127,15 +128,17 @@ def plot(results: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> Non
     axis.set_xlim(right=1.08 * max(ends))
     axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)
     print("wrote", path)
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--presets", nargs="+", default=["llama2-7b", "llama2-13b", "llama3-8b", "olmo-1b"])
-    parser.add_argument("--plot", type=Path, default=None, help="where to draw the bars")
+    parser.add_argument(
+        "--presets", type=preset_name, nargs="+", default=["llama2-7b", "llama2-13b", "llama3-8b", "olmo-1b"]
+    )
+    parser.add_argument("--plot", type=picture, default=None, help="where to draw the bars")
     return parser.parse_args(given)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import argument_parser, options, write_result
 from benchmarks.timing import median, stages_ms, wall_ms
 from coat_dist import CoatAdamW
@@ -140,7 +141,7 @@ def check_graph(name: str) -> int:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--repeat", type=int, default=200, help="timed steps of each kind")
+    parser.add_argument("--repeat", type=positive_int, default=200, help="timed steps of each kind")
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
     return parser.parse_args(given)
 

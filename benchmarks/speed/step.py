@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import ROOT, argument_parser, options, python_path, write_result
 from benchmarks.speed.sampler import Sampler
 from benchmarks.speed.step_trace import Span, gaps, kinds
@@ -153,12 +154,12 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--model", default="llama2-7b", help="of configs/models")
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=positive_int, default=8)
     parser.add_argument("--variant", default="both", choices=[*VARIANTS])
-    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=positive_int, default=1)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3], help="of ZeRO")
-    parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--micro-batch", type=positive_int, default=2)
+    parser.add_argument("--steps", type=positive_int, default=20)
     parser.add_argument("--name", default="step", help="of the JSON result")
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     arguments = parser.parse_args(given)

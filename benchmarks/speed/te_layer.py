@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import check_peers
 from launch.model.gpt import ModelConfig
 
 __all__ = ["RECIPES", "check", "load", "stack", "unpack"]
@@ -52,15 +53,10 @@ def unpack(folder: str, target: str) -> Path:
     Raises:
         ValueError: ``folder`` has neither the package nor one archive of it.
     """
-    if (Path(folder) / "transformer_engine").is_dir():
+    archive_in = check_peers(folder)
+    if archive_in is None:
         return Path(folder).resolve()
-    archives = sorted(Path(folder).glob("transformer_engine*.tar.*"))
-    if len(archives) != 1:
-        raise ValueError(
-            f"--peers: got {folder!r} with {len(archives)} archives, accepted: a folder with transformer_engine/ or "
-            "one transformer_engine*.tar.*"
-        )
-    with tarfile.open(archives[0]) as archive:
+    with tarfile.open(archive_in) as archive:
         archive.extractall(target, filter="data")
     return Path(target).resolve()
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import check_peers, one_line, positive_int, preset_name
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.speed import te_layer
 from benchmarks.speed.collectives import TP_VARIANTS, start_ranks, variant
@@ -119,33 +120,34 @@ def report(preset: str, model: ModelConfig, tokens: int, found: dict[str, dict[s
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--presets", nargs="+", default=["llama2-13b", "llama3-8b"], help="names in configs/models")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16384], help=f"multiples of {SEQUENCE}")
+    parser.add_argument(
+        "--presets", type=preset_name, nargs="+", default=["llama2-13b", "llama3-8b"], help="names in configs/models"
+    )
+    parser.add_argument("--tokens", nargs="+", type=positive_int, default=[16384], help=f"multiples of {SEQUENCE}")
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=TP_VARIANTS)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured, in turn")
-    parser.add_argument("--repeats", type=int, default=8, help="passes of one round")
+    parser.add_argument("--layers", type=positive_int, default=4)
+    parser.add_argument("--rounds", type=positive_int, default=3, help="how often each is measured, in turn")
+    parser.add_argument("--repeats", type=positive_int, default=8, help="passes of one round")
     parser.add_argument("--name", default="tp-layer", help="of the JSON result")
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     arguments = parser.parse_args(given)
     for tokens in arguments.tokens:
         if tokens <= 0 or tokens % SEQUENCE:
             parser.error(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
-    for option in "layers", "rounds", "repeats":
-        if (given_number := getattr(arguments, option)) < 1:
-            parser.error(f"--{option}: got {given_number}, accepted: 1 or more")
     return arguments
 
 
 def main() -> None:
     arguments = parse()
-    models = {
-        preset: load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"])
-        for preset in arguments.presets
-    }
-    if arguments.peers:
-        for preset, model in models.items():
-            te_layer.check(preset, model)
+    with one_line():
+        models = {
+            preset: load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"])
+            for preset in arguments.presets
+        }
+        if arguments.peers is not None:
+            for preset, model in models.items():
+                te_layer.check(preset, model)
+            check_peers(arguments.peers)
     ranks = start_ranks()
     results = []
     with tempfile.TemporaryDirectory() as folder:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import check_peers, int_from_0, one_line, positive_float, positive_int
 from benchmarks.common import (
     ROOT,
     argument_parser,
@@ -43,6 +44,7 @@ from benchmarks.speed.collectives import NCCL_ONLY
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.timing import median
+from launch.model.config import load_model_config
 
 WARM_UP = 10
 OURS, PEERS = ("zero2-bf16", "zero2"), ("TE bf16", "TE fp8 delayed")
@@ -75,8 +77,7 @@ def run(
     command += ["--lr", str(arguments.lr), "--warmup-steps", str(max(1, arguments.steps // 2))]
     command += ["--tensor-parallel", str(arguments.tensor_parallel)]
     command += ["--sequence-parallel"] if arguments.tensor_parallel > 1 else []
-    overrides = [f"num_layers={arguments.layers}"] if arguments.layers else []
-    overrides += arguments.model_override
+    overrides = [*layers_of(arguments), *arguments.model_override]
     command += ["--model-override", *overrides] if overrides else []
     print(f"== {name}, micro-batch {micro_batch}", flush=True)
     subprocess.run(command, check=True, cwd=ROOT, env=variables)
@@ -94,10 +95,15 @@ def run(
     }
 
 
+def layers_of(arguments: argparse.Namespace) -> list[str]:
+    """The override that ``--layers`` is."""
+    return [f"num_layers={arguments.layers}"] if arguments.layers else []
+
+
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=positive_int, default=1)
     parser.add_argument(
         "--configs",
         nargs="+",
@@ -111,15 +117,15 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     parser.add_argument("--model", default="configs/models/llama2-7b.json")
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--layers", type=int, default=8, help="layers of that model; 0 = all")
-    parser.add_argument("--micro-batch", type=int, nargs="+", default=[2])
-    parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--layers", type=int_from_0, default=8, help="layers of that model; 0 = all")
+    parser.add_argument("--micro-batch", type=positive_int, nargs="+", default=[2])
+    parser.add_argument("--accumulation", type=positive_int, default=1)
+    parser.add_argument("--tensor-parallel", type=positive_int, default=1)
+    parser.add_argument("--steps", type=positive_int, default=50)
     # Gentle on purpose: with 8 k tokens a step, rates from 5e-5 on make the BF16 loss itself jump by several units
     # (gradient norms of 50 to 130), and then any two runs part for a while, however small their first difference.
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--lr", type=positive_float, default=1e-5)
+    parser.add_argument("--vocabulary", type=positive_int, default=32000)
     parser.add_argument("--name", default=None, help="of the JSON result (default: train-N-ranks)")
     arguments = parser.parse_args(given)
     if arguments.configs is None:
@@ -193,7 +199,14 @@ class Kept:
 def main() -> None:
     arguments = parse()
     name = arguments.name or f"train-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
-    kept, failed = Kept(name, options(arguments), arguments.output), []
+    with one_line():
+        if arguments.peers is not None:
+            check_peers(arguments.peers)
+        file = ROOT / arguments.model  # ranks run there; it may be a name, too
+        overrides = [*layers_of(arguments), *arguments.model_override]
+        load_model_config(file if file.is_file() else arguments.model, overrides)
+        kept = Kept(name, options(arguments), arguments.output)
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         te = unpack(arguments.peers, str(folder / "te")) if arguments.peers else None

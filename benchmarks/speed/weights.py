@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import positive_int
 from benchmarks.common import argument_parser, options, write_result
 from benchmarks.timing import copy_bandwidth, graph_ms
 from coat_dist.config import ActivationConfig
@@ -27,9 +28,9 @@ CACHE = 2**28
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--ffn", type=int, default=11008)
+    parser.add_argument("--tokens", type=positive_int, default=16384)
+    parser.add_argument("--hidden", type=positive_int, default=4096)
+    parser.add_argument("--ffn", type=positive_int, default=11008)
     return parser.parse_args(given)
 
 

@@ -28,6 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import check_peers, one_line, positive_float, positive_int
 from benchmarks.common import (
     ROOT,
     argument_parser,
@@ -43,6 +44,7 @@ from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
 from benchmarks.speed.whole_report import current, finished
 from coat_dist.nodes import free_port
+from launch.model.config import load_model_config
 
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
 KEY = ("model", "override", "variant", "ranks", "stage", "gpu_memory")
@@ -179,12 +181,14 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--models", nargs="+", default=["llama2-7b", "llama2-13b", "llama3-8b"], help="of configs/models"
     )
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs")
+    parser.add_argument("--ranks", type=positive_int, default=2, help="GPUs")
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3], help="of ZeRO")
     parser.add_argument("--variants", nargs="+", default=None, choices=[*VARIANTS], help="default: all that can run")
-    parser.add_argument("--micro-batches", nargs="+", type=int, default=MICRO_BATCHES)
-    parser.add_argument("--gpu-memory", type=float, default=None, metavar="GIB", help="(default: all there is)")
-    parser.add_argument("--seconds", type=float, default=480, help="start no case later than this")
+    parser.add_argument("--micro-batches", nargs="+", type=positive_int, default=MICRO_BATCHES)
+    parser.add_argument(
+        "--gpu-memory", type=positive_float, default=None, metavar="GIB", help="(default: all there is)"
+    )
+    parser.add_argument("--seconds", type=positive_float, default=480, help="start no case later than this")
     parser.add_argument(
         "--again", action="store_true", help="measure also what the result has, from the beginning in each call"
     )
@@ -266,9 +270,14 @@ def in_order(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
     path = result_path(f"speed/{arguments.name}", arguments.output)
-    known = read_json(path)["cases"] if path.exists() else []
+    with one_line():
+        if arguments.peers is not None:
+            check_peers(arguments.peers)
+        for model in arguments.models:
+            load_model_config(model, arguments.model_override)
+        known = read_json(path)["cases"] if path.exists() else []
+        check_gpus(known, gpus())
     cases = {key_of(one): one for one in known}
-    check_gpus(known, gpus())
     began = time.monotonic()
     with ExitStack() as stack:
         te = None

@@ -9,12 +9,12 @@ that time has cut is in no table, but is named.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import argument_parser, number, read_json, result_path
+from benchmarks.arguments import one_line, picture
+from benchmarks.common import argument_parser, number, read_result, result_path, write_figure
 from benchmarks.measured_code import PARTS, USUAL, same_code
 
 __all__ = [
@@ -225,7 +225,7 @@ def plot(found: dict[tuple, list[dict[str, Any]]], path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    write_figure(path, figure, dpi=110)
     pyplot.close(figure)
 
 
@@ -253,7 +253,7 @@ def with_notes(lines: list[str], cases: Sequence[dict[str, Any]]) -> list[str]:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--plot", type=Path, help="the picture")
+    parser.add_argument("--plot", type=picture, help="the picture")
     parser.add_argument("--name", default="whole", help="of the JSON result")
     return parser.parse_args(given)
 
@@ -261,9 +261,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
     path = result_path(f"speed/{arguments.name}", arguments.output)
-    if not path.exists():
-        sys.exit(f"--name: got {arguments.name!r}, accepted: a result of benchmarks.speed.whole; {path} is not there")
-    cases = read_json(path)["cases"]
+    with one_line():
+        cases = read_result(path, "cases", option="--name")["cases"]
     print("\n".join(report(cases)))
     if arguments.plot is not None:
         draw(cases, arguments.plot)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import int_from_0, positive_int
 from benchmarks.common import ROOT, argument_parser, options, python_path, write_result
 from benchmarks.timing import median, union, wall_ms
 from launch.model.gpt import build_model, load_model_config
@@ -172,14 +173,14 @@ def built_peaks(arguments: argparse.Namespace) -> dict[str, float]:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--ranks", type=positive_int, default=2)
+    parser.add_argument("--layers", type=positive_int, default=8)
     parser.add_argument("--model", default="configs/models/llama2-7b.json")
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--micro-batches", type=positive_int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--max-reuse-distance", type=int, default=None, help="elements; default: DeepSpeed's")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--max-reuse-distance", type=int_from_0, default=None, help="elements; default: DeepSpeed's")
+    parser.add_argument("--steps", type=positive_int, default=8)
     parser.add_argument("--build", action="store_true", help="also measure the peak of building models")
     parser.add_argument("--name", default=None, help="of the JSON result (default: zero3-N-ranks)")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)  # of a rank: what it measures, and its file

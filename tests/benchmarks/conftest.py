@@ -1,5 +1,8 @@
 """What tests of the tables share."""
 
+import re
+from contextlib import contextmanager
+
 import pytest
 
 from benchmarks import results_tables
@@ -24,3 +27,20 @@ def results(tmp_path):
     put(tmp_path, "step-te-fp8", other)
     put(tmp_path, "whole", {"cases": [case("BF16", {1: 1000.0}, 2), case("both", {1: 1200.0, 2: 2000.0}, 3)]})
     return tmp_path
+
+
+@pytest.fixture
+def refused(capsys):
+    """A program ends in this block, with one line that has these words."""
+
+    @contextmanager
+    def block(words):
+        with pytest.raises(SystemExit) as ending:
+            yield
+        said = capsys.readouterr().err.strip().splitlines()
+        usage = "" if len(said) < 2 else said[0]
+        assert said and words in said[-1] and re.search(r"(^|: )error: ", said[-1]), said
+        assert usage.startswith("usage: ") or len(said) == 1
+        assert ending.value.code == 2
+
+    return block

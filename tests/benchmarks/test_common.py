@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +56,46 @@ def test_a_result_has_the_name_of_its_room_and_program(tmp_path) -> None:
     found = json.loads(path.read_text())
     assert list(found) == ["environment", "numbers"] and found["numbers"] == [1, 2]
     assert common.result_path("speed/layer") == common.ROOT / "benchmarks/results/speed/layer.json"
+
+
+@pytest.mark.parametrize("problem", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", ["write", "replace"])
+def test_a_file_is_written_or_stays(tmp_path, monkeypatch, problem, at) -> None:
+    """A full disk names the file; nothing is left beside it."""
+
+    def fails(path, *_):
+        if at == "write":
+            Path(path).touch()
+        raise problem
+
+    path = tmp_path / "page.md"
+    common.write(path, "as it wäs")
+    common.write(path, b"as it was")
+    monkeypatch.setattr(*((Path, "write_bytes") if at == "write" else (common.os, "replace")), fails)
+    with pytest.raises(type(problem)) as raised:
+        common.write(path, "new")
+    assert path.read_text() == "as it was" and list(tmp_path.iterdir()) == [path]
+    assert isinstance(problem, KeyboardInterrupt) or raised.value.filename == str(path)
+
+
+def test_a_picture_is_written_as_it_is_drawn(tmp_path) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure, _ = pyplot.subplots()
+    for name in "a.png", "a.svg":
+        common.write_figure(tmp_path / name, figure, 50)
+    figure.savefig(tmp_path / "b.png", dpi=50)
+    pyplot.close(figure)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert b"<svg" in (tmp_path / "a.svg").read_bytes()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_not_written(tmp_path, value) -> None:
+    path = tmp_path / "a.json"
+    common.write_json(path, {"rows": [{"errors": [1.0]}]})
+    before = path.read_text()
+    with pytest.raises(ValueError, match=rf"a.json: not written; rows\[0\].errors\[1\]: got {value}, accepted: finite"):
+        common.write_json(path, {"rows": [{"errors": (1.0, value)}]})
+    assert path.read_text() == before
+    common.write_json(path, {"rows": [{"errors": (1.0, value)}]}, nan=True)
+    assert path.read_text() != before

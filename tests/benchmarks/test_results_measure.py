@@ -1,6 +1,6 @@
 """``results_page --measure``: what is measured, in which order, and what is left for the next call."""
 
-import time
+import signal
 
 import pytest
 
@@ -16,7 +16,7 @@ def started(monkeypatch):
     """Commands are not started but collected, on two H200s; an optimizer fails."""
     found = []
 
-    def start(words, seconds):
+    def start(words, seconds, stopped):
         found.append(words)
         return int("optimizer" in str(words))
 
@@ -141,9 +141,10 @@ def test_a_command_that_would_not_be_through_is_left_for_the_next_call(monkeypat
     ("given", "told"),
     [
         (["--seconds", "60"], "--seconds: got it without --measure"),
+        (["--seconds", "540"], "--seconds: got it without --measure"),
         (["--peers", "x"], "--peers: got it without --measure"),
-        (["--measure", "--seconds", "-1"], "--seconds: got -1, accepted: more than 0"),
-        (["--measure", "--seconds", "nan"], "--seconds: got nan, accepted: more than 0"),
+        (["--measure", "--seconds", "-1"], "--seconds: got -1, accepted: a number > 0"),
+        (["--measure", "--seconds", "nan"], "--seconds: got nan, accepted: a number > 0"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(given, told, capsys) -> None:
@@ -164,15 +165,30 @@ def test_an_archive_of_the_peer_is_unpacked_once(monkeypatch, started, tmp_path)
     assert len(started) == 2 and len(folders) == 1 and str(tmp_path) not in folders
 
 
-def test_nothing_of_a_command_that_is_cut_is_left_behind(tmp_path) -> None:
-    """Its ranks, which it cannot end itself when it is killed, and one that it leaves behind when it ends."""
-    rank = f"import pathlib, time; time.sleep(6); pathlib.Path({str(tmp_path / 'alive')!r}).touch()"
-    program = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {rank!r}])"
-    assert results_measure.start(["-c", f"{program}; time.sleep(60)"], 2) == "time was over"
-    assert results_measure.start(["-c", program], 30) == 0
-    assert results_measure.start(["-c", "import sys; sys.exit(3)"], 30) == 3
-    time.sleep(6)
-    assert not (tmp_path / "alive").exists()
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_what_runs_and_starts_nothing_more(monkeypatch, capsys, started, sign) -> None:
+    known(monkeypatch, "optimizer", "tp-layer")
+
+    def start(words, seconds, stopped):
+        started.append(words)
+        assert not stopped()
+        signal.raise_signal(sign)
+        assert stopped()
+        return "time was over"
+
+    monkeypatch.setattr(results_measure, "start", start)
+    before = signal.getsignal(sign)
+    with pytest.raises(SystemExit) as ending:
+        results_measure.measure(results_page.parse(["--measure", "--only", "optimizer", "layers"]))
+    assert ending.value.code == 128 + sign and len(started) == 1 and signal.getsignal(sign) == before
+    assert f"stopped by {sign.name}; the same command goes on" in capsys.readouterr().out
+
+
+def test_a_folder_without_peers_is_refused_at_once(monkeypatch, started, tmp_path) -> None:
+    known(monkeypatch, "optimizer")
+    with pytest.raises(ValueError, match="^--peers: got '.*' with 0 archives, accepted: a folder with transformer_eng"):
+        results_measure.measure(results_page.parse(["--measure", "--peers", str(tmp_path)]))
+    assert not started
 
 
 def test_commands_are_understood() -> None:

@@ -1,5 +1,9 @@
 """docs/results.md: what stands in it is what the files say, and numbers of earlier code say so."""
 
+import errno
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks import results_page, results_readme, results_tables
@@ -178,3 +182,53 @@ def test_damaged_results_are_one_error(monkeypatch, capsys, where, problem) -> N
         results_page.main(["--measure"] if where == "measure" else [])
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1 and str(problem) in said
+
+
+@pytest.fixture
+def pages(monkeypatch, tmp_path, results):
+    """The three files that are written, elsewhere, and what they are before."""
+    texts = {tmp_path / name: f"old {name}" for name in ("results.md", "README.md", results_page.FIGURE)}
+    for path, text in texts.items():
+        path.write_text(text)
+    page, readme, _ = texts
+    monkeypatch.setattr(results_page, "ROOT", tmp_path)
+    monkeypatch.setattr(results_page, "PAGE", page)
+    monkeypatch.setattr(results_page, "README", readme)
+    monkeypatch.setattr(results_page, "page", lambda: "new page")
+    monkeypatch.setattr(results_page, "readme", lambda text: f"{text}, new")
+    draw = results_page.draw
+    monkeypatch.setattr(results_page, "draw", lambda: draw(results, tmp_path))
+    return texts
+
+
+def test_pages_are_written(pages, capsys) -> None:
+    results_page.main([])
+    page, readme, figure = pages
+    assert page.read_text() == "new page" and readme.read_text() == "old README.md, new"
+    assert figure.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out.count("wrote ") == 3
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_full_disk_cuts_no_page(pages, monkeypatch, refused, which) -> None:
+    full, real = [*pages][which], Path.write_bytes
+
+    def write_bytes(path, content):
+        if full.name not in path.name:
+            return real(path, content)
+        real(path, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with refused(f"error: {full}: No space left on device"):
+        results_page.main([])
+    assert full.read_text() == pages[full] and not list(full.parent.glob(".*"))
+
+
+def test_losses_on_the_page_are_those_of_the_branches(results) -> None:
+    branches = results_tables.read("convergence/branches", results)
+    (gap,) = (one for one in branches["gaps"] if one["variant"] == "row scales")
+    gap["held_out_loss_gap"], gap["trunks"] = 0.0123, ["one", "two", "three"]
+    (results / "convergence/branches.json").write_text(json.dumps(branches))
+    assert "**+1.23 % ± " in results_page.page(results) and "BF16 layers (3 seeds)" in results_page.page(results)
+    (results / "convergence/branches.json").unlink()
+    assert "above that of BF16: not measured yet." in results_page.page(results)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import time
@@ -100,16 +99,19 @@ def earlier_result(folder, **changes):
         ({"lr": 6e-4}, "settings.lr: got 0.0006, accepted: this call's 0.001"),
         ({"tiny": False}, "settings.tiny: got false, accepted: this call's true"),
         ({"runs": [result(Job("exact", 0, 0), 1.0)]}, "variant: got 'exact', accepted: 'bf16', 'row scales'"),
-        ({"runs": [{"variant": BF16, "seed": 0, "steps": 1}]}, 'runs: got runs without "held_out_loss"'),
+        (
+            {"runs": [{k: v for k, v in result(Job(BF16, 0, 0), 1.0).items() if k != "held_out_loss"}]},
+            'runs: got runs without "held_out_loss"',
+        ),
         ({"tokens": 999}, "data.tokens: got 999, accepted: this call's 1000000"),
     ],
 )
-def test_other_runs_than_these_are_not_extended(tmp_path, data, monkeypatch, changes, message) -> None:
+def test_other_runs_than_these_are_not_extended(tmp_path, data, monkeypatch, refused, changes, message) -> None:
     path, begun = earlier_result(tmp_path, **changes), []
     monkeypatch.setattr(flow_convergence, "train", lambda *a: begun.append(a))
     given = ["--extend", str(path), "--steps", "500", "--lr", "1e-3", "--tiny", "--data", data, "--output"]
     monkeypatch.setattr(sys, "argv", ["flow", *given, str(tmp_path)])
-    with pytest.raises(ValueError, match=re.escape(f"--extend: {path}: {message}")):
+    with refused(f"error: --extend: {path}: {message}"):
         flow_convergence.main()
     assert not begun
 
@@ -168,6 +170,35 @@ def test_others_go_on_after_a_failure(tmp_path, data, monkeypatch, capsys) -> No
     assert written["gaps"][0]["held_out_loss_gap"] == pytest.approx(0.1)
     assert [f["why"] for f in written["failed"]] == ["exit 2, after 0 steps", "OSError('no disk')"]
     assert "the end of its log" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", [0, 19])
+def test_a_result_stays_where_no_run_is_finished(tmp_path, data, monkeypatch, steps) -> None:
+    """One that is stopped is not compared, so it is as good as none."""
+
+    def train(job, *_):
+        if not steps:
+            raise RunFailed("stopped by --budget before its first step, after 0 steps")
+        return result(job, None, steps)
+
+    def call(*runs):
+        given = ["--steps", "20", "--lr", "1e-3", "--tiny", "--data", data, "--output", str(tmp_path), "--runs"]
+        monkeypatch.setattr(sys, "argv", ["flow", *given, *runs])
+        flow_convergence.main()
+
+    path = tmp_path / "convergence/flow-tiny.json"
+    monkeypatch.setattr(flow_convergence, "train", train)
+    with pytest.raises(SystemExit, match="^error: none of 2 runs was finished$"):
+        call("bf16:0", "bf16:1")
+    assert len(json.loads(path.read_text())["failed" if not steps else "runs"]) == 2, "there was none to keep"
+    path.write_text("measured")
+    with pytest.raises(SystemExit, match=f"^error: none of 2 runs was finished; {path} stays as it was$"):
+        call("bf16:0", "bf16:1")
+    assert path.read_text() == "measured"
+    monkeypatch.setattr(flow_convergence, "train", lambda job, *a: train(job, *a) if job.seed else result(job, 1.0, 20))
+    call("bf16:1", "bf16:0")
+    found = json.loads(path.read_text())
+    assert len(found["runs"]) + len(found["failed"]) == 2 and found["runs"][0]["steps"] == 20
 
 
 # Stands for torch.distributed.run: a rank in a session of its own; logs two steps and then waits, exits, or ends.

@@ -98,3 +98,34 @@ def test_curves_are_drawn_as_far_as_they_go(tmp_path, capsys) -> None:
     assert "coat: no step" in capsys.readouterr().out
     with pytest.raises(ValueError, match="plot: got no step of coat"):
         plot({"bf16": runs["bf16"], "coat": nothing}, tmp_path / "none.png")
+
+
+def test_a_result_stays_where_no_run_made_a_step(tmp_path, monkeypatch) -> None:
+    """In this call, if it failed, or in any."""
+    (tmp_path / "text.json").write_text('{"tokens": 1000, "text_bytes": 4000}')
+    result = tmp_path / "convergence/long-tiny.json"
+    given = ["--tiny", "--data", str(tmp_path / "text"), "--folder", str(tmp_path / "runs"), "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["long", *given, "--budget", "1"])
+    steps, status = {"bf16": 0, "coat": 0}, 0
+
+    def run(line, log, gpus, seconds):
+        log.write_text("")
+        if steps[name := log.stem] and not (log.parent / name).exists():
+            metrics(log.parent / name, steps[name], 1.0)
+        return status
+
+    monkeypatch.setattr(long, "run", run)
+    with pytest.raises(SystemExit, match="^error: no run made a step; the result stays as it was$"):
+        long.main()
+    assert not result.exists()
+    steps["coat"] = 3
+    long.main()
+    assert json.loads(result.read_text())["runs"]["coat"]["steps"] == 3
+    result.write_text("measured")
+    status = 1
+    with pytest.raises(SystemExit, match="^error: no run made a step"):
+        long.main()
+    assert result.read_text() == "measured"
+    status = 0  # both are through: the result is written again
+    long.main()
+    assert json.loads(result.read_text())["runs"]["bf16"]["steps"] == 0

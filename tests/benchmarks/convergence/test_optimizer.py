@@ -164,6 +164,7 @@ def test_command_line_writes_after_each_run_and_resumes(command, capsys, monkeyp
         (["--runs", "adamw", "coat-0.999-auto"], "without adamw-0.999"),
         (["--steps", "0"], "--steps: got 0"),
         (["--max-bytes", "-1"], "--max-bytes: got -1"),
+        (["--budget-seconds", "-1"], "--budget-seconds: got -1, accepted: a number > 0"),
     ],
 )
 def test_bad_arguments_are_named(command, arguments, word, capsys):
@@ -172,7 +173,8 @@ def test_bad_arguments_are_named(command, arguments, word, capsys):
     assert word in capsys.readouterr().err
 
 
-def test_a_spent_budget_is_no_error(command, capsys, tmp_path):
-    with pytest.raises(FileNotFoundError):  # nothing was run, so nothing is written
+def test_a_budget_that_no_run_fits_is_an_error(command, capsys, tmp_path):
+    with pytest.raises(SystemExit, match="^error: no run was finished; the result stays as it was"):
         command("--budget-seconds", "1e-9")
+    assert not list(tmp_path.glob("convergence/*"))
     assert f"{3 * len(DEFAULT)} of {3 * len(DEFAULT)} runs left" in capsys.readouterr().out
