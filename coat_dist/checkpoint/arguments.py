@@ -124,8 +124,10 @@ def check_folder(name: str, value: Any) -> None:
 
 def warn_within_a_step(engine: Any) -> None:
     """Say on rank 0 that the micro-batches of a step that is not whole yet will be missing after a resume."""
+    if not engine.managed_gradient_accumulation():  # a step ends where the program says so
+        return
     each = engine.gradient_accumulation_steps()
-    if not engine.managed_gradient_accumulation() or not (part := engine.micro_steps % each):
+    if not (part := engine.micro_steps % each):
         return
     if rank_and_world()[0] == 0:
         warnings.warn(

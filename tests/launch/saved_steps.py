@@ -28,6 +28,9 @@ class Engine:
     def use_node_local_storage(self):
         return False
 
+    def managed_gradient_accumulation(self):
+        return False
+
     def save_checkpoint(self, folder, tag, client_state, save_latest, exclude_frozen_parameters):
         assert not save_latest
         self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
