@@ -132,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for line in (*lines(), *(f"{level.upper()}: {text}" for level, text in findings)):
             print(line)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough; Python's own flush at the end goes nowhere then
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if any(level == "problem" for level, _ in findings) else 0

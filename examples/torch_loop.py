@@ -16,7 +16,9 @@ import torch.nn.functional as F
 
 import coat_dist
 
-argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser.add_argument("--local_rank", type=int, help="given by the deepspeed command")
+parser.parse_args()
 gpu = torch.cuda.is_available()
 rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")

@@ -98,7 +98,7 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
     memory.set_ylim(bottom=0)
     path = Path(os.path.realpath(output))
     picture = io.BytesIO()  # on a full disk matplotlib's own writing ends in errors of any kind
-    figure.savefig(picture, format=path.suffix[1:], dpi=130)
+    figure.savefig(picture, format=Path(output).suffix[1:], dpi=130)  # a link may lead to any name
     plt.close(figure)
     try:
         _replace(path, picture.getvalue())

@@ -124,7 +124,9 @@ def check_folder(name: str, value: Any) -> None:
 
 def warn_within_a_step(engine: Any) -> None:
     """Say on rank 0 that the micro-batches of a step that is not whole yet will be missing after a resume."""
-    if not engine.managed_gradient_accumulation():  # a step ends where the program says so
+    # Where a program says itself when a step ends, as accelerate does, DeepSpeed's count is of steps, or of neither.
+    by_hand = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
+    if by_hand or not engine.managed_gradient_accumulation():
         return
     each = engine.gradient_accumulation_steps()
     if not (part := engine.micro_steps % each):

@@ -224,6 +224,9 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         given["optimizer"] = _checked(optimizer, block, compressed, check, model)
     if (parameters := given.get("model_parameters")) is not None:
         given["model_parameters"] = list_parameters(parameters)
+        if compressed:  # here, where stages that hold other weights still hear of it
+            groups = [one for one in given["model_parameters"] if isinstance(one, Mapping)]
+            check_tied(groups, tied_weights(model), "model_parameters")
     if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
         compare_ranks(settings, coat, None if pipeline or stages(mpu) > 1 else model, given)
         if (ranks := data_parallel_ranks(given, settings)) is not None:  # DeepSpeed asserts

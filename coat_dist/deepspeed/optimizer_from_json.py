@@ -16,7 +16,7 @@ from ..ops.dispatch import use_kernels
 from ..optim import CoatAdamW, param_groups, split_groups
 from ..optim.group_keys import check_keys
 from ..optim.state import check_group
-from .pipeline_module import check_tied, tied_apart, tied_weights
+from .pipeline_module import tied_apart, tied_weights
 
 __all__ = ["build_coat_adamw", "check_params", "experts_apart", "list_parameters"]
 
@@ -71,7 +71,7 @@ def build_coat_adamw(
             :func:`coat_dist.optim.split_groups`. Weights that stages of a PipelineModule share get fp32 moments.
 
     Raises:
-        ValueError: some of ``parameters`` are not the model's, or there twice; an option of a group is not accepted.
+        ValueError: some of ``parameters`` are not the model's, or twice in groups; a group's option is not accepted.
     """
     params = dict(settings["optimizer"].get("params") or {})
     options = {**coat.optimizer.model_dump(), **params}
@@ -81,15 +81,17 @@ def build_coat_adamw(
     def make(groups: list[dict[str, Any]]) -> CoatAdamW:
         return CoatAdamW(experts_apart(groups), **options)
 
-    listed, tied = None if parameters is None else list_parameters(parameters), tied_weights(model)
+    listed = None if parameters is None else list_parameters(parameters)
+    tied = tied_weights(model)
     if listed and isinstance(listed[0], Mapping):
         _check_groups(listed, options)
-        check_tied(listed, tied, "model_parameters")
         known = {id(p) for p in model.parameters()}
         ids = [id(_parameter(p)) for group in listed for p in group["params"]]
         _check_members(ids, known)
+        if twice := len(ids) - len(set(ids)):
+            raise ValueError(f"model_parameters: got {len(ids)} of which {twice} are there before, accepted: each once")
         return make, tied_apart(_with_work(split_groups(listed), listed), tied)
-    chosen = None if listed is None else [id(_parameter(p)) for p in listed]
+    chosen = None if listed is None else {id(_parameter(p)) for p in listed}  # a tied weight may be listed twice
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
     if chosen is not None:
         _check_members(chosen, {id(p) for _, p in named})
@@ -109,15 +111,13 @@ def _parameter(p: Any) -> Any:
     return p[1] if isinstance(p, tuple) and len(p) == 2 else p
 
 
-def _check_members(ids: list[int], known: Collection[int]) -> None:
-    """Refuse parameters that ZeRO would look for in the model and not find, and those that are there twice."""
+def _check_members(ids: Collection[int], known: Collection[int]) -> None:
+    """Refuse parameters that ZeRO would look for in the model and not find."""
     if strange := sum(one not in known for one in ids):
         raise ValueError(
             f"model_parameters: got {len(ids)} of which {strange} are not parameters of the model, "
             "accepted: parameters of it, its named_parameters(), or a list of parameter groups"
         )
-    if twice := len(ids) - len(set(ids)):
-        raise ValueError(f"model_parameters: got {len(ids)} of which {twice} are there before, accepted: each once")
 
 
 def _with_work(split: list[dict[str, Any]], given: list[Any]) -> list[dict[str, Any]]:

@@ -19,11 +19,11 @@ __all__ = ["call_norms_alike", "check_tied", "groups_differ", "tied_apart", "tie
 
 
 def tied_weights(model: Any) -> set[int]:
-    """Identities of the weights of ``TiedLayerSpec`` that another stage holds, too; none of any other model."""
+    """Identities of the trained weights of ``TiedLayerSpec`` that another stage holds, too; none of other models."""
     listed = getattr(model, "get_tied_weights_and_groups", None)
     if not callable(listed):
         return set()
-    return {id(weight) for weight, group in listed() if dist.get_world_size(group) > 1}
+    return {id(weight) for weight, group in listed() if weight.requires_grad and dist.get_world_size(group) > 1}
 
 
 def tied_apart(groups: Iterable[dict[str, Any]], tied: Collection[int]) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ def check_deepspeed(
         )
     if pipeline and facts.stage > 1:  # DeepSpeed asserts, and names no key
         problems.append(
-            f"zero_optimization.stage: got {facts.stage} with a PipelineModule, accepted: 1 or 0 (gradients stay on a "
+            f"zero_optimization.stage: got {facts.stage} with a PipelineModule, accepted: 1 (gradients stay on a "
             "stage until all micro-batches have come back through it)"
         )
     if pipeline and mpu:

@@ -119,7 +119,6 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     states, new_groups = _states(state_dict["state"], saved_groups), []
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         stateless = not any(states.get(index) for index in saved["params"])
-        _check_order(saved, group, i)
         new = _own_layout(saved, group, i) if optimizer._fp32_state_dict else _same_layout(saved, group, i, stateless)
         new_groups.append(new)
         _check_options(new, group, i)
@@ -220,17 +219,6 @@ def _check_options(new: dict[str, Any], group: dict[str, Any], i: int) -> None:
         check_group({**new, "params": group["params"]})
     except (TypeError, ValueError) as error:
         raise type(error)(f"CoatAdamW.load_state_dict: group {i}: {error}") from None
-
-
-def _check_order(saved: Mapping[str, Any], group: Mapping[str, Any], i: int) -> None:
-    """Refuse the same names in another order: states go by position, and would change places."""
-    given, here = saved.get("param_names"), group.get("param_names")
-    if isinstance(given, list) and isinstance(here, list) and given != here and set(given) == set(here):
-        at = next(j for j, (one, other) in enumerate(zip(given, here, strict=False)) if one != other)
-        raise ValueError(
-            f"CoatAdamW.load_state_dict: group {i}, param_names: got {given[at]!r} at {at}, accepted: {here[at]!r}, in "
-            "the order that this optimizer was built with"
-        )
 
 
 def _own_layout(saved: dict[str, Any], group: dict[str, Any], i: int) -> dict[str, Any]:

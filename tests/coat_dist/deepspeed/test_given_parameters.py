@@ -44,7 +44,7 @@ def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw
         "its named_parameters(), or a list of parameter groups",
         "foreign group": "model_parameters: got 7 of which 1 are not parameters of the model, accepted: parameters of "
         "it, its named_parameters(), or a list of parameter groups",
-        "twice": "model_parameters: got 7 of which 1 are there before, accepted: each once",
+        "twice": [("decay/fp8", "fp8", None), ("no_decay/fp32", "fp32", None)],
         "twice in groups": "model_parameters: got 7 of which 1 are there before, accepted: each once",
         "misspelt": "model_parameters.0, wieght_decay: unknown key of a parameter group, accepted: 'weight_decay', or "
         "another name",
