@@ -63,10 +63,11 @@ def test_statuses() -> None:
 
 @pytest.mark.parametrize("how", ["time", "stopped", "by itself"])
 def test_ranks_end_with_their_program(words, tmp_path, how) -> None:
+    file = tmp_path / "rank"
     if how == "time":
-        assert guard.start(words(), 3) == "time was over"
+        assert guard.start(words(), 10) == "time was over"
     elif how == "stopped":
-        assert guard.start(words(), 60, (tmp_path / "rank").exists) == "time was over"
+        assert guard.start(words(), 60, lambda: file.exists() and bool(file.read_text())) == "time was over"
     else:
         assert guard.start(words(0), 60) == 0
     assert ends(rank_of(tmp_path))
