@@ -13,12 +13,12 @@ from pathlib import Path
 __all__ = [
     "check_device",
     "check_peers",
-    "positive_int",
     "int_from_0",
-    "output_folder",
     "one_line",
+    "output_folder",
     "picture",
     "positive_float",
+    "positive_int",
     "preset_name",
 ]
 

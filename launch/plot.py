@@ -21,9 +21,9 @@ import io
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
+from coat_dist.checkpoint.durable import write_bytes
 from launch.command_line import Parser, local_path, number
 from launch.compare_runs import gap, series, smoothed
 from launch.log_level import add_log_level, say, set_log_level
@@ -101,24 +101,10 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
     figure.savefig(picture, format=Path(output).suffix[1:], dpi=130)  # a link may lead to any name
     plt.close(figure)
     try:
-        _replace(path, picture.getvalue())
+        write_bytes(path, picture.getvalue())
     except OSError as problem:
-        raise ValueError(f"--output: {output}: cannot be written ({problem})") from problem
+        raise ValueError(f"--output: {output}: cannot be written ({problem.strerror})") from problem
     return said
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write beside a file, and rename when all is on disk: whatever happens, ``path`` is the earlier one or the new."""
-    unfinished = path.with_name(f".{path.name}.new")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
 
 
 def _draw_gap(axis: Any, runs: dict[str, Records], smooth: float) -> list[str]:

@@ -105,7 +105,6 @@ def plot(rows: Sequence[Record], path: Path) -> None:
     axes[1][0].set(xlabel="% of the mean exact gradient (left out: below two standard errors)")
     axes[1][1].set(xlabel="% of a batch's exact gradient")
     axes[0][1].legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_figure(path, figure, dpi=80)
     plt.close(figure)
 

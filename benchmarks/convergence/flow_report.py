@@ -120,7 +120,6 @@ def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path, first: int = 0)
         axis.axhline(0, color="0.6", linewidth=0.8)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("training loss to BF16's, %")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_figure(path, figure, dpi=120)
     print("wrote", path)
 

@@ -82,7 +82,6 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     above.legend(fontsize=8)
     for axis in (above, below):
         axis.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
     print("wrote", path)

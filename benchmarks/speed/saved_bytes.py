@@ -127,7 +127,6 @@ def plot(results: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> Non
     axis.invert_yaxis()
     axis.set_xlim(right=1.08 * max(ends))
     axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_figure(path, figure, dpi=120)
     print("wrote", path)
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..ranks import attempt, rank_and_world
+from ..ranks import attempt
 from .manifest import CheckpointError
 
-__all__ = [
-    "check_client_state",
-    "check_flags",
-    "check_folder",
-    "on_all_ranks",
-    "values_of_the_program",
-    "warn_within_a_step",
-]
+__all__ = ["check_client_state", "check_flags", "check_folder", "on_all_ranks", "values_of_the_program"]
 
 _INFO = "universal_checkpoint_info"
 """Not among the keys below: Megatron-DeepSpeed saves it as a part of its client_state."""
@@ -120,20 +112,3 @@ def check_folder(name: str, value: Any) -> None:
     """
     if not value or not isinstance(value, str | os.PathLike):
         raise CheckpointError(f"{name}: got {value!r}, accepted: the path of a folder")
-
-
-def warn_within_a_step(engine: Any) -> None:
-    """Say on rank 0 that the micro-batches of a step that is not whole yet will be missing after a resume."""
-    # Where a program says itself when a step ends, as accelerate does, DeepSpeed's count is of steps, or of neither.
-    by_hand = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
-    if by_hand or not engine.managed_gradient_accumulation():
-        return
-    each = engine.gradient_accumulation_steps()
-    if not (part := engine.micro_steps % each):
-        return
-    if rank_and_world()[0] == 0:
-        warnings.warn(
-            f"save_checkpoint: called after {part} of {each} micro-batches of a step (gradient_accumulation_steps); "
-            "checkpoints hold no gradients, so a resumed run begins this step anew and differs from this one",
-            stacklevel=3,
-        )

@@ -8,13 +8,25 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["make_folder", "named", "sync_folder", "sync_tree", "walk", "write_text"]
+__all__ = ["make_folder", "named", "says_full", "sync_folder", "sync_tree", "walk", "write_bytes", "write_text"]
 
 # What file systems answer that cannot sync a folder; there is nothing more to be done on these.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_FULL = (*(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)), "unexpected pos")
+"""What errors say where the disk is full; the last is all that is left of it where torch.save opens a file itself."""
+
+
+def says_full(problem: str) -> bool:
+    """Whether this is the text of an error of writing to a full disk, or beyond a quota."""
+    return any(text in problem for text in _FULL)
 
 
 def write_text(path: Path, text: str) -> None:
+    """:func:`write_bytes` of a text, in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file at once. When this returns, its content and its name are on disk.
 
     Raises:
@@ -22,8 +34,8 @@ def write_text(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -7,13 +7,13 @@ program may add its own. Every file is brought to disk, and ``manifest.json`` li
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +21,8 @@ from typing import Any
 
 from ..nodes import say_host
 from ..ranks import attempt, gather, of_another_rank, rank_and_world
-from .arguments import (
-    check_client_state,
-    check_flags,
-    check_folder,
-    on_all_ranks,
-    values_of_the_program,
-    warn_within_a_step,
-)
-from .durable import make_folder
+from .arguments import check_client_state, check_flags, check_folder, on_all_ranks, values_of_the_program
+from .durable import make_folder, says_full
 from .engine_writes import Writes, watch_writes
 from .expert_names import divided_experts
 from .manifest import FORMAT, CheckpointError, sync_files
@@ -43,8 +36,6 @@ __all__ = ["Extras", "save_whole_checkpoints"]
 
 _MANIFESTS = ("format", "unfinished", "universal", "tag", "saved", LATEST, "engine", "part", "files")
 """What a manifest says by itself: another value of these would make of a checkpoint one that is not found or loaded."""
-_FULL = (*(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)), "unexpected pos")
-"""What errors say where the disk is full; the last is all that is left of it where torch.save opens a file itself."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,7 @@ def save_whole_checkpoints(engine: Any) -> None:
             (extras or Extras()).check()
 
         on_all_ranks(check)
-        warn_within_a_step(engine)
+        _warn_within_a_step(engine)
         agree({"tag": tag, "folder": os.path.abspath(save_dir), **{k: bool(v) for k, v in flags.items()}}, team)
         _together((lambda: make_folder(Path(save_dir))) if team.leads else None, f"cannot write {save_dir}")
         local, nodes = not team.whole, nodes_of_ranks(getattr(engine, "local_rank", None))
@@ -208,12 +199,29 @@ def _complete(save_dir: Path, tag: str, about: dict[str, Any], writes: Writes, t
             print(f"warning: cannot remove an old checkpoint: {problem}", file=sys.stderr, flush=True)
 
 
+def _warn_within_a_step(engine: Any) -> None:
+    """Say on rank 0 that the micro-batches of a step that is not whole yet will be missing after a resume."""
+    # Where a program says itself when a step ends, as accelerate does, DeepSpeed's count is of steps, or of neither.
+    by_hand = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
+    if by_hand or not engine.managed_gradient_accumulation():
+        return
+    each = engine.gradient_accumulation_steps()
+    if not (part := engine.micro_steps % each):
+        return
+    if rank_and_world()[0] == 0:
+        warnings.warn(
+            f"save_checkpoint: called after {part} of {each} micro-batches of a step (gradient_accumulation_steps); "
+            "checkpoints hold no gradients, so a resumed run begins this step anew and differs from this one",
+            stacklevel=3,
+        )
+
+
 def _clear(temporary: Path, writes: Writes, problem: str, team: Team) -> str:
     """Remove what a failed save has written; where the disk is full, say how much room there is, and is needed."""
     needed = sum(team.members(gather(writes.size)))
     if team.leads:
         shutil.rmtree(temporary, ignore_errors=True)
-    if not any(text in problem for text in _FULL):
+    if not says_full(problem):
         return ""
     room = team.ask_leader(lambda: shutil.disk_usage(temporary.parent).free, CheckpointError)
     return f"\n{temporary.parent}: {needed:,} bytes are needed, {room:,} are free"

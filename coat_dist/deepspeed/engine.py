@@ -36,7 +36,7 @@ from .monitors import make_folders
 from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw, list_parameters
 from .pipeline import check_one_model_a_stage, check_settings, stages
-from .pipeline_module import check_tied, tied_weights
+from .pipeline_module import check_tied, tied_apart, tied_weights
 from .refusals import check_deepspeed, read_block
 from .replicated_grads import check_replicated_grads
 from .roll_call import answer, refusals_are_heard
@@ -109,7 +109,7 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         return engine, *others
     # What it makes is seen only when DeepSpeed calls it.
     check = functools.partial(check_deepspeed, _settings_of(given) or {})
-    checked = _checked(given["optimizer"], False, False, check, given.get("model"))
+    checked = _checked(given["optimizer"], False, False, check, tied_weights(given.get("model")))
     engine, *others = start(**{**given, "optimizer": checked})
     attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
     return engine, *others
@@ -188,7 +188,7 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         )
     settings = without_comments(load_json(sources[0]))  # DeepSpeed would take some for settings
     coat = read_block(settings, optimizer if isinstance(optimizer, CoatAdamW) else None)
-    pipeline = isinstance(model, deepspeed.PipelineModule)
+    pipeline, tied = isinstance(model, deepspeed.PipelineModule), tied_weights(model)
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     cp = _size(mpu, "get_context_parallel_world_size")
     check = functools.partial(
@@ -217,16 +217,16 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         check_name(named)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_foreign(optimizer, block, compressed)
-        _check_made(optimizer, model)
+        _check_made(optimizer, tied)
         if stage:  # ZeRO's own error is a KeyError that prints the parameter
             check_its_parameters(optimizer, model)
     elif callable(optimizer):
-        given["optimizer"] = _checked(optimizer, block, compressed, check, model)
+        given["optimizer"] = _checked(optimizer, block, compressed, check, tied)
     if (parameters := given.get("model_parameters")) is not None:
         given["model_parameters"] = list_parameters(parameters)
         if compressed:  # here, where stages that hold other weights still hear of it
             groups = [one for one in given["model_parameters"] if isinstance(one, Mapping)]
-            check_tied(groups, tied_weights(model), "model_parameters")
+            check_tied(groups, tied, "model_parameters")
     if coat is not None or compressed or isinstance(optimizer, CoatAdamW):
         compare_ranks(settings, coat, None if pipeline or stages(mpu) > 1 else model, given)
         if (ranks := data_parallel_ranks(given, settings)) is not None:  # DeepSpeed asserts
@@ -240,9 +240,8 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
     if compressed and optimizer is None:
-        given["optimizer"], given["model_parameters"] = build_coat_adamw(
-            settings, coat or CoatConfig(), model, given.get("model_parameters")
-        )
+        make, ours = build_coat_adamw(settings, coat or CoatConfig(), model, given.get("model_parameters"))
+        given["optimizer"], given["model_parameters"] = make, tied_apart(ours, tied)
     given.pop("config_params", None)
     if (args := given.get("args")) is not None:
         given["args"] = _without_configuration(args)
@@ -271,7 +270,7 @@ def _without_configuration(args: Any) -> Any:
     return args
 
 
-def _checked(make: Callable, block: bool, compressed: bool, check: Callable[..., None], model: Any) -> Callable:
+def _checked(make: Callable, block: bool, compressed: bool, check: Callable[..., None], tied: set[int]) -> Callable:
     """A callable for DeepSpeed whose optimizer is checked as one that is given, before ZeRO is built around it."""
 
     @functools.wraps(make, updated=())
@@ -279,15 +278,15 @@ def _checked(make: Callable, block: bool, compressed: bool, check: Callable[...,
         optimizer = make(parameters)
         check_foreign(optimizer, block, compressed)
         check(optimizer=optimizer)
-        _check_made(optimizer, model)
+        _check_made(optimizer, tied)
         return optimizer
 
     return make_and_check
 
 
-def _check_made(optimizer: Any, model: Any) -> None:
+def _check_made(optimizer: Any, tied: set[int]) -> None:
     if isinstance(optimizer, CoatAdamW):
-        check_tied(optimizer.param_groups, tied_weights(model), "optimizer.param_groups")
+        check_tied(optimizer.param_groups, tied, "optimizer.param_groups")
 
 
 def _size(mpu: Any, *names: str) -> int:

@@ -16,9 +16,8 @@ from ..ops.dispatch import use_kernels
 from ..optim import CoatAdamW, param_groups, split_groups
 from ..optim.group_keys import check_keys
 from ..optim.state import check_group
-from .pipeline_module import tied_apart, tied_weights
 
-__all__ = ["build_coat_adamw", "check_params", "experts_apart", "list_parameters"]
+__all__ = ["build_coat_adamw", "check_params", "experts_apart", "list_parameters", "parameter_of"]
 
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "beta1": "betas", "beta2": "betas"}
 """Of options, in other libraries: too far from ours to be taken for misspelt."""
@@ -68,7 +67,7 @@ def build_coat_adamw(
         coat: the block; its ``optimizer`` holds the others.
         model: its parameters are grouped by :func:`coat_dist.optim.param_groups`,
         parameters: or only these of them, with or without names; or a list of groups, for
-            :func:`coat_dist.optim.split_groups`. Weights that stages of a PipelineModule share get fp32 moments.
+            :func:`coat_dist.optim.split_groups`.
 
     Raises:
         ValueError: some of ``parameters`` are not the model's, or twice in groups; a group's option is not accepted.
@@ -82,16 +81,15 @@ def build_coat_adamw(
         return CoatAdamW(experts_apart(groups), **options)
 
     listed = None if parameters is None else list_parameters(parameters)
-    tied = tied_weights(model)
     if listed and isinstance(listed[0], Mapping):
         _check_groups(listed, options)
         known = {id(p) for p in model.parameters()}
-        ids = [id(_parameter(p)) for group in listed for p in group["params"]]
+        ids = [id(parameter_of(p)) for group in listed for p in group["params"]]
         _check_members(ids, known)
         if twice := len(ids) - len(set(ids)):
             raise ValueError(f"model_parameters: got {len(ids)} of which {twice} are there before, accepted: each once")
-        return make, tied_apart(_with_work(split_groups(listed), listed), tied)
-    chosen = None if listed is None else {id(_parameter(p)) for p in listed}  # a tied weight may be listed twice
+        return make, _with_work(split_groups(listed), listed)
+    chosen = None if listed is None else {id(parameter_of(p)) for p in listed}  # a tied weight may be listed twice
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
     if chosen is not None:
         _check_members(chosen, {id(p) for _, p in named})
@@ -103,11 +101,11 @@ def build_coat_adamw(
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:
         del group["names"]  # ZeRO puts shards in the parameters' place
-    return make, tied_apart(groups, tied)
+    return make, groups
 
 
-def _parameter(p: Any) -> Any:
-    """A parameter that may stand there with its name."""
+def parameter_of(p: Any) -> Any:
+    """A parameter of a group or list, which may stand there with its name."""
     return p[1] if isinstance(p, tuple) and len(p) == 2 else p
 
 
@@ -125,10 +123,10 @@ def _with_work(split: list[dict[str, Any]], given: list[Any]) -> list[dict[str, 
     without a trained parameter, as that of a model's norms where only its matrices are trained."""
 
     def works(group: Mapping[str, Any]) -> bool:
-        return any(_parameter(p).requires_grad for p in group["params"])
+        return any(parameter_of(p).requires_grad for p in group["params"])
 
-    halved = {id(_parameter(p)) for group in given if works(group) for p in group["params"]}
-    return [group for group in split if works(group) or not any(id(_parameter(p)) in halved for p in group["params"])]
+    halved = {id(parameter_of(p)) for group in given if works(group) for p in group["params"]}
+    return [group for group in split if works(group) or not any(id(parameter_of(p)) in halved for p in group["params"])]
 
 
 def _check_groups(groups: list[Any], options: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .optimizer_from_json import parameter_of
 from .pipeline import TIED, has_groups_of_norms
 
 __all__ = ["call_norms_alike", "check_tied", "groups_differ", "tied_apart", "tied_weights"]
@@ -34,11 +35,11 @@ def tied_apart(groups: Iterable[dict[str, Any]], tied: Collection[int]) -> list[
     """
     result: list[dict[str, Any]] = []
     for group in groups:
-        held = [p for p in group["params"] if id(_tensor(p)) in tied]
+        held = [p for p in group["params"] if id(parameter_of(p)) in tied]
         if not held or group.get("moments") == "fp32":
             result.append(group)
             continue
-        if rest := [p for p in group["params"] if id(_tensor(p)) not in tied]:
+        if rest := [p for p in group["params"] if id(parameter_of(p)) not in tied]:
             result.append({**group, "params": rest})
         name = {"name": f"{group['name']}{TIED}"} if "name" in group else {}
         result.append({**group, **name, "params": held, "moments": "fp32"})
@@ -52,16 +53,11 @@ def check_tied(groups: Iterable[Mapping[str, Any]], tied: Collection[int], what:
         ValueError: says which group, ``what.i``.
     """
     for i, group in enumerate(groups):
-        if group.get("moments") == "fp8" and any(id(_tensor(p)) in tied for p in group["params"]):
+        if group.get("moments") == "fp8" and any(id(parameter_of(p)) in tied for p in group["params"]):
             raise ValueError(
                 f'{what}.{i}, moments: got "fp8" for a weight that several stages of a PipelineModule hold, whose '
                 'copies would drift apart; accepted: "fp32"'
             )
-
-
-def _tensor(p: Any) -> Any:
-    """A parameter, which may stand there with its name."""
-    return p[1] if isinstance(p, tuple) else p
 
 
 def groups_differ(engine: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..checkpoint.zero_partitions import members
 from .pipeline import stages
 
 __all__ = ["check_noise_of_tied", "refuse_unreduced_steps"]
@@ -52,10 +53,9 @@ def check_noise_of_tied(engine: Any) -> None:
         ValueError: on every stage.
     """
     zero = engine.optimizer
-    held = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
     drawing = [
         any(getattr(p, "shared_embedding", False) for p in params)
-        for params, group in zip(held, zero.optimizer.param_groups, strict=True)
+        for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True)
         if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False
     ]
     stage_group = engine.mpu.get_pipeline_model_parallel_group()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import math
 from pathlib import Path
 from typing import Any
 
+from coat_dist.checkpoint.durable import says_full
 from launch.outputs import room
 from launch.weights.source import CARRIED
 
 __all__ = ["bytes_needed", "say_full"]
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_OF_TORCH = "unexpected pos"
-"""All that is left of the system's error where torch.save opens a file itself."""
 
 
 def bytes_needed(source: Path) -> int:
@@ -56,8 +52,7 @@ def say_full(problem: Exception, folder: Path, needed: int) -> str | None:
         folder: where it was to be written; what is in it of a conversion that failed has been removed.
         needed: as :func:`bytes_needed` says.
     """
-    of_torch = isinstance(problem, RuntimeError) and _OF_TORCH in str(problem)
-    if not of_torch and getattr(problem, "errno", None) not in _FULL:
+    if not says_full(str(problem)):
         return None
     wanted = f", {needed:,} or more are needed" if needed else ""
     return f"the disk is full, or a quota or limit is reached: {room(folder):,} bytes are free{wanted}"
