@@ -25,7 +25,7 @@ from coat_dist.config import OptimizerConfig as MomentsConfig
 from coat_dist.deepspeed.replicated_grads import SUMMED
 from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
-from coat_dist.optim.state import EARLIER, LAYOUT_KEYS, check_state, ensure_state
+from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
 
 from .call_checks import check_tied
 from .report import check_patched, is_patched
@@ -258,11 +258,8 @@ class CoatDistributedOptimizer(DistributedOptimizer):
             yield [model_param.numel(), place.start, place.end], *self._shard(model_param)
 
     def _layout(self) -> list[Any]:
-        """What has to be equal where codes are taken over; as earlier releases wrote it, where it means the same."""
-        return [
-            [*place, *(group[key] for key in LAYOUT_KEYS if key not in EARLIER or group[key] != EARLIER[key])]
-            for place, _, group in self._shards()
-        ]
+        """What has to be equal where codes are taken over."""
+        return [[*place, *(group[key] for key in LAYOUT_KEYS)] for place, _, group in self._shards()]
 
     def _codes(self) -> dict[str, Any]:
         states = [ensure_state(self.optimizer.state, p, group) for _, p, group in self._shards()]

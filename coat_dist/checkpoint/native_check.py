@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..optim.state import EARLIER, LAYOUT_KEYS
+from ..optim.state import LAYOUT_KEYS
 from .expert_names import divided_experts
 from .load_checks import Request, check_before_load
 from .other_engines import pipeline_stages
@@ -174,8 +174,7 @@ def _storage(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
         return [f"{path}: optimizer.type: checkpoint has states of another optimizer, this run has CoatAdamW"]
     return [
         f"{path}: {key} of parameter group {i}: checkpoint has {theirs[key]!r}, this run has {ours[key]!r}"
-        for i, (group, ours) in enumerate(zip(states["param_groups"], optimizer.param_groups, strict=False))
-        for theirs in [{**EARLIER, **group} if group.get("moments") == "fp8" else group]
+        for i, (theirs, ours) in enumerate(zip(states["param_groups"], optimizer.param_groups, strict=False))
         for key in LAYOUT_KEYS
         if key in theirs and theirs[key] != ours[key]
     ]

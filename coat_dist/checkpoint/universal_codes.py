@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..optim.state import CODE_KEYS, EARLIER, LAYOUT_KEYS
+from ..optim.state import CODE_KEYS, LAYOUT_KEYS
 
 __all__ = ["CODES_FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
 
@@ -62,7 +62,7 @@ def write_codes(path: Path, layout: Mapping[str, Any], ranks: list[list[tuple[to
     for pieces in ranks:
         starts = torch.cat([starts for starts, _ in pieces])
         joined.append({"starts": starts} | {key: torch.cat([codes[key] for _, codes in pieces]) for key in CODE_KEYS})
-    torch.save({"layout": _said_in_full(layout), "ranks": joined}, path)
+    torch.save({"layout": _storage(layout), "ranks": joined}, path)
 
 
 def read_codes(
@@ -85,7 +85,7 @@ def read_codes(
         ValueError: the file cannot be read.
     """
     saved = _read_file(path)
-    if saved is None or len(saved["ranks"]) != tp[1] or _said_in_full(saved["layout"]) != _said_in_full(group):
+    if saved is None or len(saved["ranks"]) != tp[1] or _storage(saved["layout"]) != _storage(group):
         return 0
     codes = saved["ranks"][tp[0]]
     groups, starts = groups_within(*place, group["group_size"])
@@ -99,10 +99,9 @@ def read_codes(
     return len(rows)
 
 
-def _said_in_full(layout: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say what codes mean, those too that earlier releases did not say."""
-    said = {**EARLIER, **layout}
-    return {key: said[key] for key in LAYOUT_KEYS}
+def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say what codes mean."""
+    return {key: group[key] for key in LAYOUT_KEYS}
 
 
 def check_codes(path: Path) -> None:

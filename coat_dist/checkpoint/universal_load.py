@@ -18,7 +18,7 @@ import torch
 
 from ..optim.adamw import CoatAdamW
 from ..optim.master import write_master
-from ..optim.moments import encode_moments
+from ..optim.moments import encode_moments, forget_written
 from ..optim.state import MOMENTS, has_remainder, moment, new_state
 from ..ranks import raise_everywhere
 from .expert_names import names_in_whole, part_of_joined
@@ -114,6 +114,7 @@ def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
     zero, names = engine.optimizer, names_in_whole(engine)
     parts = list(partitions(zero))
     rename = renamed(engine)
+    forget_written()
     for name, module in modules_with_extra_state(engine).items():  # first: the model's own code, which may refuse
         if rename(name) in source.extra:
             module.set_extra_state(source.extra_state(rename(name)))

@@ -80,8 +80,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
     """Replace a moment of a parameter; call it on every rank with the same value.
 
     With FP8 moments, the few elements of other parameters that share a 128-element group with this one are encoded
-    again and move within the encoding's error (see ``reference/moments.py``). With ``normalize`` a first moment is
-    rounded as its ratio to the root of the second, so where both are to be set, set the second one first.
+    again and move within the encoding's error (see ``reference/moments.py``). Either moment may be set first.
 
     Args:
         param, which: as in :func:`safe_get_full_moment`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -13,10 +12,11 @@ from torch.autograd.graph import increment_version
 from ..ops import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
 from .checks import Pairs, check_capturable, check_capture, check_step
 from .group_keys import check_keys
+from .moments import forget_written
 from .plan import Columns, Plan, Plans
 from .seeds import name_of, new_seed, noise_seed, taken_seeds
 from .sharded import is_dtensor, local, local_grad
-from .state import EARLIER, check_group, codecs, ensure_state, moment, stochastic
+from .state import check_group, codecs, ensure_state, moment, stochastic
 from .state import remainder as low_half
 from .state_dict import check_and_box, gather, unbox
 
@@ -156,6 +156,7 @@ class CoatAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_capture(self.param_groups)
+        forget_written()
         plans: Plans = self.__dict__.setdefault("_plans", Plans())
         found = [
             plans.find(i, group, self.state, self.copies, self.grad_factor) for i, group in enumerate(self.param_groups)
@@ -249,7 +250,7 @@ class CoatAdamW(torch.optim.Optimizer):
         """Restore a state to the byte, on the device of each parameter.
 
         As with every torch optimizer, the options saved in parameter groups replace the present ones; those that are
-        lacking, as in a state dict of an earlier release, stay. Those that say how moments are stored have to agree,
+        lacking stay. Those that say how moments are stored have to agree,
         except under :func:`coat_dist.optim.fp32_state_dict`, and what codes mean (formats, ``expand``) must be there.
 
         Raises:
@@ -264,14 +265,9 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         unbox(state["state"])
+        forget_written()
         super().__setstate__(state)
         self.__dict__.pop("_plans", None)
-        # pickled by a release that had fewer options
-        given = {key: option.default for key, option in inspect.signature(CoatAdamW).parameters.items()}
-        self.defaults = {**{k: v for k, v in given.items() if k != "params"}, **EARLIER, **self.defaults}
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
 
 
 def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_factor: torch.Tensor | None) -> AdamWStep:

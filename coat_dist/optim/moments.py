@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops import Moment, decode, encode, split
 from .sharded import like, local
 from .state import (
+    CODE_KEYS,
     FP32_KEYS,
     MOMENTS,
     WhichMoment,
@@ -22,7 +24,19 @@ from .state import (
     remainder,
 )
 
-__all__ = ["encode_moments", "export_moments", "import_moments", "read_moment", "write_moment"]
+__all__ = ["encode_moments", "export_moments", "forget_written", "import_moments", "read_moment", "write_moment"]
+
+_written: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""First moments that :func:`write_moment` was given since the last step, fp32 on the CPU: {codes: {start: values}}.
+
+A normalized first moment is stored as its ratio to the root of the second one. Over a second moment that is about to be
+replaced this ratio may span more than codes do, so the codes alone would not give back what was written."""
+
+
+def forget_written() -> None:
+    """Forget what was written. Every step and every load calls this: they change moments."""
+    if _written:
+        _written.clear()
 
 
 def export_moments(
@@ -141,7 +155,8 @@ def write_moment(
     """Replace elements from ``start`` on by ``values``, flat, rounded to nearest.
 
     Elements that share a group with them are decoded and encoded again; no others change. Where first moments are
-    normalized, those of the groups are encoded again with the second ones, and stay what they were within an encoding.
+    normalized, those of the groups are encoded again with the second ones: from what was written since the last step,
+    if anything was, so that either moment may be written first.
     """
     if group["moments"] == "fp32":
         state[FP32_KEYS[which]].view(-1)[start : start + values.numel()].copy_(values)
@@ -149,6 +164,15 @@ def write_moment(
     (m, v), first = _rows(state, group, start, values.numel())
     codec_m, codec_v = codecs(group)
     decoded = _decode_moments(group, m, v)
+    if codec_m.over_root:
+        written = _written.setdefault(state[CODE_KEYS[0]], {})
+        if which == "first":
+            written.pop(start, None)  # the latest is put in last
+            written[start] = values.cpu()
+        for at, x in written.items():
+            low, high = max(at, first), min(at + x.numel(), first + decoded[0].numel())
+            if low < high:
+                decoded[0][low - first : high - first] = x[low - at : high - at].to(decoded[0].device)
     decoded[MOMENTS.index(which)][start - first : start - first + values.numel()] = values
     if which == "second":
         v.copy_(encode(decoded[1], codec_v))

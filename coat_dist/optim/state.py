@@ -45,7 +45,6 @@ from .sharded import local, refusal
 __all__ = [
     "CODE_KEYS",
     "DTYPES",
-    "EARLIER",
     "FP32_KEYS",
     "LAYOUT_KEYS",
     "MOMENTS",
@@ -80,8 +79,6 @@ CODE_KEYS = (*_CODE_KEYS["first"], *_CODE_KEYS["second"])
 """What a state with FP8 moments holds of them; of each moment in the order of :class:`Moment`."""
 LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "normalize", "group_size", "master_weights")
 """Keys of a parameter group that say how its state is stored."""
-EARLIER = {"normalize": False}
-"""What groups with FP8 moments mean that were saved by a release without these keys."""
 GROUP_SIZES = (64, 128, 256)
 EQUALLY_SPACED = ("int8",)
 """Formats of the first moment that ``"stochastic_rounding": "auto"`` rounds stochastically. Where codes are equally
@@ -110,11 +107,10 @@ def _codecs(first: str, second: str, expand: bool, normalize: bool, size: int, k
 
 def codecs(group: Mapping[str, Any]) -> Codecs:
     """How a parameter group stores its first and second moment."""
-    normalize = group.get("normalize", EARLIER["normalize"])
     # To nearest a grid that stays would keep second moments where they are; one that moves is noise that moves them.
     keep_grid = group.get("stochastic_rounding") is not False
     formats = group["first_moment"], group["second_moment"], group["expand"]
-    return _codecs(*formats, normalize, group["group_size"], keep_grid)
+    return _codecs(*formats, group["normalize"], group["group_size"], keep_grid)
 
 
 def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:

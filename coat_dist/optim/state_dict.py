@@ -16,7 +16,7 @@ from .counts import as_count, is_count
 from .master import export_master
 from .moments import export_moments, import_moments
 from .sharded import from_global, is_dtensor, to_global
-from .state import EARLIER, FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
+from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
 
 __all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
 
@@ -73,17 +73,7 @@ def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                     states[index]["master"] = export_master(p, state)
             elif is_dtensor(p):
                 states[index] = to_global(state, p, group)
-    groups = [_without_news(g, optimizer._fp32_state_dict) for g in state_dict["param_groups"]]
-    return {**state_dict, "state": states, "param_groups": groups}
-
-
-def _without_news(group: Mapping[str, Any], fp32: bool) -> dict[str, Any]:
-    """A group without keys that earlier releases did not have, where loading goes on as well without them.
-
-    A distributed checkpoint loads what the optimizer has by then, and fails where the checkpoint lacks one of its keys.
-    """
-    needed = {"capturable": group["capturable"], "normalize": group["normalize"] and not fp32}
-    return {k: v for k, v in group.items() if k != "names" and needed.get(k, True)}
+    return {**state_dict, "state": states}
 
 
 class Boxed:
@@ -199,8 +189,6 @@ def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless
     """
     coded = group["moments"] == "fp8"
     known = any(key in saved for key in LAYOUT_KEYS)
-    if known and coded and not stateless:
-        saved = {**EARLIER, **saved}
     for key in LAYOUT_KEYS:
         if key not in saved and (stateless or known and not (coded and key in _MEANING)):
             continue

@@ -45,11 +45,12 @@ def copied_states(engine):
     return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in states]
 
 
-def check_states(engine, before, param, which, value):
+def check_states(engine, before, param, which, value, written=None):
     """That setting a moment of ``param`` did to this rank's states what the format promises, to each element.
 
     Groups without any of it keep their bytes. In the others, what was set and what their neighbours decoded to is
     encoded to nearest, by a and k that fit it; first moments as their ratio to the root of what v's codes mean now.
+    ``written``: the first moment that the parameter was given before, since the last step.
 
     Returns:
         What this rank now holds of the moment, flat, zeros elsewhere, and how many elements.
@@ -78,6 +79,8 @@ def check_states(engine, before, param, which, value):
                     assert same.all(), f"{w}: bytes of other groups"
             wanted = {"second": decode(was["second"], codec.second)}
             wanted["first"] = decode(was["first"], codec.first, second=wanted["second"])
+            if written is not None and f:
+                wanted["first"][start:end] = written.flatten()[f.first : f.first + f.numel]
             wanted[which][start:end] = given
             second = decode(held["second"], codec.second)
             now = {"second": second, "first": decode(held["first"], codec.first, second=second)}

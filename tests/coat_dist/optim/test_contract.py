@@ -1,7 +1,6 @@
 """What holds of every step, whatever computes it: here the definition; the kernels in tests/coat_dist/ops."""
 
 import copy
-import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from coat_dist.optim import CoatAdamW, adamw, export_moments, fp32_state_dict, import_moments
+from coat_dist.optim import CoatAdamW, adamw, fp32_state_dict, import_moments
 from tests.coat_dist.ops import adamw_layouts
 from tests.coat_dist.optim.common import assert_same_state
 
@@ -166,34 +165,6 @@ def test_a_state_dict_that_is_none_says_so(change, word):
     with pytest.raises(ValueError, match=f"CoatAdamW.load_state_dict: {word}.*accepted"):
         loaded.load_state_dict(saved)
     assert not loaded.state and loaded.param_groups[0]["lr"] == 0.1
-
-
-def test_an_optimizer_pickled_with_fewer_options_goes_on():
-    params, optimizer = build()
-    step(params, optimizer)
-    for options in (optimizer.defaults, *optimizer.param_groups):
-        for key in ("maximize", "master_weights", "capturable"):
-            del options[key]
-    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert again.param_groups[0]["maximize"] is False
-        step(again.param_groups[0]["params"], again)
-        again.load_state_dict(again.state_dict())
-        again.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-        assert again.param_groups[-1]["capturable"] is False
-
-
-def test_an_optimizer_pickled_before_first_moments_were_normalized_reads_them_as_they_were_meant():
-    p = torch.nn.Parameter(torch.ones(300))
-    optimizer = CoatAdamW([p], normalize=False)
-    step([p], optimizer)
-    wanted = export_moments(p, optimizer.state[p], optimizer.param_groups[0])
-    for options in (optimizer.defaults, *optimizer.param_groups):
-        del options["normalize"]
-    again = pickle.loads(pickle.dumps(optimizer))
-    assert again.param_groups[0]["normalize"] is False
-    (q,) = again.param_groups[0]["params"]
-    found = export_moments(q, again.state[q], again.param_groups[0])
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_codes_of_another_memory_order_are_loaded_as_rows():

@@ -241,7 +241,8 @@ def test_another_world_size_is_refused_and_fp32_moments_reshard(world, options, 
     saved = run_ranks(2, write, str(tmp_path), options)[0]
     assert all(len(x) == (4 if options else 3) for x in saved.values())
     for message, keys, found, loss in run_ranks(world, read, str(tmp_path), options):
-        assert "Size mismatch" in message and "coat_" in message, message
+        assert f"coat_{2}_shards" not in message and f"coat_{world}_shards (for other numbers" in message, message
+        assert "fp32_state_dict" in message
         assert {"coat_m_q", "exp_avg"} <= keys
         assert math.isfinite(loss)
         for name, (step, m, v, *master) in saved.items():
@@ -251,6 +252,85 @@ def test_another_world_size_is_refused_and_fp32_moments_reshard(world, options, 
                 assert got.shape == wanted.shape
                 # one more encoding: 2**-4 of an element, and steps of the smallest code below the group's amax
                 assert torch.allclose(got, wanted, rtol=0.08, atol=float(wanted.abs().max()) * 1e-3)
+
+
+class Rows(torch.nn.Module):
+    """Every row is made of whole groups; the rows of one weight do not divide by the ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(256, 129), torch.nn.Linear(129, 128)
+        self.experts = torch.nn.Parameter(torch.randn(5, 4, 64))
+
+    def forward(self, x):
+        return (self.up(x)[:, :128].square().mean() + self.experts.square().mean()) * (1 + 0 * self.down.bias.sum())
+
+
+def rows(options):
+    model = fully_shard(Rows().bfloat16() if options else Rows())
+    names = [n for n, _ in model.named_parameters() if not n.startswith("down")]
+    model.down.requires_grad_(False)
+    return model, CoatAdamW(param_groups(model, 0.1), lr=0.01, **options), names
+
+
+def step_rows(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 256, dtype=next(model.parameters()).dtype)).backward()
+    optimizer.step()
+
+
+def whole_states(model, optimizer):
+    options = StateDictOptions(full_state_dict=True)
+    return copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options)["state"])
+
+
+def write_rows(rank, world, folder, options, flatten):
+    model, optimizer, _ = rows(options)
+    for _ in range(2):
+        step_rows(model, optimizer)
+    flat = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    dcp.save(get_optimizer_state_dict(model, optimizer, options=flat), checkpoint_id=folder)
+    torch.save(whole_states(model, optimizer), f"{folder}-{rank}.pt")
+    return whole_states(model, optimizer)
+
+
+def read_rows(rank, world, folder, options, flatten):
+    model, optimizer, names = rows(options)
+    step_rows(model, optimizer)  # states that loading has to replace
+    keys = [set(group) for group in optimizer.param_groups]
+    flat = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    for _ in range(2):  # a second load into the same optimizer
+        state = get_optimizer_state_dict(model, optimizer, options=flat)
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(model, optimizer, state, options=flat)
+    assert keys == [set(group) for group in optimizer.param_groups]
+    sharded_dims = {
+        len(x.shape) for s in optimizer.state_dict()["state"].values() for k, x in s.items() if k == "coat_m_q"
+    }
+    found = whole_states(model, optimizer)
+    saved = torch.load(f"{folder}-0.pt")
+    options = StateDictOptions(full_state_dict=True)
+    step_rows(model, optimizer)
+    whole = {
+        "state": saved,
+        "param_groups": get_optimizer_state_dict(model, optimizer, options=options)["param_groups"],
+    }
+    set_optimizer_state_dict(model, optimizer, whole, options=options)
+    return found, whole_states(model, optimizer), names, sharded_dims
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "flatten"), [(1, {}, False), (3, {}, True), (3, REMAINDER, False), (2, {}, True)]
+)
+def test_states_of_whole_rows_load_on_any_number_of_ranks_to_the_byte(world, options, flatten, tmp_path):
+    """Twice into the same optimizer, flattened, and as a full state dict."""
+    saved = run_ranks(2, write_rows, f"{tmp_path}/dcp", options, flatten)[0]
+    for found, from_whole, names, dims in run_ranks(world, read_rows, f"{tmp_path}/dcp", options, flatten):
+        assert set(found) == set(from_whole) == set(saved) == set(names) and dims == {3}
+        for name, state in saved.items():
+            assert {"coat_m_q", "coat_v_k"} <= set(state) or "exp_avg" in state
+            assert same([state], [found[name]]) and same([state], [from_whole[name]]), name
 
 
 def ddp(rank, world):

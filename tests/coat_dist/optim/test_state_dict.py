@@ -7,7 +7,11 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict, import_moments, param_groups
 
@@ -148,35 +152,9 @@ def test_states_of_adam_come_without_its_own_weight_decay():
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_distributed_checkpoints_of_earlier_releases_load(tmp_path, lr):
-    """Their groups have neither the names of parameters nor ``capturable`` nor ``normalize``, which is False."""
-    runs = []
-    for _ in range(2):
-        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-        optimizer = CoatAdamW(param_groups(model, 0.1), lr=lr, normalize=False)
-        runs.append((model, optimizer))
-    model, optimizer = runs[0]
-    model(torch.ones(2, 16)).square().sum().backward()
-    optimizer.step()
-    saved = get_optimizer_state_dict(model, optimizer)
-    saved["param_groups"] = [
-        {k: v for k, v in g.items() if k not in ("names", "capturable", "normalize")} for g in saved["param_groups"]
-    ]
-    dcp.save(saved, checkpoint_id=tmp_path)
-    others, other = runs[1]
-    found = get_optimizer_state_dict(others, other)
-    dcp.load(found, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(others, other, found)
-    assert_same_state(optimizer, other)
-    assert other.param_groups[0]["names"] == ["0.weight", "1.weight"]
-    assert other.param_groups[0]["capturable"] is False
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 @pytest.mark.parametrize("normalize", [(False, True), (True, False)], ids=["to normalized", "from normalized"])
 def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normalized_or_not(tmp_path, lr, normalize):
-    """Those of earlier releases have no ``normalize``, and a distributed load asks for every key."""
+    """A distributed load asks for every key."""
     runs = []
     for option in normalize:
         model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
@@ -189,7 +167,6 @@ def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normaliz
     (model, optimizer), (others, other) = runs
     with fp32_state_dict(optimizer):
         saved = get_optimizer_state_dict(model, optimizer)
-    assert not any("normalize" in g for g in saved["param_groups"])
     dcp.save(saved, checkpoint_id=tmp_path)
     with fp32_state_dict(other):
         found = get_optimizer_state_dict(others, other)
@@ -203,29 +180,43 @@ def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normaliz
             assert other.state[p]["step"] == 3
 
 
-def test_a_state_dict_without_normalize_fits_wherever_it_has_no_codes():
-    """An earlier release's: fp32 moments, or no steps yet, mean the same with and without."""
+def reloaded(optimizer, model):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer
 
-    def earlier(optimizer):
-        saved = copy.deepcopy(optimizer.state_dict())
-        for group in saved["param_groups"]:
-            group.pop("normalize", None)
-        return saved
 
-    p, coded = make(normalize=False)
-    assert "normalize" not in coded.state_dict()["param_groups"][0]
-    _, other = make()
-    other.load_state_dict(earlier(coded))  # before the first step
-    assert other.param_groups[0]["normalize"] is True
-    train(coded, [p], 1)
-    with pytest.raises(ValueError, match="normalize: got False, accepted: True.*fp32_state_dict"):
-        other.load_state_dict(earlier(coded))
-    _, same = make(normalize=False)
-    same.load_state_dict(earlier(coded))
-    assert_same_state(coded, same)
-    p, plain = make(normalize=False)
-    plain.param_groups[0]["moments"] = other.param_groups[0]["moments"] = "fp32"
-    train(plain, [p], 1)
-    other.load_state_dict(earlier(plain))
-    assert_same_state(plain, other)
-    assert other.param_groups[0]["normalize"] is True
+def through_torchs_functions(flatten):
+    def load(optimizer, model):
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        set_optimizer_state_dict(
+            model, optimizer, get_optimizer_state_dict(model, optimizer, options=options), options=options
+        )
+        return optimizer
+
+    return load
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["param_groups", "named_parameters"])
+@pytest.mark.parametrize(
+    "again",
+    [
+        reloaded,
+        lambda optimizer, model: copy.deepcopy(optimizer),
+        lambda optimizer, model: pickle.loads(pickle.dumps(optimizer)),
+        through_torchs_functions(False),
+        through_torchs_functions(True),
+    ],
+    ids=["load_state_dict", "deepcopy", "pickle", "torch", "torch, flattened"],
+)
+def test_keys_of_groups_are_the_same_in_every_form(again, grouped):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    optimizer = CoatAdamW(param_groups(model, 0.1) if grouped else list(model.named_parameters()), lr=0.1)
+    model(torch.ones(2, 16)).square().sum().backward()
+    optimizer.step()
+    keys = [set(group) for group in optimizer.param_groups]
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    assert [set(group) for group in optimizer.state_dict()["param_groups"]] == keys
+    found = again(optimizer, model)
+    assert [set(group) for group in found.param_groups] == keys
+    for index, state in found.state_dict()["state"].items():
+        assert all(torch.equal(x, before[index][k]) for k, x in state.items() if isinstance(x, torch.Tensor))
