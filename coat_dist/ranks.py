@@ -180,21 +180,24 @@ def attempt(work: Callable[[], T]) -> tuple[list[T | None], dict[int, str]]:
     return [r for r, _ in everyone], {rank: t for rank, (_, t) in enumerate(everyone) if t is not None}
 
 
-def raise_everywhere(check: Callable[[], list[str]], accepted: str = "") -> None:
+def raise_everywhere(
+    check: Callable[[], list[str]], accepted: str = "", error: Callable[[str], Exception] = ValueError
+) -> None:
     """Raise on every rank what any rank finds, so that none waits in a collective for one that raised.
 
     Args:
         check: returns one line for each problem, or raises. Must not use collectives.
         accepted: last line of the error.
+        error: makes it.
 
     Raises:
-        ValueError: at most four different lines, and ``accepted``.
+        ValueError, or what ``error`` makes: at most four different lines, and ``accepted``.
     """
     found, errors = attempt(check)
     lines = [line for rank, mine in enumerate(found) for line in ([errors[rank]] if mine is None else mine)]
     lines = list(dict.fromkeys(lines))
     if lines:
-        raise ValueError("\n".join([*lines[:4], accepted]).strip())
+        raise error("\n".join([*lines[:4], accepted]).strip())
 
 
 def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:

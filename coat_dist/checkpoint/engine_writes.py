@@ -6,7 +6,10 @@ the time of a save some methods of the engine are replaced on its instances, and
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +18,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from ..optim.state import CODE_KEYS
 from .summed_file import SummedFile
 
 __all__ = ["Writes", "watch_writes"]
@@ -33,6 +37,7 @@ class Writes:
 
     def torch_save(self, state: Any, path: str, zipfile: bool) -> None:
         """``torch.save``, as DeepSpeed calls it."""
+        state = _with_a_name_for_readers(state)
         file = SummedFile(Path(path), zipfile and torch.serialization.get_crc32_options())
         try:
             torch.save(state, cast(IO[bytes], file), _use_new_zipfile_serialization=zipfile)
@@ -41,6 +46,29 @@ class Writes:
             file.close()
         if file.checksum is not None:
             self.sums[os.path.abspath(path)] = [file.size, file.checksum]
+
+
+def _with_a_name_for_readers(state: Any) -> Any:
+    """Optimizer states whose FP8 moments, looked up under AdamW's keys, name the tool that decodes them.
+
+    ``deepspeed.checkpoint.ds_to_universal`` looks for "exp_avg" in every state, in processes of its own that import
+    nothing of this package. Only the standard library is pickled.
+    """
+    outer: Any = state.get("optimizer_state_dict") if isinstance(state, dict) else None
+    for key in ("base_optimizer_state", "optimizer_state_dict") if isinstance(outer, dict) else ():
+        inner: Any = outer.get(key)
+        states = inner.get("state") if isinstance(inner, dict) else None
+        if isinstance(states, dict) and any(isinstance(s, dict) and CODE_KEYS[0] in s for s in states.values()):
+            missing = functools.partial(operator.getitem, {}, _DECODED_BY)  # raises a KeyError that says so
+            named = {k: defaultdict(missing, s) if isinstance(s, dict) else s for k, s in states.items()}
+            return {**state, "optimizer_state_dict": {**outer, key: {**inner, "state": named}}}
+    return state
+
+
+_DECODED_BY = (
+    "exp_avg: CoatAdamW's moments are stored in 8 bits; convert this checkpoint with launch/to_universal.py or "
+    "coat_dist.convert_to_universal"
+)
 
 
 @contextmanager

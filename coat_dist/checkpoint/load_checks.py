@@ -104,7 +104,7 @@ def load_whole_checkpoints(engine: Any) -> None:
             )
             request = Request(Path(load_dir), tag, load_module_strict, states, schedule)
             for check, accepted in checks.values():
-                raise_everywhere(functools.partial(check, request), accepted)
+                raise_everywhere(functools.partial(check, request), accepted, _does_not_fit())
         if "universal" in checks and universal:
             # The universal loader has learnt from its check whether moments are wanted. DeepSpeed is told yes in any
             # case: at stage 3 it would otherwise look for a checkpoint of its own kind.
@@ -126,6 +126,17 @@ def load_whole_checkpoints(engine: Any) -> None:
 
     load_checkpoint.coat_checks = checks  # type: ignore[attr-defined]
     engine.load_checkpoint = load_checkpoint
+
+
+@functools.cache
+def _does_not_fit() -> type[CheckpointError]:
+    """The error of a checkpoint that does not fit the engine: also DeepSpeed's own, for which programs look."""
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    class DoesNotFit(CheckpointError, ZeRORuntimeException):
+        """A checkpoint of another layout than the engine's."""
+
+    return DoesNotFit
 
 
 def _weights_of_latest(engine: Any, load_dir: Path, tag: str) -> list[str]:

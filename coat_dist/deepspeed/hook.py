@@ -3,7 +3,7 @@
 DeepSpeed's function object is kept and given other code, so that names bound to it earlier (``from deepspeed import
 initialize``) go the same way. A copy with DeepSpeed's code is its ``__wrapped__``, as after :func:`functools.wraps`;
 signature and docstring stay DeepSpeed's. Does not import DeepSpeed: the function is changed when that is imported, or
-at once where it has been.
+at once where it has been. One function more is led this way: the one by which DeepSpeed asks mpi4py for ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from .without_launcher import leave_out_compiled_operation
+from .without_launcher import become_only_rank, leave_out_compiled_operation
 
 __all__ = ["KEPT", "honour", "install"]
 
@@ -44,6 +44,8 @@ def honour(deepspeed: types.ModuleType) -> None:
         return
     if hasattr(deepspeed, "ops"):
         leave_out_compiled_operation()
+    if (comm := sys.modules.get("deepspeed.comm.comm")) is not None:
+        _start_without_launcher(comm)
     function = inspect.unwrap(given)
     if not isinstance(function, types.FunctionType) or function.__closure__:  # put there by another library
         deepspeed.initialize = _around(given)  # type: ignore[attr-defined]
@@ -57,6 +59,17 @@ def honour(deepspeed: types.ModuleType) -> None:
     function.__signature__ = inspect.signature(copy)  # type: ignore[attr-defined]
     function.__code__ = _called.__code__
     setattr(deepspeed, KEPT, copy)
+
+
+def _start_without_launcher(comm: Any) -> None:
+    """Let ``deepspeed.init_distributed`` work in a process that no launcher has started, where it asks mpi4py."""
+    ask_mpi = comm.mpi_discovery
+
+    @functools.wraps(ask_mpi)
+    def mpi_discovery(*args: Any, **kwargs: Any) -> Any:
+        return None if become_only_rank() else ask_mpi(*args, **kwargs)
+
+    comm.mpi_discovery = mpi_discovery
 
 
 def _called(*args: Any, **kwargs: Any) -> Any:

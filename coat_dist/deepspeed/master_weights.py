@@ -16,7 +16,7 @@ import torch
 
 from ..checkpoint.zero_partitions import partitions
 from ..optim.state import has_remainder
-from .reviewed import was_read
+from .reviewed import is_verified_build
 
 __all__ = ["check_master_weights", "keeps_remainders", "share_memory"]
 
@@ -52,7 +52,7 @@ def share_memory(zero: Any) -> None:
 
     With a DeepSpeed that was not read (``reviewed.py``) they stay two copies; all else is the same.
     """
-    if was_read():
+    if is_verified_build():
         if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
             pairs = list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
         else:

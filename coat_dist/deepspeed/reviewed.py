@@ -1,4 +1,4 @@
-"""Which DeepSpeed's ZeRO was read, by the bytes of its files.
+"""Supported DeepSpeed builds, by file hash.
 
 What is left out of a ZeRO step, or made one memory, is right only as long as the rest of DeepSpeed's step does what it
 did when it was read. A version number does not say that: builds are patched, and a release changes a line far from the
@@ -12,19 +12,21 @@ import hashlib
 import logging
 from pathlib import Path
 
-__all__ = ["READ", "digest", "was_read"]
+from ..ranks import rank_and_world
+
+__all__ = ["VERIFIED", "build_hash", "is_verified_build"]
 
 logger = logging.getLogger("coat_dist")
 
 _FILES = ("runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py", "runtime/utils.py")
 
-READ = {"0.19.8": "bd01c9d9d4a1d1cfc9b19c2c4e5489b6ffc3f2002ca61158e164c0abd190e116"}
-"""Of each DeepSpeed version that was read, and that the tests run, the digest of ``_FILES``. To add one: read what
+VERIFIED = {"0.19.8": "bd01c9d9d4a1d1cfc9b19c2c4e5489b6ffc3f2002ca61158e164c0abd190e116"}
+"""The hash of ``_FILES`` of each DeepSpeed version that was read and that the tests run. To add one: read what
 ``step*.py`` and ``master_weights.py`` rely on, install that version and run ``tests/coat_dist``."""
 
 
-def digest() -> str:
-    """Of the files of the installed DeepSpeed; "" where it has no source files."""
+def build_hash() -> str:
+    """Hash of the installed DeepSpeed's ``_FILES``; "" where it has no source files."""
     import deepspeed
 
     folder = Path(deepspeed.__file__).parent
@@ -38,11 +40,16 @@ def digest() -> str:
 
 
 @functools.cache
-def was_read() -> bool:
-    """Whether the installed DeepSpeed's ZeRO is one that was read; logged once where it is not."""
-    read = digest() in READ.values()
-    if not read:
-        logger.info(
-            "DeepSpeed's ZeRO is not one that was read (%s): all its passes and copies are kept", ", ".join(READ)
+def is_verified_build() -> bool:
+    """Whether the installed DeepSpeed's ZeRO is one that was read; rank 0 warns once where it is not."""
+    verified = build_hash() in VERIFIED.values()
+    if not verified and rank_and_world()[0] == 0:
+        import deepspeed
+
+        logger.warning(
+            "DeepSpeed %s is not a verified build (%s): engine.step() keeps all of DeepSpeed's passes over gradients "
+            "and weights and takes up to 2.3 times as long; results are the same. docs/support.md says how to add one",
+            deepspeed.__version__,
+            ", ".join(VERIFIED),
         )
-    return read
+    return verified

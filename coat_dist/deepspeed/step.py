@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.zero_partitions import base_optimizer
-from .reviewed import was_read
+from .reviewed import is_verified_build
 
 __all__ = [
     "by_what_the_norm_counts",
@@ -45,7 +45,7 @@ def may_leave_out_passes(zero: Any) -> bool:
     that was not read, without a CoatAdamW, or under settings with which ZeRO does not look at the norm."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    if type(zero) is not DeepSpeedZeroOptimizer or base_optimizer(zero) is None or not was_read():
+    if type(zero) is not DeepSpeedZeroOptimizer or base_optimizer(zero) is None or not is_verified_build():
         return False
     return bool(not zero.cpu_offload and zero.compute_grad_norm and zero.check_grad_overflow)
 

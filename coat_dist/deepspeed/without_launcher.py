@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..nodes import free_port
 from .slurm import take_ranks
 
-__all__ = ["leave_out_compiled_operation", "prepare", "store_of_restart"]
+__all__ = ["become_only_rank", "leave_out_compiled_operation", "prepare", "store_of_restart"]
 
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
@@ -43,9 +43,15 @@ def prepare(slurm: bool = True, alone: bool = True) -> None:
         return
     if slurm and take_ranks():
         return
+    if alone:
+        become_only_rank()
+
+
+def become_only_rank() -> bool:
+    """Make this process the only rank, where no launcher has started it and DeepSpeed would fail to ask mpi4py."""
     launched = any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS))
-    if launched or not alone or find_spec("mpi4py") is not None:
-        return
+    if launched or find_spec("mpi4py") is not None:
+        return False
     values = "0", "1", "0", "127.0.0.1", str(free_port())
     os.environ.update(dict(zip(_OF_LAUNCHERS, values, strict=True)))
     print(
@@ -53,6 +59,7 @@ def prepare(slurm: bool = True, alone: bool = True) -> None:
         file=sys.stderr,
         flush=True,
     )
+    return True
 
 
 def store_of_restart() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -295,3 +296,43 @@ def test_missing_files_are_named_on_every_rank(tmp_path):
         assert f"{tmp_path}/z: no file matches" in empty and "accepted" in empty
         assert f"{tmp_path}/x: bf16.enabled: checkpoint has false, this run has true" in in_fp32
         assert "tag: got '../x', accepted: None for the one that was saved last, or " in outside
+
+
+def saved_on_two(rank, world, settings, folder):
+    engine = build(settings)
+    run(engine, rank, 0, 2)
+    engine.save_checkpoint(folder, tag="two")
+
+
+def loaded_by_one(rank, world, settings, folder):
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    from coat_dist.checkpoint.manifest import CheckpointError
+
+    engine = build(settings)
+    try:
+        engine.load_checkpoint(folder, tag="two")
+    except ZeRORuntimeException as error:
+        assert isinstance(error, CheckpointError)
+        return str(error)
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_programs_that_know_deepspeeds_error_and_tool_are_told_what_converts(case, tmp_path, capsys):
+    """Another data-parallel size is also DeepSpeed's error; its own converter names ours, and ends."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    run_ranks(2, saved_on_two, CASES[case], str(tmp_path))
+    (message,) = run_ranks(1, loaded_by_one, CASES[case], str(tmp_path))
+    assert "data-parallel size: checkpoint has 2, this run has 1" in message and "to_universal" in message
+    given = [
+        "--input_folder",
+        str(tmp_path / "two"),
+        "--output_folder",
+        str(tmp_path / "out"),
+        "--inject_missing_state",
+    ]
+    with mock.patch("sys.argv", ["ds_to_universal", *given]):
+        arguments = ds_to_universal.parse_arguments()
+    with pytest.raises(KeyError, match="exp_avg: CoatAdamW's moments are .* convert .* launch/to_universal.py"):
+        ds_to_universal.main(arguments)

@@ -191,24 +191,27 @@ def test_stage_three_is_left_alone():
     assert run_ranks(2, train, 3, 1.0, True)[0][0] == []
 
 
-def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_path):
+def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_path, caplog):
     """What these tests do not run is no version that was read: another installed DeepSpeed fails here until it is."""
     import deepspeed
 
-    assert {deepspeed.__version__: reviewed.digest()} == reviewed.READ
-    assert reviewed.was_read.__wrapped__()
+    assert {deepspeed.__version__: reviewed.build_hash()} == reviewed.VERIFIED
+    assert reviewed.is_verified_build.__wrapped__()
     for name in reviewed._FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(deepspeed.__file__).parent / name, tmp_path / name)
     monkeypatch.setattr(deepspeed, "__file__", str(tmp_path / "__init__.py"))
-    assert reviewed.was_read.__wrapped__()
+    assert reviewed.is_verified_build.__wrapped__()
     for name in reviewed._FILES:
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text + "\n")
-        assert not reviewed.was_read.__wrapped__(), f"a patched {name} has the same version number"
+        assert not reviewed.is_verified_build.__wrapped__(), f"a patched {name} has the same version number"
+        (record,) = caplog.records
+        assert record.levelname == "WARNING" and "2.3 times" in record.message and "docs/support.md" in record.message
+        caplog.clear()
         (tmp_path / name).write_text(text)
     (tmp_path / name).unlink()
-    assert not reviewed.was_read.__wrapped__()
+    assert not reviewed.is_verified_build.__wrapped__()
 
 
 def norms(rank, world):

@@ -78,8 +78,12 @@ def test_nor_in_a_program_that_starts_ranks_itself(order):
     """As Accelerate does: ``init_distributed`` comes before ``initialize``."""
     first, second = order
     code = f"import {first}, {second}, deepspeed; print(deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
-    assert told.stdout.splitlines()[-1] == "False"
+    # Nor is mpi4py asked, which is not installed: without a launcher this process is the only rank.
+    code += "; deepspeed.init_distributed('gloo'); print(deepspeed.comm.get_world_size())"
+    alone = {name: value for name, value in os.environ.items() if name not in NAMES}
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=alone)
+    assert told.stdout.splitlines()[-2:] == ["False", "1"], told.stderr
+    assert "note: started without a launcher" in told.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
