@@ -19,7 +19,7 @@ from ..checkpoint.other_engines import refuse_compressed_moments
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal_load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
-from ..config import CoatConfig
+from ..config import CoatConfig, CoatConfigError
 from ..optim import CoatAdamW
 from . import (
     cached_weights,
@@ -48,6 +48,8 @@ class Built(NamedTuple):
     zero: Any
     """``engine.optimizer``: one of DeepSpeed's ZeRO optimizers or something else, such as None."""
     coat: CoatConfig | None
+    evaluates: bool = False
+    """Built without the CoatAdamW that the configuration names (stage 0)."""
 
     @property
     def ours(self) -> bool:
@@ -282,6 +284,13 @@ ATTACHMENTS = (
         "anywhere: never with the one before it",
     ),
     Attachment(
+        "an engine of stage 0 evaluates",
+        lambda b: b.evaluates,
+        lambda b: refuse_training(b.engine),
+        ("engine.backward", "engine.step"),
+        "anywhere: nothing else is put around these",
+    ),
+    Attachment(
         "ranks hear of one another",
         lambda b: b.ours or b.coat is not None,
         lambda b: missing.start(b.engine),
@@ -308,13 +317,26 @@ ATTACHMENTS = (
 )
 
 
-def attach(engine: Any, coat: CoatConfig | None = None, ours: bool = True) -> tuple[str, ...]:
+def refuse_training(engine: Any) -> None:
+    """Let an engine that has no optimizer say why."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise CoatConfigError(
+            "zero_optimization.stage: got 0, at which an engine with CoatAdamW only evaluates, accepted: 1, 2 or 3 to "
+            "train"
+        )
+
+    engine.backward = engine.step = refuse
+
+
+def attach(engine: Any, coat: CoatConfig | None = None, ours: bool = True, evaluates: bool = False) -> tuple[str, ...]:
     """Attach to a new engine what applies to it; a second time nothing is changed.
 
     Args:
         engine: DeepSpeed's.
         coat: the parsed block.
         ours: False for an engine of a call in which there was nothing of this project.
+        evaluates: as in :class:`Built`.
 
     Returns:
         The names of what is attached, which are also ``engine.coat_attached``.
@@ -323,7 +345,7 @@ def attach(engine: Any, coat: CoatConfig | None = None, ours: bool = True) -> tu
         ValueError: the optimizer's options do not fit what ZeRO hands it.
     """
     if "coat_attached" not in vars(engine):
-        built, names = Built(engine, engine.optimizer, coat), []
+        built, names = Built(engine, engine.optimizer, coat, evaluates), []
         for attachment in ATTACHMENTS:
             if (ours or attachment.every_engine) and attachment.applies(built):
                 attachment.attach(built)

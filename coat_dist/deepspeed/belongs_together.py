@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any
 
 import torch
 
 from ..config import CoatConfig, CoatConfigError
 from ..optim import CoatAdamW
-from ..ranks import rank_and_world
 
-__all__ = ["check_foreign", "check_its_parameters", "check_name", "check_patched", "is_patched", "warn_of_no_effect"]
+__all__ = ["check_effect", "check_foreign", "check_its_parameters", "check_name", "check_patched", "is_patched"]
 
 
 def check_foreign(optimizer: torch.optim.Optimizer, block: bool, compressed: bool) -> None:
@@ -63,14 +61,18 @@ def check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
         )
 
 
-def warn_of_no_effect(coat: CoatConfig | None, optimizer: str | None) -> None:
-    """Once, where there is a block and nothing is compressed. For the function that ``initialize`` calls."""
-    if coat is None or coat.activation.enabled or optimizer in (None, "CoatAdamW") or rank_and_world()[0] != 0:
+def check_effect(coat: CoatConfig | None, optimizer: Any) -> None:
+    """Refuse a block beside which nothing is compressed: a training in BF16 that its user takes for another.
+
+    Args:
+        optimizer: the optimizer, or its name in the configuration; None where there is none.
+    """
+    if coat is None or coat.activation.enabled or optimizer in (None, "CoatAdamW") or isinstance(optimizer, CoatAdamW):
         return
-    warnings.warn(
-        f'coat: nothing is compressed, as activation.enabled is false and the optimizer is "{optimizer}"; FP8 '
-        'moments need "optimizer": {"type": "CoatAdamW"}',
-        stacklevel=4,
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+    raise CoatConfigError(
+        f'coat: got a block that compresses nothing (activation.enabled is false, the optimizer is "{name}"), '
+        'accepted: "optimizer": {"type": "CoatAdamW"}, activation.enabled true, or no block'
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +23,12 @@ from ..ranks import on_rank_0
 from .attach import attach
 from .batch_sizes import batch_sizes, data_parallel_ranks
 from .belongs_together import (
+    check_effect,
     check_foreign,
     check_its_parameters,
     check_name,
     check_patched,
     is_patched,
-    warn_of_no_effect,
 )
 from .compare_ranks import compare_ranks
 from .expert_parallel import announced_experts, check_expert_parallel
@@ -37,9 +38,11 @@ from .near_misses import check_names
 from .optimizer_from_json import build_coat_adamw, list_parameters
 from .pipeline import check_one_model_a_stage, check_settings, stages
 from .pipeline_module import check_tied, tied_apart, tied_weights
+from .refusal_facts import Facts
 from .refusals import check_deepspeed, read_block
 from .replicated_grads import check_replicated_grads
 from .roll_call import answer, refusals_are_heard
+from .start_line import print_start_line
 from .without_launcher import leave_out_compiled_operation
 
 __all__ = ["called_as_deepspeed", "configurations", "initialize"]
@@ -109,7 +112,7 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         return engine, *others
     # What it makes is seen only when DeepSpeed calls it.
     check = functools.partial(check_deepspeed, _settings_of(given) or {})
-    checked = _checked(given["optimizer"], False, False, check, tied_weights(given.get("model")))
+    checked = _checked(given["optimizer"], None, False, False, check, tied_weights(given.get("model")))
     engine, *others = start(**{**given, "optimizer": checked})
     attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
     return engine, *others
@@ -215,13 +218,16 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         )
     if coat is not None and optimizer is None:
         check_name(named)
+    if optimizer is None:
+        check_effect(coat, named)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_foreign(optimizer, block, compressed)
+        check_effect(coat, optimizer)
         _check_made(optimizer, tied)
         if stage:  # ZeRO's own error is a KeyError that prints the parameter
             check_its_parameters(optimizer, model)
     elif callable(optimizer):
-        given["optimizer"] = _checked(optimizer, block, compressed, check, tied)
+        given["optimizer"] = _checked(optimizer, coat, block, compressed, check, tied)
     if (parameters := given.get("model_parameters")) is not None:
         given["model_parameters"] = list_parameters(parameters)
         if compressed:  # here, where stages that hold other weights still hear of it
@@ -232,14 +238,20 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         if (ranks := data_parallel_ranks(given, settings)) is not None:  # DeepSpeed asserts
             batch_sizes(as_read(settings), ranks)
         on_rank_0(lambda: make_folders(settings))
-        given_type = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
-        warn_of_no_effect(coat, given_type or named)
     else:
         answer(False, given)
     check_one_model_a_stage(model, mpu)
     if compressed or isinstance(optimizer, CoatAdamW):
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
-    if compressed and optimizer is None:
+        if isinstance(sources[0], dict) and not sys.modules.keys().isdisjoint(("lightning", "pytorch_lightning")):
+            sources[0].setdefault("zero_allow_untested_optimizer", True)  # Lightning's trainer.test looks it up there
+    evaluates = Facts(as_read(settings), coat, optimizer, tp, cp, pipeline, mpu is not None).only_evaluates
+    if evaluates:  # as a reference model: an engine of stage 0 with bf16 would step while it is built
+        for key in ("optimizer", "scheduler"):
+            settings.pop(key, None)
+        for key in ("model_parameters", "lr_scheduler"):
+            given.pop(key, None)
+    elif compressed and optimizer is None:
         make, ours = build_coat_adamw(settings, coat or CoatConfig(), model, given.get("model_parameters"))
         given["optimizer"], given["model_parameters"] = make, tied_apart(ours, tied)
     given.pop("config_params", None)
@@ -249,7 +261,8 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     with announced_experts(model, mpu, ep) as built:
         engine, *others = original()(**{**given, "config": settings})
         built.append(engine)
-    attach(engine, coat)
+    attach(engine, coat, evaluates=evaluates)
+    print_start_line(engine)
     return engine, *others
 
 
@@ -270,13 +283,21 @@ def _without_configuration(args: Any) -> Any:
     return args
 
 
-def _checked(make: Callable, block: bool, compressed: bool, check: Callable[..., None], tied: set[int]) -> Callable:
+def _checked(
+    make: Callable,
+    coat: CoatConfig | None,
+    block: bool,
+    compressed: bool,
+    check: Callable[..., None],
+    tied: set[int],
+) -> Callable:
     """A callable for DeepSpeed whose optimizer is checked as one that is given, before ZeRO is built around it."""
 
     @functools.wraps(make, updated=())
     def make_and_check(parameters: Any) -> Any:
         optimizer = make(parameters)
         check_foreign(optimizer, block, compressed)
+        check_effect(coat, optimizer)
         check(optimizer=optimizer)
         _check_made(optimizer, tied)
         return optimizer

@@ -33,8 +33,9 @@ _ELSEWHERE = {
     "coat",
     *("data_parallel_size", "sequence_parallel_size"),  # read by deepspeed.initialize
     "inference",  # read by transformers
+    *("comms_config", "monitor_config"),  # read by nothing; LLaMA-Factory's files have them
 }
-"""Top-level keys that are read by other code than DeepSpeed's class of configurations."""
+"""Top-level keys that are read by other code than DeepSpeed's class of configurations, or do no harm."""
 
 
 class _Asked(dict):

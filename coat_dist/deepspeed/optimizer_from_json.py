@@ -26,8 +26,8 @@ _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", 
 def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str]:
     """What is wrong with ``optimizer.params``: one line for each key."""
     defaults = _defaults()
+    params, problems = _without_adams(params)
     own = coat.optimizer.model_dump() if coat is not None and "optimizer" in coat.model_fields_set else {}
-    problems = []
     for name, value in params.items():
         if name not in defaults:
             meant = _OTHER_NAMES.get(str(name).lower())
@@ -42,6 +42,21 @@ def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str
     if params.get("capturable") is True and not (torch.cuda.is_available() or use_kernels(torch.empty(0))):
         problems.append("optimizer.params.capturable: got true without a CUDA GPU, accepted: false there")
     return problems or _group_problem({**defaults, **own, **params})
+
+
+_OF_ADAM = ("torch_adam", "adam_w_mode")
+"""Keys by which DeepSpeed chooses among its Adams; templates of other programs have them."""
+
+
+def _without_adams(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``optimizer.params`` without :data:`_OF_ADAM`, and a line where these ask for another optimizer."""
+    problems = []
+    if params.get("adam_w_mode", True) is not True:
+        problems = [
+            f"optimizer.params.adam_w_mode: got {json.dumps(params['adam_w_mode'], default=str)}, accepted: true; drop "
+            "it: CoatAdamW's weight decay is always decoupled"
+        ]
+    return {name: value for name, value in params.items() if name not in _OF_ADAM}, problems
 
 
 def _group_problem(options: Mapping[str, Any]) -> list[str]:
@@ -72,7 +87,7 @@ def build_coat_adamw(
     Raises:
         ValueError: some of ``parameters`` are not the model's, or twice in groups; a group's option is not accepted.
     """
-    params = dict(settings["optimizer"].get("params") or {})
+    params, _ = _without_adams(settings["optimizer"].get("params") or {})
     options = {**coat.optimizer.model_dump(), **params}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
@@ -95,8 +110,9 @@ def build_coat_adamw(
         _check_members(chosen, {id(p) for _, p in named})
     if not any(p.requires_grad for _, p in named):
         raise ValueError(
-            f"model_parameters: got {len(named)} parameters and none to train, accepted: at least one that requires a "
-            "gradient, or none given for all of the model's"
+            f"{'model' if chosen is None else 'model_parameters'}: got {len(named)} parameters of which none requires "
+            "a gradient, so nothing would be trained; accepted: at least one that does. An engine that only evaluates "
+            'has no "optimizer" in its configuration, and zero_optimization.stage 0 or 3'
         )
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:

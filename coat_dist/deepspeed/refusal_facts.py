@@ -61,6 +61,11 @@ class Facts:
         return next((block for block in (self.bf16, "fp16") if self[block + ".enabled"]), None)
 
     @property
+    def only_evaluates(self) -> bool:
+        """Stage 0 with the CoatAdamW that the configuration names: the engine is built without it, to be evaluated."""
+        return self.compressed and self.optimizer is None and self.stage == 0 and self.half is not None
+
+    @property
     def why_not_stage_0(self) -> str:
         if self.half == "fp16":
             return "DeepSpeed's optimizer of stage 0 hands out states and weights that nothing here was written for"

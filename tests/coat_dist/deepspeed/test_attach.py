@@ -36,6 +36,7 @@ CASES = {
     },
     "zero-1, a pipeline stage, some gradients are not counted": {"zero_optimization": {"stage": 1}},
     "torch's SGD, stage 0": {"bf16": {"enabled": False}},
+    "stage 0, evaluated": {"zero_optimization": {"stage": 0}},
 }
 
 

@@ -1,13 +1,17 @@
 """``coat_dist.initialize`` and ``"type": "CoatAdamW"`` under real DeepSpeed engines, two gloo ranks."""
 
+import contextlib
 import copy
+import io
 import json
-import warnings
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
+from coat_dist import CoatConfigError
 from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
 from tests.support import run_ranks
 
@@ -187,20 +191,12 @@ def other_groups(rank, world):
             messages.append([len(group["params"]) for group in engine.optimizer.optimizer.param_groups])
         except coat_dist.CoatConfigError as error:
             messages.append(str(error))
-    without = {
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-        "coat": {"activation": {"enabled": False}},
-    }
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        deepspeed.initialize(model=net, model_parameters=net.parameters(), config={**CONFIG, **without})
-    return messages, [str(w.message) for w in said if "nothing is compressed" in str(w.message)]
+    return messages
 
 
 def test_groups_that_differ_between_ranks_are_named():
-    (first, said), (second, repeated) = run_ranks(2, other_groups)
+    first, second = run_ranks(2, other_groups)
     assert first == second
-    assert len(said) == 1 and 'the optimizer is "AdamW"' in said[0] and not repeated, "a block without any effect"
     lr, order, optimizer, clip, same = first
     start = "ranks were started differently: "
     assert lr == start + "model_parameters.0.lr: 0.001 on rank 0, 0.002 on rank 1"
@@ -226,6 +222,7 @@ def made_by_callables(rank, world):
     for make, config in (
         (ours, {**plain, "zero_optimization": {"stage": 2, "elastic_checkpoint": True}}),
         (ours, {**plain, "zero_optimization": {"stage": 0}}),
+        (torch.optim.AdamW, {**plain, "coat": {"activation": {"enabled": False}}}),
         (ours, {**plain, **block}),
         (torch.optim.AdamW, {**plain, **block}),
         (None, {**plain, **block}),
@@ -240,7 +237,8 @@ def made_by_callables(rank, world):
 
 def test_an_optimizer_of_a_callable_is_checked_before_zero_is_built():
     for messages, calls in run_ranks(2, made_by_callables):
-        elastic, stage, expand, foreign, nothing, none = messages
+        elastic, stage, effect, expand, foreign, nothing, none = messages
+        assert effect.startswith("coat: got a block that compresses nothing") and '"AdamW"' in effect
         assert calls == 3 and elastic.startswith("zero_optimization.elastic_checkpoint: got true, accepted: false")
         assert stage.startswith("zero_optimization.stage: got 0, accepted: 1, 2 or 3 with bf16.enabled")
         assert expand.startswith("coat.optimizer.expand: got false beside a CoatAdamW that has true")
@@ -279,3 +277,112 @@ def test_exactly_one_configuration():
         coat_dist.initialize(model=model(), config=CONFIG, config_params=CONFIG)
     with pytest.raises(ValueError, match="model: got None"):
         coat_dist.initialize(config=CONFIG)
+
+
+ALONE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
+    "coat": {"activation": {"enabled": False}},
+}
+
+
+def built(net, config=ALONE, **given):
+    """An engine of one rank, and the lines that it printed; or the message of what was refused."""
+    deepspeed = quiet_deepspeed()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            engine, *_ = deepspeed.initialize(model=net, config=config, **given)
+        except ValueError as error:
+            return str(error), []
+    return engine, [line for line in said.getvalue().splitlines() if line.startswith("coat_dist: ")]
+
+
+def blocks_without_effect(rank, world):
+    found = []
+    for make in (None, torch.optim.AdamW, lambda params: torch.optim.AdamW(params)):
+        net = torch.nn.Linear(64, 64)
+        config = {key: value for key, value in ALONE.items() if key != "optimizer"}
+        if make is None:
+            config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+        given = make(net.parameters()) if make is torch.optim.AdamW else make
+        found.append(built(net, config, optimizer=given)[0])
+    return found
+
+
+def test_a_block_that_compresses_nothing_is_refused():
+    """By name, as an object, from a callable."""
+    for message in run_ranks(1, blocks_without_effect)[0]:
+        assert message.startswith("coat: got a block that compresses nothing") and 'optimizer is "AdamW"' in message
+        assert 'accepted: "optimizer": {"type": "CoatAdamW"}' in message
+
+
+def start_line(rank, world):
+    net = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.LayerNorm(128))
+    given = copy.deepcopy(ALONE)
+    engine, lines = built(net, given)
+    engine.backward(engine(torch.ones(2, 128, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    states = [t for s in engine.optimizer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    with mock.patch.dict(sys.modules, {"lightning": object()}):
+        lightning = copy.deepcopy(ALONE)
+        built(torch.nn.Linear(64, 64), lightning)
+    return lines, sum(t.numel() * t.element_size() for t in states), given, lightning
+
+
+def test_one_line_says_what_runs():
+    ((line,), held, given, lightning) = run_ranks(1, start_line)[0]
+    matrix, small = 128 * 128, 3 * 128  # a bias and a norm have fp32 moments
+    each = (2 * (1 + 3 / 128) * matrix + 8 * small) / (matrix + small)
+    assert line == f"coat_dist: CoatAdamW, {each:.2f} bytes a parameter of states (AdamW: 8); no layers in the FP8 flow"
+    assert abs(held / (matrix + small) - each) < 0.01
+    assert given == ALONE, "the caller's configuration was changed"
+    assert lightning == ALONE | {"zero_allow_untested_optimizer": True}, "where trainer.test looks that key up"
+
+
+def reference(rank, world, frozen):
+    net = torch.nn.Linear(64, 64).requires_grad_(not frozen)
+    plain = copy.deepcopy(net).bfloat16()
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}
+    engine, lines = built(net, ALONE | {"zero_optimization": {"stage": 0}, "scheduler": scheduler})
+    x, messages = torch.randn(2, 64).bfloat16(), []
+    with torch.no_grad():
+        same = torch.equal(engine(x), plain(x))
+    for work in (lambda: engine.backward(engine(x).float().sum()), lambda: engine.step()):
+        try:
+            work()
+        except CoatConfigError as error:
+            messages.append(str(error))
+    return same, lines, messages
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_reference_engine_at_stage_0_is_built_and_not_trained(frozen):
+    same, lines, messages = run_ranks(1, reference, frozen)[0]
+    assert same and lines == ["coat_dist: no optimizer, this engine evaluates; no layers in the FP8 flow"]
+    assert len(messages) == 2
+    assert all(text.startswith("zero_optimization.stage: got 0") and "1, 2 or 3 to train" in text for text in messages)
+
+
+def frozen_and_adams_keys(rank, world):
+    def frozen():
+        return torch.nn.Linear(64, 64).requires_grad_(False)
+
+    net, found = frozen(), []
+    found += [built(net)[0], built(net, model_parameters=net.parameters())[0]]
+    for coupled in (True, False):
+        params = {"lr": 1e-3, "torch_adam": True, "adam_w_mode": coupled}
+        made, _ = built(torch.nn.Linear(64, 64), ALONE | {"optimizer": {"type": "CoatAdamW", "params": params}})
+        found.append(made if isinstance(made, str) else type(made.optimizer.optimizer).__name__)
+    return found
+
+
+def test_a_frozen_model_and_keys_that_choose_among_adams():
+    model_, parameters, decoupled, coupled = run_ranks(1, frozen_and_adams_keys)[0]
+    assert model_.startswith("model: got 2 parameters of which none requires a gradient")
+    assert parameters.startswith("model_parameters: got 2 parameters of which none requires a gradient")
+    assert 'only evaluates has no "optimizer"' in model_
+    assert decoupled == "CoatAdamW"
+    assert coupled.startswith("optimizer.params.adam_w_mode: got false, accepted: true; drop it: CoatAdamW's weight")
