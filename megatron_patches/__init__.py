@@ -1,5 +1,7 @@
 """Megatron-core side of coat_dist: in-place patches, a layer specification, what DeepSpeed needs to drive models."""
 
+from coat_dist.deepspeed.attach import FOR_NEW_ENGINES
+
 from .compat import (
     check_version,
     define_te_general_gemm,
@@ -18,7 +20,10 @@ with quiet_imports():
     from .pipeline import eval_batch, train_batch
     from .replicated_grads import check_replicas, install_replicated_grad_hooks
     from .spec import gpt_layer_spec
+    from .step_jobs import attach_step_jobs, has_step_jobs
     from .universal import universal_checkpoint_info
+
+FOR_NEW_ENGINES.append((has_step_jobs, attach_step_jobs))
 
 __all__ = [
     "MPUAdapter",

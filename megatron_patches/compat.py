@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "other_quick_gelus",
     "prepare_cpu",
     "quiet_imports",
+    "reset_counts",
     "rope_mscale",
     "set_rope_mscale",
 ]
@@ -74,6 +75,16 @@ def quiet_imports() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", category=UserWarning)
         yield
+
+
+def reset_counts(config: Any, model: torch.nn.Module) -> None:
+    """Begin again what routers count for one step, at its end, as ``finalize_model_grads`` does.
+
+    Before 0.16 the update of the routers' bias itself does it, and ``global_aux_loss`` has counts of its own.
+    """
+    module = import_module("megatron.core.distributed.finalize_model_grads")
+    if reset := getattr(module, "reset_model_temporary_tensors", None):
+        reset(config, [model])
 
 
 def define_te_general_gemm() -> None:

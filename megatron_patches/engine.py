@@ -25,6 +25,7 @@ from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
 from .report import PatchReport, check_patched, reports_of
 from .stage_check import check_stage
+from .step_jobs import check_config
 from .universal import universal_checkpoint_info
 
 __all__ = ["initialize"]
@@ -74,6 +75,7 @@ def initialize(
     """
     model = _one_module(model)
     check_stage(model)
+    check_config(model)
     mark_stage(model)
     if isinstance(mpu, ModuleType):
         raise CoatConfigError(

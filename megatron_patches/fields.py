@@ -69,7 +69,7 @@ _TABLE: tuple[tuple[str, Handled | Only | str, Handled | Only | str], ...] = (
     ("context_parallel_size", Only(1), _YES),
     ("hybrid_context_parallel", _OFF, _YES),
     ("hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank cp_comm_type", _CP, _YES),
-    # Read by Megatron's training loop, schedules and optimizer, which nothing here replaces.
+    # Read by Megatron's training loop, schedules and optimizer. Under DeepSpeed step_jobs.py does their work.
     (
         "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func enable_autocast "
         "autocast_dtype num_microbatches_with_partial_activation_checkpoints pipeline_dtype variable_seq_lengths "

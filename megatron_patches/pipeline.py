@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
@@ -26,6 +25,7 @@ from coat_dist.ops.dispatch import use_kernels
 
 from .blocks import pipelined
 from .call_checks import check_count
+from .step_jobs import check_config
 
 __all__ = ["Losses", "chunks_of", "eval_batch", "mark_stage", "run_schedule", "train_batch", "whole_names"]
 
@@ -70,8 +70,6 @@ def train_batch(
     count, chunks = engine.gradient_accumulation_steps(), chunks_of(engine.module)
     run = Losses(forward_step_func, count)
     if not _several_stages():
-        # As Megatron's schedules do: losses of routers are added inside backward, out of reach of the engine.
-        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=engine.device) / count)
         iterator = data_iterator[0] if isinstance(data_iterator, Sequence) else data_iterator
         for index in range(count):
             output, loss_func = run.step(iterator, engine)
@@ -166,6 +164,8 @@ def run_schedule(
     """Megatron's schedule alone: gradients are left in the parameters, each stage's own part of them."""
     config = get_model_config(chunks[0])
     _check(config, len(chunks), run.count)
+    for chunk in chunks:
+        check_config(chunk)
     if len(chunks) > 1 and not isinstance(data_iterator, Sequence):
         if data_iterator is None:
             data_iterator = [None] * len(chunks)
@@ -201,15 +201,6 @@ def _check(config: Any, chunks: int, count: int) -> None:
             "config.deallocate_pipeline_outputs: got True with overlap_p2p_comm, accepted: False (Megatron's schedule "
             "would drop outputs while they are being sent, and stages would receive other numbers)"
         )
-    if config.calculate_per_token_loss:
-        raise CoatConfigError(
-            "config.calculate_per_token_loss: got True, accepted: False under DeepSpeed, which takes means over ranks"
-        )
-    for name in ("finalize_model_grads_func", "grad_sync_func", "param_sync_func", "grad_scale_func"):
-        if getattr(config, name, None) is not None:
-            raise CoatConfigError(
-                f"config.{name}: got a function, accepted: None under DeepSpeed, which reduces and scales gradients"
-            )
 
 
 class _TiedGradient:

@@ -38,7 +38,11 @@ from . import (
     step_weights,
 )
 
-__all__ = ["ATTACHMENTS", "Attachment", "Built", "attach"]
+__all__ = ["ATTACHMENTS", "FOR_NEW_ENGINES", "Attachment", "Built", "attach"]
+
+FOR_NEW_ENGINES: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
+"""What rooms above attach to a new engine: whether it applies, and what does it. ``megatron_patches`` puts the
+functions of its ``step_jobs.py`` here."""
 
 
 class Built(NamedTuple):
@@ -282,6 +286,13 @@ ATTACHMENTS = (
         lambda b: pipeline_module.call_norms_alike(b.engine),
         ("zero.scaled_global_norm",),
         "anywhere: never with the one before it",
+    ),
+    Attachment(
+        "Megatron's jobs around a step's micro-batches",
+        lambda b: any(applies(b.engine) for applies, _ in FOR_NEW_ENGINES),
+        lambda b: [work(b.engine) for applies, work in FOR_NEW_ENGINES if applies(b.engine)],
+        ("engine.forward", "engine.backward", "engine.step"),
+        "after the checks of a pipeline stage's calls: jobs are done where a call is accepted",
     ),
     Attachment(
         "an engine of stage 0 evaluates",

@@ -101,7 +101,7 @@ def _one_call(rank, world):
     heads = tiny_gpt(tensor_model_parallel_size=2, qk_layernorm=True)
     refused["heads"] = _refusal(lambda: start(model=heads, config=off, mpu=mp.MPUAdapter()))
     wrong = tiny_gpt(**parallel)
-    settings = {**CONFIG, "zero_optimization": {"stage": 0}}
+    settings = {**CONFIG, "zero_optimization": {"stage": 2, "elastic_checkpoint": True}}
     refused["settings"] = _refusal(lambda: mp.initialize(model=wrong, config=settings))
     unpatched = not any(getattr(type(m), "coat_patched", False) for m in wrong.modules())
     again, *_ = mp.initialize(model=wrong, config=CONFIG)  # its hooks are there: found, not installed twice
@@ -121,7 +121,7 @@ def test_one_call_is_what_was_done_by_hand(two_ranks):
 
 def test_a_call_that_fails_leaves_a_model_for_the_next_one(two_ranks):
     for runs, refused, unpatched, again in two_ranks:
-        assert "zero_optimization.stage: got 0" in refused["settings"][1]
+        assert "zero_optimization.elastic_checkpoint: got true" in refused["settings"][1]
         assert unpatched and again == runs[0][0]
 
 
