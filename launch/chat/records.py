@@ -22,6 +22,26 @@ _SPEAKERS = {
     "tool": "tool",
     "observation": "tool",
 }
+_SILENT = ("assistant", "tool")
+"""Roles whose turns may have no words."""
+LEARNT = ("weight", "train", "trainable", "loss", "loss_mask", "loss_scale")
+"""Keys of a turn by which layouts say whether it is learnt: OpenAI's, axolotl's, verl's, ms-swift's."""
+_LISTS = ("messages", "conversations")
+_SYSTEM = ("system", "system_prompt")
+_OF_RECORDS = {
+    **dict.fromkeys(("chosen", "rejected", "rejected_response", "rejected_messages"), "no preferences"),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "text alone"),
+    "history": "turns before, as messages",
+    "documents": "their text, in a message",
+    "chat_template_kwargs": "a template that needs none (--chat-template)",
+}
+"""Keys beside the messages that say what a model is told or learns, and what is accepted in their place."""
+_OF_TURNS = {
+    "train_detail": "turns that are learnt as a whole",
+    "refusal": "the words as content",
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "text alone"),
+}
+"""The same of a turn."""
 _LAYOUTS = 'an object with "messages", with "prompt" and "completion", or with "conversations"'
 
 
@@ -50,7 +70,8 @@ def parse(text: str) -> Conversation | None:
     Args:
         text: a JSON object: ``{"messages": [{"role", "content", "tool_calls"?}, ...], "tools"?: [...]}``;
             ``{"prompt", "completion"}``, both text or both lists of messages; or ``{"conversations": [{"from",
-            "value"}, ...]}`` as ToolBench and ShareGPT have it. Other keys of the object are left alone.
+            "value"}, ...]}`` as ToolBench and ShareGPT have it. ``system`` is the first message. A null is no key. Keys
+            that say what is told or learnt in a way that is not known here are refused; all others are left alone.
 
     Returns:
         None where there is nothing to learn: no words or calls of an assistant, or an empty completion.
@@ -69,12 +90,21 @@ def from_record(record: Any) -> Conversation | None:
     """:func:`parse` of what is read already."""
     if not isinstance(record, Mapping):
         raise Malformed(f"got {_short(record)}, accepted: {_LAYOUTS}")
-    if "messages" in record:
-        found = _of_messages(_messages(record["messages"], "messages"), 0, record)
+    record = {key: value for key, value in record.items() if value is not None}
+    for key, accepted in _OF_RECORDS.items():
+        if record.get(key):
+            raise Malformed(f"{key}: got {_short(record[key])}, accepted: {accepted}")
+    for key in ("label", "kto_tag"):
+        if record.get(key) in (False, "false"):
+            raise Malformed(f"{key}: got {_short(record[key])}, accepted: what is to be learnt")
+    lists = [key for key in _LISTS if key in record]
+    lists = [key for key in lists if record[key]] or lists[:1]
+    if len(lists) > 1 and record["messages"] != record["conversations"]:
+        raise Malformed("messages and conversations: got both, accepted: one of the two")
+    if lists and (record[lists[0]] or not {"prompt", "completion"} <= record.keys()):
+        found = _of_messages(_messages(record[lists[0]], lists[0]), 0, record)
     elif "prompt" in record and "completion" in record:
         found = _pair(record)
-    elif "conversations" in record:
-        found = _of_messages(_messages(record["conversations"], "conversations"), 0, record)
     else:
         raise Malformed(f"got an object with {', '.join(map(str, record)) or 'no keys'}, accepted: {_LAYOUTS}")
     if found.completion is None and not any(found.learnt):
@@ -85,6 +115,8 @@ def from_record(record: Any) -> Conversation | None:
 def _pair(record: Mapping[str, Any]) -> Conversation:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
+        if key := next((key for key in (*_SYSTEM, "tools", "functions") if record.get(key)), None):
+            raise Malformed(f"{key}: got {_short(record[key])} beside text, accepted: lists of messages beside it")
         return Conversation(prompt=_text(prompt, "prompt"), completion=_text(completion, "completion"))
     if isinstance(prompt, str) or isinstance(completion, str):
         given = f"{_short(prompt)} and {_short(completion)}"
@@ -95,11 +127,28 @@ def _pair(record: Mapping[str, Any]) -> Conversation:
 
 def _of_messages(messages: list[tuple[dict[str, Any], bool]], given: int, record: Mapping[str, Any]) -> Conversation:
     """The first ``given`` messages are a prompt, which is not trained."""
+    for key in _SYSTEM:
+        if key not in record or record[key] == "":
+            continue
+        told = _text(record[key], key)
+        first = messages[0][0] if messages else {}
+        if first.get("role") not in ("system", "developer"):
+            messages, given = [({"role": "system", "content": told}, False), *messages], given + 1
+        elif first["content"] != told:
+            raise Malformed(f"{key}: got another text than the first message has, accepted: one of the two")
     return Conversation(
         messages=[message for message, _ in messages],
         learnt=[wanted and place >= given for place, (_, wanted) in enumerate(messages)],
-        tools=_tools(record.get("tools")),
+        tools=_all_tools(record),
     )
+
+
+def _all_tools(record: Mapping[str, Any]) -> list[Any] | None:
+    """The schemas of ``tools``, or of ``functions``, which the layout of ``function_call`` has."""
+    tools, functions = _tools(record.get("tools"), "tools"), _tools(record.get("functions"), "functions")
+    if tools and functions:
+        raise Malformed("functions: given beside tools, accepted: one of the two")
+    return tools or (functions and [{"type": "function", "function": one} for one in functions])
 
 
 def _messages(value: Any, key: str) -> list[tuple[dict[str, Any], bool]]:
@@ -112,13 +161,17 @@ def _messages(value: Any, key: str) -> list[tuple[dict[str, Any], bool]]:
 def _message(value: Any, key: str) -> tuple[dict[str, Any], bool]:
     if not isinstance(value, Mapping):
         raise Malformed(f"{key}: got {_short(value)}, accepted: an object with role and content")
+    value = {name: one for name, one in value.items() if one is not None}
+    for name, accepted in _OF_TURNS.items():
+        if value.get(name):
+            raise Malformed(f"{key}.{name}: got {_short(value[name])}, accepted: {accepted}")
     if "from" in value and "role" not in value:
         role = _SPEAKERS.get(value["from"]) if isinstance(value["from"], str) else None
         if role is None:
             raise Malformed(f"{key}.from: got {_short(value['from'])}, accepted: {', '.join(_SPEAKERS)}")
-        if "value" not in value:
+        content: Any = value.get("value")
+        if content is None and role not in _SILENT:
             raise Malformed(f"{key}.value: missing, accepted: text")
-        content: Any = value["value"]
     else:
         role = value.get("role")
         role = "tool" if role == "function" else role
@@ -126,21 +179,34 @@ def _message(value: Any, key: str) -> tuple[dict[str, Any], bool]:
             raise Malformed(f"{key}.role: got {_short(role)}, accepted: {', '.join(ROLES)}")
         content = value.get("content")
     calls = _calls(value.get("tool_calls"), key) if role == "assistant" else []
-    if role == "assistant" and not calls and value.get("function_call") is not None:  # what one call was before
+    if role == "assistant" and not calls and "function_call" in value:  # what one call was before
         calls = _calls([value["function_call"]], key)
-    if content is None and not calls:
+    if content is None and role not in _SILENT:
         raise Malformed(f"{key}.content: got null, accepted: text")
     message = {"role": role, "content": _content(content, key)}
     # Templates use them: a tool's name and the call that it answers, what a model thought before it spoke.
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning_content", "thinking"):
         if isinstance(value.get(name), str):
             message[name] = _text(value[name], f"{key}.{name}")
     if calls:
         message["tool_calls"] = calls
-    weight = value.get("weight", 1)
-    if weight not in (0, 1):
-        raise Malformed(f"{key}.weight: got {_short(weight)}, accepted: 0 or 1")
-    return message, role == "assistant" and bool(weight) and bool(message["content"] or calls)
+    learnt = _is_learnt(value, role, key)
+    return message, role == "assistant" and learnt and bool(message["content"] or calls)
+
+
+def _is_learnt(value: Mapping[str, Any], role: str, key: str) -> bool:
+    """What the :data:`LEARNT` keys of a turn say, which is the same."""
+    said = {name: value[name] for name in LEARNT if name in value}
+    for name, one in said.items():
+        if one not in (0, 1):
+            raise Malformed(f"{key}.{name}: got {_short(one)}, accepted: 0 or 1")
+        if one and name != "weight" and role != "assistant":
+            raise Malformed(
+                f"{key}.{name}: got {_short(one)} of a turn of {role}, accepted: the assistant's are learnt"
+            )
+    if len({bool(one) for one in said.values()}) > 1:
+        raise Malformed(f"{key}: got {', '.join(f'{n} {_short(one)}' for n, one in said.items())}, accepted: the same")
+    return all(said.values())
 
 
 def _content(value: Any, key: str) -> str:
@@ -180,16 +246,16 @@ def _calls(value: Any, key: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _tools(value: Any) -> list[Any] | None:
+def _tools(value: Any, key: str) -> list[Any] | None:
     if isinstance(value, str):  # Parquet and its relatives cannot keep schemas of different shapes
         try:
             value = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError):
-            raise Malformed(f"tools: got {_short(value)}, accepted: a list of JSON schemas") from None
+            raise Malformed(f"{key}: got {_short(value)}, accepted: a list of JSON schemas") from None
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        raise Malformed(f"tools: got {_short(value)}, accepted: a list of JSON schemas")
+        raise Malformed(f"{key}: got {_short(value)}, accepted: a list of JSON schemas")
     return value
 
 

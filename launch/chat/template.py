@@ -68,7 +68,7 @@ def load_tokenizer(given: str, chat_template: str | None = None) -> Any:
         raise DataError(f"--tokenizer: {given} holds no tokenizer, accepted: a folder with tokenizer.json")
     if chat_template is not None and chat_template != "plain":
         try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as problem:
             raise DataError(
                 f"--chat-template: {chat_template} cannot be read ({problem}), accepted: a Jinja file, or plain"
@@ -270,17 +270,25 @@ class ChatTemplate:
         mask: list[bool] = []
         borders = [0, *(border for span in spans for border in span), len(text)]
         for number, (start, end) in enumerate(zip(borders, borders[1:], strict=False)):
-            piece = self._ids(text[start:end])
+            piece = self._ids_within(text[start:end]) if start else self._ids(text[:end])
             ids += piece
             mask += [number % 2 == 1] * len(piece)
         return ids, mask
+
+    def _ids_within(self, piece: str) -> list[int]:
+        """Ids of text that something stands before: without the space that some tokenizers put before a text."""
+        for anchor in ("\n", ".", "a"):
+            before, both = self._ids(anchor), self._ids(anchor + piece)
+            if both[: len(before)] == before:
+                return both[len(before) :]
+        return self._ids(piece)
 
     def _by_offsets(self, text: str, spans: Spans) -> tuple[list[int], list[bool]] | None:
         """None where a token lies across the border of a span."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         mask, span = [], 0
         for start, end in encoded.offset_mapping:
-            # Some special tokens take the white space beside them along.
+            # Some special tokens take the white space beside them along, and offsets of others may leave theirs out.
             part = text[start:end]
             if bare := part.strip():
                 start += len(part) - len(part.lstrip())
@@ -291,4 +299,12 @@ class ChatTemplate:
             if span < len(spans) and (end > spans[span][1] if inside else end > spans[span][0]):
                 return None
             mask.append(inside)
-        return list(encoded.input_ids), mask
+        ids = list(encoded.input_ids)
+        # A token with white space may lie across a border that its offsets do not show; no special token does.
+        for border in (border for one in spans for border in one if 0 < border < len(text)):
+            white = text[border - 1].isspace() or text[border].isspace()
+            if white and not text.endswith(self._special, 0, border) and not text.startswith(self._special, border):
+                before = self._ids(text[:border])
+                if ids[: len(before)] != before:
+                    return None
+        return ids, mask

@@ -43,6 +43,52 @@ def test_weight_zero_is_not_learnt():
     assert [learnt for *_, learnt in found] == [False, False, False, True]
 
 
+@pytest.mark.parametrize("key", ["weight", "train", "trainable", "loss", "loss_mask", "loss_scale"])
+def test_a_turn_that_its_data_masks_is_not_learnt(key):
+    for no, yes in ((0, 1), (False, True), (0, None)):
+        found = roles(json.dumps({"messages": [CHAT[0], {**CHAT[1], key: no}, CHAT[0], {**CHAT[1], key: yes}]}))
+        assert [learnt for *_, learnt in found] == [False, False, False, True]
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "no", key: 0}, {"from": "gpt", "value": "a"}]
+    assert [learnt for *_, learnt in roles(json.dumps({"conversations": turns}))] == [False, False, True]
+
+
+@pytest.mark.parametrize("key", ["system", "system_prompt"])
+def test_a_system_prompt_beside_the_turns_is_the_first_message(key):
+    wanted = [("system", "S", False), ("user", "hi", False), ("assistant", "hello", True)]
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    assert roles(json.dumps({"conversations": turns, key: "S"})) == wanted
+    assert roles(json.dumps({"prompt": CHAT[:1], "completion": CHAT[1:], key: "S"})) == wanted
+    told = [{"role": "system", "content": "S"}, *CHAT]
+    assert roles(json.dumps({"messages": told, key: "S"})) == wanted, "said twice"
+    assert roles(json.dumps({"messages": CHAT, key: ""})) == wanted[1:]
+    with pytest.raises(Malformed, match=f"{key}: got another text than the first message"):
+        parse(json.dumps({"messages": told, key: "other"}))
+
+
+def test_functions_of_the_older_layout_are_tools():
+    schema = {"name": "f", "parameters": {}}
+    wanted = [{"type": "function", "function": schema}]
+    for functions in ([schema], json.dumps([schema])):
+        assert parse(json.dumps({"messages": CHAT, "functions": functions})).tools == wanted
+    with pytest.raises(Malformed, match="functions: given beside tools"):
+        parse(json.dumps({"messages": CHAT, "functions": [schema], "tools": wanted}))
+
+
+def test_null_is_no_key():
+    """As libraries write the keys that other rows have."""
+    keys = ("weight", "name", "tool_calls", "function_call", "train", "reasoning_content", "images", "refusal")
+    turns = [{**turn, **dict.fromkeys(keys)} for turn in CHAT]
+    others = ("tools", "functions", "system", "prompt", "completion", "conversations", "chosen", "images", "label")
+    wanted = [("user", "hi", False), ("assistant", "hello", True)]
+    assert roles(json.dumps({"messages": turns, **dict.fromkeys(others)})) == wanted
+    for empty in (None, []):
+        assert roles(json.dumps({"messages": empty, "conversations": turns})) == wanted
+        assert roles(json.dumps({"messages": empty, "prompt": CHAT[:1], "completion": CHAT[1:]})) == wanted
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    silent = [CHAT[0], call, {"role": "tool", "content": None}, {"role": "assistant", "content": None}, CHAT[1]]
+    assert [learnt for *_, learnt in roles(json.dumps({"messages": silent}))] == [False, True, False, False, True]
+
+
 def test_arguments_of_tool_calls_are_objects():
     for arguments in ({"a": 1}, '{"a": 1}'):
         call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -84,6 +130,19 @@ def test_nothing_to_learn(record):
         ('{"conversations": [{"from": "me", "value": "x"}]}', 'conversations[0].from: got "me"'),
         ('{"prompt": "x", "completion": []}', "accepted: both text"),
         ('{"prompt": 1, "completion": 2}', "prompt: got 1"),
+        ('{"messages": [{"role": "user", "content": "x", "train": true}]}', "messages[0].train: got true of a turn of"),
+        ('{"messages": [{"role": "assistant", "content": "x", "train": 0.5}]}', "messages[0].train: got 0.5"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "train": 0, "weight": 1}]}',
+            "weight 1, train 0, accepted",
+        ),
+        ('{"messages": [{"role": "user", "content": "x", "images": ["a"]}]}', "messages[0].images: got"),
+        ('{"messages": [], "images": ["a.png"]}', "images: got"),
+        ('{"messages": [], "chosen": [1]}', "chosen: got [1], accepted: no preferences"),
+        ('{"prompt": "x", "completion": "y", "label": false}', "label: got false"),
+        ('{"prompt": "x", "completion": "y", "system": "S"}', "system: got"),
+        ('{"messages": [], "history": [["a", "b"]]}', "history: got"),
+        ('{"messages": [{"role": "user", "content": "a"}], "conversations": [{}]}', "messages and conversations: got"),
     ],
 )
 def test_malformed(text, named):

@@ -107,6 +107,48 @@ def test_a_token_across_two_turns_is_taken_apart():
     assert template.in_pieces == 1
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_prompt_that_ends_with_white_space_is_the_one_that_generation_has(marked):
+    """Behind "Assistant: " a joined token of space and word would be learnt, and generation begins behind the space."""
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' }}{% generation %}"
+        "{{ m.content + '<|end|>' }}{% endgeneration %}{% else %}{{ 'User: ' + m.content + '\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+    )
+    text = text if marked else text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    tokenizer = make_tokenizer(text, texts=["Assistant: hello there hello"] * 50, vocab=330)
+    assert len(tokenizer.tokenize(" hello")) == 1, "there is such a token"
+    template = ChatTemplate(tokenizer)
+    ids, learnt = template.encode(parse(chat("user: hello", "assistant: hello there")))
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], add_generation_prompt=True, return_dict=True
+    )
+    assert ids[: learnt.index(True)] == asked["input_ids"] and template.in_pieces == 1
+    assert tokenizer.decode([i for i, trained in zip(ids, learnt, strict=True) if trained]) == "hello there<|end|>"
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_pieces_gain_no_space_of_tokenizers_that_put_one_before_a_text(scheme):
+    import tokenizers
+    import transformers
+
+    words = ["Q:", "A:", "x", "yes", "bc"]
+    vocabulary = {t: i for i, t in enumerate(["<unk>", "<|end|>", "▁", *sorted({c for w in words for c in w}), "bc"])}
+    merges = [("b", "c")]
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    library.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme, split=False)
+    text = "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'A:b' }}{% generation %}{{ m.content }}"
+    text += "{% endgeneration %}{% else %}{{ 'Q:' + m.content }}{% endif %}{% endfor %}"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<|end|>", chat_template=text)
+    template = ChatTemplate(tokenizer)
+    ids, learnt = template.encode(parse(chat("user: x", "assistant: cyes")))
+    assert template.in_pieces == 1, "b and c are one token"
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    assert tokens.count("▁") == 1 and tokens[0] == "▁", tokens
+    assert [t for t, trained in zip(tokens, learnt, strict=True) if trained] == ["c", "y", "e", "s"]
+
+
 def test_a_template_that_rewrites_history_is_refused():
     """What is said last is written otherwise than what was said before: prefixes tell nothing."""
     text = UNMARKED.replace("{{ m.content + '<|end|>' }}", "{{ ('!' if loop.last else '') + m.content + '<|end|>' }}")
@@ -133,6 +175,8 @@ def test_prompt_and_completion():
 
 def test_tokenizer_folders_and_templates(tmp_path):
     make_tokenizer(template=None).save_pretrained(tmp_path / "bare")
+    (tmp_path / "marked.jinja").write_text(MARKED, encoding="utf-8-sig")  # as editors on Windows write it
+    assert load_tokenizer(str(tmp_path / "bare"), str(tmp_path / "marked.jinja")).chat_template == MARKED
     make_tokenizer().save_pretrained(tmp_path / "own")
     (tmp_path / "given.jinja").write_text("{{ messages }}")
     (tmp_path / "broken.jinja").write_text("{% if %}")
