@@ -226,7 +226,7 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
         raise CoatConfigError(f"config: got {type(config).__name__}, accepted: a dict or the path of a JSON file")
     path = Path(config)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as problem:
         raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
     except OSError as problem:

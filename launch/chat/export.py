@@ -92,7 +92,7 @@ def _stop_at(folder: Path, ends: list[int], origin: Path) -> None:
     file = folder / _GENERATION
     source = file if file.exists() else folder / _CONFIG  # which stands for one that is absent
     try:
-        config = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}
+        config = json.loads(source.read_text(encoding="utf-8-sig")) if source.exists() else {}
         given = config.get("eos_token_id")
     except (ValueError, AttributeError) as problem:
         raise CheckpointError(f"{origin / source.name}: no JSON object ({problem})") from None

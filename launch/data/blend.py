@@ -79,7 +79,7 @@ def read_info(prefix: str) -> DataInfo:
                 f"YAML{_there_are(prefix)}"
             )
     try:
-        content = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        content = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8-sig"))
         info = DataInfo(
             int(content["vocab_size"]), int(content["eod"]), content.get("tokenizer_digest"), content.get("tokenizer")
         )

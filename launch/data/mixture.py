@@ -100,7 +100,7 @@ def is_mixture(given: str) -> bool:
     if any(path.with_suffix(end).exists() for end in (".bin", ".idx")):
         return False
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:
         return True
     return not (isinstance(content, dict) and "eod" in content and "sources" not in content)
@@ -167,7 +167,7 @@ def read_mixture(path: str | os.PathLike) -> Mixture:
 
 def _load(path: str) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         is_yaml = Path(path).suffix in YAML
         content = _read_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once)
     except OSError as problem:

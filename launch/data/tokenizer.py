@@ -253,7 +253,7 @@ def for_data(prefix: str | Path) -> Tokenizer:
     """
     summary = Path(f"{prefix}.json")
     try:
-        info = json.loads(summary.read_text(encoding="utf-8"))
+        info = json.loads(summary.read_text(encoding="utf-8-sig"))
         spec, file, eod = info["tokenizer"], info["tokenizer_file"], info["eod"]
     except (OSError, ValueError, KeyError) as problem:
         raise DataError(f"{summary}: not a summary written by prepare_data.py ({problem!r})") from None
@@ -266,7 +266,7 @@ def for_data(prefix: str | Path) -> Tokenizer:
 def _configured_end(folder: Path) -> str | None:
     """``eos_token`` of the ``tokenizer_config.json`` beside a tokenizer, if there is one."""
     try:
-        token: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+        token: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8-sig")).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
     return token.get("content") if isinstance(token, dict) else token

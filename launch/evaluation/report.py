@@ -169,7 +169,7 @@ def read_report(option: str, given: str) -> dict[str, Any]:
     """
     path = Path(given) / NAME if Path(given).is_dir() else Path(given)
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as problem:
         raise CoatConfigError(f"{option}: {path} cannot be read ({problem}), accepted: an evaluation.json") from None
     if not isinstance(report, dict) or report.get("format") != FORMAT or not all(_complete(report, k) for k in KINDS):

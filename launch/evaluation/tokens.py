@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -126,8 +125,8 @@ def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:
     """Ids that are put before every text.
 
     Args:
-        given: ``--bos``. "auto" is what transformers puts there: of a ``tokenizer.json`` the template's tokens, which
-            ``add_bos_token`` of the ``tokenizer_config.json`` beside it overrules; of other tokenizers none.
+        given: ``--bos``. "auto" is what the installed transformers puts there for the folder of a ``tokenizer.json``;
+            of other tokenizers none.
 
     Raises:
         CoatConfigError: no such token.
@@ -157,18 +156,19 @@ def _library(tokenizer: Tokenizer) -> Any:
 
 
 def _template(library: Any, folder: Path) -> list[int]:
-    """What the file's template, or the configuration beside it, puts before a text."""
-    config: Any = {}
-    with suppress(OSError, ValueError):
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    wanted = config.get("add_bos_token") if isinstance(config, dict) else None
-    if isinstance(wanted, bool):
-        token = config.get("bos_token")
-        found = library.token_to_id(token.get("content") if isinstance(token, dict) else token) if token else None
-        return [found] if wanted and found is not None else []
-    library.no_truncation()
-    library.no_padding()
-    whole, bare = (library.encode("a", add_special_tokens=special).ids for special in (True, False))
+    """What transformers puts before a text; without it, or where it cannot load the folder, what the file does."""
+    encode: Any = None
+    with suppress(Exception):  # of many kinds: it is not installed, files that it misses, classes that it has not
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if len(tokenizer):
+            encode = lambda special: list(tokenizer("a", add_special_tokens=special).input_ids)  # noqa: E731
+    if encode is None:
+        library.no_truncation()
+        library.no_padding()
+        encode = lambda special: library.encode("a", add_special_tokens=special).ids  # noqa: E731
+    whole, bare = encode(True), encode(False)
     for count in range(len(whole) - len(bare) + 1):
         if whole[count : count + len(bare)] == bare:
             return whole[:count]

@@ -63,7 +63,7 @@ def config_for(
     known = remembered if remembered is not None and remembered.get("model_type") in FAMILIES else None
     if known is not None and family in (None, known["model_type"]):
         if not _differing(known, model):
-            return {**known, **_dtype(known, dtype)}, FAMILIES[known["model_type"]]
+            return _with_dtype(known, known, dtype), FAMILIES[known["model_type"]]
         family = known["model_type"]
     tried: dict[str, list[str]] = {}
     for name in [family] if family else _ORDER:
@@ -71,7 +71,7 @@ def config_for(
             continue
         kept = known if known is not None and known["model_type"] == name else None
         config = {**(_without_older(kept) if kept else _HABITS), **_described(model, FAMILIES[name])}
-        config |= _dtype(kept or {}, dtype)
+        config = _with_dtype(config, kept or {}, dtype)
         tried[name] = _differing(config, model)
         if name == "llama" and kept is None and model.hidden_size % model.num_attention_heads:
             tried[name].append("head_size")  # transformers refuses such a config.json of this family alone
@@ -142,6 +142,8 @@ def _without_older(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in spelt}
 
 
-def _dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """Under the name that the file uses: transformers 5 calls it ``dtype``, and reads the older name too."""
-    return {"dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch.")}
+def _with_dtype(config: Mapping[str, Any], like: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """``config`` with the dtype under the name that ``like`` uses: transformers 5 calls it ``dtype``, and reads the
+    older name too."""
+    rest = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    return {**rest, "dtype" if "dtype" in like else "torch_dtype": str(dtype).removeprefix("torch.")}

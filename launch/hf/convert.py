@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from launch.hf.config_out import config_for
 from launch.hf.folder import CONFIG
 from launch.hf.recipes import Piece, Recipe, to_hugging_face
-from launch.weights.converted import KIND, MODEL
+from launch.weights.converted import KIND, MODEL, TYPES
 from launch.weights.shapes import parameter_shapes
 from launch.weights.source import CARRIED, DTYPES, CheckpointError, Weights
 from launch.weights.write import Planned, Written, block_bytes, write_tensors
@@ -60,7 +61,7 @@ class Conversion(NamedTuple):
             (folder / name).write_text(text, encoding="utf-8")
         for name, path in self.copies.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, folder / name)
+            _copy(path, folder / name)
         order = dict.fromkeys(p.name for t in self.tensors for p in self.recipes[t.name].pieces if p.name is not None)
         ahead = _Ahead(weights, list(order))
 
@@ -99,6 +100,14 @@ class Conversion(NamedTuple):
             yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
 
 
+def _copy(source: Path, target: Path) -> None:
+    """A copy of a file, without the byte order mark that editors put before text and transformers does not read."""
+    with source.open("rb") as read, target.open("wb") as write:
+        if read.read(len(BOM_UTF8)) != BOM_UTF8:
+            read.seek(0)
+        shutil.copyfileobj(read, write)
+
+
 class _Ahead:
     """Keeps the system reading what comes next: a tensor, and ``AHEAD`` bytes beyond it."""
 
@@ -132,12 +141,16 @@ def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Convers
     """
     parameter_shapes(weights.model)  # or nothing could read what is written
     shapes = {name: weights.shape(name) for name in weights.names()}
+    types = {} if dtype else {name: str(one).removeprefix("torch.") for name, one in weights.parts_types().items()}
     return Conversion(
         kind=KIND,
         stem="weights",
         tensors=[Planned(name, dtype or weights.dtype(name), shape) for name, shape in shapes.items()],
         recipes={name: Recipe(shape, [Piece(name, 0, shape[0])]) for name, shape in shapes.items()},
-        texts={MODEL: json.dumps(weights.model.model_dump(exclude_defaults=True), indent=2) + "\n"},
+        texts={
+            MODEL: json.dumps(weights.model.model_dump(exclude_defaults=True), indent=2) + "\n",
+            **({TYPES: json.dumps(types, indent=1) + "\n"} if types else {}),
+        },
         copies={f"{CARRIED}/{name}": path for name, path in weights.travelling().items()},
     )
 
@@ -168,13 +181,13 @@ def plan_hugging_face(
     whole = dtypes.pop() if len(dtypes) == 1 else said if said is not None and said in dtypes else torch.float32
     config, known = config_for(weights.model, whole, remembered, family)
     recipes = to_hugging_face(weights.model, known)
-    there = set(weights.names())
+    there, types = set(weights.names()), {} if dtype else weights.parts_types()
     tensors = []
     for name, recipe in recipes.items():
         sources = {piece.name for piece in recipe.pieces if piece.name is not None}
         if missing := sorted(sources - there):
             raise CheckpointError(f"{weights.path}: has no {', '.join(missing)}, of which {name} is made")
-        own = {dtype or weights.dtype(source) for source in sources}
+        own = {types[name]} if name in types else {dtype or weights.dtype(source) for source in sources}
         tensors.append(Planned(name, own.pop() if len(own) == 1 else torch.float32, recipe.shape))
     return Conversion(
         kind=HUGGING_FACE,
@@ -188,7 +201,7 @@ def plan_hugging_face(
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"{path}: cannot be read ({problem})") from None
     if not isinstance(values, dict):

@@ -18,7 +18,7 @@ from launch.hf.recipes import from_hugging_face, to_hugging_face
 from launch.weights.source import CheckpointError, Weights, rounded
 from launch.weights.tensor_files import Entry, TensorFiles, read_header
 
-__all__ = ["CONFIG", "HuggingFaceWeights", "has_tokenizer", "travelling_files"]
+__all__ = ["CONFIG", "HuggingFaceWeights", "has_tokenizer", "refuse_adapter", "travelling_files"]
 
 CONFIG = "config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,6 +63,7 @@ class HuggingFaceWeights(Weights):
 
     def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
         self.path = path
+        refuse_adapter(path)
         self.model, self.family = read_config(path / CONFIG)
         self.recipes = from_hugging_face(self.model, self.family)
         entries = _each_expert(_tensors(path), self.family)
@@ -84,6 +85,14 @@ class HuggingFaceWeights(Weights):
         """See :class:`Weights`; of parts that differ the type that holds both."""
         parts = {self._files.entries[p.name].dtype for p in self.recipes[name].pieces if p.name is not None}
         return self._dtype or (parts.pop() if len(parts) == 1 else torch.float32)
+
+    def parts_types(self) -> dict[str, torch.dtype]:
+        """See :class:`Weights`."""
+        found = {}
+        for recipe in self.recipes.values():
+            parts = {p.name: self._files.entries[p.name].dtype for p in recipe.pieces if p.name is not None}
+            found.update(parts if len(set(parts.values())) > 1 else {})
+        return found
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See :class:`Weights`."""
@@ -121,6 +130,20 @@ class HuggingFaceWeights(Weights):
                     f"{self._files.entries['lm_head.weight'].file}: lm_head.weight differs from "
                     "model.embed_tokens.weight, and config.json has tie_word_embeddings true, accepted: false"
                 )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder with an adapter of PEFT: its weights would be left out.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    found = sorted([*folder.glob("adapter_config.json"), *folder.glob("adapter_model*")])
+    if found:
+        raise CheckpointError(
+            f"{found[0]}: holds an adapter (LoRA) apart from the model, accepted: the merged model; merge it first, "
+            "with PEFT's merge_and_unload() and save_pretrained"
+        )
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
@@ -176,7 +199,7 @@ def _tensors(folder: Path) -> dict[str, Entry]:
 def _sharded(folder: Path) -> dict[str, Entry]:
     index = folder / _INDEX
     try:
-        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
         files = {folder / file for file in places.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{index}: cannot be read ({type(problem).__name__}: {problem})") from None
@@ -234,7 +257,7 @@ def _some(names: Iterable[str]) -> str:
 def _checksums(folder: Path) -> dict[str, int]:
     """What the manifest of a folder that this program wrote says of its tensors."""
     try:
-        manifest: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:

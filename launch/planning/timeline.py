@@ -160,7 +160,7 @@ def _build(line: Timeline, run: Run, found: States) -> None:
             "fp32 copies of the shards",
             parameters=found.weights,
             master_weights=4 * shard,
-            gradients=4 * shard if run.dp == 1 else 4 * min(found.elements, shard * run.dp),
+            gradients=max(4 * found.sub_group, found.gradients),  # zeros of a first step, then this rank's share
         )
         return
     line.look("building the engine", "weights are laid out flat", parameters=dense + found.weights)

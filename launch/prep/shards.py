@@ -127,7 +127,7 @@ def read_json(path: str | Path) -> dict[str, Any] | None:
         OSError: it is there and cannot be read. What it vouches for must not be taken for unfinished then.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     return content if isinstance(content, dict) else None

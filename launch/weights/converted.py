@@ -14,10 +14,12 @@ from launch.weights.shapes import parameter_shapes
 from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
 from launch.weights.tensor_files import TensorFiles, read_header
 
-__all__ = ["KIND", "MODEL", "ConvertedWeights"]
+__all__ = ["KIND", "MODEL", "TYPES", "ConvertedWeights"]
 
 MODEL = "model.json"
 """The model's description, as ``--model`` takes it."""
+TYPES = "types.json"
+"""What :meth:`ConvertedWeights.parts_types` gives, where there are such parts."""
 KIND = "weights"
 """What the manifest calls such a folder."""
 
@@ -74,6 +76,16 @@ class ConvertedWeights(Weights):
         """See :class:`Weights`."""
         return self._dtype or self._files.entries[name].dtype
 
+    def parts_types(self) -> dict[str, torch.dtype]:
+        """See :class:`Weights`."""
+        if not (self.path / TYPES).is_file():
+            return {}
+        try:
+            types = json.loads((self.path / TYPES).read_text(encoding="utf-8-sig"))
+            return {name: getattr(torch, one) for name, one in types.items()}
+        except (OSError, ValueError, AttributeError, TypeError) as problem:
+            raise CheckpointError(f"{self.path / TYPES}: cannot be read ({problem})") from None
+
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See :class:`Weights`."""
         return rounded(self._files.rows(name, start, stop), self.dtype(name), name)
@@ -96,7 +108,7 @@ _WRITTEN = {"files": _size_and_sum, "tensors": lambda value: type(value) is int}
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"{path / MANIFEST}: cannot be read ({problem})") from None
     if not isinstance(manifest, dict) or manifest.get("kind") != KIND:

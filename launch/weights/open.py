@@ -42,7 +42,7 @@ def open_weights(
         CoatConfigError: config.json asks for what cannot be honoured, or ``model`` is another one than the
             checkpoint's; names the key.
     """
-    from launch.hf.folder import HuggingFaceWeights  # late: that room imports files of this one
+    from launch.hf.folder import HuggingFaceWeights, refuse_adapter  # late: that room imports files of this one
 
     folder = Path(path)
     if not folder.exists():  # perhaps a checkpoint that a kill left under another name while it was saved again
@@ -56,6 +56,7 @@ def open_weights(
         return HuggingFaceWeights(folder, dtype)
     if (found := find_checkpoint(folder)) is not None:
         return CheckpointWeights(found, dtype, None if model is None else _agreed(model, found))
+    refuse_adapter(folder)
     snapshots = sorted(folder.glob("snapshots/*/config.json"))
     hint = f"; {snapshots[-1].parent} is one" if snapshots else ""
     if (below := folder / "checkpoints").is_dir() and find_checkpoint(below) is not None:  # a run's folder
@@ -84,7 +85,7 @@ def _agreed(model: ModelConfig, checkpoint: Path) -> ModelConfig:
 
 def _kind(folder: Path) -> str | None:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return KIND if (folder / MODEL).is_file() else None
     except (OSError, ValueError) as problem:

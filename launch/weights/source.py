@@ -67,6 +67,11 @@ class Weights(ABC):
     def dtype(self, name: str) -> torch.dtype:
         """Of what :meth:`read` gives."""
 
+    def parts_types(self) -> dict[str, torch.dtype]:
+        """The types of a Hugging Face folder's tensors that are parts of one tensor here and have several types, by
+        their names there; the tensor here has the type that holds all."""
+        return {}
+
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Part of a tensor along its first dimension.

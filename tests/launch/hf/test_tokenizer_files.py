@@ -49,3 +49,68 @@ def test_a_tokenizer_that_is_not_known_here_goes_along(tmp_path):
     argv = ["--from", str(tmp_path / "ours"), "--to", str(tmp_path / "out"), "--like", str(tmp_path / "other")]
     assert convert_hf.main(argv) == 0
     assert (tmp_path / "out" / "tokenizer.model").is_file()
+
+
+def test_what_editors_put_before_text_does_not_come_out(tmp_path):
+    """Of config.json, an index of shards and the files that travel; transformers reads none with it."""
+    import transformers
+
+    mark = b"\xef\xbb\xbf"
+    make("llama3", tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    (tmp_path / "hf" / "generation_config.json").write_text('{"do_sample": false}')
+    marked = [*(tmp_path / "hf").glob("*.json")]
+    assert len(marked) >= 3
+    for file in marked:
+        file.write_bytes(mark + file.read_bytes())
+    assert convert_hf.main(["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "ours"), "--verify"]) == 0
+    assert convert_hf.main(["--from", str(tmp_path / "ours"), "--to", str(tmp_path / "back"), "--verify"]) == 0
+    assert not [f.name for f in (tmp_path / "back").iterdir() if f.read_bytes().startswith(mark)]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert all((x == y).all() for x, y in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["beside its base", "without it"])
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_is_merged_first(tmp_path, capsys, name, alone):
+    from launch.weights import open_weights
+    from launch.weights.source import CheckpointError
+
+    make("llama3", tmp_path / "hf")
+    if alone:
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / "hf" / file).unlink()
+    (tmp_path / "hf" / name).write_bytes(b"{}")
+    capsys.readouterr()
+    assert convert_hf.main(["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "ours")]) == 2
+    said = capsys.readouterr().err
+    assert f"{name}: holds an adapter (LoRA)" in said and "merge it first" in said and said.count("\n") == 1
+    with pytest.raises(CheckpointError, match="adapter"):
+        open_weights(tmp_path / "hf")
+
+
+def test_a_folder_of_several_types_comes_back_as_it_was(tmp_path):
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make("qwen3", tmp_path / "hf", dtype=torch.bfloat16)
+    file, config = tmp_path / "hf" / "model.safetensors", tmp_path / "hf" / "config.json"
+    stored = load_file(file)
+    stored = {n: t.float() if "k_proj" in n or "gate_proj" in n or "norm" in n else t for n, t in stored.items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16", "torch_dtype": "float16"}))
+    for source, target in (("hf", "ours"), ("ours", "back"), ("back", "again"), ("again", "last")):
+        assert convert_hf.main(["--from", str(tmp_path / source), "--to", str(tmp_path / target), "--verify"]) == 0
+        if target in ("back", "last"):
+            back = load_file(tmp_path / target / "model.safetensors")
+            assert {n: t.dtype for n, t in back.items()} == {n: t.dtype for n, t in stored.items()}
+            assert all(torch.equal(back[n], t) for n, t in stored.items())
+            written = json.loads((tmp_path / target / "config.json").read_text())
+            assert written["dtype"] == "bfloat16" and "torch_dtype" not in written
+    argv = ["--from", str(tmp_path / "ours"), "--to", str(tmp_path / "half"), "--dtype", "float16"]
+    assert convert_hf.main(argv) == 0
+    assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.float16}

@@ -89,4 +89,6 @@ def measured(rank, world, model, settings, tp=1, recompute=None):
     report.backward_done()
     engine.step()
     report.step_done()
-    return {name: row["bytes"] for name, row in report.to_dict().items()}
+    buffer = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
+    found = {name: row["bytes"] for name, row in report.to_dict().items()}
+    return found if buffer is None else found | {"gradients of this rank's share": buffer.numel() * buffer.itemsize}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.planning.timeline import kept_for_backward
+from launch.planning.timeline import kept_for_backward, simulate
 from launch.planning.zero import states
 from tests.launch.planning.engines import MODEL, measured, planned, settings_of
 from tests.support import run_ranks
@@ -24,6 +24,11 @@ def compare(model, settings, tp=1, recompute=None, tolerance=0.001):
     ranks = run_ranks(2, measured, model, settings, tp, recompute)
     for name, size in expected.items():
         assert max(row[name] for row in ranks) == size, name
+    if run.stage == 3:  # what DeepSpeed allocates while it builds the engine, and keeps
+        assert {row["gradients of this rank's share"] for row in ranks} == {found.gradients}
+        shards = found.weights + 4 * found.shard + max(4 * found.sub_group, found.gradients)
+        assert simulate(run).other_peaks["building the engine"] >= shards
+        assert simulate(run).other_peaks["building the engine"] < shards + 2 * found.elements
     for row in ranks:
         assert row["activations"] == pytest.approx(kept_for_backward(run), rel=tolerance)
 
