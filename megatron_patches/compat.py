@@ -7,12 +7,14 @@ them, the workaround goes. How the fields of ``TransformerConfig`` are treated i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ __all__ = [
     "fc1_params",
     "field_or",
     "known_fields",
+    "loss_scalers",
     "older_than",
     "other_quick_gelus",
     "prepare_cpu",
@@ -85,6 +88,18 @@ def reset_counts(config: Any, model: torch.nn.Module) -> None:
     module = import_module("megatron.core.distributed.finalize_model_grads")
     if reset := getattr(module, "reset_model_temporary_tensors", None):
         reset(config, [model])
+
+
+@functools.cache
+def loss_scalers() -> tuple[Any, ...]:
+    """The classes that add losses inside backward: of routers, multi-token prediction and, since 0.16, DSA's indexer."""
+    moe = import_module("megatron.core.transformer.moe.moe_utils")
+    predictions = import_module("megatron.core.transformer.multi_token_prediction")
+    found = [moe.MoEAuxLossAutoScaler, predictions.MTPLossAutoScaler]
+    if find_spec("megatron.core.transformer.experimental_attention_variant"):
+        dsa = import_module("megatron.core.transformer.experimental_attention_variant.dsa")
+        found.append(dsa.DSAIndexerLossAutoScaler)
+    return tuple(found)
 
 
 def define_te_general_gemm() -> None:

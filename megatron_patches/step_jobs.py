@@ -20,16 +20,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from coat_dist.config import CoatConfigError
 
 from .blocks import language_models
-from .compat import reset_counts
+from .compat import loss_scalers, reset_counts
 
 __all__ = ["attach_step_jobs", "check_config", "has_step_jobs"]
 
@@ -67,6 +65,7 @@ def has_step_jobs(engine: Any) -> bool:
 def attach_step_jobs(engine: Any) -> None:
     """Let a new engine do these jobs."""
     routers = [module for module in engine.module.modules() if isinstance(module, Router)]
+    _set_scale(torch.ones(1, device=engine.device))
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         _scale_before_backward(engine)
     step = engine.step
@@ -104,8 +103,9 @@ def _scale_before_backward(engine: Any) -> None:
 
 
 def _set_scale(scale: torch.Tensor) -> None:
-    MoEAuxLossAutoScaler.set_loss_scale(scale.clone())
-    MTPLossAutoScaler.set_loss_scale(scale.clone())
+    # set_loss_scale copies into the tensor that is there: of no dimension after a backward that nobody set a scale for.
+    for scaler in loss_scalers():
+        scaler.main_loss_backward_scale = scale.clone()
 
 
 @torch.no_grad()

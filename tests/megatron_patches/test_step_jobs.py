@@ -114,8 +114,13 @@ def test_losses_inside_backward_count_once(case):
 
 
 def interleaved(rank: int, world: int) -> list[float]:
-    """The gradient norm of an engine, with the backward of another one between its forward and its backward."""
+    """The gradient norm of an engine, with the backward of another one between its forward and its backward.
+
+    Before all, a model without an engine runs backward: its scale is a tensor of no dimension.
+    """
     mp, found = start(), []
+    tokens, labels, positions = tiny_batch(0, "cpu")
+    model(**LOSSES["aux"])(tokens, positions, None, labels=labels).mean().backward()
     for between in (False, True):
         engine, *_ = mp.initialize(model=model(**LOSSES["aux"]), config=settings(1))
         other, *_ = mp.initialize(model=model(**LOSSES["aux"]), config=settings(8))
