@@ -92,7 +92,7 @@ def reset_counts(config: Any, model: torch.nn.Module) -> None:
 
 @functools.cache
 def loss_scalers() -> tuple[Any, ...]:
-    """The classes that add a loss inside backward: for routers, multi-token prediction and, since 0.16, DSA's indexer."""
+    """Classes that add a loss inside backward: for routers, multi-token prediction and, since 0.16, DSA's indexer."""
     moe = import_module("megatron.core.transformer.moe.moe_utils")
     predictions = import_module("megatron.core.transformer.multi_token_prediction")
     found = [moe.MoEAuxLossAutoScaler, predictions.MTPLossAutoScaler]
