@@ -246,7 +246,10 @@ def _checked_and_built(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         if isinstance(sources[0], dict) and not sys.modules.keys().isdisjoint(("lightning", "pytorch_lightning")):
             sources[0].setdefault("zero_allow_untested_optimizer", True)  # Lightning's trainer.test looks it up there
     evaluates = Facts(as_read(settings), coat, optimizer, tp, cp, pipeline, mpu is not None).only_evaluates
-    if evaluates:  # as a reference model: an engine of stage 0 with bf16 would step while it is built
+    frozen = not any(p.requires_grad for p in model.parameters())
+    if evaluates := evaluates or (
+        compressed and optimizer is None and not stage and frozen
+    ):  # as a reference model: an engine of stage 0 with bf16 would step while it is built
         for key in ("optimizer", "scheduler"):
             settings.pop(key, None)
         for key in ("model_parameters", "lr_scheduler"):

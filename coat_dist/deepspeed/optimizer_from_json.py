@@ -103,17 +103,13 @@ def build_coat_adamw(
         _check_members(ids, known)
         if twice := len(ids) - len(set(ids)):
             raise ValueError(f"model_parameters: got {len(ids)} of which {twice} are there before, accepted: each once")
+        _check_trained([parameter_of(p) for group in listed for p in group["params"]], "model_parameters")
         return make, _with_work(split_groups(listed), listed)
     chosen = None if listed is None else {id(parameter_of(p)) for p in listed}  # a tied weight may be listed twice
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
     if chosen is not None:
         _check_members(chosen, {id(p) for _, p in named})
-    if not any(p.requires_grad for _, p in named):
-        raise ValueError(
-            f"{'model' if chosen is None else 'model_parameters'}: got {len(named)} parameters of which none requires "
-            "a gradient, so nothing would be trained; accepted: at least one that does. An engine that only evaluates "
-            'has no "optimizer" in its configuration, and zero_optimization.stage 0 or 3'
-        )
+    _check_trained([p for _, p in named], "model" if chosen is None else "model_parameters")
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:
         del group["names"]  # ZeRO puts shards in the parameters' place
@@ -123,6 +119,15 @@ def build_coat_adamw(
 def parameter_of(p: Any) -> Any:
     """A parameter of a group or list, which may stand there with its name."""
     return p[1] if isinstance(p, tuple) and len(p) == 2 else p
+
+
+def _check_trained(parameters: list[Any], where: str) -> None:
+    if not any(p.requires_grad for p in parameters):
+        raise ValueError(
+            f"{where}: got {len(parameters)} parameters of which none requires a gradient, so nothing would be trained; "
+            'accepted: at least one that does. An engine that only evaluates has no "optimizer" in its configuration, and '
+            "zero_optimization.stage 0 or 3"
+        )
 
 
 def _check_members(ids: Collection[int], known: Collection[int]) -> None:

@@ -156,7 +156,7 @@ _COAT_ADAMW = (
     Rule(
         "zero_optimization.stage",
         "1, 2 or 3 with {half}.enabled: {why_not_stage_0}",
-        lambda f: f.ours is not None and f.stage == 0 and f.half is not None,
+        lambda f: f.compressed and (f.ours is not None or f.pipeline) and f.stage == 0 and f.half is not None,
     ),
 )
 

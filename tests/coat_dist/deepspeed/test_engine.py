@@ -342,12 +342,14 @@ def test_one_line_says_what_runs():
     assert lightning == ALONE | {"zero_allow_untested_optimizer": True}, "where trainer.test looks that key up"
 
 
-def reference(rank, world, frozen):
+def reference(rank, world, frozen, bf16):
     net = torch.nn.Linear(64, 64).requires_grad_(not frozen)
-    plain = copy.deepcopy(net).bfloat16()
+    plain, kind = copy.deepcopy(net), torch.bfloat16 if bf16 else torch.float32
+    plain.to(kind)
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}
-    engine, lines = built(net, ALONE | {"zero_optimization": {"stage": 0}, "scheduler": scheduler})
-    x, messages = torch.randn(2, 64).bfloat16(), []
+    given = ALONE | {"bf16": {"enabled": bf16}, "zero_optimization": {"stage": 0}, "scheduler": scheduler}
+    engine, lines = built(net, given)
+    x, messages = torch.randn(2, 64, dtype=kind), []
     with torch.no_grad():
         same = torch.equal(engine(x), plain(x))
     for work in (lambda: engine.backward(engine(x).float().sum()), lambda: engine.step()):
@@ -358,9 +360,9 @@ def reference(rank, world, frozen):
     return same, lines, messages
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_reference_engine_at_stage_0_is_built_and_not_trained(frozen):
-    same, lines, messages = run_ranks(1, reference, frozen)[0]
+@pytest.mark.parametrize(("frozen", "bf16"), [(False, True), (True, True), (True, False)])
+def test_a_reference_engine_at_stage_0_is_built_and_not_trained(frozen, bf16):
+    same, lines, messages = run_ranks(1, reference, frozen, bf16)[0]
     assert same and lines == ["coat_dist: no optimizer, this engine evaluates; no layers in the FP8 flow"]
     assert len(messages) == 2
     assert all(text.startswith("zero_optimization.stage: got 0") and "1, 2 or 3 to train" in text for text in messages)
@@ -372,6 +374,7 @@ def frozen_and_adams_keys(rank, world):
 
     net, found = frozen(), []
     found += [built(net)[0], built(net, model_parameters=net.parameters())[0]]
+    found += [built(net, model_parameters=[{"params": list(net.parameters())}])[0]]
     for coupled in (True, False):
         params = {"lr": 1e-3, "torch_adam": True, "adam_w_mode": coupled}
         made, _ = built(torch.nn.Linear(64, 64), ALONE | {"optimizer": {"type": "CoatAdamW", "params": params}})
@@ -380,9 +383,9 @@ def frozen_and_adams_keys(rank, world):
 
 
 def test_a_frozen_model_and_keys_that_choose_among_adams():
-    model_, parameters, decoupled, coupled = run_ranks(1, frozen_and_adams_keys)[0]
+    model_, parameters, groups, decoupled, coupled = run_ranks(1, frozen_and_adams_keys)[0]
     assert model_.startswith("model: got 2 parameters of which none requires a gradient")
     assert parameters.startswith("model_parameters: got 2 parameters of which none requires a gradient")
-    assert 'only evaluates has no "optimizer"' in model_
+    assert groups == parameters and 'only evaluates has no "optimizer"' in model_
     assert decoupled == "CoatAdamW"
     assert coupled.startswith("optimizer.params.adam_w_mode: got false, accepted: true; drop it: CoatAdamW's weight")

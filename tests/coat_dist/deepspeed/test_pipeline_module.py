@@ -131,6 +131,7 @@ def refused(rank, world):
         ("object", {"optimizer": lambda net: CoatAdamW([{"params": net.parameters(), "moments": "fp8"}])}, config),
         ("callable", {"optimizer": lambda net: CoatAdamW, "model_parameters": lambda net: net.parameters()}, config),
         ("stage", {}, settings(stage=2)),
+        ("stage 0", {}, settings(stage=0)),
     ):
         try:
             build(tied_layers(), changes, **given)
@@ -148,4 +149,5 @@ def test_what_would_drift_apart_is_refused_and_groups_that_do_not_say_are_split(
             assert found[name].startswith(f'{what}.0, moments: got "fp8" for a weight that several stages of')
         assert found["callable"].startswith('optimizer.param_groups.0, moments: got "fp8"')
         assert found["stage"].startswith("zero_optimization.stage: got 2 with a PipelineModule, accepted: 1 (gradients")
+        assert found["stage 0"].startswith("zero_optimization.stage: got 0, accepted: 1, 2 or 3")
         assert found["split"] == [("fp8", 0.5), ("fp32", 0.5), ("fp32", 0.5)]
