@@ -124,9 +124,9 @@ def parameter_of(p: Any) -> Any:
 def _check_trained(parameters: list[Any], where: str) -> None:
     if not any(p.requires_grad for p in parameters):
         raise ValueError(
-            f"{where}: got {len(parameters)} parameters of which none requires a gradient, so nothing would be trained; "
-            'accepted: at least one that does. An engine that only evaluates has no "optimizer" in its configuration, and '
-            "zero_optimization.stage 0 or 3"
+            f"{where}: got {len(parameters)} parameters of which none requires a gradient, so nothing would be "
+            "trained; accepted: at least one that does. An engine that only evaluates has no "
+            '"optimizer" in its configuration, and zero_optimization.stage 0 or 3'
         )
 
 

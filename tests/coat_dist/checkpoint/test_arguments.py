@@ -189,7 +189,7 @@ def test_another_model_is_told_from_another_layout(stage, tmp_path):
     first, second = run_ranks(2, other_models, str(tmp_path), stage)
     assert first.keys() == second.keys()
     for said in (first, second):
-        start = f"ValueError: {tmp_path}/a: model: "
+        start = f"DoesNotFit: {tmp_path}/a: model: "
         small, wide = "shape [64, 64]", "shape [128, 128]"
         for name, text in {
             "wide": f"0.weight (and 3 more): checkpoint has {small}, this run has {wide}\n",

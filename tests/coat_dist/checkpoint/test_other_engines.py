@@ -1,6 +1,5 @@
 """A checkpoint of CoatAdamW before an engine of DeepSpeed's alone, in a program that imports coat_dist."""
 
-import pytest
 import torch
 
 from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
@@ -43,27 +42,22 @@ def where_tags_or_files_differ(rank, world, folder):
     train(ours, rank, 1)
     ours.save_checkpoint(folder, tag="ours")
     said = []
-    for block in ({}, {"coat": {"activation": {"enabled": False}}}):
-        net = model()
-        engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config | block)[
-            0
-        ]
-        engine.save_checkpoint(folder, tag="theirs")
-        for tag in (("ours", "theirs")[rank], "ours"):
-            try:
-                engine.load_checkpoint(folder, tag=tag)
-            except ValueError as error:
-                said.append(str(error))
+    net = model()
+    engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config)[0]
+    engine.save_checkpoint(folder, tag="theirs")
+    for tag in (("ours", "theirs")[rank], "ours"):
+        try:
+            engine.load_checkpoint(folder, tag=tag)
+        except ValueError as error:
+            said.append(str(error))
     return said
 
 
-@pytest.mark.filterwarnings("ignore:coat")
 def test_every_rank_raises_what_one_finds(tmp_path):
     first, second = run_ranks(2, where_tags_or_files_differ, str(tmp_path))
     assert first == second
     by_name = f"optimizer.type: {tmp_path / 'ours'} has states of CoatAdamW"
-    assert [said.startswith(by_name) for said in first] == [True, True, False, True]
-    assert first[2].startswith("tag: got 'ours' on rank(s) 0; 'theirs' on rank(s) 1")
+    assert [said.startswith(by_name) for said in first] == [True, True]
 
 
 def test_states_of_coat_adamw_are_refused_by_name(tmp_path):
