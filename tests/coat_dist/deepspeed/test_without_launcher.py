@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ def test_no_operation_is_compiled_without_a_gpu():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.skipif(find_spec("mpi4py") is not None, reason="DeepSpeed asks mpi4py for the ranks where it is installed")
 @pytest.mark.parametrize("order", [("deepspeed", "coat_dist"), ("coat_dist", "deepspeed")])
 def test_nor_in_a_program_that_starts_ranks_itself(order):
     """As Accelerate does: ``init_distributed`` comes before ``initialize``."""
