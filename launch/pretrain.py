@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, TextIO
+from typing import Any
 
 # Warnings of torch's C++ threads about a connection that has ended with its rank, in place of the line that says why.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
@@ -115,7 +115,7 @@ def train(
         with SlowPhase("indexing the data"):
             sets = source_of_data.datasets(p, begun)
         if p.warning is not None:
-            say(p.warning, sys.stderr)
+            say(p.warning, "warning")
         say(p.describe())
         with SlowPhase("building the engine"):
             engine = build.build_engine(
@@ -143,10 +143,10 @@ def train(
     return ending + (f"; checkpoint {loop.last_checkpoint}" if p.args.save else "; nothing saved (no --save)")
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print on rank 0."""
-    if torch.distributed.get_rank() == 0 and shows("info"):
-        print(text, file=stream, flush=True)
+def say(text: str, level: str = "info") -> None:
+    """Print on rank 0; a warning on stderr."""
+    if torch.distributed.get_rank() == 0 and shows(level):
+        print(text, file=sys.stderr if level == "warning" else sys.stdout, flush=True)
 
 
 def check_ranks_agree(p: Plan) -> None:
