@@ -62,7 +62,8 @@ def say(text: str, level: str = "info", stream: TextIO | None = None) -> None:
         level: ``"info"`` goes to stdout, ``"warning"`` and above to stderr.
         stream: goes there instead.
     """
-    if shows(level) and os.environ.get("RANK", "0") == "0":
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))  # SLURM's, until RANK is set from it
+    if shows(level) and rank == "0":
         print(text, file=stream or (sys.stdout if level in ("debug", "info") else sys.stderr), flush=True)
 
 

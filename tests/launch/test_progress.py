@@ -117,3 +117,11 @@ def test_a_slow_phase_is_named_once(monkeypatch, capsys, seconds, rank, level, s
         phase.join(0.5)
     phase.join(5)
     assert not phase.is_alive() and capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("task", ["0", "1"])
+def test_of_slurms_tasks_only_the_first_speaks_before_ranks_are_known(monkeypatch, capsys, task):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", task)
+    say("once")
+    assert capsys.readouterr().out == "once\n" * (task == "0")
