@@ -3,9 +3,9 @@
     python examples/trainer.py
     deepspeed --num_gpus 2 examples/trainer.py --deepspeed
 
-Needs transformers and accelerate: pip install 'coat-dist[hf]'. A small Llama learns to continue sequences of numbers,
-on GPUs where there are some. With DeepSpeed, optimizer and block are part of DeepSpeed's configuration, as in any other
-program; the Trainer fills in what is "auto" from its arguments.
+Needs transformers and accelerate: pip install '/path/to/coat_dist[hf]'. A small Llama learns to continue sequences of
+numbers, on GPUs where there are some. With DeepSpeed, optimizer and block are part of DeepSpeed's configuration, as in
+any other program; the Trainer fills in what is "auto" from its arguments.
 """
 
 import argparse

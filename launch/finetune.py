@@ -17,10 +17,12 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.interrupts import leave_quietly
+from launch.log_level import SlowPhase
 from launch.planning.allocator import expandable_segments
 
 if __name__ == "__main__":
     leave_quietly("finetune")
+    importing = SlowPhase("importing torch, Megatron-core and DeepSpeed")
     expandable_segments()  # read when torch's allocator begins
 
 import os
@@ -79,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    importing.cancel()
     status = main()
     sys.stdout.flush()
     if status:

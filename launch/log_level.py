@@ -6,9 +6,10 @@ import argparse
 import logging
 import os
 import sys
+import threading
 from typing import TextIO
 
-__all__ = ["LEVELS", "add_log_level", "quiet_libraries", "say", "set_log_level", "shows"]
+__all__ = ["LEVELS", "SlowPhase", "add_log_level", "quiet_libraries", "say", "set_log_level", "shows"]
 
 LEVELS = ("debug", "info", "warning", "error")
 _LIBRARIES = ("DeepSpeed", "megatron", "torch.distributed", "transformers", "matplotlib")
@@ -61,5 +62,21 @@ def say(text: str, level: str = "info", stream: TextIO | None = None) -> None:
         level: ``"info"`` goes to stdout, ``"warning"`` and above to stderr.
         stream: goes there instead.
     """
-    if shows(level) and os.environ.get("RANK", "0") == "0":
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))  # SLURM's, until RANK is set from it
+    if shows(level) and rank == "0":
         print(text, file=stream or (sys.stdout if level in ("debug", "info") else sys.stderr), flush=True)
+
+
+class SlowPhase(threading.Timer):
+    """A phase of a start, until ``cancel()`` or the end of ``with``: after ``seconds`` rank 0 says it on stderr."""
+
+    def __init__(self, doing: str, seconds: float = 5.0) -> None:
+        super().__init__(seconds, lambda: say(f"{doing} ...", stream=sys.stderr))
+        self.daemon = True  # a program that fails meanwhile ends at once
+        self.start()
+
+    def __enter__(self) -> SlowPhase:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()

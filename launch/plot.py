@@ -95,7 +95,7 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     speed.set_ylim(bottom=0)
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.15 * memory.get_ylim()[1])  # a line that is flat would lie on the frame
     path = Path(os.path.realpath(output))
     picture = io.BytesIO()  # on a full disk matplotlib's own writing ends in errors of any kind
     figure.savefig(picture, format=Path(output).suffix[1:], dpi=130)  # a link may lead to any name

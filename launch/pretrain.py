@@ -17,10 +17,12 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.interrupts import leave_quietly
+from launch.log_level import SlowPhase, set_log_level, shows
 from launch.planning.allocator import expandable_segments
 
 if __name__ == "__main__":
     leave_quietly("pretrain")
+    importing = SlowPhase("importing torch, Megatron-core and DeepSpeed")
     expandable_segments()  # read when torch's allocator begins
 
 import os
@@ -40,7 +42,6 @@ from coat_dist.deepspeed.monitors import make_folders
 from coat_dist.deepspeed.slurm import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch.data import dataset as data
-from launch.log_level import set_log_level, shows
 from launch.model.gpt import flops_per_token
 from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
@@ -111,14 +112,18 @@ def train(
         team = team_of_checkpoints(p.settings)
         examined = None if source is None else checkpoint.examine(layout.fitting(source, p), p.identity(), team)
         begun = Progress() if examined is None else Progress(**examined.manifest["progress"])
-        sets = source_of_data.datasets(p, begun)
+        with SlowPhase("indexing the data"):
+            sets = source_of_data.datasets(p, begun)
+        if p.warning is not None:
+            say(p.warning, "warning")
         say(p.describe())
-        engine = build.build_engine(
-            p,
-            say,
-            universal=examined is not None and examined.universal,
-            weights=p.weights if examined is None else None,
-        )
+        with SlowPhase("building the engine"):
+            engine = build.build_engine(
+                p,
+                say,
+                universal=examined is not None and examined.universal,
+                weights=p.weights if examined is None else None,
+            )
         progress = Progress() if examined is None else resume(engine, examined)
         loop = make_loop(p, device, engine, sets, progress, folders, source_of_data.batch_iterator)
         locks.callback(loop.log.close)  # before the locks go
@@ -138,10 +143,10 @@ def train(
     return ending + (f"; checkpoint {loop.last_checkpoint}" if p.args.save else "; nothing saved (no --save)")
 
 
-def say(text: str) -> None:
-    """Print on rank 0."""
-    if torch.distributed.get_rank() == 0 and shows("info"):
-        print(text, flush=True)
+def say(text: str, level: str = "info") -> None:
+    """Print on rank 0; a warning on stderr."""
+    if torch.distributed.get_rank() == 0 and shows(level):
+        print(text, file=sys.stderr if level == "warning" else sys.stdout, flush=True)
 
 
 def check_ranks_agree(p: Plan) -> None:
@@ -198,6 +203,7 @@ def make_loop(
             a.tensorboard,
             start_step=progress.step,
             total_steps=a.train_steps,
+            stop_at_step=a.stop_at_step,
             active=active,
             continues=continues,
             wandb=start_wandb(p, continues),
@@ -259,7 +265,8 @@ def run(
         p = make_plan(args, args.gpus or int(os.environ.get("WORLD_SIZE", 1)))
         if args.dry_run:
             return dry_run(p, rank)
-        device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
+        with SlowPhase("joining the other ranks"):
+            device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
         ending = work(p, device, stop)
     except SystemExit as ended:  # of the command line, which has said why
@@ -292,6 +299,7 @@ def run(
 
 
 if __name__ == "__main__":
+    importing.cancel()
     status = main()
     sys.stdout.flush()
     if status:

@@ -8,7 +8,7 @@ seen; the calculator is run for it. Ends with status 1 where it is right less of
 starts fails, and 2 for a wrong option. Without a GPU it starts
 two processes; with one, `--size 300m --block both` trains 309 million parameters in BF16 and with the block.
 
-Needs transformers: pip install 'coat-dist[hf]'.
+Needs transformers: pip install '/path/to/coat_dist[hf]'.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def parse() -> argparse.Namespace:
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name}: got {value}, accepted: 1 or more")
     if find_spec("transformers") is None:
-        parser.error("needs transformers: pip install 'coat-dist[hf]'")
+        parser.error("needs transformers: pip install '/path/to/coat_dist[hf]'")
     try:
         if args.output.exists() and not (args.output / "demo.json").exists() and any(args.output.iterdir()):
             parser.error(f"--output: got {args.output}, which holds something else, accepted: another folder")
@@ -163,7 +163,8 @@ def main() -> int:
         say(f"{block}: {sum(correct)} of {len(correct)} right, {accuracy[block]:.1f} %")
         del trained_model
     (output / "demo.json").write_text(json.dumps({"size": args.size, "accuracy": accuracy}) + "\n")
-    say(", ".join(f"{block} {percent:.1f} %" for block, percent in accuracy.items()) + f"; wanted: {args.enough:g} %")
+    found = ", ".join(f"{block} {percent:.1f} %" for block, percent in accuracy.items())
+    say(f"{found} (at least {args.enough:g} %)")
     return 0 if min(accuracy.values()) >= args.enough else 1
 
 

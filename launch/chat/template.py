@@ -56,7 +56,7 @@ def load_tokenizer(given: str, chat_template: str | None = None) -> Any:
     try:
         import transformers
     except ImportError:
-        raise DataError("--tokenizer: needs transformers: pip install 'coat-dist[hf]'") from None
+        raise DataError("--tokenizer: needs transformers: pip install '/path/to/coat_dist[hf]'") from None
     if not Path(given).is_dir():
         raise DataError(f"--tokenizer: got {given}, accepted: a folder with tokenizer.json (nothing is downloaded)")
     try:

@@ -176,6 +176,6 @@ def parse_split(split: str) -> list[float]:
     given = [s for s in shares if s is not None and s >= 0 and math.isfinite(s)]
     if len(given) < len(shares) or len(given) > 3 or not sum(given):
         raise DataError(
-            f"split: got {split!r}, accepted: up to three numbers from 0 for train,valid,test, such as 969,30,1"
+            f"split: got {split!r}, accepted: up to three numbers from 0 for train,valid,test, such as 90,10,0"
         )
     return [s / sum(given) for s in given] + [0.0] * (3 - len(given))

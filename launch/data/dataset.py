@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
 from megatron.core.datasets.indexed_dataset import DType
 from torch.utils.data import Dataset
 
@@ -224,13 +225,28 @@ def _check_amounts(
     """Refuse a split that has not one sample."""
     for name, bounds, size in zip(SPLITS, matrix, sizes, strict=True):
         for prefix, length in zip(prefixes, lengths, strict=True):
-            # Rounded as Megatron's builder does.
-            begin, end = (int(round(b * float(len(length)))) for b in bounds or (0.0, 0.0))
-            tokens = int(length[begin:end].sum(dtype=np.int64))
+            documents, tokens = _share(length, bounds)
             if size and tokens <= seq_length:
                 left_out = "" if name == "train" else f", or {without or f'ask for 0 {name} samples'}"
                 raise DataError(
-                    f"split: {name} gets {end - begin} of the {len(length)} documents of {prefix}, {tokens} tokens, "
+                    f"split: {name} gets {documents} of the {len(length)} documents of {prefix}, {tokens} tokens, "
                     f"accepted: at least {seq_length + 1} for one sample; prepare more data or change the shares"
-                    f"{left_out}"
+                    f"{_working_split(lengths, sizes, seq_length)}{left_out}"
                 )
+
+
+def _share(lengths: np.ndarray, bounds: tuple[float, float] | None) -> tuple[int, int]:
+    """Documents and tokens of a part of one data set, rounded as Megatron's builder does."""
+    begin, end = (int(round(b * float(len(lengths)))) for b in bounds or (0.0, 0.0))
+    return end - begin, int(lengths[begin:end].sum(dtype=np.int64))
+
+
+def _working_split(lengths: Sequence[np.ndarray], sizes: Sequence[int], seq_length: int) -> str:
+    """Shares that give train and every part that is asked for a sample, for an error; "" where none were found."""
+    for percent in (1, 2, 5, 10, 20, 33):
+        valid, test = (percent if size else 0 for size in sizes[1:])
+        split = f"{100 - valid - test},{valid},{test}"
+        parts = [bounds for bounds in convert_split_vector_to_split_matrix(parse_split(split)) if bounds]
+        if all(_share(length, bounds)[1] > seq_length for length in lengths for bounds in parts):
+            return f" ({split} works)"
+    return ""

@@ -56,11 +56,8 @@ def read_samples(
         if samples is None and len(data.parse_blend(paths)[0]) > 1:
             raise data.DataError("--samples: missing, accepted: how many samples of the blend, with several --data")
         train, valid, test = ((samples or 1) * (name == part) for name in PARTS)
-        if not data.parse_split(split)[PARTS.index(part)]:
-            raise data.DataError(f"split: got {split!r}, which gives {part} nothing, accepted: a share for {part}")
-        built = data.build_datasets(
-            paths, split, seq_length, train, valid, test, seed, cache_dir, without="take another --part"
-        )
+        without = "take another --part: with other shares than the run's it has trained on what they hold out"
+        built = data.build_datasets(paths, split, seq_length, train, valid, test, seed, cache_dir, without=without)
     dataset: Any = built[PARTS.index(part)]
     there: int | None = getattr(dataset, "epoch_samples", None)  # None of a blend, which goes on for ever
     taken = there if samples is None else samples

@@ -170,14 +170,18 @@ def text(run: Run, gpu: GPU) -> str:
     for key in ("with_block", "without_block"):
         one = said[key]
         at = f"{one['at_largest']['tokens_per_second_per_gpu']:,.0f}" if one["largest_micro_batch"] else "-"
+        step, speed = "-", "-"
+        if one["fits"]:
+            step, speed = f"{1e3 * one['step_seconds']:.0f} ms", f"{one['tokens_per_second_per_gpu']:,.0f}"
         lines.append(
             f"{one['name']:<18}{one['peak_allocated_bytes'] / GIB:>11.1f}{one['needed_bytes'] / GIB:>9.1f}"
             f"{'yes' if one['fits'] else 'no':>6}{one['largest_micro_batch'] or 'none':>9}"
-            f"{1e3 * one['step_seconds']:>7.0f} ms{one['tokens_per_second_per_gpu']:>14,.0f}{at:>16}"
+            f"{step:>10}{speed:>14}{at:>16}"
         )
     lines.append("")
-    parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in said["step"]["parts_seconds"].items())
-    lines.append(f"a step of {1e3 * said['step']['seconds']:.0f} ms: {parts}")
+    if said["fits"]:
+        parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in said["step"]["parts_seconds"].items())
+        lines.append(f"a step of {1e3 * said['step']['seconds']:.0f} ms: {parts}")
     savings_told = [(size(one["bytes"]), one["setting"]) for one in said["savings"] if one["bytes"] >= _SHOWN]
     if savings_told:
         lines.append("what would save most:")

@@ -147,7 +147,8 @@ class MetricsLog:
         folder: ``metrics.jsonl`` goes here; None = no file.
         tensorboard: folder of TensorBoard events; None = none.
         start_step: records beyond this step are dropped from an existing file (they are about to be repeated).
-        total_steps: last step of the run, for the ETA.
+        total_steps: last step of the run.
+        stop_at_step: where this process stops, if that is before; for the ETA.
         active: whether this rank writes: rank 0.
         continues: whether an existing file is this run's; another's is renamed.
         wandb: also gets every record.
@@ -163,12 +164,14 @@ class MetricsLog:
         *,
         start_step: int,
         total_steps: int,
+        stop_at_step: int | None = None,
         active: bool,
         continues: bool = True,
         wandb: WandbLog | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self._active, self._total, self._stream = active, total_steps, stream or sys.stdout
+        self._end = total_steps if stop_at_step is None else stop_at_step
         self._folder = Path(folder) if folder is not None and active else None
         self._unit = "GPU" if torch.cuda.is_available() else "rank"
         self._recent: deque[float] = deque(maxlen=20)
@@ -203,7 +206,7 @@ class MetricsLog:
             return
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._recent.append(record["step_time"])
-        eta = (self._total - record["step"]) * sum(self._recent) / len(self._recent)
+        eta = (self._end - record["step"]) * sum(self._recent) / len(self._recent)
         self._summary.add(clean)
         self.note(format_line(clean, self._total, eta, self._unit))
         if self._file is not None:

@@ -24,6 +24,8 @@ from launch.training.stages import check_micro_batches, check_stages
 
 __all__ = ["Plan", "as_typed", "assemble", "plan"]
 
+FINE_TUNING_LR = 1e-4
+"""Learning rate up to which trained weights go without a warm-up."""
 _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
 
 
@@ -48,7 +50,7 @@ class Plan:
     """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
 
     warning: str | None = None
-    """Lines for the log, one at least."""
+    """Lines for stderr, one at least."""
     kept: KeptBatch | None = None
     """Where batch sizes are those of a checkpoint of another number of ranks; with a line for the log."""
     auto: bool = False
@@ -66,10 +68,10 @@ class Plan:
         return (stop - start) * self.model.seq_length
 
     def describe(self) -> str:
-        """One line for the log, and others before it where there is a warning or another batch than was set."""
+        """One line for the log, and another before it where there is another batch than was set."""
         ep = self.args.expert_parallel
         divided = f", experts divided over {ep}" if ep > 1 else ""
-        return "".join(f"{line}\n" for line in (self.warning, self.kept and self.kept.line) if line is not None) + (
+        return (f"{self.kept.line}\n" if self.kept else "") + (
             f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
             f"tensor-parallel ranks{self._stages()}{divided}; {self.batch.total} samples of {self.model.seq_length} "
             f"tokens a step ({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
@@ -196,13 +198,19 @@ def assemble(
         kind=args.lr_schedule,
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
-    if not lr:
-        said = more.get("warning"), "note: --lr: 0, with which no weight changes"
-        more["warning"] = "\n".join(line for line in said if line is not None)
     auto = auto_batch(args, settings, dp)
     kept = keep_batch(args, settings, dp, auto)
     batch = batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, dp)
     check_micro_batches(args, batch)
+    notes = {
+        "--lr: 0, with which no weight changes": not lr,
+        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
+        "what the weights have learnt": args.init_from is not None and not args.warmup_steps and lr > FINE_TUNING_LR,
+        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so some of "
+        "these are idle at any time": batch.accumulation < stages,
+    }
+    told = [more.get("warning"), *(f"note: {line}" for line, holds in notes.items() if holds)]
+    more["warning"] = "\n".join(filter(None, told)) or None
     return kind(
         args=args,
         settings=settings,

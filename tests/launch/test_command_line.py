@@ -209,9 +209,9 @@ def test_errors_name_what_was_typed(tmp_path):
         with pytest.raises((CoatConfigError, DataError), match=f"^{message}"):
             plan(parse([*REQUIRED, "--data", one, *typed]), 1)
     fine = plan(parse([*REQUIRED, "--data", f"{one}.bin"]), 1)
-    assert fine.identity()["data"]["paths"] == [one] and "note: " not in fine.describe()
+    assert fine.identity()["data"]["paths"] == [one] and fine.warning is None
     idle = plan(parse([*REQUIRED, "--data", one, "--lr", "0"]), 1)
-    assert idle.describe().startswith("note: --lr: 0, with which no weight changes\nmodel: ")
+    assert idle.warning == "note: --lr: 0, with which no weight changes"
 
 
 def test_outputs_are_tried_first(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import numpy as np
@@ -26,12 +27,30 @@ def test_too_little_data(tmp_path):
             build_datasets([prefix], split, 256, 10, 1, 0, 0)
     with pytest.raises(DataError, match=r"split: test gets 0 of .*ask for 0 test samples"):
         build_datasets([prefix], "9,1", 32, 10, 1, 1, 0)
-    with pytest.raises(DataError, match=r"split: train gets 1 of .*prepare more data or change the shares$"):
+    with pytest.raises(DataError, match=r"split: train gets 1 of .*more data or change the shares \(100,0,0 works\)$"):
         build_datasets([prefix], "1,99", 256, 10, 0, 0, 0)
     total = int(np.fromfile(f"{prefix}.bin", np.uint16).size)
     assert build_datasets([prefix], "1", total - 1, 3, 0, 0, 0)[0].epoch_samples == 1
     with pytest.raises(DataError, match=f"{total} tokens, accepted: at least {total + 1}"):
         build_datasets([prefix], "1", total, 3, 0, 0, 0)
+
+
+@pytest.mark.parametrize("documents", [3, 5, 13, 40, 100, 300])
+def test_the_shares_of_the_error_work(tmp_path, documents):
+    """As many as are asked for; the first that work, which are not the same for all data."""
+    prefix, found = make(tmp_path / "x", documents), []
+    for valid, test in ((1, 0), (1, 1), (0, 1)):
+        with pytest.raises(DataError, match=r"change the shares \((\d+,\d+,\d+) works\), or ask") as refused:
+            build_datasets([prefix], "1", 32, 1, valid, test, 0)
+        found.append(re.search(r"\((.*) works", str(refused.value))[1])
+        assert build_datasets([prefix], found[-1], 32, 1, valid, test, 0)[0] is not None
+    assert [[share != "0" for share in split.split(",")[1:]] for split in found] == [[1, 0], [1, 1], [0, 1]]
+    assert documents != 300 or found[0] == "99,1,0"
+
+
+def test_no_shares_work_for_one_document(tmp_path):
+    with pytest.raises(DataError, match="prepare more data or change the shares, or ask for 0 valid samples$"):
+        build_datasets([make(tmp_path / "x", 1)], "1", 8, 1, 1, 0, 0)
 
 
 def test_small_shares_survive(tmp_path):

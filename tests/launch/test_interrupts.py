@@ -103,3 +103,18 @@ def test_a_pipe_that_is_read_gets_everything():
     code += "print('ä' * 100000, end=''); print('b', file=sys.stderr)"
     ended = subprocess.run([sys.executable, "-X", "utf8", "-c", code], capture_output=True, cwd=ROOT, timeout=120)
     assert (ended.stdout.decode(), ended.stderr, ended.returncode) == ("ä" * 100000, b"b\n", 0)
+
+
+@pytest.mark.parametrize("program", ["pretrain", "finetune"])
+def test_imports_that_take_long_are_said(program, tmp_path):
+    """After five seconds, which the first import does not wait for here."""
+    (tmp_path / "torch.py").write_text(
+        "import os, threading\n(timer,) = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]\n"
+        "assert timer.interval == 5 and timer.daemon\ntimer.function()\nos._exit(0)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / f"{program}.py")],
+        env={**os.environ, "PYTHONPATH": python_path(tmp_path), "RANK": "0"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr) == ("", "importing torch, Megatron-core and DeepSpeed ...\n")

@@ -55,6 +55,13 @@ def test_one_object_a_step_with_all_digits(tmp_path):
         assert part in lines[2]
 
 
+def test_the_eta_is_that_of_stop_at_step(tmp_path):
+    writer, stream = log(tmp_path, stop_at_step=10)
+    writer.step(record(3))
+    writer.close()
+    assert "step   3/100 |" in stream.getvalue() and "ETA 0:14" in stream.getvalue()
+
+
 def test_resume_drops_what_is_repeated_and_a_cut_line(tmp_path):
     writer, _ = log(tmp_path)
     first = [record(i) for i in range(1, 9)]

@@ -270,6 +270,17 @@ def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monke
     assert drawn[0] == drawn[2] != drawn[1]
 
 
+@pytest.mark.parametrize(("accumulation", "noted"), [(1, True), (2, False)])
+def test_fewer_micro_batches_than_stages_are_noted(work, tmp_path, accumulation, noted):
+    from launch import pretrain
+    from launch.training import arguments
+
+    config = configuration(tmp_path, 1, gradient_accumulation_steps=accumulation)
+    p = pretrain.plan(arguments.parse(command(work, tmp_path / "run", config, "--pipeline-parallel", "2")), 2)
+    said = "note: gradient_accumulation_steps: 1 micro-batches a step are fewer than the 2 pipeline stages"
+    assert (p.warning or "").startswith(said) == noted and (p.warning is None) != noted
+
+
 def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
     from launch import finetune, planner, pretrain
 

@@ -124,3 +124,14 @@ def test_every_run_has_a_name_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr("launch.plot.draw", lambda runs, *_: drawn.extend(runs) or [])
     assert main([".", ".", "../a", str(tmp_path / "a" / "metrics.jsonl"), "--output", "x.png"]) == 0
     assert len(drawn) == len(set(drawn)) == 4 and drawn[0] == "a" and all(drawn)
+
+
+def test_memory_stays_below_the_frame(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    limits = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: limits.append(figure.axes[2].get_ylim()))
+    write(tmp_path / "a", range(1, 9))
+    assert main([str(tmp_path / "a"), "--output", str(tmp_path / "x.png")]) == 0
+    ((low, high),) = limits
+    assert low == 0 and high > 1.1, "GiB, where the line is at 1"

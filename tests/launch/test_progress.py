@@ -104,3 +104,24 @@ def test_a_level_that_is_none_is_one_line(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--log-level", "loud"])
     assert "--log-level: got 'loud', accepted: debug, info, warning, error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rank", "level", "said"),
+    [(0.01, "0", "info", "working ...\n"), (0.01, "1", "info", ""), (0.01, "0", "warning", ""), (60, "0", "info", "")],
+)
+def test_a_slow_phase_is_named_once(monkeypatch, capsys, seconds, rank, level, said):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(log_level, "_level", level)
+    with log_level.SlowPhase("working", seconds) as phase:
+        phase.join(0.5)
+    phase.join(5)
+    assert not phase.is_alive() and capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("task", ["0", "1"])
+def test_of_slurms_tasks_only_the_first_speaks_before_ranks_are_known(monkeypatch, capsys, task):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", task)
+    say("once")
+    assert capsys.readouterr().out == "once\n" * (task == "0")

@@ -23,6 +23,14 @@ def mixtures(tmp_path):
     return tmp_path
 
 
+def test_a_part_without_a_share(mixtures):
+    given = dict(split="100,0,0", part="valid", seq_length=16, seed=1)
+    with pytest.raises(
+        DataError, match=r"^--split: valid gets 0 .* \(99,1,0 works\), or take another --part: with other"
+    ):
+        read_samples([str(mixtures / "a.json")], **given)
+
+
 def test_samples_of_a_source_and_of_a_blend(mixtures):
     def samples(names, number):
         given = dict(split="50,50,0", part="valid", seq_length=16, seed=1, samples=number)

@@ -40,6 +40,15 @@ def test_the_table_says_what_json_says(capsys) -> None:
     assert coat["needed_bytes"] < plain["needed_bytes"] and len(said["savings"]) == 3
 
 
+def test_a_row_that_does_not_fit_has_no_speed(capsys) -> None:
+    assert planner.main([*SEVEN, "--gpu-memory", "60GiB"]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^with the block .* yes +\d+ +\d+ ms +[\d,]+ +[\d,]+$", table, re.M)
+    assert re.search(r"^without .* no +1 +- +- +[\d,]+$", table, re.M), "with micro-batch 1 it would fit"
+    assert planner.main([*SEVEN, "--gpu-memory", "4GiB"]) == 0
+    assert " ms" not in capsys.readouterr().out
+
+
 def test_the_largest_micro_batch_fits_and_the_next_does_not(capsys) -> None:
     said = say(capsys, *SEVEN, "--micro-batch", "auto")
     assert said["fits"] and said["micro_batch"] == said["largest_micro_batch"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 
@@ -182,8 +184,30 @@ def test_sequences_longer_than_the_weights_are_made_for_are_told(work, tmp_path)
         line = (
             f"model.seq_length: got {length}, more than the {longest} that {tmp_path / 'hf'} (--init-from) is made for"
         )
-        assert (f"note: {line}" in p.describe()) == said
+        assert (f"note: {line}" in (p.warning or "")) == said
         assert any(note.startswith(line) for note in Run.of_plan(p).notes()) == said
+
+
+def heard(rank, world, argv):
+    """What a run prints on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        ending, *_ = train(rank, world, argv)
+    return ending, said.getvalue()
+
+
+def test_trained_weights_at_a_pretraining_rate_without_warm_up_are_noted(work, tmp_path):
+    """Once, by rank 0, on stderr."""
+    from launch.training import arguments
+    from launch.training.plan import plan
+
+    make("llama3", tmp_path / "hf", vocab_size=300)
+    argv = options(work, tmp_path / "run", configuration(tmp_path, 2), "seq_length=32", "--warmup-steps", "0", steps=1)
+    argv[argv.index("--model") : argv.index("--data")] = ["--init-from", str(tmp_path / "hf")]
+    for fine in (["--warmup-steps", "1"], ["--lr", "1e-4"]):
+        assert plan(arguments.parse([*argv, *fine]), 2).warning is None
+    (ending, zero), (_, one) = run_ranks(2, heard, argv)
+    said = "note: --warmup-steps: 0 with --init-from and a learning rate of 0.005: "
+    assert ending.startswith("finished") and (zero.count(said), one.count(said)) == (1, 0)
 
 
 def test_another_tokenizer_is_told(tmp_path):
