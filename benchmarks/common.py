@@ -28,7 +28,6 @@ __all__ = [
     "commit",
     "dumps",
     "environment",
-    "figure_path",
     "gpus",
     "loss_gaps",
     "number",
@@ -142,13 +141,6 @@ def number(value: float, digits: int = 0) -> str:
 def result_path(name: str, output: str | Path | None = None) -> Path:
     """Where the result ``ROOM/PROGRAM`` is: ``ROOM/PROGRAM.json`` below ``output`` or ``benchmarks/results``."""
     return Path(output or RESULTS) / f"{name}.json"
-
-
-def figure_path(name: str, output: str | Path | None = None) -> Path:
-    """Where the picture ``ROOM-PROGRAM`` is: below ``output`` or ``docs/figures``. The folder exists afterwards."""
-    path = Path(output or ROOT / "docs" / "figures") / f"{name}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def write_result(name: str, data: dict[str, Any], output: str | Path | None = None, nan: bool = False) -> Path:
