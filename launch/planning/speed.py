@@ -73,7 +73,7 @@ def step_time(run: Run, gpu: GPU) -> StepTime:
 
 
 def _step_of_a_parameter(run: Run) -> float:
-    """Seconds that an H200 takes, the norm included: docs/results.md, "The step under DeepSpeed"."""
+    """Seconds that an H200 takes, the norm included: docs/results.md, "Optimizer"."""
     if not run.fp8_moments:
         return 24.9e-12
     every_pass = run.stage == 3 or (run.stage == 1 and run.fp32_gradients)  # where DeepSpeed's passes are not left out
