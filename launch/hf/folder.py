@@ -18,9 +18,9 @@ from launch.hf.recipes import from_hugging_face, to_hugging_face
 from launch.weights.source import CheckpointError, Weights, rounded
 from launch.weights.tensor_files import Entry, TensorFiles, read_header
 
-__all__ = ["CONFIG", "HuggingFaceWeights", "has_tokenizer", "refuse_adapter", "travelling_files"]
+__all__ = ["CONFIG", "GENERATION", "HuggingFaceWeights", "has_tokenizer", "refuse_adapter", "travelling_files"]
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZERS = (
     "tokenizer.json",
@@ -35,7 +35,7 @@ _TOKENIZERS = (
 """Files each of which holds a tokenizer."""
 _TRAVEL = (
     CONFIG,
-    "generation_config.json",
+    GENERATION,
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
