@@ -152,7 +152,7 @@ def accuracy(results: Path) -> list[str]:
             f"{given['branch_at']} of {given['steps']} in BF16, and from there in both ways. Its held-out loss ended "
             f"**{percent(gap['held_out_loss_gap'], True)} ± {percent(spread['held_out_loss_error'])}** above BF16's, "
             f"{percent(gap['bf16_held_out_loss_gap'], True)} evaluated in BF16 ({len(gap['trunks'])} seeds; "
-            f"{how}; [how, and what it leaves out](docs/flow-accuracy.md#branches))."
+            f"{how}; [how, and what it leaves out](docs/flow.md#branches))."
         ]
     trajectories = read("accuracy/trajectories", results)
     if trajectories is not None and is_current(trajectories, TABLES["optimizer"].code):

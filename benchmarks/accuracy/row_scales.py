@@ -5,7 +5,7 @@
 Normal random activations and weights; every 64th token is multiplied by a factor. A token's error is that of its output
 relative to its length, against fp32; the table has the mean over ordinary tokens, in percent. Functions of
 `coat_dist.flow` in the default forward mode, by their definitions on the CPU: some ten seconds of a core. Prints the
-table of docs/flow-scales.md and writes `accuracy/row-scales.json`.
+table of docs/flow.md and writes `accuracy/row-scales.json`.
 """
 
 from __future__ import annotations
