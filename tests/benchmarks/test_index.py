@@ -32,7 +32,7 @@ FOUND = {(module, arguments): page for page in PAGES for module, arguments in co
 def test_commands_are_found() -> None:
     """In a code block with a comment behind it, broken over lines, and behind another program's name."""
     found = {(module, *shlex.split(rest, comments=True)[:2]) for module, rest in FOUND}
-    assert ("benchmarks.accuracy.moments",) in found
+    assert ("benchmarks.accuracy.trajectories",) in found
     assert ("benchmarks.speed.engine_step",) in found
     assert ("benchmarks.convergence.optimizer", "--device", "cpu") in found
     assert len(FOUND) >= 20
