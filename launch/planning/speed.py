@@ -17,7 +17,7 @@ __all__ = ["StepTime", "step_time"]
 
 _PASSES = {"FP8": 58.5, "BF16": 92.0}
 """Bytes of element-wise traffic a token and channel of h and f, forward and backward: what a measured Llama-2-7B layer
-takes beyond products and attention (docs/flow-speed.md), times the rate of passes."""
+takes beyond products and attention (docs/flow.md#speed), times the rate of passes."""
 _HOST = {"FP8": 2.2e-3, "BF16": 1.3e-3}
 """Seconds in which the host starts a layer's kernels, forward and backward: a layer is never faster."""
 
