@@ -28,8 +28,11 @@ from .tables import between, spread_of, table
 
 __all__ = ["Network", "data_parallel", "paper", "predictions", "tensor_parallel"]
 
-MODELS = {"llama2-7b": (), "llama3-70b": (), "llama3.1-405b": ("seq_length=8192",)}
 SIZES = (8, 64, 512, 2048)
+MODELS: dict[str, tuple] = {
+    "llama2-7b": (SIZES, ()), "llama3-70b": (SIZES[1:], ()), "llama3.1-405b": (SIZES[2:], ("seq_length=8192",)),
+}  # fmt: skip
+"""Numbers of GPUs on paper, from the fewest that fit, and overrides of the model."""
 
 
 class Link(NamedTuple):
@@ -48,7 +51,7 @@ NIC = Link(40e9, 8e-6, 18e-6)
 
 
 class Case(NamedTuple):
-    """The part of hidden collectives that shows after all, factors of bandwidths and of the planner's times."""
+    """The part of hidden collectives that shows after all, factors of bandwidths and of the planner's times (20 %)."""
 
     shows: float
     bandwidth: float
@@ -56,7 +59,6 @@ class Case(NamedTuple):
 
 
 CASES = (Case(0.0, 1.2, 0.8), Case(0.5, 1.0, 1.0), Case(1.0, 0.75, 1.2))
-"""Low, middle and high. The planner knows times to 20 % (docs/memory.md)."""
 
 
 class Network(NamedTuple):
@@ -75,8 +77,8 @@ class Network(NamedTuple):
             rates.append(a_node * self.between.bandwidth)
         outer = hops(kind, nodes)
         latency = outer * self.between.latency + (hops(kind, ranks) - outer) * self.inside.latency
-        start = (self.between if nodes > 1 else self.inside).start
-        return start + latency + size * share(kind, ranks) / (min(rates) * faster)
+        latency += (self.between if nodes > 1 else self.inside).start
+        return latency + size * share(kind, ranks) / (min(rates) * faster)
 
 
 def hops(kind: str, ranks: int) -> int:
@@ -115,8 +117,8 @@ def tensor_parallel(run: Run) -> list[Message]:
         Message("reduce_scatter", "tensor", stream, 2 * (forwards + count)),
         Message("all_gather", "tensor", stream, float(run.accumulation)),  # the output layer's
     ]
-    largest = [] if run.flow is None else [Message("all_reduce", "tensor", 4, 2 * count + (not rows) * 2 * forwards)]
-    return found + largest
+    often = 2 * count + (not rows) * 2 * forwards
+    return found + [Message("all_reduce", "tensor", 4, often)] * (run.flow is not None)
 
 
 def data_parallel(run: Run) -> list[Message]:
@@ -184,8 +186,8 @@ def predictions(
         CoatConfigError: no training or no such size was measured; tensor parallelism does not divide the ranks.
     """
     identity = there["identity"]
-    tp, passes, node = identity["tensor_parallel"], identity.get("accumulation"), identity["gpus_per_node"]
-    node = gpus_per_node or (node if identity["nodes"] > 1 else max(8, node))
+    tp, passes, own_node = identity["tensor_parallel"], identity.get("accumulation"), identity["gpus_per_node"]
+    node = gpus_per_node or (own_node if identity["nodes"] > 1 else max(8, own_node))
     network, said = network_of(there["records"], given or {}, node)
     training: dict[str, dict[int, dict[int, list[float]]]] = {}
     for one in there["records"]:
@@ -238,11 +240,11 @@ def _steps(
 def paper(args: Any, given: Mapping[str, Link]) -> str:
     """The table of the fastest layout that fits, for each model and number of GPUs."""
     gpu, (network, said), rows = GPUS[args.gpu], network_of((), given, args.gpus_per_node or 8), []
-    for name, overrides in (MODELS if args.model is None else {args.model: ()}).items():
+    for name, (sizes, overrides) in (MODELS if args.model is None else {args.model: (SIZES, ())}).items():
         for variant, run in runs_of(args, name, overrides).items():
-            cells_of = _rows(run, args.predict or SIZES, gpu, network)
-            rows += [(Path(name).name.removesuffix(".json"), variant, *cells) for cells in cells_of]
-    head = ["model", "variant", "GPUs", "TP x DP", "micro-batch", "GiB"]
+            planned = _rows(run, args.predict or sizes, gpu, network)
+            rows += [(Path(name).name.removesuffix(".json"), variant, *cells) for cells in planned]
+    head = ["model", "variant", "GPUs", "TPxDP", "micro-batch", "GiB"]
     head += ["step, s", "tokens/s/GPU", "TFLOP/s/GPU", "efficiency, %"]
     return "\n".join([f"The fastest layouts that fit on {gpu.name}: {said}.", "", *table(head, rows)])
 
@@ -258,22 +260,21 @@ def _rows(run: Run, sizes: Sequence[int], gpu: GPU, network: Network) -> Iterato
         if not steps:
             yield f"{gpus:,}", "none fits", *("-",) * 6
             continue
-        speeds = [one.tokens * one.accumulation / one.tp / seconds for seconds in steps[::-1]]
-        first = first or speeds[1]
-        layout = f"{one.tp} x {one.dp}, ZeRO-{one.stage}" + (", recomputed" if one.recompute else "")
-        batch, gib = f"{one.micro} x {one.accumulation}", f"{_memory(one, gpu) / 2**30:.0f}"
-        flops = f"{speeds[1] * flops_per_token(one.model, one.model.seq_length) / 1e12:,.0f}"
-        times = between(steps, digits=2), between(speeds)
-        yield f"{gpus:,}", layout, batch, gib, *times, flops, f"{100 * speeds[1] / first:.0f}"
+        speed = one.tokens * one.accumulation / one.tp / steps[1]
+        first = first or speed
+        layout = f"{one.tp}x{one.dp}, ZeRO-{one.stage}" + (", recomputed" if one.recompute else "")
+        batch, gib = f"{one.micro}x{one.accumulation}", f"{_memory(one, gpu) / 2**30:.0f}"
+        flops = f"{speed * flops_per_token(one.model, one.model.seq_length) / 1e12:,.0f}"
+        ends = f"{speed:,.0f}", flops, f"{100 * speed / first:.0f}"
+        yield f"{gpus:,}", layout, batch, gib, between(steps, digits=2), *ends
 
 
 def _layouts(run: Run, gpus: int, tokens: int, gpus_per_node: int) -> Iterator[Run]:
     """Tensor parallelism within a node, ZeRO over the rest, micro-batches that divide the batch."""
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     m, samples, zero = run.model, tokens // run.model.seq_length, run.settings.get("zero_optimization") or {}
-    for tp in (2**k for k in range(10) if gpus % 2**k == 0 and 2**k <= gpus_per_node):
-        if any(size % tp for size in (m.num_attention_heads, m.kv_heads, m.ffn_hidden_size, m.seq_length)):
-            continue
+    shared = (m.num_attention_heads, m.kv_heads, m.ffn_hidden_size, m.seq_length, gpus)
+    for tp in (2**k for k in range(10) if 2**k <= gpus_per_node and not any(size % 2**k for size in shared)):
         for micro, stage in product((1, 2, 4), (1, 2, 3)):
             if samples % (gpus // tp * micro) == 0:
                 one = run.but(
@@ -288,8 +289,8 @@ def planned_steps(run: Run, gpu: GPU, network: Network) -> list[float]:
     parts = step_time(run.but(accumulation=1), gpu).parts
     computing = run.accumulation * sum(parts.get(name, 0.0) for name in ("layers", "host", "loss", "gradients"))
     sent = [*tensor_parallel(run), *data_parallel(run)]
-    alone = computing + parts["step"]
-    return [case.computing * alone + _shown(run, sent, network, case, computing) for case in CASES]
+    once = computing + parts["step"]
+    return [case.computing * once + _shown(run, sent, network, case, computing) for case in CASES]
 
 
 def _memory(run: Run, gpu: GPU) -> int:

@@ -24,7 +24,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def between(low_middle_high: Sequence[float], scale: float = 1.0, digits: int = 0) -> str:
     """A prediction for a reader: the middle, then low to high."""
     low, middle, high = (f"{scale * one:,.{digits}f}" for one in low_middle_high)
-    return f"{middle} ({low} to {high})"
+    return f"{middle} ({low}–{high})"
 
 
 def spread_of(seconds: Sequence[float]) -> float:
@@ -157,16 +157,16 @@ def markdown(found: Mapping[str, Any]) -> str:
             ],
         )
     if found["collectives"]:
-        lines += ["", "## Collectives", "", "Bandwidth of a rank at the largest message.", ""]
+        ends = (_bytes(found["collectives"][0][f"{end}_bytes"]) for end in ("smallest", "largest"))
+        lines += ["", "## Collectives", "", "Messages of {} for latency and {} for bandwidth.".format(*ends), ""]
         lines += table(
-            ("collective", "ranks", "link", "smallest, µs", "largest, ms", "bandwidth, GB/s", "hidden behind products"),
+            ("collective", "ranks", "link", "latency, µs", "bandwidth, GB/s", "hidden behind products"),
             [
                 (
                     row["kind"].replace("_", "-"),
                     str(row["ranks"]),
                     row["where"],
-                    f"{1e6 * row['smallest_seconds']:,.1f} ({_bytes(row['smallest_bytes'])})",
-                    f"{1e3 * row['largest_seconds']:,.3f} ({_bytes(row['largest_bytes'])})",
+                    f"{1e6 * row['smallest_seconds']:,.1f}",
                     f"{row['bandwidth'] / 1e9:,.2f}",
                     "-" if row["hidden"] is None else f"{100 * row['hidden']:.0f} %",
                 )
@@ -183,7 +183,7 @@ def markdown(found: Mapping[str, Any]) -> str:
                     str(row["from"]),
                     str(row["ranks"]),
                     between(row["seconds"], 1e3, 1),
-                    between(row["tokens_per_second_per_gpu"]),
+                    f"{row['tokens_per_second_per_gpu'][1]:,.0f}",
                     between(row["efficiency"], 100),
                     "-" if row["measured"] is None else f"{1e3 * row['measured']:,.1f}",
                 )

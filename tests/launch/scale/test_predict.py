@@ -142,6 +142,6 @@ def test_the_fastest_layout_that_fits():
     small = run_of()
     for run in (with_block(small), without_block(small)):
         (row,) = _rows(run, [8], GPUS["h100"], NETWORK)
-        tp, dp = (int(part) for part in row[1].split(",")[0].split(" x "))
+        tp, dp = (int(part) for part in row[1].split(",")[0].split("x"))
         assert tp * dp == 8 and float(row[3]) < 80 and row[7] == "100"
     assert [row[1] for row in _rows(small, [1, 8], replace(GPUS["h100"], memory=2**30), NETWORK)] == ["none fits"] * 2
