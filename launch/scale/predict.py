@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from math import ceil, log2
+from math import ceil, exp, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,8 +77,8 @@ class Network(NamedTuple):
             rates.append(a_node * self.between.bandwidth)
         outer = hops(kind, nodes)
         latency = outer * self.between.latency + (hops(kind, ranks) - outer) * self.inside.latency
-        latency += (self.between if nodes > 1 else self.inside).start
-        return latency + size * share(kind, ranks) / (min(rates) * faster)
+        start = (self.between if nodes > 1 else self.inside).start
+        return start + latency + size * share(kind, ranks) / (min(rates) * faster)
 
 
 def hops(kind: str, ranks: int) -> int:
@@ -117,8 +117,7 @@ def tensor_parallel(run: Run) -> list[Message]:
         Message("reduce_scatter", "tensor", stream, 2 * (forwards + count)),
         Message("all_gather", "tensor", stream, float(run.accumulation)),  # the output layer's
     ]
-    often = 2 * count + (not rows) * 2 * forwards
-    return found + [Message("all_reduce", "tensor", 4, often)] * (run.flow is not None)
+    return found + [Message("all_reduce", "tensor", 4, 2 * count + (not rows) * 2 * forwards)] * (run.flow is not None)
 
 
 def data_parallel(run: Run) -> list[Message]:
@@ -226,13 +225,14 @@ def _steps(
         tp=tp, sequence_parallel="--sequence-parallel" in identity["options"], micro=identity["micro_batch"],
         accumulation=passes,
     )  # fmt: skip
-    once = statistics.median(own[passes])
-    # Twice the micro-batches take less than twice the time by the update, which ZeRO shares over ranks.
-    update = max(0.0, 2 * once - statistics.median(own[2 * passes])) if run.stage else 0.0
+    once, twice = (statistics.median(own[count]) for count in (passes, 2 * passes))
     error, found = max(0.03, 2 * spread_of(own[passes])), []
-    for case, factor in zip(CASES, (1 - error, 1.0, 1 + error), strict=True):
-        runs = [run.but(dp=ranks // tp), run.but(dp=start // tp)]
-        more, less = (_shown(one, data_parallel(one), network, case, once) for one in runs)
+    runs = [run.but(dp=ranks // tp), run.but(dp=start // tp), run.but(dp=start // tp, accumulation=2 * passes)]
+    for case, factor in zip(CASES, (exp(-error), 1.0, exp(error)), strict=True):
+        more, less, less2 = (_shown(r, data_parallel(r), network, case, once * r.accumulation / passes) for r in runs)
+        # Twice the micro-batches take less than twice the time by what a step does once: the update, which ZeRO shares
+        # over ranks, and collectives. More than half of a step is noise.
+        update = min(once / 2, max(0.0, 2 * once - twice - (2 * less - less2))) if run.stage else 0.0
         found.append(factor * (once - update * (1 - start / ranks) + more - less))
     return found
 
