@@ -39,6 +39,7 @@ from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.monitors import make_folders
 from coat_dist.deepspeed.slurm import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
+from launch import failing
 from launch.data import dataset as data
 from launch.log_level import set_log_level, shows
 from launch.model.gpt import flops_per_token
@@ -50,8 +51,6 @@ from launch.training import (
     build,
     checkpoint,
     exhausted,
-    failing,
-    joining,
     layout,
     pipeline,
     runtime,
@@ -263,23 +262,18 @@ def run(
         stop = runtime.StopSignal()
         ending = work(p, device, stop)
     except SystemExit as ended:  # of the command line, which has said why
-        if ended.code and joining.needed():
-            joining.say_why("its command line cannot be used")
-            joining.stay()
+        if ended.code and failing.needed():
+            failing.tell_starting("its command line cannot be used", rank)
         raise
-    except joining.NotComing as problem:
-        failing.end(str(problem), rank, elsewhere=True)
+    except failing.NotComing:
         return 4
     except (*USER_ERRORS, BadSteps) as problem:
         failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2
     except exhausted.OutOfMemory as problem:
-        failing.end(str(problem), rank, once=True)
+        failing.end(str(problem), rank, kind="out of memory")
         return exhausted.STATUS
     except (torch.distributed.DistError, RuntimeError) as problem:
-        if failing.of_a_port(problem):
-            failing.end(failing.PORT.format(port=os.environ.get("MASTER_PORT")), rank)
-            return 2
         if not of_another_rank(problem):
             raise
         failing.end_of_collective(problem, rank)
