@@ -140,8 +140,8 @@ def _is_first(what: str, consequence: bool) -> bool:
     try:
         store.set_timeout(timedelta(seconds=WAIT))  # that of collectives would keep this rank for minutes
         store = store.clone()  # another thread's connection may be waiting
-        said = store.add("coat_dist/error", 0 if consequence else 1)
-        return said == 0 if consequence else store.add(f"coat_dist/error/{zlib.crc32(what.encode())}", 1) == 1
+        any_before = store.add("coat_dist/error", 1) > 1
+        return not any_before if consequence else store.add(f"coat_dist/error/{zlib.crc32(what.encode())}", 1) == 1
     except RuntimeError:  # it has gone with rank 0
         return True
 

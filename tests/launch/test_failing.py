@@ -42,6 +42,10 @@ def test_one_line(lines, screens, tmp_path):
     assert [told for _, told in found] == [f"error: {line or 'Connection closed by peer'}" for line in lines]
 
 
+def test_one_rank_tells_a_consequence(tmp_path):
+    assert sum(screen != "" for screen, _ in run_ranks(2, fail, (None, None), str(tmp_path))) == 1
+
+
 def test_the_line_does_not_wait_for_a_store_that_has_gone(monkeypatch, capsys):
     class Gone:
         def set_timeout(self, timeout):
