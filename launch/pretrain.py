@@ -4,8 +4,8 @@
         --model configs/models/tiny.json --data DATA_PREFIX --train-steps 100 --output runs/first
 
 Exit status: 0 done, or stopped and saved on request; 2 a setting, file or checkpoint that cannot be used; 3 too many
-steps in a row with a non-finite loss or gradient norm; 4 another rank has ended, does not answer or cannot be met; 5 out
-of memory.
+steps in a row with a non-finite loss or gradient norm; 4 another rank has ended, does not answer or cannot be met;
+5 out of memory.
 """
 
 from __future__ import annotations
