@@ -30,6 +30,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.durable import make_folder, sync_folder, write_text
 from coat_dist.deepspeed.slurm import take_ranks
+from launch import failing
 from launch.log_level import say, set_log_level
 from launch.planning.arguments import silence_deepspeed
 from launch.scale import arguments, measuring
@@ -37,7 +38,6 @@ from launch.scale.crew import Crew
 from launch.scale.predict import paper, predictions
 from launch.scale.records import Records, read
 from launch.scale.tables import draw, markdown, summary
-from launch.training import failing
 
 __all__ = ["main"]
 
