@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError, load_json
-from coat_dist.deepspeed.refusals import check_deepspeed
+from coat_dist.deepspeed.config.validate import check_deepspeed
 from tests.coat_dist.configurations import BASE, config
 
 

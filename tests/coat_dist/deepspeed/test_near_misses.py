@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from coat_dist.config import CoatConfig, CoatConfigError
-from coat_dist.deepspeed.known_keys import _known
-from coat_dist.deepspeed.refusals import check_deepspeed
+from coat_dist.deepspeed.config.schema import _asked
+from coat_dist.deepspeed.config.validate import check_deepspeed
 from tests.coat_dist.configurations import config
 
 PLAIN = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -152,6 +152,6 @@ def test_comments_and_what_deepspeed_reads_are_accepted():
     check_deepspeed({**settings, "scheduler": {"type": "WarmupLR", "params": comments}})
     assert CoatConfig.from_deepspeed(settings) == CoatConfig.from_deepspeed(config())
     expected = {"train_batch_size", "wandb", "csv_monitor", "zero_optimization", "hybrid_engine", "timers", "pipeline"}
-    assert expected <= _known()[""] and _known()["optimizer"] == {"type", "params", "legacy_fusion"}
+    assert expected <= _asked()[0][""] and _asked()[0]["optimizer"] == {"type", "params", "legacy_fusion"}
     for path in sorted((Path(__file__).parents[3] / "configs" / "deepspeed").glob("*.json")):
         check_deepspeed(json.loads(path.read_text()))

@@ -5,8 +5,7 @@ import torch
 
 from coat_dist import CoatAdamW
 from coat_dist.config import CoatConfigError
-from coat_dist.deepspeed.refusals import check_deepspeed
-from coat_dist.deepspeed.schedules import wrong_schedule
+from coat_dist.deepspeed.config.validate import check_deepspeed
 from tests.coat_dist.configurations import config
 
 AN_OBJECT, A_STAGE, A_RATE = "an object with its settings", "0, 1, 2 or 3", "a number >= 0"

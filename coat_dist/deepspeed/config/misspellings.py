@@ -1,7 +1,7 @@
-"""Names that are nearly "coat" or "CoatAdamW", and keys of the block in places where nobody reads them.
+"""Names that are nearly "coat" or "CoatAdamW", and keys of the block in places where nothing reads them.
 
-These are looked for in every configuration, with a block or without: what was meant to be compressed must not train
-uncompressed. Keys that are merely unknown are looked for beside a block or CoatAdamW only (``known_keys.py``).
+These are looked for in every configuration, with a block or without: a misspelt name must not silently disable
+compression. Keys that are merely unknown are looked for beside a block or CoatAdamW only (``schema.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from ..config import ActivationConfig, CoatConfigError, OptimizerConfig, look_up, misspells_coat, without_comments
-from ..optim import CoatAdamW
+from ...config import ActivationConfig, OptimizerConfig, Problem, look_up, misspells_coat, without_comments
+from ...config_errors import got
+from ...optim import CoatAdamW
 
-__all__ = ["check_names", "wrong_names"]
+__all__ = ["misspellings"]
 
 
 def _letters(name: str) -> str:
@@ -36,19 +37,9 @@ _DISTINCT = {
 """Keys that only the block has, so that no other program's configuration is refused, by their letters."""
 
 
-def check_names(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Refuse what is nearly right.
-
-    Raises:
-        CoatConfigError: what :func:`wrong_names` says.
-    """
-    if problems := wrong_names(config, optimizer):
-        raise CoatConfigError("\n".join(problems))
-
-
-def wrong_names(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> list[str]:
-    """One line for each name that is nearly right: the key, and what was probably meant. The block's own name is
-    checked where it is read, by ``CoatConfig.from_deepspeed``.
+def misspellings(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> list[Problem]:
+    """What is nearly right: the key, and what was probably meant. The block's own name is checked where it is read,
+    by ``CoatConfig.from_deepspeed``.
 
     Args:
         config: the DeepSpeed configuration.
@@ -56,40 +47,30 @@ def wrong_names(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | No
     """
     config = without_comments(config)
     problems = [
-        f"{key}: unknown key (did you mean {json.dumps(meant)}?), accepted: {where}"
+        Problem(key, f"unknown key (did you mean {json.dumps(meant)}?)", where)
         for key, meant, where in (*_misplaced(config), *_nested("", config))
     ]
-    if not isinstance(optimizer, CoatAdamW):
-        problems += _misnamed_optimizer(config)
-    return problems
+    return problems if isinstance(optimizer, CoatAdamW) else [*problems, *_misnamed_optimizer(config)]
 
 
-def _misspells_coat_adamw(name: Any) -> bool:
-    if name == "CoatAdamW" or not isinstance(name, str):
-        return False
-    letters = _letters(name)
-    return letters.startswith("coat") or difflib.SequenceMatcher(None, letters, "coatadamw").ratio() > 0.8
-
-
-def _misnamed_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
+def _misnamed_optimizer(config: Mapping[str, Any]) -> Iterator[Problem]:
     """CoatAdamW by nearly its name, or in a place where DeepSpeed does not look for an optimizer's name."""
     block = config.get("optimizer")
-    name = block.get("type") if isinstance(block, Mapping) else None
-    if _misspells_coat_adamw(name):
-        yield f'optimizer.type: got {json.dumps(name)} (did you mean "CoatAdamW"?), accepted: "CoatAdamW"'
-    elsewhere = {"optimizer": block, "optimizer.type": name} if name != "CoatAdamW" else {}
-    if isinstance(block, Mapping):
-        elsewhere |= {f"optimizer.{key}": value for key, value in block.items() if key != "type"}
-    for key, value in config.items():
-        if key != "optimizer" and isinstance(value, Mapping):
-            elsewhere[f"{key}.type"] = value.get("type")
+    inside = block if isinstance(block, Mapping) else {}
+    name = inside.get("type")
+    if name == "CoatAdamW":
+        name = None
+    elif isinstance(name, str):
+        letters = _letters(name)
+        if letters.startswith("coat") or difflib.SequenceMatcher(None, letters, "coatadamw").ratio() > 0.8:
+            yield Problem("optimizer.type", f'{got(name)} (did you mean "CoatAdamW"?)', '"CoatAdamW"')
+    elsewhere = {"optimizer": block, "optimizer.type": name}
+    elsewhere |= {f"optimizer.{key}": value for key, value in inside.items() if key != "type"}
+    others = (key for key, value in config.items() if key != "optimizer" and isinstance(value, Mapping))
+    elsewhere |= {f"{key}.type": config[key].get("type") for key in others}
     for key, value in elsewhere.items():
         if "CoatAdamW" in (value if isinstance(value, list | tuple) else [value]):
-            accepted = {
-                "optimizer": 'an object with its settings, "type" among them',
-                "optimizer.type": 'a name, not a list: "CoatAdamW"',
-            }.get(key, 'as "optimizer.type"')
-            yield f"{key}: got {json.dumps(value)}, accepted: {accepted}"
+            yield Problem(key, got(value), 'the name alone, as "optimizer.type"')
 
 
 def _misplaced(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -125,7 +106,7 @@ def _key_of_the_block(key: str, value: Any) -> str | None:
 
 
 def _nested(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The block inside another one, where nobody reads it."""
+    """The block inside another one, where nothing reads it."""
     for owner, block in config.items():
         if isinstance(block, Mapping) and owner != "coat":
             for key in block:
