@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,7 +36,7 @@ _DISTINCT = {
 """Keys that only the block has, so that no other program's configuration is refused, by their letters."""
 
 
-def misspellings(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> list[Problem]:
+def misspellings(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> Iterator[Problem]:
     """What is nearly right: the key, and what was probably meant. The block's own name is checked where it is read,
     by ``CoatConfig.from_deepspeed``.
 
@@ -46,44 +45,33 @@ def misspellings(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | N
         optimizer: the one that is given beside it; with a CoatAdamW, DeepSpeed does not look at ``optimizer.type``.
     """
     config = without_comments(config)
-    problems = [
-        Problem(key, f"unknown key (did you mean {json.dumps(meant)}?)", where)
-        for key, meant, where in (*_misplaced(config), *_nested("", config))
-    ]
-    return problems if isinstance(optimizer, CoatAdamW) else [*problems, *_misnamed_optimizer(config)]
+    named = look_up(config, "optimizer.type")
+    for owner, key, value in _entries("", config):
+        name = f"{owner}{key}"
+        if owner and isinstance(value, Mapping) and (key == "coat" or misspells_coat(key, {key: value})):
+            yield Problem(name, 'unknown key (did you mean "coat"?)', "at the top level")
+        elif owner in ("", "optimizer.") and (meant := _key_of_the_block(key, value)):
+            yield Problem(name, f'unknown key (did you mean "coat.{meant}"?)', 'in the "coat" block')
+        # Another optimizer's params may have options like ours: only names that nothing else has.
+        elif owner == "optimizer.params." and named != "CoatAdamW" and (meant := _distinct(key)):
+            accepted = 'in the "coat" block, or here with "type": "CoatAdamW"'
+            yield Problem(name, f'unknown key (did you mean "coat.{meant}"?)', accepted)
+        elif not isinstance(optimizer, CoatAdamW) and (key == "type" or owner == "optimizer." or name == "optimizer"):
+            letters = _letters(value) if name == "optimizer.type" and isinstance(value, str) else ""
+            near = difflib.SequenceMatcher(None, letters, "coatadamw").ratio() > 0.8 or letters.startswith("coat")
+            misplaced = name != "optimizer.type" or isinstance(value, list | tuple)
+            if near and value != "CoatAdamW":
+                yield Problem(name, f'{got(value)} (did you mean "CoatAdamW"?)', '"CoatAdamW"')
+            elif misplaced and "CoatAdamW" in (value if isinstance(value, list | tuple) else [value]):
+                yield Problem(name, got(value), 'the name alone, as "optimizer.type"')
 
 
-def _misnamed_optimizer(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """CoatAdamW by nearly its name, or in a place where DeepSpeed does not look for an optimizer's name."""
-    block = config.get("optimizer")
-    inside = block if isinstance(block, Mapping) else {}
-    name = inside.get("type")
-    if name == "CoatAdamW":
-        name = None
-    elif isinstance(name, str):
-        letters = _letters(name)
-        if letters.startswith("coat") or difflib.SequenceMatcher(None, letters, "coatadamw").ratio() > 0.8:
-            yield Problem("optimizer.type", f'{got(name)} (did you mean "CoatAdamW"?)', '"CoatAdamW"')
-    elsewhere = {"optimizer": block, "optimizer.type": name}
-    elsewhere |= {f"optimizer.{key}": value for key, value in inside.items() if key != "type"}
-    others = (key for key, value in config.items() if key != "optimizer" and isinstance(value, Mapping))
-    elsewhere |= {f"{key}.type": config[key].get("type") for key in others}
-    for key, value in elsewhere.items():
-        if "CoatAdamW" in (value if isinstance(value, list | tuple) else [value]):
-            yield Problem(key, got(value), 'the name alone, as "optimizer.type"')
-
-
-def _misplaced(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Keys of the block at the top level or in DeepSpeed's ``optimizer``; in the ``params`` of another optimizer, which
-    may have options like ours, only names that nothing else has. What was meant, and where it belongs."""
-    for prefix, block in (("", config), ("optimizer.", config.get("optimizer"))):
-        for key, value in block.items() if isinstance(block, Mapping) else ():
-            if meant := _key_of_the_block(str(key), value):
-                yield f"{prefix}{key}", f"coat.{meant}", 'in the "coat" block'
-    params = look_up(config, "optimizer.params")
-    for key in params if isinstance(params, Mapping) and look_up(config, "optimizer.type") != "CoatAdamW" else ():
-        if meant := _distinct(str(key)):
-            yield f"optimizer.params.{key}", f"coat.{meant}", 'in the "coat" block, or here with "type": "CoatAdamW"'
+def _entries(owner: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """All keys outside of the block, each with what stands before it and its value."""
+    for key, value in config.items():
+        if owner or key != "coat":
+            yield owner, str(key), value
+            yield from _entries(f"{owner}{key}.", value) if isinstance(value, Mapping) and key != "coat" else ()
 
 
 def _distinct(key: str) -> str | None:
@@ -103,13 +91,3 @@ def _key_of_the_block(key: str, value: Any) -> str | None:
                 model.model_validate({key: value})
                 return f"{name}.{key}"
     return None
-
-
-def _nested(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The block inside another one, where nothing reads it."""
-    for owner, block in config.items():
-        if isinstance(block, Mapping) and owner != "coat":
-            for key in block:
-                if isinstance(block[key], Mapping) and (key == "coat" or misspells_coat(key, block)):
-                    yield f"{prefix}{owner}.{key}", "coat", "at the top level"
-            yield from _nested(f"{prefix}{owner}.", block)

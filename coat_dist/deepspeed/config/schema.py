@@ -19,19 +19,14 @@ from ...config import ActivationConfig, OptimizerConfig, Problem, look_up
 from ...config_errors import got
 from ...optim import CoatAdamW
 
-__all__ = ["OF_ADAM", "check_blocks", "check_keys", "defaults_of_coat_adamw", "is_dtype", "is_number", "schedule_class"]
+__all__ = ["OF_ADAM", "check_blocks", "check_keys", "defaults_of_coat_adamw", "is_number", "schedule_class"]
 
 _READ_BY_KEY = (
     *("optimizer", "scheduler", "data_types", "checkpoint", "torch_autocast", "activation_checkpointing"),
     "flops_profiler",
 )
 """Blocks that DeepSpeed reads key by key. It refuses unknown keys of most others itself."""
-_MODELS = {
-    "zero_optimization": "zero_config",
-    "fp16": "float16_config",
-    "bf16": "bfloat16_config",
-    "bfloat16": "bfloat16_config",
-}
+_MODELS = {"zero_optimization": "zero_config", "fp16": "float16_config", "bf16": "bfloat16_config"}
 """Blocks that are classes of pydantic, and what DeepSpeed's configuration calls them."""
 _ELSEWHERE = {
     "coat",
@@ -103,14 +98,6 @@ def schedule_class(name: Any, stage: int) -> type | None:
     found = (getattr(module, name, None) for module in modules if isinstance(name, str))
     classes = (c for c in found if isinstance(c, type) and "optimizer" in inspect.signature(c).parameters)
     return next(classes, None)
-
-
-def is_dtype(name: Any) -> bool:
-    """Whether DeepSpeed knows the name of a type."""
-    from deepspeed.runtime.config import DtypeEnum
-
-    with_values: Any = DtypeEnum
-    return isinstance(name, str) and name in with_values._value2member_map_
 
 
 def is_number(value: Any) -> bool:

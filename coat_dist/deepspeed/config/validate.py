@@ -221,7 +221,7 @@ def read_block(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | Non
     facts = Facts(as_read(config), coat, optimizer)
     of_key = {one.key: one for one in found if isinstance(one, Problem)}
     texts = [one for one in found if not isinstance(one, Problem)]
-    more: list[Problem] = misspellings(config, optimizer)
+    more = [*misspellings(config, optimizer)]
     if found or coat is not None or facts.compressed:
         more += check_blocks(facts.config)
         objects = {key: v for key, v in facts.config.items() if key not in {one.key for one in more}}
