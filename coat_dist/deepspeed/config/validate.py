@@ -107,6 +107,7 @@ def _validate(request: Request, explicit: bool) -> None:
 
     given, sources = request.given, configurations(request.given)
     model, optimizer, mpu = (given.get(name) for name in ("model", "optimizer", "mpu"))
+    request.tied = tied_weights(model)
     read = [source if isinstance(source, Mapping) else load_json(source) for source in sources]
     ours = isinstance(optimizer, CoatAdamW) or getattr(mpu, "coat_mpu", False) or _is_patched(model)
     named = any("coat" in one or look_up(one, "optimizer.type") == "CoatAdamW" for one in read)
@@ -134,7 +135,7 @@ def _validate(request: Request, explicit: bool) -> None:
     if coat is not None:
         _check_patched(model, coat)
     facts = request.facts = Facts(as_read(settings), coat, object_given, tp, cp, stages(mpu), ep)
-    request.source, request.settings, request.tied = sources[0], settings, tied_weights(model)
+    request.source, request.settings = sources[0], settings
     if object_given is not None:
         request.check_optimizer(object_given)
     elif optimizer is None and coat is not None:
