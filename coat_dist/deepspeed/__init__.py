@@ -1,7 +1,7 @@
 """The DeepSpeed side: ``coat_dist.initialize``, what it refuses, and what it replaces on DeepSpeed's objects.
 
-- ``engine.py`` is ``initialize``: ``validate``, ``agree``, ``build``. By ``hook.py`` calls of ``deepspeed.initialize`` go
-  the same way; ``optimizer_from_json.py`` makes the optimizer that a configuration names.
+- ``engine.py`` is ``initialize``: ``validate``, ``agree``, ``build``. By ``hook.py`` calls of ``deepspeed.initialize``
+  go the same way; ``optimizer_from_json.py`` makes the optimizer that a configuration names.
 - ``config/`` has the first two: which settings are refused (``table.py``), which keys DeepSpeed reads (``schema.py``),
   names that are nearly right (``misspellings.py``), and the exchange of errors between ranks (``agreement.py``).
 - ``attach.py`` is the one list of what is replaced on DeepSpeed's objects, in its order, with the reason for it. Each

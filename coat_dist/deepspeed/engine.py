@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.zero_partitions import base_optimizer
+from ..checkpoint.zero_partitions import base_optimizer, partitions
 from ..optim import CoatAdamW
+from ..optim.state import has_remainder
+from ..ranks import rank_and_world
 from .attach import attach
 from .config.agreement import agree
 from .config.validate import ARGUMENTS, Request, configurations, validate
 from .expert_parallel import announced_experts
-from .start_line import print_start_line
 from .without_launcher import leave_out_compiled_operation
 
 __all__ = ["called_as_deepspeed", "configurations", "initialize"]
@@ -127,7 +128,7 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
         engine, *others = original()(**{**given, "config": settings})
         built.append(engine)
     attach(engine, request.coat, evaluates=facts.only_evaluates)
-    print_start_line(engine)
+    _print_start_line(engine)
     return engine, *others
 
 
@@ -139,3 +140,27 @@ def _without_configuration(args: Any) -> Any:
         for name in names:
             setattr(args, name, None)
     return args
+
+
+def _print_start_line(engine: Any) -> None:
+    """Print on rank 0, to stderr, what a new engine runs."""
+    if rank_and_world()[0] == 0:
+        print(f"coat_dist: {_describe_optimizer(engine)}; {_describe_flow(engine.module)}", file=sys.stderr, flush=True)
+
+
+def _describe_optimizer(engine: Any) -> str:
+    if base_optimizer(engine.optimizer) is None:
+        basic = getattr(engine, "basic_optimizer", None)
+        return "no optimizer, this engine evaluates" if basic is None else f"optimizer {type(basic).__name__}"
+    elements, size = 0, 0.0
+    for part in partitions(engine.optimizer):
+        each = 8.0 if part.group["moments"] == "fp32" else 2 * (1 + 3 / part.group["group_size"])
+        elements += part.flat.numel()
+        size += part.flat.numel() * (each + 2 * has_remainder(part.group))
+    return f"CoatAdamW, {size / max(1, elements):.2f} bytes a parameter of states (AdamW: 8)"
+
+
+def _describe_flow(model: Any) -> str:
+    reports = [vars(m)["coat_patch_report"] for m in model.modules() if "coat_patch_report" in vars(m)]
+    patched, left = (sum(len(getattr(report, name)) for report in reports) for name in ("patched", "left"))
+    return f"FP8 flow in {patched} of {patched + left} blocks" if patched else "no layers in the FP8 flow"

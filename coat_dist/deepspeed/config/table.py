@@ -57,10 +57,10 @@ class Facts:
     """An object that is given beside the configuration."""
     tp: int = 1
     cp: int = 1
-    stages: int = 1
-    """Megatron's pipeline stages."""
     ep: int = 1
     """Ranks that divide the experts."""
+    pipeline: bool = False
+    """The model is a ``PipelineModule``."""
 
     @property
     def ours(self) -> CoatAdamW | None:
@@ -183,137 +183,91 @@ _MONITORS = (
 )
 """DeepSpeed's monitors, the modules that it imports on rank 0 while the other ranks wait, and what pip calls them."""
 
+# fmt: off
 TYPES = (
     *(Key(name, "an object with its settings", _no_object) for name in _OBJECTS),
     Key(f"{_ZERO}.stage", "0, 1, 2 or 3", lambda v, f: isinstance(v, bool) or v not in (None, 0, 1, 2, 3)),
     *(Key(name, "an integer >= 1", _no_integer(1)) for name in _UNSET[3:]),
     Key("tensor_parallel.autotp_size", "an integer >= 0", _no_integer(0)),
-    Key(
-        "gradient_clipping",
-        "a number >= 0",
-        lambda v, f: "gradient_clipping" in f.config and not (is_number(v) and v >= 0),
-    ),
+    Key("gradient_clipping", "a number >= 0",
+        lambda v, f: "gradient_clipping" in f.config and not (is_number(v) and v >= 0)),
     # Infinity, as Accelerate has it, is never.
     Key("steps_per_print", "a number but 0, or null", lambda v, f: v is not None and not (is_number(v) and v != 0)),
     Key("wall_clock_breakdown", "true or false", lambda v, f: v is None and "wall_clock_breakdown" in f.config),
-    Key(
-        "data_types.grad_accum_dtype",
-        '"fp32", "fp16" or "bf16"',
-        lambda v, f: v is not None and str(v).removeprefix("torch.") not in _DTYPES,
-    ),
+    Key("data_types.grad_accum_dtype", '"fp32", "fp16" or "bf16"',
+        lambda v, f: v is not None and str(v).removeprefix("torch.") not in _DTYPES),
     # DeepSpeed reads nothing of a block without a name.
-    Key(
-        "scheduler.type",
+    Key("scheduler.type",
         "one of DeepSpeed's schedules, or without ZeRO one of torch's; others as the argument lr_scheduler",
-        lambda v, f: f["scheduler"] and (schedule_class(v, f.stage) is None if v else "type" not in f["scheduler"]),
-    ),
-    Key(
-        "scheduler.params",
-        "an object with the schedule's parameters, or {{}} for its defaults",
-        lambda v, f: schedule_class(f["scheduler.type"], f.stage) and not isinstance(v, Mapping),
-    ),
+        lambda v, f: f["scheduler"] and (schedule_class(v, f.stage) is None if v else "type" not in f["scheduler"])),
+    Key("scheduler.params", "an object with the schedule's parameters, or {{}} for its defaults",
+        lambda v, f: schedule_class(f["scheduler.type"], f.stage) and not isinstance(v, Mapping)),
     Key("datastates_ckpt", _ON_DISK, lambda v, f: v not in (None, False)),
 )
 """Types and ranges, looked at first: the other rows rely on them."""
 
 RULES = (
-    Key(
-        "optimizer.type",
-        '"CoatAdamW" when the block has "coat.optimizer" (remove one of the two)',
-        lambda v, f: f.block and v not in (None, "CoatAdamW") and f.ours is None,
-    ),
-    Key(
-        "optimizer.params.adam_w_mode",
-        "true; drop it: CoatAdamW's weight decay is always decoupled",
-        lambda v, f: f.compressed and f.optimizer is None and v not in (None, True),
-    ),
+    Key("optimizer.type", '"CoatAdamW" when the block has "coat.optimizer" (remove one of the two)',
+        lambda v, f: f.block and v not in (None, "CoatAdamW") and f.ours is None),
+    Key("optimizer.params.adam_w_mode", "true; drop it: CoatAdamW's weight decay is always decoupled",
+        lambda v, f: f.compressed and f.optimizer is None and v not in (None, True)),
     # Both would split the same weights.
-    Key(
-        "tensor_parallel.autotp_size",
-        "0 or 1 with Megatron tensor parallelism {f.tp}",
-        lambda v, f: f.tp > 1 and _several(v),
-    ),
+    Key("tensor_parallel.autotp_size", "0 or 1 with Megatron tensor parallelism {f.tp}",
+        lambda v, f: f.tp > 1 and _several(v)),
     # CoatAdamW has a loader of its own.
-    Key(
-        "checkpoint.load_universal",
+    Key("checkpoint.load_universal",
         f"false with {_ZERO}.stage 3 and tensor parallelism {{f.tp}}: DeepSpeed does not slice universal checkpoints "
         "over TP there; use stage 1 or 2, or CoatAdamW",
-        lambda v, f: v and f.stage == 3 and f.tp > 1 and not f.compressed,
-    ),
-    *(
-        Key(f"{name}.enabled", f"false, or first: pip install {pip}", _without(module))
-        for name, module, pip in _MONITORS
-    ),
+        lambda v, f: v and f.stage == 3 and f.tp > 1 and not f.compressed),
+    *(Key(f"{name}.enabled", f"false, or first: pip install {pip}", _without(module))
+      for name, module, pip in _MONITORS),
     # Files that are written behind a save's back may be incomplete when it returns.
     Key("checkpoint.writer", _ON_DISK, _given),
-    Key(
-        "checkpoint.use_node_local_storage",
+    Key("checkpoint.use_node_local_storage",
         "false with tensor parallelism {f.tp}: DeepSpeed then writes the model states of each node's first rank alone",
-        lambda v, f: f.tp > 1 and v,
-    ),
+        lambda v, f: f.tp > 1 and v),
     # ZeRO++, by kernels compiled on first use.
-    *(
-        Key(f"{_ZERO}.zero_quantized_{what}", "false: it would round to INT8 or INT4 what is rounded here already", _on)
-        for what in ("weights", "nontrainable_weights", "gradients")
-    ),
+    *(Key(f"{_ZERO}.zero_quantized_{what}", "false: it would round to INT8 or INT4 what is rounded here already", _on)
+      for what in ("weights", "nontrainable_weights", "gradients")),
     # DeepSpeed's groups are consecutive ranks, whatever these hold, and it ignores the key at other stages.
-    Key(
-        f"{_ZERO}.zero_hpz_partition_size",
+    Key(f"{_ZERO}.zero_hpz_partition_size",
         f"1, or with {_ZERO}.stage 3 and without tensor parallelism a divisor of the number of ranks ({{f.world}})",
-        lambda v, f: _several(v) and (f.stage != 3 or f.tp > 1 or f.world % min(v, f.world) != 0),
-    ),
-    Key(
-        f"{_ZERO}.elastic_checkpoint",
-        "false with CoatAdamW: it merges raw optimizer state across ranks",
-        _if("compressed"),
-    ),
+        lambda v, f: _several(v) and (f.stage != 3 or f.tp > 1 or f.world % min(v, f.world) != 0)),
+    Key(f"{_ZERO}.elastic_checkpoint", "false with CoatAdamW: it merges raw optimizer state across ranks",
+        _if("compressed")),
     # These keep the optimizer's states on the CPU.
     Key(f"{_ZERO}.offload_optimizer.device", '"none" with CoatAdamW', _if("compressed", _off_gpu)),
     Key(f"{_ZERO}.offload_optimizer.super_offload", "false with CoatAdamW", _if("compressed")),
     Key(f"{_ZERO}.cpu_offload", "false with CoatAdamW", _if("compressed")),
     Key(f"{_ZERO}.zenflow", "absent with CoatAdamW", _if("compressed", _given)),
-    Key(
-        f"{_ZERO}.stage",
+    Key(f"{_ZERO}.stage",
         "1, 2 or 3 with {f.half}.enabled: stage 0 steps on zero gradients while the engine is built, and with fp16 "
         "hands out states and weights that nothing here was written for",
-        lambda v, f: f.ours is not None and f.stage == 0 and f.half is not None,
-    ),
+        lambda v, f: f.ours is not None and f.stage == 0 and f.half is not None),
+    Key(f"{_ZERO}.stage", "1 with a PipelineModule (gradients stay on a stage until its last micro-batch)",
+        lambda v, f: f.pipeline and f.stage > 1),
     # master_weights and DeepSpeed's keys have to say the same: each alone would lose the lower 16 bits.
-    Key(
-        "bf16.bf16_master_weights_and_grads",
+    Key("bf16.bf16_master_weights_and_grads",
         "false with CoatAdamW, or true with {f.option}: bfloat16 alone loses small updates",
-        lambda v, f: v and f.compressed and not f.remainder,
-    ),
-    *(
-        Key(f"bf16.{name}", "true with {f.option}", _if("remainder", operator.not_))
-        for name in ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
-    ),
-    Key(
-        "data_types.grad_accum_dtype",
+        lambda v, f: v and f.compressed and not f.remainder),
+    *(Key(f"bf16.{name}", "true with {f.option}", _if("remainder", operator.not_))
+      for name in ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")),
+    Key("data_types.grad_accum_dtype",
         f'"bf16" with {{f.option}} at {_ZERO}.stage 1, where fp32 sums mean fp32 weights; or stage 2 or 3',
-        lambda v, f: f.remainder and f.stage == 1 and v in ("fp32", "float32", "float", "torch.float32"),
-    ),
+        lambda v, f: f.remainder and f.stage == 1 and v in ("fp32", "float32", "float", "torch.float32")),
     # Weights and remainders are one master weight, on one device.
     Key(f"{_ZERO}.offload_param.device", '"none" with {f.option}', _if("remainder", _off_gpu)),
     Key(f"{_ZERO}.cpu_offload_param", "false with {f.option}", _if("remainder")),
     Key(f"{_ZERO}.cpu_offload_params", "false with {f.option}", _if("remainder")),
     Key("fp16.enabled", "false beside bf16.enabled true", lambda v, f: v and f["bf16.enabled"] and not f.flow),
     Key("fp16.enabled", "false with coat.activation.enabled: the flow runs in bf16", _if("flow")),
-    Key(
-        "coat.activation.weights",
-        f'"on_use" with {_ZERO}.stage 3: a cache would hold whole weights on every rank',
-        lambda v, f: f.flow and v == "cached" and f.stage == 3,
-    ),
-    Key(
-        "coat.activation.cuda_graphs",
+    Key("coat.activation.weights", f'"on_use" with {_ZERO}.stage 3: a cache would hold whole weights on every rank',
+        lambda v, f: f.flow and v == "cached" and f.stage == 3),
+    Key("coat.activation.cuda_graphs",
         f"false with {_ZERO}.stage 3: graphs read weights where they lie, and these come and go",
-        lambda v, f: f.flow and v and f.stage == 3,
-    ),
-    Key(
-        "coat.activation.wgrad",
-        '"grad" under DeepSpeed, whose parameters have no main_grad',
-        lambda v, f: f.flow and v == "main_grad",
-    ),
+        lambda v, f: f.flow and v and f.stage == 3),
+    Key("coat.activation.wgrad", '"grad" under DeepSpeed, whose parameters have no main_grad',
+        lambda v, f: f.flow and v == "main_grad"),
 )
 """Settings that CoatAdamW or the flow cannot honour."""
 
@@ -325,17 +279,12 @@ STAGES = (
     Key(f"{_ZERO}.offload_optimizer.device", '"none" with pipeline stages', lambda v, f: _off_gpu(v)),
     Key(f"{_ZERO}.zenflow", "absent with pipeline stages", _given),
     Key("fp16.enabled", "false with pipeline stages (bf16 needs no loss scaling)", _on),
-    Key(
-        "managed_gradient_accumulation",
+    Key("managed_gradient_accumulation",
         "true (its default) with pipeline stages: a step is gradient_accumulation_steps micro-batches",
-        lambda v, f: v is False,
-    ),
+        lambda v, f: v is False),
     Key("torch_autocast.enabled", "false with pipeline stages", _on),
-    Key(
-        "checkpoint.use_node_local_storage",
-        "false with pipeline stages (DeepSpeed would write the model states of each node's first rank alone)",
-        _on,
-    ),
+    Key("checkpoint.use_node_local_storage",
+        "false with pipeline stages (DeepSpeed would write the model states of each node's first rank alone)", _on),
     Key("flops_profiler.enabled", "false with pipeline stages (the engine's forward does not run)", _on),
 )
 """Settings that Megatron's pipeline stages cannot honour."""
@@ -349,3 +298,4 @@ EXPERTS = (
     Key(f"{_ZERO}.round_robin_gradients", "false with expert parallelism", _on),
 )
 """Settings that experts divided over ranks cannot honour."""
+# fmt: on

@@ -134,7 +134,7 @@ def _validate(request: Request, explicit: bool) -> None:
         check_replicated_grads(model, mpu, tp)
     if coat is not None:
         _check_patched(model, coat)
-    facts = request.facts = Facts(as_read(settings), coat, object_given, tp, cp, stages(mpu), ep)
+    facts = request.facts = Facts(as_read(settings), coat, object_given, tp, cp, ep)
     request.source, request.settings = sources[0], settings
     if object_given is not None:
         request.check_optimizer(object_given)
@@ -185,7 +185,7 @@ def check_deepspeed(
     """
     coat = read_block(config, optimizer)
     block = {} if coat is None else {"coat": coat.model_dump()}
-    facts = Facts(as_read({**config, **block}), coat, optimizer, tp, cp)
+    facts = Facts(as_read({**config, **block}), coat, optimizer, tp, cp, pipeline=pipeline)
     if coat is None and not facts.compressed:
         return None
     problems = [*refused(RULES, facts)]
@@ -196,9 +196,6 @@ def check_deepspeed(
     if facts.stage and cp > 1:
         accepted = "1 with ZeRO (gradients are not reduced over CP ranks)"
         problems.append(Problem("context_parallel_size", got(cp), accepted))
-    if facts.stage > 1 and pipeline:
-        accepted = "1 with a PipelineModule (gradients stay on a stage until its last micro-batch)"
-        problems.append(Problem("zero_optimization.stage", got(facts.stage), accepted))
     _raise(problems)
     return coat
 
@@ -249,7 +246,7 @@ def check_parallel(
     Raises:
         CoatConfigError: names each key, what was given and what is accepted.
     """
-    facts = Facts(as_read(settings), stages=stages, ep=ep)
+    facts = Facts(as_read(settings))
     problems = [*(refused(STAGES, facts) if stages > 1 else ()), *(refused(EXPERTS, facts) if ep > 1 else ())]
     if stages > 1 and ep > 1:
         problems.append(Problem("mpu", f"got {stages} pipeline stages", "1 with expert parallelism"))
