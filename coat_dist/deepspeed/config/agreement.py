@@ -72,10 +72,10 @@ def _start(request: Request) -> None:
 
     given = request.given
     if not dist.is_initialized() and given.get("dist_init_required") is not False:
-        ours = request.ours or request.error is not None
+        right = request.error is None
         # A baseline starts as the run it is compared with; where nothing will run, a process of its own stays as it is.
-        prepare(ours or in_a_step(), alone=request.error is None)
-        if request.ours or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        prepare(request.ours or not right or in_a_step(), alone=right)
+        if (right and request.ours) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
             deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
 
 

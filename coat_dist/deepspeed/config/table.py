@@ -23,10 +23,8 @@ from .schema import is_number, schedule_class
 
 __all__ = ["EXPERTS", "RULES", "STAGES", "TYPES", "Facts", "Key", "as_read", "refused"]
 
-_UNSET = (
-    *("bf16", "bfloat16", "aio", "gradient_accumulation_steps"),
-    *("train_batch_size", "train_micro_batch_size_per_gpu"),
-)
+_SIZES = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+_UNSET = ("bf16", "bfloat16", "aio", *_SIZES)
 """Keys that may be null, which means to DeepSpeed that they are not given."""
 _MODELS = ("zero_optimization", "fp16", "bf16", "tensor_parallel", "compile")
 """Blocks in which DeepSpeed drops what is "auto"."""
@@ -187,7 +185,7 @@ _MONITORS = (
 TYPES = (
     *(Key(name, "an object with its settings", _no_object) for name in _OBJECTS),
     Key(f"{_ZERO}.stage", "0, 1, 2 or 3", lambda v, f: isinstance(v, bool) or v not in (None, 0, 1, 2, 3)),
-    *(Key(name, "an integer >= 1", _no_integer(1)) for name in _UNSET[3:]),
+    *(Key(name, "an integer >= 1", _no_integer(1)) for name in _SIZES),
     Key("tensor_parallel.autotp_size", "an integer >= 0", _no_integer(0)),
     Key("gradient_clipping", "a number >= 0",
         lambda v, f: "gradient_clipping" in f.config and not (is_number(v) and v >= 0)),
