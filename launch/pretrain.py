@@ -39,7 +39,7 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
-from coat_dist.deepspeed.monitors import make_folders
+from coat_dist.deepspeed.config.agreement import make_folders
 from coat_dist.deepspeed.slurm import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch import failing

@@ -11,7 +11,7 @@ from coat_dist import nodes
 from coat_dist.checkpoint import team
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.shared import check_shared, check_there
-from coat_dist.deepspeed.refusals import check_deepspeed
+from coat_dist.deepspeed.config.validate import check_deepspeed
 from coat_dist.nodes import Place, by_node
 from coat_dist.ranks import before_others, check_same_on_all_ranks, on_first_ranks, say_ranks
 from tests.coat_dist.checkpoint.test_loading import build, refused

@@ -262,7 +262,7 @@ def test_every_kind_of_engine(tmp_path):
 @pytest.mark.parametrize("key", ["checkpoint.writer", "datastates_ckpt"])
 def test_writers_behind_a_saves_back_are_refused(key):
     from coat_dist import CoatConfigError
-    from coat_dist.deepspeed.refusals import check_deepspeed
+    from coat_dist.deepspeed.config.validate import check_deepspeed
 
     more = {"checkpoint": {"writer": {"type": "fast"}}} if key == "checkpoint.writer" else {key: {"host_cache_size": 1}}
     with pytest.raises(CoatConfigError, match=f"^{key}: got "):

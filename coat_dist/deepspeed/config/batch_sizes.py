@@ -1,4 +1,4 @@
-"""The three batch sizes of a DeepSpeed configuration, of which one or two say the rest."""
+"""The three batch sizes of a DeepSpeed configuration: one or two of them determine the others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import CoatConfigError, look_up
-from ..ranks import rank_and_world
+from ...config import CoatConfigError, Problem, look_up
+from ...config_errors import got
+from ...ranks import rank_and_world
 
 __all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "batch_sizes", "data_parallel_ranks"]
 
@@ -29,24 +30,18 @@ def batch_sizes(settings: Mapping[str, Any], dp: int) -> BatchSizes:
     Raises:
         CoatConfigError: too few given to know the rest, not positive integers, or contradictory.
     """
-    keys = MICRO, STEPS, TOTAL
-    micro, accumulation, total = (settings.get(k) for k in keys)
-    for key, value in zip(keys, (micro, accumulation, total), strict=True):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise CoatConfigError(f"{key}: got {value!r}, accepted: an integer >= 1")
+    micro, accumulation, total = (settings.get(key) for key in (MICRO, STEPS, TOTAL))
+    for key in (MICRO, STEPS, TOTAL):
+        if (value := settings.get(key)) is not None and (type(value) is not int or value < 1):
+            raise CoatConfigError(Problem(key, got(value), "an integer >= 1"))
     if micro is None and total is None:
-        raise CoatConfigError(f"{keys[0]}: missing, accepted: an integer >= 1 (or {keys[2]})")
-    if micro is None:
-        assert total is not None
-        micro = max(1, total // (dp * (accumulation or 1)))
-    if accumulation is None:
-        accumulation = max(1, (total or 0) // (micro * dp))
+        raise CoatConfigError(Problem(MICRO, "missing", f"an integer >= 1 (or {TOTAL})"))
+    micro = micro or max(1, (total or 0) // (dp * (accumulation or 1)))
+    accumulation = accumulation or max(1, (total or 0) // (micro * dp))
     expected = micro * accumulation * dp
     if expected != (total or expected):
-        raise CoatConfigError(
-            f"train_batch_size: got {total}, accepted: {keys[0]} ({micro}) x {keys[1]} ({accumulation}) x "
-            f"data-parallel ranks ({dp}) = {expected}"
-        )
+        accepted = f"{MICRO} ({micro}) x {STEPS} ({accumulation}) x data-parallel ranks ({dp}) = {expected}"
+        raise CoatConfigError(Problem(TOTAL, got(total), accepted))
     return BatchSizes(micro, accumulation, expected)
 
 
@@ -65,12 +60,5 @@ def data_parallel_ranks(given: Mapping[str, Any], settings: Mapping[str, Any]) -
         mpu = model.mpu()
     if callable(count := getattr(mpu, "get_data_parallel_world_size", None)):
         return int(count())
-    others = {"sequence_parallel_size", "data_parallel_size"} & {*settings}
-    if (
-        mpu is not None
-        or "mesh_param" in given
-        or others
-        or (look_up(settings, "tensor_parallel.autotp_size") or 0) > 1
-    ):
-        return None
-    return rank_and_world()[1]
+    others = mpu is not None or "mesh_param" in given or {"sequence_parallel_size", "data_parallel_size"} & {*settings}
+    return None if others or (look_up(settings, "tensor_parallel.autotp_size") or 0) > 1 else rank_and_world()[1]
