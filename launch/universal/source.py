@@ -9,7 +9,7 @@ from typing import Any
 
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
 from coat_dist.checkpoint.publish import LATEST, find, name_of, own_name, replaced_or
-from coat_dist.checkpoint.shared import KEY, say_part
+from coat_dist.checkpoint.team import KEY, say_part
 
 __all__ = ["Source", "find_source", "read_source"]
 

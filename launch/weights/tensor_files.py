@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from coat_dist.checkpoint.checksums import join
+from coat_dist.checkpoint.engine_writes import join
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.weights.source import CheckpointError
 from launch.weights.sums import bytes_of, summed

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from coat_dist.checkpoint.checksums import join
 from coat_dist.checkpoint.durable import named, write_text
+from coat_dist.checkpoint.engine_writes import join
 from launch.weights.source import CheckpointError
 from launch.weights.sums import bytes_of, taken
 from launch.weights.tensor_files import CODES
