@@ -184,39 +184,28 @@ def sharing(folder: Path, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
     if len(nodes) == 1:
         return [list(range(world))]
     firsts = [ranks[0] for ranks in nodes]
-    name = folder / f".unfinished-shared-{os.getpid()}-{secrets.token_hex(8)}"
-    written = rank in firsts and _put(name)
-    names = gather(name.name if written else None)
-    seen = None
+    mine = folder / f".unfinished-shared-{os.getpid()}-{secrets.token_hex(8)}"
     if rank in firsts:
-        others = {first: names[first] for first in firsts if names[first] is not None}
-        seen = _look(folder, {first: cast(str, other) for first, other in others.items()})
-    found = gather(seen)
-    if written:
         with suppress(OSError):
-            name.unlink()
+            mine.touch(exist_ok=False)
+    names = gather(mine.name)
+    found = gather(_look(folder, {first: names[first] for first in firsts}) if rank in firsts else [])
+    if rank in firsts:
+        with suppress(OSError):
+            mine.unlink()
     folders: dict[int, list[int]] = {}
     for ranks in nodes:
-        folders.setdefault(min([ranks[0], *(found[ranks[0]] or ())]), []).extend(ranks)
+        folders.setdefault(min([ranks[0], *found[ranks[0]]]), []).extend(ranks)
     return [sorted(ranks) for ranks in folders.values()]
-
-
-def _put(file: Path) -> bool:
-    try:
-        file.touch(exist_ok=False)
-    except OSError:
-        return False
-    return True
 
 
 def _look(folder: Path, names: dict[int, str]) -> list[int]:
     """Whose files are there, at the latest after :data:`PATIENCE`."""
     end = time.monotonic() + PATIENCE
     while True:
-        try:
+        there: set[str] = set()
+        with suppress(OSError):
             there = set(os.listdir(folder))  # asks the file server; a lookup of the name alone may not
-        except OSError:
-            there = set()
         found = [first for first, name in names.items() if name in there]
         if len(found) == len(names) or time.monotonic() > end:
             return found

@@ -183,6 +183,8 @@ def kinds(rank, world, folder):
     import deepspeed
 
     import coat_dist
+    from coat_dist.checkpoint.load_checks import load_whole_checkpoints
+    from coat_dist.checkpoint.save import save_whole_checkpoints
 
     wrong = []
 
@@ -205,18 +207,16 @@ def kinds(rank, world, folder):
     there_and_back("fp32, stage 2", small({"zero_optimization": {"stage": 2}}))
     bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     there_and_back("older format", small({**bf16, "checkpoint": {"checkpoint_serialization": False}}))
-    config = {"train_micro_batch_size_per_gpu": 2, **bf16, "coat": {}}
+    config = {"train_micro_batch_size_per_gpu": 2, **bf16}
     net = torch.nn.Linear(128, 128)
-    adam = torch.optim.AdamW(net.parameters(), lr=0.01)
-    there_and_back("a block beside torch's AdamW", coat_dist.initialize(model=net, config=config, optimizer=adam)[0])
-    net = torch.nn.Linear(128, 128)
-    other = coat_dist.initialize(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters()))[0]
+    other = coat_dist.initialize(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01))[0]
+    save_whole_checkpoints(other)
+    load_whole_checkpoints(other)
     step(other)
     other.save_checkpoint(f"{folder}/other")
-    other.destroy()
+    there_and_back("torch's AdamW", other)
     net = torch.nn.Linear(128, 128)
     ours = coat_dist.CoatAdamW(net.parameters(), lr=0.01)
-    config.pop("coat")
     there_and_back("a CoatAdamW", coat_dist.initialize(model=net, config=config, optimizer=ours)[0])
 
     engine = small(bf16)
