@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..ranks import gather
-from .durable import walk
 from .team import CheckpointError, Team, everyone
+from .write.durable import walk
 
 __all__ = [
     "FORMAT",

@@ -1,9 +1,9 @@
 """``engine.save_checkpoint`` of a coat engine: a kill or an error on any rank leaves the checkpoint before.
 
 A save is one transaction (:class:`_Save`): prepare, write, publish. DeepSpeed writes its files into a folder with a
-temporary name (``engine_writes.py`` takes their checksums), and a program may add its own. Every file is brought to
+temporary name (``write/engine_writes.py`` takes their checksums), and a program may add its own. Every file is brought to
 disk, and ``manifest.json`` lists size and checksum of each (``manifest.py``). Then the folder is renamed, ``latest``
-replaced, and old checkpoints are removed (``publish.py``).
+replaced, and old checkpoints are removed (``write/publish.py``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 from ..optim import CoatAdamW
 from ..ranks import gather, of_another_rank, rank_and_world
-from .durable import make_folder, says_full
-from .engine_writes import Writes, watch_writes
 from .manifest import FORMAT, MANIFEST, sync_files
-from .publish import HIDDEN, LATEST, begin, finish, name_latest, retire, unfinished
 from .team import CheckpointError, Team, as_flag, as_folder, check_shared, nodes_of_ranks, part_of, team_of
+from .write.durable import make_folder, says_full
+from .write.engine_writes import Writes, watch_writes
+from .write.publish import HIDDEN, LATEST, begin, finish, name_latest, retire, unfinished
 
 __all__ = ["Extras", "save_whole_checkpoints"]
 

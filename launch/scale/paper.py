@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import make_folder, write_text
+from coat_dist.checkpoint.write.durable import make_folder, write_text
 from launch.log_level import say
 from launch.model.config import ModelConfig
 from launch.model.gpt import load_model_config

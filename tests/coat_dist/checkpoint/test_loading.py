@@ -206,7 +206,7 @@ def test_every_refusal_comes_before_any_change(case, tmp_path):
 
 def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
     """Gate and up of a frozen gated MLP, joined by [gate; gate; up; up] of two ranks; extra states of each rank."""
-    from coat_dist.checkpoint.universal_folder import UniversalFolder
+    from coat_dist.checkpoint.universal.folder import UniversalFolder
 
     zero = tmp_path / "zero"
     zero.mkdir()

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from coat_dist.checkpoint.manifest import CheckpointError
-from coat_dist.checkpoint.publish import find
 from coat_dist.checkpoint.save import Extras
+from coat_dist.checkpoint.write.publish import find
 from tests.coat_dist.checkpoint.small_saves import Killed, listed, small, step
 from tests.coat_dist.checkpoint.test_whole import told
 from tests.support import run_ranks

@@ -5,8 +5,8 @@ import zlib
 import pytest
 import torch
 
-from coat_dist.checkpoint import engine_writes
-from coat_dist.checkpoint.engine_writes import SummedFile, join
+from coat_dist.checkpoint.write import engine_writes
+from coat_dist.checkpoint.write.engine_writes import SummedFile, join
 
 LARGE = torch.arange(1 << 18, dtype=torch.float32)  # 1 MiB
 STATES = {

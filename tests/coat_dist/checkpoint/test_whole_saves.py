@@ -102,7 +102,7 @@ def no_room(rank, world, folder):
     before = snapshot(engine)
     states = {name: Path(folder, name).stat().st_mtime_ns for name in ("x/manifest.json", "latest")}
     run(engine, rank, 1, 2)
-    from coat_dist.checkpoint import engine_writes
+    from coat_dist.checkpoint.write import engine_writes
 
     original = engine_writes.SummedFile
 
@@ -183,7 +183,7 @@ def kinds(rank, world, folder):
     import deepspeed
 
     import coat_dist
-    from coat_dist.checkpoint.load_checks import load_whole_checkpoints
+    from coat_dist.checkpoint.read.load_checks import load_whole_checkpoints
     from coat_dist.checkpoint.save import save_whole_checkpoints
 
     wrong = []

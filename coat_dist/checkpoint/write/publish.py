@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..manifest import MANIFEST, UNFINISHED, CheckpointError, read_manifest, saved_at
 from .durable import named, sync_folder, sync_tree, walk, write_text
-from .manifest import MANIFEST, UNFINISHED, CheckpointError, read_manifest, saved_at
 
 __all__ = [
     "HIDDEN",

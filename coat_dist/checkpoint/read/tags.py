@@ -6,10 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from ..ranks import rank_and_world
-from .manifest import MANIFEST, read_manifest
-from .publish import HIDDEN, LATEST, last_saved, own_name, replaced_or
-from .team import CheckpointError, Team
+from ...ranks import rank_and_world
+from ..manifest import MANIFEST, read_manifest
+from ..team import CheckpointError, Team
+from ..write.publish import HIDDEN, LATEST, last_saved, own_name, replaced_or
 
 __all__ = ["find_tag", "is_checkpoint"]
 

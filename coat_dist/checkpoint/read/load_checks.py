@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..ranks import raise_everywhere
-from .expert_names import divided_experts
-from .publish import LATEST
+from ...ranks import raise_everywhere
+from ..expert_names import divided_experts
+from ..team import CheckpointError, as_flag, as_folder, check_there, team_of
+from ..write.publish import LATEST
+from ..zero_shards import forget_second_shard
 from .tags import find_tag
-from .team import CheckpointError, as_flag, as_folder, check_there, team_of
 from .whole import check_whole
-from .zero_shards import forget_second_shard
 
 __all__ = ["Request", "check_before_load", "load_whole_checkpoints"]
 

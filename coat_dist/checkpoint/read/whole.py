@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..ranks import raise_everywhere, rank_and_world
-from .manifest import MANIFEST, read_manifest, verify
-from .team import CheckpointError, Team, check_one_save, wrong_part
+from ...ranks import raise_everywhere, rank_and_world
+from ..manifest import MANIFEST, read_manifest, verify
+from ..team import CheckpointError, Team, check_one_save, wrong_part
 
 __all__ = ["check_whole"]
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..optim import CoatAdamW
-from ..ranks import raise_everywhere
+from ...optim import CoatAdamW
+from ...ranks import raise_everywhere
+from ..manifest import MANIFEST
+from ..stage_names import place_in_pipeline
+from ..write.publish import LATEST
 from .load_checks import Request, check_before_load
-from .manifest import MANIFEST
-from .publish import LATEST
-from .stage_names import place_in_pipeline
 
 __all__ = ["pipeline_stages", "refuse_compressed_moments"]
 

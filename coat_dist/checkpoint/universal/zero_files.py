@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..optim.master import read_master
-from ..optim.moments import read_moment
-from ..optim.state import MOMENT_OF
-from .universal_codes import groups_within, select_codes
+from ...optim.master import read_master
+from ...optim.moments import read_moment
+from ...optim.state import MOMENT_OF
+from .codes import groups_within, select_codes
 
 __all__ = ["EXTRA_STATE", "KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "files_by_rank", "read"]
 
