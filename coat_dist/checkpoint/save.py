@@ -1,7 +1,7 @@
 """``engine.save_checkpoint`` of a coat engine: a kill or an error on any rank leaves the checkpoint before.
 
 A save is one transaction (:class:`_Save`): prepare, write, publish. DeepSpeed writes its files into a folder with a
-temporary name (``write/engine_writes.py`` takes their checksums), and a program may add its own. Every file is brought to
+temporary name (``write/engine_writes.py`` takes checksums), and a program may add its own. Every file is brought to
 disk, and ``manifest.json`` lists size and checksum of each (``manifest.py``). Then the folder is renamed, ``latest``
 replaced, and old checkpoints are removed (``write/publish.py``).
 """
