@@ -21,13 +21,13 @@ Loading a checkpoint that DeepSpeed wrote, into an engine of the same layout:
 
 Universal checkpoints, for another layout (ZeRO stage, numbers of ranks, optimizer), in ``universal``:
 
-1. ``convert``: ``convert_to_universal`` reads the files of all ranks (``zero_files``: which there are, where a parameter
-   lies in them; ``zero_checkpoint``: all of them as one model) and writes one folder a parameter. ``codes`` adds the FP8
-   codes of moments, so that they need not be decoded and encoded again.
+1. ``convert``: ``convert_to_universal`` reads the files of all ranks (``zero_files``: which there are, where a
+   parameter lies in them; ``zero_checkpoint``: all of them as one model) and writes one folder a parameter. ``codes``
+   adds the FP8 codes of moments, so that they need not be decoded and encoded again.
 2. ``folder``: reads such a checkpoint, and gives one tensor-parallel rank its part of each tensor.
 3. ``check``: what in it does not fit the engine; called through ``read.load_checks``.
 4. ``load``: fills the engine, and ``schedule`` its learning rates.
 
-``zero_partitions`` and ``zero_shards`` say where a parameter lies in ZeRO's memory, ``expert_names`` and ``stage_names``
-what a rank's parameter is called in the whole model.
+``zero_partitions`` says where a parameter lies in ZeRO's memory, ``expert_names`` and ``stage_names`` what a rank's
+parameter is called in the whole model.
 """

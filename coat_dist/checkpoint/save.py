@@ -35,28 +35,13 @@ _MANIFESTS = ("format", "unfinished", "universal", "tag", "saved", LATEST, "engi
 _BESIDE = (LATEST, f".{LATEST}.new", "latest_universal", MANIFEST, ".lock", "zero_to_fp32.py", "zero_to_torch.py")
 """Files that a folder of checkpoints holds."""
 _INFO = "universal_checkpoint_info"
-_DEEPSPEEDS = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-    ]
-)
+# fmt: off
+_DEEPSPEEDS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+})
+# fmt: on
 """What DeepSpeed writes into the model's file. client_state comes last: such a key would replace DeepSpeed's value."""
 _OF_EXPERTS = frozenset({"num_experts", "ds_autoep_layers", "autoep_layers", "folding"})
 """The same, where DeepSpeed itself divides experts over ranks."""

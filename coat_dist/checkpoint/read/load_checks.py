@@ -15,7 +15,7 @@ from ...ranks import raise_everywhere
 from ..expert_names import divided_experts
 from ..team import CheckpointError, as_flag, as_folder, check_there, team_of
 from ..write.publish import LATEST
-from ..zero_shards import forget_second_shard
+from ..zero_partitions import forget_second_shard
 from .tags import find_tag
 from .whole import check_whole
 
@@ -86,7 +86,8 @@ def load_whole_checkpoints(engine: Any) -> None:
 
         def arguments() -> dict[str, Any]:
             folder = as_folder("load_dir", load_dir)
-            return {"tag": tag, "folder": folder, **{name: as_flag(name, value) for name, value in flags.items()}}
+            named = None if tag is None else str(tag)
+            return {"tag": named, "folder": folder, **{name: as_flag(name, value) for name, value in flags.items()}}
 
         universal, team = engine.load_universal_checkpoint(), team_of(engine)
         team.agree(arguments)
