@@ -32,7 +32,9 @@ def loads(rank, world, folder, stage):
 
 def where_tags_or_files_differ(rank, world, folder):
     deepspeed = quiet_deepspeed()
-    import coat_dist  # noqa: F401
+    import coat_dist
+    from coat_dist.checkpoint.read.load_checks import load_whole_checkpoints
+    from coat_dist.checkpoint.read.other_engines import refuse_compressed_moments
 
     class Derived(coat_dist.CoatAdamW):
         pass
@@ -43,11 +45,12 @@ def where_tags_or_files_differ(rank, world, folder):
     train(ours, rank, 1)
     ours.save_checkpoint(folder, tag="ours")
     said = []
-    for block in ({}, {"coat": {"activation": {"enabled": False}}}):
+    for whole in (False, True):
         net = model()
-        engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config | block)[
-            0
-        ]
+        engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config)[0]
+        if whole:  # as beside a block
+            load_whole_checkpoints(engine)
+            refuse_compressed_moments(engine)
         engine.save_checkpoint(folder, tag="theirs")
         for tag in (("ours", "theirs")[rank], "ours"):
             try:
@@ -63,7 +66,7 @@ def test_every_rank_raises_what_one_finds(tmp_path):
     assert first == second
     by_name = f"optimizer.type: {tmp_path / 'ours'} has states of CoatAdamW"
     assert [said.startswith(by_name) for said in first] == [True, True, False, True]
-    assert first[2].startswith("tag: got 'ours' on rank(s) 0; 'theirs' on rank(s) 1")
+    assert first[2].startswith("tag: got 'ours' on rank 0; 'theirs' on rank 1")
 
 
 def test_states_of_coat_adamw_are_refused_by_name(tmp_path):

@@ -230,8 +230,11 @@ def kinds(rank, world, folder):
     masters = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
     wrong.extend(["zero_to_fp32"] * (not torch.equal(state["weight"], masters)))
     wrong.extend(["script"] * (not os.access(f"{folder}/zero_to_fp32.py", os.X_OK)))
-    os.remove(f"{folder}/tools/manifest.json")  # as of plain DeepSpeed
     before = weights(engine)
+    step(engine)
+    type(engine).load_checkpoint(engine, folder)  # DeepSpeed's own
+    wrong.extend(["DeepSpeed's own loading"] * (not all(map(torch.equal, before, weights(engine)))))
+    os.remove(f"{folder}/tools/manifest.json")  # as of plain DeepSpeed
     with contextlib.redirect_stderr(io.StringIO()) as notes:
         engine.load_checkpoint(folder)
     note = f"note: {folder}/tools has no manifest.json: it is loaded unverified\n"
@@ -246,6 +249,29 @@ def kinds(rank, world, folder):
 
 def test_every_kind_of_engine(tmp_path):
     assert run_ranks(1, kinds, str(tmp_path)) == [[]]
+
+
+def without_frozen(rank, world, folder):
+    """Names in the model's file, with and without frozen parameters; and what is loaded of it."""
+    import coat_dist
+
+    net = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128))
+    net[0].requires_grad_(False)
+    config = {**ONE, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    engine = coat_dist.initialize(model=net, config=config)[0]
+    step(engine)
+    before, names = weights(engine), []
+    for exclude in (False, True):
+        engine.save_checkpoint(folder, tag="x", exclude_frozen_parameters=exclude)
+        names.append(sorted(torch.load(f"{folder}/x/mp_rank_00_model_states.pt", weights_only=False)["module"]))
+    step(engine)
+    engine.load_checkpoint(folder, load_module_strict=False)
+    return *names, all(map(torch.equal, before, weights(engine)))
+
+
+def test_frozen_parameters_are_left_out(tmp_path):
+    trained = ["1.bias", "1.weight"]
+    assert run_ranks(1, without_frozen, str(tmp_path)) == [(["0.bias", "0.weight", *trained], trained, True)]
 
 
 @pytest.mark.parametrize("key", ["checkpoint.writer", "datastates_ckpt"])
