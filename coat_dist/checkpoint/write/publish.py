@@ -88,8 +88,11 @@ def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     sync_tree(temporary)
     replaced = None
     if os.path.lexists(final):
-        # The same tag again, or nothing of ours: that stays, under another name.
-        replaced = _replaced(final) if (final / MANIFEST).is_file() else _kept(final)
+        if (final / MANIFEST).is_file():  # the same tag again
+            replaced = _replaced(final)
+            _settle(replaced, final)
+        else:  # nothing of ours: it stays, under another name
+            replaced = _kept(final)
         os.rename(final, replaced)
     try:
         os.rename(temporary, final)
@@ -216,7 +219,7 @@ def _clean(folder: Path) -> list[str]:
         match = _LEFTOVER.fullmatch(leftover.name)
         if match is None or not (_OURS.fullmatch(match[2]) or (leftover / MANIFEST).is_file()):
             continue
-        if match[1] == "replaced-" and (leftover / MANIFEST).is_file() and _manifest(leftover) != UNFINISHED:
+        if match[1] == "replaced-":
             problems += _try(_settle, leftover, folder / match[2])
         else:
             problems += _try(_rmtree, leftover)
@@ -224,17 +227,19 @@ def _clean(folder: Path) -> list[str]:
 
 
 def _settle(replaced: Path, own: Path) -> None:
-    """Put a replaced checkpoint back, or remove it where its replacement came."""
-    if not own.exists():
+    """Put a replaced checkpoint back, or remove it where its replacement came. Nothing where there is none."""
+    if not (replaced / MANIFEST).is_file() or _manifest(replaced) == UNFINISHED:
+        _rmtree(replaced)
+    elif not own.exists():
         os.rename(replaced, own)
-        return
-    try:
-        if not replaced.is_symlink():
-            _rescue(replaced, own)
-    except (FileExistsError, NotADirectoryError):  # a file of the new one is in the way of what somebody put there
-        os.rename(replaced, _kept(own))
-        return
-    _remove(replaced, own.name)
+    else:
+        try:
+            if not replaced.is_symlink():
+                _rescue(replaced, own)
+        except (FileExistsError, NotADirectoryError):  # a file of the new one is in the way of what somebody put there
+            os.rename(replaced, _kept(own))
+        else:
+            _remove(replaced, own.name)
 
 
 def _rescue(replaced: Path, own: Path) -> None:
