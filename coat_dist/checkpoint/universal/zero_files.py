@@ -134,7 +134,7 @@ def files_by_rank(folder: Path, pattern: str, required: bool = True) -> list[lis
             found[int(tp_rank), 0 if dp_rank == "mp" else int(dp_rank)] = path
     if not found:
         if required:
-            raise ValueError(f"{folder}: no file matches {pattern}, accepted: a folder that DeepSpeed's ZeRO saved")
+            raise ValueError(f"{folder}: no file matches {pattern}, accepted: a checkpoint of ZeRO stage 1, 2 or 3")
         return []
     tp, dp = (max(key[i] for key in found) + 1 for i in range(2))
     missing = [(t, d) for t in range(tp) for d in range(dp) if (t, d) not in found]
