@@ -43,8 +43,8 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 import coat_dist
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import CheckpointError
+from coat_dist.checkpoint.write.durable import make_folder
 from coat_dist.deepspeed.slurm import in_a_step, take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch import failing

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checkpoint.expert_names import divided_experts
-from ..checkpoint.load_checks import load_whole_checkpoints
-from ..checkpoint.native_check import check_native_loads
-from ..checkpoint.other_engines import refuse_compressed_moments
+from ..checkpoint.read.load_checks import load_whole_checkpoints
+from ..checkpoint.read.native_check import check_native_loads
+from ..checkpoint.read.other_engines import refuse_compressed_moments
 from ..checkpoint.save import save_whole_checkpoints
-from ..checkpoint.universal_load import enable_universal_load
+from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig, CoatConfigError
 from ..optim import CoatAdamW

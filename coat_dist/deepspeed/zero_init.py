@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.zero_shards import copy_into
+from ..checkpoint.zero_partitions import copy_into
 from ..config import CoatConfig, load_json, look_up, without_comments
 from .config.validate import check_deepspeed
 

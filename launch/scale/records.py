@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import make_folder, write_text
+from coat_dist.checkpoint.write.durable import make_folder, write_text
 
 __all__ = ["FILE", "Records", "read"]
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import write_text
+from coat_dist.checkpoint.write.durable import write_text
 from launch.log_level import shows
 from launch.training.rank_times import THRESHOLD
 from launch.training.summary import Summary

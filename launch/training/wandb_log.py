@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import write_text
+from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_rank_0
 from launch.log_level import shows
 

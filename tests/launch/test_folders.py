@@ -8,8 +8,8 @@ from contextlib import ExitStack, nullcontext
 import pytest
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint import lock, publish
 from coat_dist.checkpoint.manifest import CheckpointError
+from coat_dist.checkpoint.write import lock, publish
 from launch.training import arguments
 from launch.training.folders import open_folders
 from launch.training.metrics import read_metrics

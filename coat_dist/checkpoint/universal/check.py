@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .expert_names import names_in_whole, part_of_joined, whole_names
-from .stage_names import in_whole, names_of_stages
-from .universal_codes import check_codes
-from .universal_folder import UniversalFolder
+from ..expert_names import names_in_whole, part_of_joined, whole_names
+from ..stage_names import in_whole, names_of_stages
+from ..zero_partitions import members, partitions
+from .codes import check_codes
+from .folder import UniversalFolder
 from .zero_files import KEYS
-from .zero_partitions import members, partitions
 
 __all__ = ["find_problems", "modules_with_extra_state", "renamed", "untrained_tensors"]
 

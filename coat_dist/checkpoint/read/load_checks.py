@@ -11,16 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..ranks import raise_everywhere
-from .arguments import check_flags, check_folder, on_all_ranks
-from .expert_names import divided_experts
-from .manifest import CheckpointError
-from .publish import LATEST, own_name
-from .shared import check_there
-from .tags import agree, find_tag
-from .team import team_of
+from ...ranks import raise_everywhere
+from ..expert_names import divided_experts
+from ..team import CheckpointError, as_flag, as_folder, check_there, team_of
+from ..write.publish import LATEST
+from ..zero_partitions import forget_second_shard
+from .tags import find_tag
 from .whole import check_whole
-from .zero_shards import forget_second_shard
 
 __all__ = ["Request", "check_before_load", "load_whole_checkpoints"]
 
@@ -84,15 +81,16 @@ def load_whole_checkpoints(engine: Any) -> None:
             "load_optimizer_states": load_optimizer_states,
             "load_lr_scheduler_states": load_lr_scheduler_states,
             "load_module_only": load_module_only,
+            "verify": verify,
         }
 
-        def check_arguments() -> None:
-            check_folder("load_dir", load_dir)
-            check_flags(flags, verify=verify)
+        def arguments() -> dict[str, Any]:
+            folder = as_folder("load_dir", load_dir)
+            named = None if tag is None else str(tag)
+            return {"tag": named, "folder": folder, **{name: as_flag(name, value) for name, value in flags.items()}}
 
         universal, team = engine.load_universal_checkpoint(), team_of(engine)
-        on_all_ranks(check_arguments)
-        agree({name: bool(value) for name, value in flags.items()}, team)
+        team.agree(arguments)
         tag = find_tag(Path(load_dir), None if tag is None else str(tag), universal, team)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
             check_there(Path(load_dir) / tag, "load_dir", CheckpointError)
@@ -147,12 +145,6 @@ def _weights_of_latest(engine: Any, load_dir: Path, tag: str) -> list[str]:
     named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
     if named == tag:
         return []
-    if named == str(Path(tag).parent / own_name(Path(tag))):
-        return [
-            f"load_optimizer_states: got False with zero_optimization.stage 3, where a kill while {named!r} was saved "
-            f"again left it as {load_dir / tag}, and DeepSpeed reads {load_dir / named}; accepted: that name, given "
-            "back by the next save or by hand, or load_module_only=True alone"
-        ]
     return [
         f"load_optimizer_states: got False with tag {tag!r} and zero_optimization.stage 3, where {latest} names "
         f"{named!r}; accepted: the checkpoint that it names (DeepSpeed reads that one), or load_module_only=True alone"

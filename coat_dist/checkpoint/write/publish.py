@@ -10,20 +10,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .durable import make_folder, named, sync_folder, sync_tree, walk, write_text
-from .manifest import MANIFEST, UNFINISHED, CheckpointError, read_manifest, saved_at
+from ..manifest import MANIFEST, UNFINISHED, CheckpointError, read_manifest, saved_at
+from .durable import named, sync_folder, sync_tree, walk, write_text
 
 __all__ = [
+    "HIDDEN",
     "LATEST",
     "begin",
     "find",
     "finish",
     "finished",
+    "last_saved",
     "name_latest",
     "name_of",
     "own_name",
@@ -35,10 +37,11 @@ __all__ = [
 ]
 
 LATEST = "latest"
-_UNFINISHED = ".unfinished-"
-_REPLACED = f"{_UNFINISHED}replaced-"
+HIDDEN = ".unfinished-"
+"""First characters of the names of folders that are being written, replaced or removed."""
+_REPLACED = f"{HIDDEN}replaced-"
 _NAME = re.compile(r"step(\d{8,})")
-_LEFTOVER = re.compile(rf"{re.escape(_UNFINISHED)}(replaced-|removed-)?(.+)")
+_LEFTOVER = re.compile(rf"{re.escape(HIDDEN)}(replaced-|removed-)?(.+)")
 _OURS = re.compile(rf"{_NAME.pattern}|global_step\d+")
 """Names that only a program gives; under any other one a leftover is known by its manifest."""
 
@@ -50,25 +53,19 @@ def name_of(step: int) -> str:
 
 def unfinished(final: Path) -> Path:
     """Where a checkpoint is written before it is published."""
-    return final.parent / (_UNFINISHED + final.name)
+    return final.with_name(HIDDEN + final.name)
 
 
-def begin(final: Path) -> Path:
+def begin(final: Path) -> None:
     """Make the folder in which a checkpoint is written before it is published; what killed saves left goes first.
 
     Its manifest says that it is not finished.
-
-    Raises:
-        OSError: it cannot be made.
     """
-    make_folder(final.parent)
     temporary = unfinished(final)
     _clean(final.parent)
     _rmtree(temporary)
     temporary.mkdir()
-    with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(UNFINISHED, file)
-    return temporary
+    (temporary / MANIFEST).write_text(json.dumps(UNFINISHED), encoding="utf-8")
 
 
 def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
@@ -91,11 +88,11 @@ def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     sync_tree(temporary)
     replaced = None
     if os.path.lexists(final):
-        if (final / MANIFEST).is_file():  # the same step again, after a restart from an older checkpoint
+        if (final / MANIFEST).is_file():  # the same tag again
             replaced = _replaced(final)
-            _make_room(replaced, final)
+            _settle(replaced, final)
         else:  # nothing of ours: it stays, under another name
-            replaced = _free(final.with_name(final.name + ".kept"))
+            replaced = _kept(final)
         os.rename(final, replaced)
     try:
         os.rename(temporary, final)
@@ -130,8 +127,7 @@ def own_name(checkpoint: Path) -> str:
 def find(folder: str | Path) -> Path | None:
     """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it holds none.
 
-    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last; saves with
-    ``save_latest=False`` do not count.
+    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last.
 
     Returns:
         Its folder, without "..", links and the like: :func:`own_name` says what it is called.
@@ -145,18 +141,28 @@ def find(folder: str | Path) -> Path | None:
         if (folder / MANIFEST).is_file():
             return folder
         if not folder.is_dir() or not os.path.lexists(folder / LATEST):
-            saved = {checkpoint: said for checkpoint in published(folder) if (said := _saved(checkpoint)) is not None}
-            return max(saved, key=saved.__getitem__, default=None)
+            return last_saved(published(folder))
         name = (folder / LATEST).read_text(encoding="utf-8").strip()
-        if (folder / name / MANIFEST).is_file():
-            found = folder / name
-            return found if found.name == name else found.resolve()
-        if (found := replaced_or(folder / name)) != folder / name:  # killed while a step was saved for the second time
-            return found
+        found = replaced_or(folder / name)
+        if (found / MANIFEST).is_file():
+            return found if own_name(found) == name else found.resolve()
         others = ", ".join(p.name for p in finished(folder)) or "none"
     except (OSError, RuntimeError, ValueError) as problem:  # RuntimeError: a loop of links
         raise CheckpointError(f"{folder}: cannot be read ({problem})") from problem
     raise CheckpointError(f"{folder / LATEST}: names {name!r}, which is no checkpoint; there are: {others}")
+
+
+def last_saved(checkpoints: Iterable[Path], universal: bool = True) -> Path | None:
+    """The checkpoint that was saved last, by manifests. Saves with ``save_latest=False`` do not count.
+
+    A damaged manifest counts as the oldest: loading that checkpoint reports the damage.
+    """
+    found = {}
+    for checkpoint in checkpoints:
+        manifest = _manifest(checkpoint) or {}
+        if manifest.get(LATEST, True) and (universal or not manifest.get("universal")):
+            found[checkpoint] = saved_at(manifest), own_name(checkpoint)
+    return max(found, key=found.__getitem__, default=None)
 
 
 def finished(folder: Path) -> list[Path]:
@@ -173,25 +179,12 @@ def published(folder: Path) -> list[Path]:
     return finished(folder) + [found for p in own if _NAME.fullmatch(p.name) and (found := replaced_or(p)) != p]
 
 
-def _saved(checkpoint: Path) -> tuple[float, int] | None:
-    """When, as its manifest says, and its step; None where ``latest`` was not to name it."""
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        manifest = None
-    if not isinstance(manifest, dict):  # damaged: what is loaded of it says so
-        return 0, _step(checkpoint)
-    return (saved_at(manifest), _step(checkpoint)) if manifest.get(LATEST, True) else None
-
-
-def retire(
-    folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path] = (), root: Path | None = None
-) -> list[str]:
+def retire(folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path] = ()) -> list[str]:
     """Remove what may go now that ``newest`` is published.
 
     That is: what killed saves left, ``superseded`` checkpoints, and finished ones that are more than ``keep``
-    (0 = all stay). What ``latest`` names stays, whatever its step: that of ``folder`` and, where tags are as "a/b",
-    that of ``root``. A checkpoint whose replacement did not come is put back.
+    (0 = all stay). What ``latest`` names stays, whatever its step. A checkpoint whose replacement did not come is put
+    back.
 
     Checkpoints of later steps than ``newest`` were left when the run went back to an older one: those on the way to
     ``newest`` are kept first. Times of files do not count, a copied folder has lost them.
@@ -203,29 +196,20 @@ def retire(
         problems = _clean(folder)
         order = sorted(finished(folder), key=lambda p: (_step(p) <= _step(newest), _step(p)))
         gone = [p for p in superseded if p.name != newest.name and p.exists()]
-        # A save with save_latest=False does not take the place of what is named.
-        stays = [at / name for at in {folder, root or folder} if (name := _latest(at)) is not None]
-        for old in dict.fromkeys([*gone, *(order[:-keep] if keep else [])]):
-            if not any(_holds(old, one) for one in stays):
-                problems += _remove(old)
+        stays = _latest(folder)  # a save with save_latest=False does not take its place
     except OSError as problem:
         return [str(problem)]
+    for old in dict.fromkeys([*gone, *(order[:-keep] if keep else [])]):
+        if old.resolve() != stays:
+            problems += _try(_remove, old, old.name)
     return problems
 
 
-def _latest(folder: Path) -> str | None:
+def _latest(folder: Path) -> Path | None:
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return (folder / (folder / LATEST).read_text(encoding="utf-8").strip()).resolve()
     except (FileNotFoundError, ValueError):  # ValueError: damaged, so it names nothing
         return None
-
-
-def _holds(folder: Path, other: Path) -> bool:
-    """Whether ``other`` is ``folder`` or lies in it, behind links too."""
-    try:
-        return other.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError, RuntimeError):  # one of them cannot be a name
-        return False
 
 
 def _clean(folder: Path) -> list[str]:
@@ -235,28 +219,27 @@ def _clean(folder: Path) -> list[str]:
         match = _LEFTOVER.fullmatch(leftover.name)
         if match is None or not (_OURS.fullmatch(match[2]) or (leftover / MANIFEST).is_file()):
             continue
-        own = folder / match[2]
-        replaced = match[1] == "replaced-" and _is_finished(leftover)
-        try:
-            if replaced and not own.exists():
-                os.rename(leftover, own)
-                continue
-            if replaced and not leftover.is_symlink():
-                _rescue(leftover, own)
-        except OSError as problem:
-            problems.append(str(named(problem, leftover)))
-            continue
-        problems += _remove(leftover, own) if replaced else _remove_tree(leftover)
+        if match[1] == "replaced-":
+            problems += _try(_settle, leftover, folder / match[2])
+        else:
+            problems += _try(_rmtree, leftover)
     return problems
 
 
-def _is_finished(leftover: Path) -> bool:
-    try:
-        return json.loads((leftover / MANIFEST).read_text(encoding="utf-8")) != UNFINISHED
-    except ValueError:  # damaged since: not ours to remove
-        return True
-    except OSError:
-        return False
+def _settle(replaced: Path, own: Path) -> None:
+    """Put a replaced checkpoint back, or remove it where its replacement came. Nothing where there is none."""
+    if not (replaced / MANIFEST).is_file() or _manifest(replaced) == UNFINISHED:
+        _rmtree(replaced)
+    elif not own.exists():
+        os.rename(replaced, own)
+    else:
+        try:
+            if not replaced.is_symlink():
+                _rescue(replaced, own)
+        except (FileExistsError, NotADirectoryError):  # a file of the new one is in the way of what somebody put there
+            os.rename(replaced, _kept(own))
+        else:
+            _remove(replaced, own.name)
 
 
 def _rescue(replaced: Path, own: Path) -> None:
@@ -277,50 +260,42 @@ def _rescue(replaced: Path, own: Path) -> None:
                 os.rename(inner / name, own / place)
 
 
-def _make_room(replaced: Path, own: Path) -> None:
-    """Remove what an earlier save left; what somebody put there and is in the new one's way stays under a free name."""
-    if not replaced.is_symlink() and _is_finished(replaced):
-        try:
-            _rescue(replaced, own)
-        except (FileExistsError, NotADirectoryError):
-            os.rename(replaced, _free(own.with_name(own.name + ".kept")))
-    _rmtree(replaced)
-
-
-def _remove(old: Path, named_as: Path | None = None) -> list[str]:
+def _remove(old: Path, name: str) -> None:
     """Remove a checkpoint, out of sight first: a kill leaves none that only looks whole."""
-    hidden = old.with_name(f"{_UNFINISHED}removed-{(named_as or old).name}")
-    try:
-        _rmtree(hidden)
-        os.rename(old, hidden)
-    except OSError as problem:
-        return [str(named(problem, old))]
-    return _remove_tree(hidden)
+    hidden = old.with_name(f"{HIDDEN}removed-{name}")
+    _rmtree(hidden)
+    os.rename(old, hidden)
+    _rmtree(hidden)
 
 
-def _remove_tree(folder: Path) -> list[str]:
-    """The manifest goes last: it says whose folder it is. Of a link the link goes, and what it leads to stays."""
-    try:
-        if folder.is_symlink():
-            folder.unlink()
-            return []
+def _rmtree(folder: Path) -> None:
+    """Remove a folder or a link, if it is there. The manifest goes last: it says whose folder it is."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         for inner in folder.iterdir():
             if inner.is_dir() and not inner.is_symlink():
                 shutil.rmtree(inner)
             elif inner.name != MANIFEST:
                 inner.unlink()
         shutil.rmtree(folder)
+
+
+def _try(work: Callable[..., None], folder: Path, *args: Any) -> list[str]:
+    try:
+        work(folder, *args)
     except OSError as problem:
         return [str(named(problem, folder))]
     return []
 
 
-def _rmtree(folder: Path) -> None:
-    """Remove a folder, or a link, if it is there."""
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
+def _manifest(checkpoint: Path) -> dict[str, Any] | None:
+    """What a manifest says; None if it cannot be read."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) else None
 
 
 def _replaced(final: Path) -> Path:
@@ -328,13 +303,10 @@ def _replaced(final: Path) -> Path:
     return final.with_name(_REPLACED + final.name)
 
 
-def _free(path: Path) -> Path:
-    """``path``, or with a number behind it, so that nothing is there yet."""
-    numbers = iter(range(2, 1_000_000))
-    free = path
-    while os.path.lexists(free):
-        free = path.with_name(f"{path.name}{next(numbers)}")
-    return free
+def _kept(path: Path) -> Path:
+    """A free name for what somebody else put at ``path``."""
+    names = (path.with_name(f"{path.name}.kept{number}") for number in ("", *range(2, 1_000_000)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _step(checkpoint: Path) -> int:

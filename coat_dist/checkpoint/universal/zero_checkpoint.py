@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .expert_names import divided_experts, joined_experts, larger
-from .stage_names import in_whole, place_in_pipeline, ranks_of_a_stage
+from ..expert_names import divided_experts, joined_experts, larger
+from ..stage_names import in_whole, place_in_pipeline, ranks_of_a_stage
 from .zero_files import MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
 __all__ = ["ZeroCheckpoint", "is_extra_state"]
@@ -36,32 +36,26 @@ class ZeroCheckpoint:
         model_files = files_by_rank(source, MODEL3, required=False)
         if not model_files:  # ZeRO-1 and 2: one file a tensor-parallel rank
             model_files = [[path] for row in files_by_rank(source, MODEL) for path in row]
-        if len(model_files) != len(optimizer_files):
-            raise ValueError(
-                f"{source}: got model files of {len(model_files)} tensor-parallel ranks and optimizer files of "
-                f"{len(optimizer_files)}, accepted: equally many"
-            )
         self.models = [[read(path) for path in row] for row in model_files]
         """Contents of the model files by [model-parallel rank][data-parallel rank]; of ZeRO-1 and 2 of rank 0 only.
         The tensor-parallel ranks of one pipeline stage follow those of the one before."""
-        self.shards = [
-            [Shard(path, d, len(row), self.models[t][0]["param_shapes"]) for d, path in enumerate(row)]
-            for t, row in enumerate(optimizer_files)
-        ]
-        """Optimizer files by [model-parallel rank][data-parallel rank]."""
         first = self.models[0][0]
-        if first.get("ds_autoep_layers"):
-            raise ValueError(
-                f"{source}: holds expert-parallel layers, accepted: checkpoints without expert parallelism"
-            )
-        wanted, given = (first["mp_world_size"], first["dp_world_size"]), (len(self.shards), len(self.shards[0]))
+        wanted, given = (
+            (first["mp_world_size"], first["dp_world_size"]),
+            (len(optimizer_files), len(optimizer_files[0])),
+        )
         rules = first.get("universal_checkpoint_info")
-        if given != wanted:
+        if given != wanted or len(self.models) != wanted[0]:
             kind = "model" if place_in_pipeline(rules)[1] > 1 else "tensor"
             raise ValueError(
                 f"{source}: got optimizer files of {given[0]} {kind}- x {given[1]} data-parallel ranks, accepted: of "
-                f"{wanted[0]} x {wanted[1]}, which wrote it"
+                f"{wanted[0]} x {wanted[1]}, which wrote it, and model files of {wanted[0]}"
             )
+        self.shards = [
+            [Shard(path, d, len(row), models[0]["param_shapes"]) for d, path in enumerate(row)]
+            for models, row in zip(self.models, optimizer_files, strict=True)
+        ]
+        """Optimizer files by [model-parallel rank][data-parallel rank]."""
         if len(self.shards) > 1 and rules is None:
             raise ValueError(
                 f"{model_files[0][0]}: of {len(self.shards)} tensor-parallel ranks and without "
@@ -248,23 +242,18 @@ def _refuse_other_kinds(source: Path) -> None:
         raise ValueError(
             f"{source}: holds expert-parallel files ({found[0].name}), accepted: checkpoints without expert parallelism"
         )
-    if list(source.glob("mp_rank_*_model_states.pt")) and not list(source.glob("*zero_pp_rank_*optim_states.pt")):
-        raise ValueError(
-            f"{source}: has model files and no zero_pp_rank_*_optim_states.pt of ZeRO, accepted: checkpoints of "
-            "zero_optimization.stage 1, 2 or 3, with the optimizer's files"
-        )
 
 
 def _same_bits(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
     """Whether tensors are equal to the bit, NaN with NaN, too."""
+
+    def content(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
     return all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(content(a), content(b))
         for a, b in zip(these, those, strict=True)
     )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:

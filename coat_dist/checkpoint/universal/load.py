@@ -5,7 +5,7 @@ parameter stay alive; it fails where a rank has no part of a group, restores nei
 at stage 3 does not divide by tensor-parallel ranks. :func:`enable_universal_load` therefore replaces the one
 method of the ZeRO optimizer that does this; everything around it stays DeepSpeed's.
 
-What a checkpoint does not fit is found first (``universal_check.py``), on all ranks; then everything is loaded.
+What a checkpoint does not fit is found first (``check.py``), on all ranks; then everything is loaded.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from typing import Any
 
 import torch
 
-from ..optim.adamw import CoatAdamW
-from ..optim.master import write_master
-from ..optim.moments import encode_moments, forget_written
-from ..optim.state import MOMENTS, has_remainder, moment, new_state
-from ..ranks import raise_everywhere
-from .expert_names import names_in_whole, part_of_joined
-from .load_checks import Request, check_before_load
+from ...optim.adamw import CoatAdamW
+from ...optim.master import write_master
+from ...optim.moments import encode_moments, forget_written
+from ...optim.state import MOMENTS, has_remainder, moment, new_state
+from ..expert_names import names_in_whole, part_of_joined
+from ..read.load_checks import Request, check_before_load
+from ..stage_names import learn_names
+from ..zero_partitions import Partition, copy_into, members, partitions
+from .check import find_problems, modules_with_extra_state, renamed, untrained_tensors
+from .codes import read_codes
+from .folder import UniversalFolder
 from .schedule import find_schedule_problems, renew_rates
-from .stage_names import learn_names
-from .universal_check import find_problems, modules_with_extra_state, renamed, untrained_tensors
-from .universal_codes import read_codes
-from .universal_folder import UniversalFolder
 from .zero_files import KEYS
-from .zero_partitions import Partition, members, partitions
-from .zero_shards import copy_into
 
-__all__ = ["enable_universal_load", "load_universal"]
+__all__ = ["enable_universal_load"]
 
 _CHUNK = 1 << 24
 """Elements encoded at once: bounds the fp32 copy on the device to 64 MiB."""
@@ -70,39 +68,13 @@ def enable_universal_load(engine: Any) -> None:
         return found
 
     def load(checkpoint_folder: str, load_optimizer_states: bool = True, load_from_fp32_weights: bool = False) -> None:
-        request = checked.pop(Path(checkpoint_folder), None)
-        if request is None:  # not by way of engine.load_checkpoint
-            load_universal(engine, checkpoint_folder, moments=load_optimizer_states)
-        else:
-            _fill_engine(engine, _open_folder(engine, request.folder), request.states)
-            if request.schedule:
-                renew_rates(engine)
+        request = checked.pop(Path(checkpoint_folder))
+        _fill_engine(engine, _open_folder(engine, request.folder), request.states)
+        if request.schedule:
+            renew_rates(engine)
 
     zero._load_universal_checkpoint = load
     check_before_load(engine, "universal", check)
-
-
-def load_universal(engine: Any, folder: str | Path, moments: bool = True, strict: bool = True) -> None:
-    """Fill fp32 weights, moments, frozen parameters, buffers and extra states from a universal checkpoint.
-
-    Moments are encoded to nearest, for all groups, before this returns; groups whose codes the checkpoint holds get
-    these bytes (``checkpoint/universal_codes.py``). Hyperparameters stay the present ones: each group keeps its own
-    (but for learning rates by a schedule, which ``engine.load_checkpoint`` renews: ``schedule.py``). A
-    parameter that is frozen now takes its weights from wherever they are, the fp32 weight of one that was trained
-    rounded to its own dtype. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed does.
-
-    Args:
-        engine: DeepSpeed engine with a CoatAdamW or torch's AdamW under ZeRO-1, 2, 3 or BF16_Optimizer.
-        folder: holds ``zero/``.
-        moments: false loads weights only.
-        strict: refuse names that only the checkpoint or only the model has; false passes over them.
-
-    Raises:
-        ValueError: files are missing or of another model; names them. On every rank, and nothing has been changed then.
-    """
-    learn_names(engine)
-    raise_everywhere(lambda: find_problems(engine, _open_folder(engine, folder), moments, strict))
-    _fill_engine(engine, _open_folder(engine, folder), moments)
 
 
 def _open_folder(engine: Any, folder: str | Path) -> UniversalFolder:
@@ -111,6 +83,13 @@ def _open_folder(engine: Any, folder: str | Path) -> UniversalFolder:
 
 @torch.no_grad()
 def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
+    """Fill fp32 weights, moments (or weights alone), frozen parameters, buffers and extra states.
+
+    Moments are encoded to nearest, for all groups; groups whose codes the checkpoint holds get these bytes
+    (``codes.py``). Hyperparameters stay the present ones, but for learning rates by a schedule (``schedule.py``). A
+    parameter that is frozen now takes its weights from wherever they are, the fp32 weight of one that was trained
+    rounded to its own dtype. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed does.
+    """
     zero, names = engine.optimizer, names_in_whole(engine)
     parts = list(partitions(zero))
     rename = renamed(engine)

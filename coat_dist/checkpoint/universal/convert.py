@@ -2,7 +2,7 @@
 
 A universal checkpoint has one folder a parameter, ``zero/<name>/``, with the whole tensor in ``fp32.pt``, its moments
 in ``exp_avg.pt`` and ``exp_avg_sq.pt`` and the count of steps in ``step.pt``; it knows nothing of the ranks that wrote
-it. Of groups that lie within one parameter it also has the codes (``checkpoint/universal_codes.py``).
+it. Of groups that lie within one parameter it also has the codes (``checkpoint/universal/codes.py``).
 
 DeepSpeed's own converter (``deepspeed/checkpoint/ds_to_universal.py``) cannot read FP8 moments, copies everything twice
 and keeps ZeRO stages apart. This one reads memory-mapped shards and writes a parameter at a time: it needs memory for
@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from .stage_names import place_in_pipeline
-from .universal_codes import CODES_FILE, write_codes
-from .universal_folder import same
+from ..stage_names import place_in_pipeline
+from .codes import CODES_FILE, write_codes
+from .folder import same
 from .zero_checkpoint import ZeroCheckpoint, is_extra_state
 from .zero_files import EXTRA_STATE, KEYS, Shard
 

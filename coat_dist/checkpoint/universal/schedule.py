@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .universal_folder import read
+from .folder import read
 
 __all__ = ["find_schedule_problems", "renew_rates"]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..optim.state import CODE_KEYS, LAYOUT_KEYS
+from ...optim.state import CODE_KEYS, LAYOUT_KEYS
 
 __all__ = ["CODES_FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..optim.master import read_master
-from ..optim.moments import read_moment
-from ..optim.state import MOMENT_OF
-from .universal_codes import groups_within, select_codes
+from ...optim.master import read_master
+from ...optim.moments import read_moment
+from ...optim.state import MOMENT_OF
+from .codes import groups_within, select_codes
 
 __all__ = ["EXTRA_STATE", "KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "files_by_rank", "read"]
 
@@ -134,7 +134,7 @@ def files_by_rank(folder: Path, pattern: str, required: bool = True) -> list[lis
             found[int(tp_rank), 0 if dp_rank == "mp" else int(dp_rank)] = path
     if not found:
         if required:
-            raise ValueError(f"{folder}: no file matches {pattern}, accepted: a folder that DeepSpeed's ZeRO saved")
+            raise ValueError(f"{folder}: no file matches {pattern}, accepted: a checkpoint of ZeRO stage 1, 2 or 3")
         return []
     tp, dp = (max(key[i] for key in found) + 1 for i in range(2))
     missing = [(t, d) for t in range(tp) for d in range(dp) if (t, d) not in found]

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from ..ranks import raise_everywhere, rank_and_world
-from .manifest import MANIFEST, CheckpointError, read_manifest, verify
-from .shared import check_one_save, wrong_part
-from .team import Team
+from ...ranks import raise_everywhere, rank_and_world
+from ..manifest import MANIFEST, read_manifest, verify
+from ..team import CheckpointError, Team, check_one_save, wrong_part
 
 __all__ = ["check_whole"]
 
@@ -40,12 +39,12 @@ def check_whole(folder: Path, team: Team, checksums: bool = True) -> None:
             raise CheckpointError(wrong)
         return manifest
 
-    manifest = team.ask_leader(read, CheckpointError)
+    manifest = team.ask_leader(read)
     check_one_save(folder, manifest, team)
     if manifest is not None:
         verify(folder, manifest["files"], team, checksums)
         return
-    names = team.ask_leader(lambda: sorted(p.name for p in folder.glob("*.pt")), CheckpointError)
+    names = team.ask_leader(lambda: sorted(p.name for p in folder.glob("*.pt")))
     try:
         raise_everywhere(lambda: [line for name in team.share(names) for line in _unreadable(folder / name)])
     except ValueError as problem:

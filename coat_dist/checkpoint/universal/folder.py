@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .universal_codes import CODES_FILE
+from .codes import CODES_FILE
 from .zero_files import EXTRA_STATE
 
 __all__ = ["UniversalFolder", "same"]

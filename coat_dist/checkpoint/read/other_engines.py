@@ -12,26 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..optim import CoatAdamW
-from ..ranks import raise_everywhere
+from ...optim import CoatAdamW
+from ...ranks import raise_everywhere
+from ..manifest import MANIFEST
+from ..stage_names import place_in_pipeline
+from ..write.publish import LATEST
 from .load_checks import Request, check_before_load
-from .manifest import MANIFEST
-from .publish import LATEST
-from .stage_names import place_in_pipeline
 
-__all__ = ["name_of_optimizer", "pipeline_stages", "refuse_compressed_moments"]
-
-_OPTIMIZER = "optimizer"
-
-
-def name_of_optimizer(optimizer: Any) -> dict[str, str | None]:
-    """What a manifest's "engine" says of ``engine.optimizer``, ZeRO's or not: the name of the class that steps.
-
-    "CoatAdamW" also for classes derived from it; None where there is no optimizer.
-    """
-    inner = getattr(optimizer, "optimizer", optimizer)
-    name = CoatAdamW.__name__ if isinstance(inner, CoatAdamW) else type(inner).__name__
-    return {_OPTIMIZER: None if inner is None else name}
+__all__ = ["pipeline_stages", "refuse_compressed_moments"]
 
 
 def pipeline_stages(engine: Any) -> int:
@@ -87,6 +75,6 @@ def _written_by_coat_adamw(checkpoint: Path) -> bool:
     """Whether its manifest says so. What cannot be read is for others to refuse."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        return manifest["engine"][_OPTIMIZER] == CoatAdamW.__name__
+        return manifest["engine"]["optimizer"] == CoatAdamW.__name__
     except (OSError, ValueError, KeyError, TypeError):
         return False

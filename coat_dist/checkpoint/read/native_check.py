@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..optim.state import LAYOUT_KEYS
-from .expert_names import divided_experts
+from ...optim.state import LAYOUT_KEYS
+from ..expert_names import divided_experts
+from ..stage_names import place_in_pipeline
+from ..universal.zero_files import MODEL, MODEL3, read
+from ..zero_partitions import base_optimizer
 from .load_checks import Request, check_before_load
 from .other_engines import pipeline_stages
-from .stage_names import place_in_pipeline
-from .zero_files import MODEL, MODEL3, read
-from .zero_partitions import base_optimizer
 
 __all__ = ["check_native_loads"]
 
