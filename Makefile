@@ -21,7 +21,7 @@ help:
 	@echo "make test         install and run all tests"
 	@echo "make test-fast    tests of coat_dist and megatron_patches that take no processes, interpreter or torch.compile"
 	@echo "make lint         ruff and mypy"
-	@echo "make results      measure what docs/results.md lacks (GPUs; PEERS=DIR), write it and README's results; again to go on"
+	@echo "make results      measure the layer, the step and the optimizer again, on one GPU"
 	@echo "make report       versions, GPUs, active FP8 paths"
 	@echo "make clean        remove .venv and runs/"
 
@@ -52,10 +52,15 @@ quickstart: $(STAMP)
 finetune-demo: $(STAMP)
 	$(BIN)/python examples/finetune_demo/run.py
 
-# Transformer Engine, to measure beside: PEERS=DIR. BUDGET: seconds after which no command is started.
-BUDGET ?= 540
+# What a change of a kernel or of the step measures again (docs/CONTRIBUTING.md); benchmarks/README.md has all commands. Transformer
+# Engine, to measure beside: PEERS=DIR.
 results: $(STAMP)
-	$(BIN)/python -m benchmarks.results_page --measure --seconds $(BUDGET) $(if $(PEERS),--peers $(PEERS))
+	$(BIN)/python -m benchmarks.speed.layer --variants coat 'coat saved in e4m3' --name layer-peers-7b $(if $(PEERS),--peers $(PEERS))
+	$(BIN)/python -m benchmarks.speed.layer --presets llama2-7b llama2-13b llama3-8b olmo-1b --kernels 0 --tokens 16384
+	$(BIN)/python -m torch.distributed.run --nproc_per_node 1 -m benchmarks.speed.step --name step-1-rank
+	$(BIN)/python -m torch.distributed.run --nproc_per_node 1 -m benchmarks.speed.engine_step
+	$(BIN)/python -m benchmarks.speed.optimizer
+	$(BIN)/python -m benchmarks.speed.train --ranks 1 $(if $(PEERS),--peers $(PEERS))
 
 report: $(STAMP)
 	$(BIN)/python -m coat_dist.report

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import output_folder
-from benchmarks.measured_code import digests
 
 __all__ = [
     "RESULTS",
     "ROOT",
     "argument_parser",
     "command",
+    "commit",
     "dumps",
     "environment",
-    "figure_path",
     "gpus",
     "loss_gaps",
     "number",
@@ -88,10 +87,7 @@ def command() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Command, commit, versions and GPUs of this run.
-
-    ``COAT_COMMIT`` names the commit where the code was copied to without its history.
-    """
+    """Command, date, commit, versions and GPUs of this run."""
     import torch
 
     def version(name: str) -> str | None:
@@ -100,17 +96,21 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": os.environ.get("COAT_COMMIT") or git.stdout.strip() or None,
-        "code": digests(),
+        "commit": commit(),
         "python": platform.python_version(),
         "versions": {n: version(n) for n in ("torch", "triton", "deepspeed", "megatron-core")},
         "cuda": torch.version.cuda,
         "gpus": gpus(),
     }
+
+
+def commit() -> str | None:
+    """The commit of this code. ``COAT_COMMIT`` names it where the code was copied to without its history."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return os.environ.get("COAT_COMMIT") or git.stdout.strip() or None
 
 
 def gpus() -> list[str]:
@@ -141,13 +141,6 @@ def number(value: float, digits: int = 0) -> str:
 def result_path(name: str, output: str | Path | None = None) -> Path:
     """Where the result ``ROOM/PROGRAM`` is: ``ROOM/PROGRAM.json`` below ``output`` or ``benchmarks/results``."""
     return Path(output or RESULTS) / f"{name}.json"
-
-
-def figure_path(name: str, output: str | Path | None = None) -> Path:
-    """Where the picture ``ROOM-PROGRAM`` is: below ``output`` or ``docs/figures``. The folder exists afterwards."""
-    path = Path(output or ROOT / "docs" / "figures") / f"{name}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def write_result(name: str, data: dict[str, Any], output: str | Path | None = None, nan: bool = False) -> Path:

@@ -26,18 +26,24 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from tqdm import tqdm
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, verify
+from launch.data.blend import without_suffix
+from launch.data.tokenizer import Tokenizer, load
 from launch.hf.arguments import parse, without_effect
 from launch.hf.convert import HUGGING_FACE, MEGATRON, Conversion, plan_hugging_face, plan_megatron
+from launch.hf.data_tokenizer import DataTokenizer, tokenizer_of
 from launch.hf.folder import CONFIG, HuggingFaceWeights, has_tokenizer, travelling_files
 from launch.hf.output import Output
 from launch.log_level import say, set_log_level, shows
 from launch.model.gpt import load_model_config
+from launch.prep import DataError
+from launch.training.initial import training_data
 from launch.weights import Weights, open_weights
 from launch.weights.checkpoint import CheckpointWeights
 from launch.weights.source import DTYPES
@@ -66,7 +72,13 @@ def convert(args: argparse.Namespace) -> Path:
     ours = "weights of this program"
     say(f"{weights.path} ({weights.kind}) -> {output.final} ({_a_folder(conversion) or ours})")
     if conversion.kind == HUGGING_FACE and not has_tokenizer(conversion.copies):
-        say(f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files along")
+        say(
+            f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files along, --like PREFIX that of "
+            "prepared data"
+        )
+    for name in conversion.copies.keys() - weights.travelling().keys():
+        if args.like is None and has_tokenizer([name]):
+            say(f"tokenizer: {conversion.copies[name]}, of the data that the run was trained on")
     weights.verify()
     manifest = {"kind": conversion.kind, "source": str(weights.path.resolve())}
 
@@ -95,22 +107,48 @@ def _plan(weights: Weights, form: str, dtype: torch.dtype | None, args: argparse
             if getattr(args, option) is not None:
                 raise CoatConfigError(f"--{option}: got {getattr(args, option)}, accepted: absent in this direction")
         return plan_megatron(weights, dtype)
-    travelling = None
-    if args.like is not None:
-        travelling = travelling_files(Path(args.like))
-        if not travelling:
-            raise CheckpointError(f"--like: got {args.like}, accepted: a folder with {CONFIG} or tokenizer files")
-        _check_ids(args.like, travelling, weights.model.vocab_size)
-    return plan_hugging_face(weights, dtype, travelling, args.family)
+    vocab_size = weights.model.vocab_size or 0
+    trained = training_data(weights.manifest.get("run")) if isinstance(weights, CheckpointWeights) else None
+    if trained is not None and trained[1].vocab_size > vocab_size:
+        trained = None  # prepared again since the run, with another tokenizer
+    end = None if trained is None else trained[1].eod
+    travelling = weights.travelling() if args.like is None else travelling_files(Path(args.like))
+    taken: DataTokenizer | None = None
+    if args.like is not None and travelling:
+        _check_ids(args.like, travelling, vocab_size)
+    elif args.like is not None:
+        taken = _tokenizer_of_prefix(args.like, vocab_size)
+        end = taken.end
+    elif trained is not None and not has_tokenizer(travelling):
+        with suppress(DataError):  # made from token files
+            taken = tokenizer_of(trained[0])
+    if taken is None:
+        return plan_hugging_face(weights, dtype, travelling, args.family, end)
+    found = plan_hugging_face(weights, dtype, {**travelling, **taken.copies}, args.family, end)
+    return found._replace(texts={**found.texts, **taken.texts})
 
 
-def _check_ids(like: str, travelling: Mapping[str, Path], vocab_size: int | None) -> None:
+def _tokenizer_of_prefix(like: str, vocab_size: int) -> DataTokenizer:
+    try:
+        taken = tokenizer_of(without_suffix(like))
+    except DataError as problem:
+        why = f" ({problem})" if Path(f"{without_suffix(like)}.json").exists() else ""
+        raise CheckpointError(
+            f"--like: got {like}, accepted: a folder with {CONFIG} or tokenizer files, or the PREFIX of prepared "
+            f"data{why}"
+        ) from None
+    if taken.ids > vocab_size:
+        raise CoatConfigError(
+            f"--like: got {like}, whose tokenizer makes {taken.ids} ids, accepted: that of the model, which has "
+            f"{vocab_size}"
+        )
+    return taken
+
+
+def _check_ids(like: str, travelling: Mapping[str, Path], vocab_size: int) -> None:
     """Refuse a tokenizer that makes more ids of text than the model has; kinds that are not known here go along."""
-    from launch.data.tokenizer import Tokenizer, load
-    from launch.prep import DataError
-
     for name, kind in (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece")):
-        if name not in travelling or vocab_size is None:
+        if name not in travelling:
             continue
         try:
             tokenizer: Tokenizer = load(f"{kind}:{travelling[name]}", eod=0)  # which token ends documents matters not

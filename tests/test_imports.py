@@ -39,7 +39,7 @@ LAYERS = (
 SAME_ROW = {("benchmarks", "launch")}
 """But benchmarks build their models as ``launch`` does."""
 MAY_IMPORT = {
-    "deepspeed": ("coat_dist.deepspeed", "coat_dist.checkpoint", "launch", "benchmarks.reliability"),
+    "deepspeed": ("coat_dist.deepspeed", "coat_dist.checkpoint", "launch"),
     "megatron": ("megatron_patches", "launch", "benchmarks"),
 }
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.arguments import one_line, picture
-from benchmarks.common import read_result, result_path
-from benchmarks.convergence import flow_report
-from benchmarks.convergence.flow_report import BF16, gaps, mean
+from benchmarks.common import read_result, result_path, write_figure
+from benchmarks.convergence.flow import BF16
+from benchmarks.convergence.runs import LAST
 
-__all__ = ["KEYS", "PAIR", "by_trunk", "noise", "report"]
+__all__ = ["KEYS", "PAIR", "by_trunk", "gaps", "noise", "plot", "report"]
 
 KEYS = {
     "held_out_loss": "held-out",
@@ -29,6 +30,35 @@ PAIR = "trunk"
 """What two branches have in common that are compared."""
 
 
+def gaps(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """What each variant does to the losses :data:`KEYS`.
+
+    Of runs that made all ``steps``: the relative difference to BF16 over the trunks that both have, its standard error
+    (None where no run was repeated), and the number of runs on both sides.
+    """
+    values: dict[tuple[str, Any], list[dict[str, Any]]] = {}
+    for run in runs:
+        if run["steps"] == steps and run["held_out_loss"] is not None:
+            values.setdefault((run["variant"], run[PAIR]), []).append(run)
+    found = []
+    for variant in dict.fromkeys(v for v, _ in values):
+        trunks = [s for v, s in values if v == variant and (BF16, s) in values]
+        if variant == BF16 or not trunks:
+            continue
+        row: dict[str, Any] = {"variant": variant, "trunks": trunks}
+        row["runs"] = [sum(len(values[v, s]) for s in trunks) for v in (variant, BF16)]
+        for key in KEYS:
+            means = {at: fmean([r[key] for r in group]) for at, group in values.items()}
+            base = fmean([means[BF16, s] for s in trunks])
+            row[f"{key}_gap"] = fmean([means[variant, s] - means[BF16, s] for s in trunks]) / base
+            freedom = sum(len(group) - 1 for group in values.values())
+            squares = sum((r[key] - means[at]) ** 2 for at, group in values.items() for r in group)
+            weight = sum(1 / len(values[v, s]) for s in trunks for v in (variant, BF16)) / len(trunks) ** 2
+            row[f"{key}_error"] = (squares / freedom * weight) ** 0.5 / base if freedom else None
+        found.append(row)
+    return found
+
+
 def noise(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     """How far repeats are apart, for each variant that has some: standard deviation of a branch around the mean of its
     trunk and variant, pooled over trunks, relative to the loss; and the mean of ``distance``."""
@@ -39,10 +69,10 @@ def noise(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
         groups = [[r for r in mine if r[PAIR] == trunk] for trunk in dict.fromkeys(r[PAIR] for r in mine)]
         freedom = sum(len(group) - 1 for group in groups)
         apart = [r["distance"] for r in mine if r.get("distance")]  # the branch that others are measured from has 0
-        row: dict[str, Any] = {"variant": variant, "distance": mean(apart) if apart else None, "freedom": freedom}
+        row: dict[str, Any] = {"variant": variant, "distance": fmean(apart) if apart else None, "freedom": freedom}
         for key in KEYS if freedom else ():
-            squares = sum((r[key] - mean([g[key] for g in group])) ** 2 for group in groups for r in group)
-            row[key] = (squares / freedom) ** 0.5 / mean([r[key] for r in mine])
+            squares = sum((r[key] - fmean([g[key] for g in group])) ** 2 for group in groups for r in group)
+            row[key] = (squares / freedom) ** 0.5 / fmean([r[key] for r in mine])
         found.append(row)
     return found
 
@@ -54,7 +84,7 @@ def by_trunk(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]
     """
     found: dict[str, dict[str, Any]] = {}
     for trunk in dict.fromkeys(r[PAIR] for r in runs):
-        for gap in gaps([r for r in runs if r[PAIR] == trunk], steps, tuple(KEYS), PAIR):
+        for gap in gaps([r for r in runs if r[PAIR] == trunk], steps):
             row = found.setdefault(gap["variant"], {"variant": gap["variant"], "trunks": [], **{k: [] for k in KEYS}})
             row["trunks"].append(trunk)
             for key in KEYS:
@@ -62,14 +92,28 @@ def by_trunk(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]
     for row in found.values():
         n = len(row["trunks"])
         for key in KEYS:
-            squares = sum((gap - mean(row[key])) ** 2 for gap in row[key])
+            squares = sum((gap - fmean(row[key])) ** 2 for gap in row[key])
             row[f"{key}_error"] = (squares / (n - 1) / n) ** 0.5 if n > 1 else None
     return list(found.values())
 
 
 def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], steps: int) -> None:
     """Print a line a branch, what failed, the gaps, those of each trunk, and what repeats differ by."""
-    flow_report.report(runs, failed, steps, KEYS, PAIR)
+    nan = float("nan")
+    for run in (*runs, *failed):
+        name = f"{run['variant']:<24} seed {run['seed']} repeat {run['repeat']}  "
+        if "why" in run:
+            print(f"{name}FAILED: {run['why']}")
+        else:
+            held_out = nan if run["held_out_loss"] is None else run["held_out_loss"]
+            print(f"{name}held-out {held_out:.5f}  last {LAST} training losses {run['last_training_losses']:.5f}")
+    for row in gaps(runs, steps):
+        parts = [
+            f"{what} {row[f'{key}_gap']:+.3%} ± {nan if row[f'{key}_error'] is None else row[f'{key}_error']:.3%}"
+            for key, what in KEYS.items()
+        ]
+        mine, its = row["runs"]
+        print(f"{row['variant']:<24} {', '.join(parts)}  ({mine} runs to {its} of BF16)")
     for row in by_trunk(runs, steps):
         single = ", ".join(f"{gap:+.3%}" for gap in row["held_out_loss"])
         print(f"{row['variant']:<24} held-out, trunk by trunk: {single}")
@@ -81,6 +125,49 @@ def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], ste
             apart = "" if row["distance"] is None else f", distance {row['distance']:.2f} from the first of {BF16}"
             shown = ", ".join(f"{what} {row[key]:.3%}" for key, what in KEYS.items())
             print(f"{row['variant']:<24} from repeat to repeat: {shown}{apart}")
+
+
+def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path, first: int) -> None:
+    """Each run's training loss relative to the mean of BF16's of the same seed, both averaged over :data:`LAST` steps,
+    or a tenth of the run where that is less; thick: the mean of a variant's runs. A seed without BF16 is left out.
+    ``first``: the step after which losses begin.
+
+    Raises:
+        ValueError: nothing is left to draw.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    width = min(LAST, max(1, steps // 10))
+    whole = [r for r in runs if r["steps"] == steps]
+    based = {r["seed"] for r in whole if r["variant"] == BF16}
+    whole = [r for r in whole if r["seed"] in based]
+    if not whole:
+        raise ValueError(f"plot: got no run of {steps} steps with one of {BF16} of its seed, accepted: at least one")
+    curves = {id(r): _smooth(r["losses"], max(1, width * len(r["losses"]) // (steps - first))) for r in whole}
+    variants = list(dict.fromkeys(r["variant"] for r in whole))
+    size = (2.6 * len(variants), 3)
+    figure, axes = plt.subplots(1, len(variants), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, variant in zip(axes[0], variants, strict=True):
+        gap = []
+        for run in (r for r in whole if r["variant"] == variant):
+            base = [curves[id(r)] for r in whole if r["variant"] == BF16 and r["seed"] == run["seed"]]
+            gap.append([100 * (x / fmean(y) - 1) for x, *y in zip(curves[id(run)], *base, strict=True)])
+            at = [first + width // 2 + i * (steps - first) / len(run["losses"]) for i in range(len(gap[-1]))]
+            axis.plot(at, gap[-1], linewidth=0.7, color="tab:orange" if run["seed"] else "tab:blue")
+        axis.plot(at, [fmean(values) for values in zip(*gap, strict=True)], linewidth=2, color="black")
+        axis.set(title=variant.replace(", ", ",\n"), xlabel="step", ylim=(-1.5, 2.5))
+        axis.axhline(0, color="0.6", linewidth=0.8)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("training loss to BF16's, %")
+    write_figure(path, figure, dpi=120)
+    print("wrote", path)
+
+
+def _smooth(values: Sequence[float], width: int) -> list[float]:
+    return [fmean(values[i : i + width]) for i in range(len(values) - width + 1)]
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -98,7 +185,7 @@ def main() -> None:
     settings = found["settings"]
     report(found["runs"], found["failed"], settings["steps"])
     if arguments.plot is not None:
-        flow_report.plot(found["runs"], settings["steps"], arguments.plot, settings["branch_at"])
+        plot(found["runs"], settings["steps"], arguments.plot, settings["branch_at"])
 
 
 if __name__ == "__main__":

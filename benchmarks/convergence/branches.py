@@ -3,20 +3,23 @@
     python -m benchmarks.convergence.branches --per-gpu 2 --budget 560 [--runs bf16:0 "row scales:0" ...]
     python -m benchmarks.convergence.branches --tiny
 
-Runs of `benchmarks/convergence/flow.py` part by chaos while the first structure is learnt, and keep some tenths of a
-percent of that: more than what is to be seen. Here a BF16 run of each seed, the trunk, goes to a checkpoint past that
-phase (``--branch-at``), which `launch/to_universal.py` converts; every branch continues it with `launch/pretrain.py`:
-the same weights and fp32 moments, data in the same order, the same schedule of the learning rate. Model, text, batch,
-variants and what a repeat is are those of `flow.py`; VARIANT:SEED:REPEAT is a branch of the trunk of that seed.
+Whole runs part by chaos while the first structure is learnt, and keep some tenths of a percent of that: more than what
+is to be seen. Here a BF16 run of each seed, the trunk, goes to a checkpoint past that phase (``--branch-at``), which
+`launch/to_universal.py` converts; every branch continues it with `launch/pretrain.py`: the same weights and fp32
+moments, data in the same order, the same schedule of the learning rate. A Llama-shaped GPT of 64 M parameters reads
+Python source as bytes, 32 768 tokens a step, AdamW in all runs; `flow.py` has the model, the text and the variants.
+VARIANT:SEED:REPEAT is a branch of the trunk of that seed. One that fails is shown with the end of its log, and the
+others go on.
 
 **What a branch leaves out**: all that a variant does before the branch point, in the first quarter of the default run,
 where the learning rate is largest, weights move farthest and whole runs differed most. Whole runs have it.
 
 Each branch gives four held-out losses: of the last weights, and of the mean of the weights after each of the last
-``--average`` steps; each as trained and in BF16 layers. Gaps are formed as in `flow.py`, by trunks, with two errors:
+``--average`` steps; each as trained and in BF16 layers. The gap of a variant is the mean over trunks of the difference
+to BF16 of the same trunk, each a mean over repeats; it has two errors:
 
 - ``gaps_by_trunk``: from the spread of the trunks' own gaps. Valid always; needs several seeds, but no repeats.
-- ``gaps``: from the spread of repeats, as in `flow.py`. It is too small where repeats hardly part: ``distance`` is how
+- ``gaps``: from the spread of all repeats, pooled. It is too small where repeats hardly part: ``distance`` is how
   far the last weights are from those of the trunk's first BF16 branch, divided by how far that branch went, and that
   of BF16's repeats should be about that of the variants. ``--nudge`` is by how much the learning rate of repeat r is
   larger, times r.
@@ -27,7 +30,7 @@ With ``--budget`` no branch begins that would not end. Writes `convergence/branc
 branches of one trunk only. So give a later call other seeds, or ``--folder DIR``, where text and trunks stay for calls
 on the same machine (0.8 GB for a trunk of 64 M parameters).
 
-What a call costs, from the times in `convergence/flow.json` (H200, three runs to a GPU): 55 ms of a GPU for a step in
+What a call costs, from times of earlier runs (H200, three runs to a GPU): 55 ms of a GPU for a step in
 BF16, 43 ms in the flow. So 30 s for a trunk of 500 steps, and 85 s or 65 s for a branch of 1500. Processes need 10 to
 20 s more to start, which overlap where two share a GPU. Two GPUs with two runs each: eight branches and their four
 trunks, the default, in some eight minutes; later calls with ``--folder`` eight to twelve branches in ten.
@@ -55,10 +58,20 @@ import torch
 from benchmarks.arguments import one_line, positive_float, positive_int
 from benchmarks.common import argument_parser
 from benchmarks.convergence import runs
-from benchmarks.convergence.branch_report import KEYS, PAIR, by_trunk, noise, report
-from benchmarks.convergence.flow import VARIANTS, Job, pretrain, settings
-from benchmarks.convergence.flow_data import FULL, NEEDED, SAME, TINY, earlier, prepare
-from benchmarks.convergence.flow_report import BF16, gaps
+from benchmarks.convergence.branch_report import KEYS, PAIR, by_trunk, gaps, noise, report
+from benchmarks.convergence.flow import (
+    BF16,
+    FULL,
+    NEEDED,
+    SAME,
+    TINY,
+    VARIANTS,
+    Job,
+    earlier,
+    prepare,
+    pretrain,
+    settings,
+)
 from benchmarks.convergence.runs import RunFailed, launched, measured, torchrun
 
 RUNS = [Job(v, s, 0) for v in (BF16, "row scales") for s in range(4)]
@@ -84,7 +97,7 @@ class Study(runs.Study):
         self._movements: dict[tuple[Any, ...], torch.Tensor] = {}
         self._shortest: dict[str, float] = {}  # seconds of a branch of this call, by variant
 
-    def train(self, job: runs.Job, gpu: str) -> dict[str, Any]:
+    def train(self, job: Job, gpu: str) -> dict[str, Any]:
         trunk, left, needed = self.trunk(job.seed, gpu), self.left(), self._shortest.get(job.variant)
         if left is not None and left < (needed or 1.0):
             raise RunFailed(f"not started: {left:.0f} s of --budget are left" + f", of {needed:.0f}" * bool(needed))
@@ -164,7 +177,7 @@ class Study(runs.Study):
     def compared(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
         steps = self.arguments.steps
         self._fill_in_distances(runs)
-        compared = gaps(runs, steps, tuple(KEYS), PAIR)
+        compared = gaps(runs, steps)
         return {"gaps": compared, "gaps_by_trunk": by_trunk(runs, steps), "noise": noise(runs, steps)}
 
 

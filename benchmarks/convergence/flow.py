@@ -1,42 +1,39 @@
-"""What the FP8 flow does to training: the same run in BF16 and in variants of the flow, paired by seed and data.
-
-    python -m benchmarks.convergence.flow [--steps 2000] [--runs bf16:0 "row scales:0" ...] [--per-gpu 2]
-    python -m benchmarks.convergence.flow --tiny --steps 20
-
-A Llama-shaped GPT of 64 M parameters reads Python source as bytes (this Python's standard library and the packages
-installed beside torch), 32 768 tokens a step, AdamW in all runs. Each run is `launch/pretrain.py` on one GPU (without
-one, on the CPU); ``--per-gpu`` of them share a GPU. Runs start in the order of the list, the most important first. One
-that fails is shown with the end of its log, and the others go on. With ``--budget`` what still runs after so many
-seconds is stopped, and is shown but not compared. Writes `convergence/flow.json` (with ``--tiny``
-`convergence/flow-tiny.json`) after every run, with some 200 of its training losses, rounded to 5 decimals; ``--extend``
-begins with the runs of such a file, made with the same steps, learning rate and text. A call in which no run comes to
-its end leaves an earlier result as it is, and fails.
-
-A run is VARIANT:SEED:REPEAT. Repeat r has a learning rate that is larger by r parts in 10^5: what differs between
-repeats is what rounding does to a run by chaos alone. The gap of a variant is the mean over seeds of the difference to
-BF16 of the same seed, each a mean over repeats; its standard error comes from the spread of all repeats, pooled.
-"""
+"""Models, text, variants of the flow and settings of the training runs of `branches.py` and `long.py`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.arguments import one_line, positive_float, positive_int
-from benchmarks.common import ROOT, argument_parser
-from benchmarks.convergence import runs
-from benchmarks.convergence.flow_data import FULL, HELD_OUT, TINY, Size, earlier, prepare, tokens
-from benchmarks.convergence.flow_report import BF16, gaps, report
-from benchmarks.convergence.runs import RunFailed, Wait, measured, torchrun
+import torch
 
-__all__ = ["FP8_MOMENTS", "FULL", "RUNS", "VARIANTS", "Job", "RunFailed", "Study", "pretrain", "settings", "tokens"]
+from benchmarks.common import ROOT, prepare_text
 
+__all__ = [
+    "BF16",
+    "FP8_MOMENTS",
+    "FULL",
+    "HELD_OUT",
+    "NEEDED",
+    "SAME",
+    "TINY",
+    "VARIANTS",
+    "Job",
+    "Size",
+    "check_text",
+    "earlier",
+    "prepare",
+    "pretrain",
+    "settings",
+    "tokens",
+]
+
+BF16 = "bf16"
+"""The variant that all others are compared with."""
 VARIANTS: dict[str, dict[str, Any] | None] = {
     BF16: None,
     "row scales": {"forward_scales": "row"},
@@ -53,18 +50,62 @@ FP8_MOMENTS = "fp8 moments", "fp8 moments, row scales"
 """Variants whose optimizer is CoatAdamW; the last is the project's default, optimizer and flow together."""
 
 
-class Job(runs.Job):
-    """One run of a variant of :data:`VARIANTS`."""
+HELD_OUT = 0.04
+"""Share of the data that is not trained on."""
+
+SAME = "steps", "lr", "tiny"
+"""Settings that runs have in common if they are compared."""
+NEEDED = "variant", "seed", "repeat", "steps", "losses", "held_out_loss", "last_training_losses"
+"""What a run has to say for it to be compared."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batch."""
+
+    model: tuple[str, ...]
+    sequence: int
+    micro_batch: int
+    evaluation: int
+    """Micro-batches of held-out text."""
+    max_bytes: str
+
+
+FULL = Size(
+    ("num_layers=9", "hidden_size=768", "ffn_hidden_size=2048", "num_attention_heads=12", "num_query_groups=12"),
+    sequence=1024, micro_batch=32, evaluation=64, max_bytes="100M",
+)  # fmt: skip
+TINY = Size(
+    ("num_layers=2", "hidden_size=64", "ffn_hidden_size=192", "num_attention_heads=2", "num_query_groups=2"),
+    sequence=64, micro_batch=4, evaluation=4, max_bytes="1M",
+)  # fmt: skip
+
+
+class Job(NamedTuple):
+    """One run. Repeat r has a slightly larger learning rate: what differs between repeats is what rounding does to a
+    run by chaos alone."""
+
+    variant: str
+    seed: int
+    repeat: int
 
     @classmethod
     def parse(cls, text: str) -> Job:
         """From "VARIANT:SEED:REPEAT"; repeat, or seed and repeat, are 0 where they are left out."""
-        return cls(*cls.of(text, VARIANTS))
+        variant, *numbers = text.split(":")
+        if variant not in VARIANTS or len(numbers) > 2 or not all(n.isdecimal() for n in numbers):
+            known = ", ".join(map(repr, VARIANTS))
+            raise argparse.ArgumentTypeError(f"got {text!r}, accepted: VARIANT:SEED:REPEAT, VARIANT one of {known}")
+        seed, repeat = (*map(int, numbers), 0, 0)[:2]
+        return cls(variant, seed, repeat)
 
+    def __str__(self) -> str:
+        return f"{self.variant}, seed {self.seed}, repeat {self.repeat}"
 
-RUNS = [Job(v, s, 0) for s in (0, 1) for v in (BF16, "row scales", "tensor scales")]
-RUNS += [Job(v, s, r) for r in (1, 2) for s in (0, 1) for v in (BF16, "row scales")]
-RUNS += [Job(v, 0, 0) for v in list(VARIANTS)[4:7]]
+    @property
+    def file_name(self) -> str:
+        """What the files of the run are called."""
+        return f"{self.variant.replace(', ', '-').replace(' ', '-')}-{self.seed}-{self.repeat}"
 
 
 def settings(variant: str, size: Size) -> dict[str, Any]:
@@ -79,9 +120,9 @@ def settings(variant: str, size: Size) -> dict[str, Any]:
 
 
 def pretrain(
-    job: runs.Job, size: Size, data: str, config: Path, out: Path, arguments: argparse.Namespace, nudge: float = 1e-5
+    job: Job, size: Size, data: str, config: Path, out: Path, arguments: argparse.Namespace, nudge: float = 1e-5
 ) -> list[str]:
-    """The arguments of `launch/pretrain.py` for a whole run; ``nudge``: relative step of the learning rate a repeat."""
+    """The arguments of `launch/pretrain.py` for a run; ``nudge``: relative step of the learning rate a repeat."""
     steps, lr = arguments.steps, arguments.lr * (1 + nudge * job.repeat)
     line = ["--deepspeed_config", str(config), "--model", "configs/models/tiny.json"]
     line += ["--model-override", *size.model, f"seq_length={size.sequence}", "--data", data, "--output", str(out)]
@@ -91,71 +132,61 @@ def pretrain(
     return line + ["--eval-interval", str(steps), "--eval-steps", str(size.evaluation)]
 
 
-def command(job: Job, data: str, config: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
-    size = TINY if arguments.tiny else FULL
-    return torchrun("launch/pretrain.py", *pretrain(job, size, data, config, out, arguments))
+def prepare(folder: Path, size: Size) -> str:
+    """Bytes of Python sources; the prefix for --data."""
+    prefix, packages = folder / "python", Path(torch.__file__).parents[1]
+    prepare_text(prefix, "bytes", ["stdlib", str(packages)], "--glob", "*.py", "--max-bytes", size.max_bytes)
+    return str(prefix)
 
 
-def train(
-    job: Job,
-    gpu: str,
-    data: str,
-    folder: Path,
-    arguments: argparse.Namespace,
-    seconds: float | None,
-    wait: Wait | None = None,
+def tokens(data: str, size: Size, steps: int) -> dict[str, Any]:
+    """What there is to read and what a run reads. Samples beyond the first epoch are the same ones in another order."""
+    there = json.loads(Path(f"{data}.json").read_text())["tokens"]
+    trained, held_out = (n * size.sequence * size.micro_batch for n in (steps, size.evaluation))
+    return {
+        "tokens": there,
+        "training_tokens": trained,
+        "training_epochs": trained / (there * (1 - HELD_OUT)),
+        "held_out_tokens": held_out,
+        "held_out_epochs": held_out / (there * HELD_OUT),
+    }
+
+
+def earlier(
+    path: Path,
+    settings: dict[str, Any],
+    variants: Collection[str],
+    same: Sequence[str] = SAME,
+    needed: Sequence[str] = NEEDED,
 ) -> dict[str, Any]:
-    """One run on one GPU; see :func:`benchmarks.convergence.runs.measured`."""
-    config, out, log = (folder / f"{job.file_name}{end}" for end in (".json", "", ".log"))
-    config.write_text(json.dumps(settings(job.variant, TINY if arguments.tiny else FULL)))
-    line = command(job, data, config, out, arguments)
-    return {**job._asdict(), **measured(line, out, log, gpu, seconds, wait)}
+    """A result of the same program whose runs can count with those of a call with ``settings``.
+
+    Raises:
+        ValueError: it is no such result, or was made with other settings among ``same``, has a run without one of the
+            values ``needed``, or a variant that is not among ``variants``; the message names all that is wrong.
+    """
+    try:
+        found = json.loads(path.read_text())
+        theirs, _, _ = found["settings"], found["environment"], found["data"]["tokens"]
+        wrong = [
+            f"settings.{key}: got {json.dumps(theirs[key])}, accepted: this call's {json.dumps(settings[key])}"
+            for key in same
+            if theirs[key] != settings[key]
+        ]
+        names = dict.fromkeys(run["variant"] for run in found["runs"])
+        missing = sorted({key for run in found["runs"] for key in needed if key not in run})
+    except OSError as problem:
+        raise ValueError(f"--extend: got {path}, accepted: a readable file ({problem.strerror})") from None
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"--extend: got {path}, accepted: a result of this program ({problem!r})") from None
+    wrong += [f"runs: got runs without {json.dumps(key)}, accepted: runs of this program" for key in missing]
+    wrong += [f"variant: got {n!r}, accepted: {', '.join(map(repr, variants))}" for n in names if n not in variants]
+    if wrong:
+        raise ValueError("\n".join(f"--extend: {path}: {line}" for line in wrong))
+    return found
 
 
-class Study(runs.Study):
-    """Whole runs."""
-
-    name = "convergence/flow"
-    variants = VARIANTS
-
-    def train(self, job: runs.Job, gpu: str) -> dict[str, Any]:
-        return train(Job(*job), gpu, self.data, self.folder, self.arguments, self.left())
-
-    def compared(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"gaps": gaps(runs, self.arguments.steps)}
-
-
-def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--runs", nargs="+", type=Job.parse, default=RUNS, metavar="VARIANT:SEED:REPEAT")
-    parser.add_argument("--extend", type=Path, metavar="JSON", help="a result whose runs count with the new ones")
-    parser.add_argument("--steps", type=positive_int, default=2000)
-    parser.add_argument("--lr", type=positive_float, default=6e-4)
-    parser.add_argument("--per-gpu", type=positive_int, default=1, metavar="N", help="runs that share a GPU")
-    parser.add_argument("--budget", type=positive_float, metavar="SECONDS", help="stop what still runs after so many")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program")
-    parser.add_argument("--data", default=None, help="prefix of prepared data (default: prepared here)")
-    return parser.parse_args(given)
-
-
-def main() -> None:
-    arguments = parse()
-    with one_line():
-        extended = earlier(arguments.extend, vars(arguments), VARIANTS) if arguments.extend else None
-    there = {(r["variant"], r["seed"], r["repeat"]) for r in (extended["runs"] if extended else ())}
-    todo = [job for job in dict.fromkeys(arguments.runs) if job not in there]
-    with tempfile.TemporaryDirectory() as temporary:
-        start = time.monotonic()
-        data = arguments.data or prepare(Path(temporary), TINY if arguments.tiny else FULL)
-        print(f"data in {time.monotonic() - start:.0f} s", flush=True)
-        with one_line():
-            study = Study(todo, extended, data, Path(temporary), arguments)
-        study.work_on_all()
-    report(study.runs, study.failed, arguments.steps)
-    if (why := study.nothing()) is not None:
-        sys.exit(why)
-
-
-if __name__ == "__main__":
-    main()
+def check_text(path: Path, found: dict[str, Any], there: int) -> None:
+    """Raises ValueError where the runs of the result read another text than one of ``there`` tokens."""
+    if (given := found["data"]["tokens"]) != there:
+        raise ValueError(f"--extend: {path}: data.tokens: got {given}, accepted: this call's {there} (see --data)")

@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -38,9 +39,7 @@ import torch
 
 from benchmarks.arguments import positive_float, positive_int
 from benchmarks.common import argument_parser, options, prepare_text, write_result
-from benchmarks.convergence.flow import FP8_MOMENTS, settings
-from benchmarks.convergence.flow_data import TINY, Size
-from benchmarks.convergence.flow_report import BF16, mean
+from benchmarks.convergence.flow import BF16, FP8_MOMENTS, TINY, Size, settings
 from benchmarks.convergence.runs import launched, torchrun
 from benchmarks.timing import median
 
@@ -119,7 +118,7 @@ def curve(out: Path, batch: int, sequence: int) -> dict[str, Any]:
         "steps": records[-1]["step"],
         "tokens": records[-1]["step"] * batch * sequence,
         "steps_a_point": each,
-        "training_losses": [round(mean([r["loss"] for r in g]), 5) for g in groups],
+        "training_losses": [round(fmean(r["loss"] for r in g), 5) for g in groups],
         "held_out_steps": [r["step"] for r in records if "valid_loss" in r],
         "held_out_losses": [r["valid_loss"] for r in records if "valid_loss" in r],
         "step_seconds": median([r["step_time"] for r in records]),

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.arguments import one_line, picture
 from benchmarks.common import read_result, result_path, write_figure
-from benchmarks.convergence.flow_report import BF16
+from benchmarks.convergence.flow import BF16
 
 __all__ = ["held_out_gaps", "plot", "report"]
 

@@ -1,6 +1,6 @@
 """Training runs side by side on the GPUs there are: started, stopped, measured, and written down after each of them.
 
-What `benchmarks/convergence/flow.py` (whole runs) and `benchmarks/convergence/branches.py` (branches of one) share.
+`branches.py` derives its study from :class:`Study`; `long.py` starts its runs with :func:`launched`.
 """
 
 from __future__ import annotations
@@ -16,43 +16,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 import psutil
 import torch
 
 from benchmarks.common import ROOT, options, python_path, result_path, write_result
-from benchmarks.convergence.flow_data import FULL, TINY, Size, check_text, tokens
-from benchmarks.convergence.flow_report import LAST, mean
+from benchmarks.convergence.flow import FULL, TINY, Job, Size, check_text, tokens
 from benchmarks.timing import median
 
-__all__ = ["Job", "RunFailed", "Study", "completed", "launched", "measured", "stop", "torchrun"]
+__all__ = ["LAST", "RunFailed", "Study", "launched", "measured", "stop", "torchrun"]
 
-
-class Job(NamedTuple):
-    """One run."""
-
-    variant: str
-    seed: int
-    repeat: int
-
-    @classmethod
-    def of(cls, text: str, variants: Collection[str]) -> Job:
-        """From "VARIANT:SEED:REPEAT"; repeat, or seed and repeat, are 0 where they are left out."""
-        variant, *numbers = text.split(":")
-        if variant not in variants or len(numbers) > 2 or not all(n.isdecimal() for n in numbers):
-            known = ", ".join(map(repr, variants))
-            raise argparse.ArgumentTypeError(f"got {text!r}, accepted: VARIANT:SEED:REPEAT, VARIANT one of {known}")
-        seed, repeat = (*map(int, numbers), 0, 0)[:2]
-        return cls(variant, seed, repeat)
-
-    def __str__(self) -> str:
-        return f"{self.variant}, seed {self.seed}, repeat {self.repeat}"
-
-    @property
-    def file_name(self) -> str:
-        """What the files of the run are called."""
-        return f"{self.variant.replace(', ', '-').replace(' ', '-')}-{self.seed}-{self.repeat}"
+LAST = 200
+"""Last steps of a run whose training losses are averaged."""
 
 
 class RunFailed(Exception):
@@ -98,35 +75,6 @@ def launched(line: Sequence[str], log: Path, gpus: str) -> Iterator[subprocess.P
                 stop(process)
 
 
-def completed(
-    line: Sequence[str],
-    out: Path,
-    log: Path,
-    gpus: str,
-    seconds: float | None = None,
-    wait: Wait | None = None,
-) -> list[dict[str, Any]]:
-    """Run `launch/pretrain.py`, or a program around it, to the end; stopped after ``seconds``, which is when ``wait``
-    raises TimeoutExpired.
-
-    Returns:
-        The records of ``metrics.jsonl`` in ``out``, a step each.
-
-    Raises:
-        RunFailed: it ended early by itself, or was stopped before its first step.
-    """
-    status = None
-    with launched(line, log, gpus) as process, suppress(subprocess.TimeoutExpired):
-        status = process.wait(seconds) if wait is None else wait(process, seconds)
-    metrics = out / "metrics.jsonl"
-    lines = metrics.read_text().splitlines(True) if metrics.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    if status or not records:
-        why = "stopped by --budget before its first step" if status is None else f"exit {status}"
-        raise RunFailed(f"{why}, after {len(records)} steps\n{log.read_text()[-3000:]}")
-    return records
-
-
 def measured(
     line: Sequence[str],
     out: Path,
@@ -135,14 +83,29 @@ def measured(
     seconds: float | None,
     wait: Wait | None = None,
 ) -> dict[str, Any]:
-    """Steps, losses and seconds of a run: what the records of :func:`completed` say together."""
-    start = time.monotonic()
-    records = completed(line, out, log, gpu, seconds, wait)
+    """Run `launch/pretrain.py`, or a program around it, to the end; stopped after ``seconds``, which is when ``wait``
+    raises TimeoutExpired.
+
+    Returns:
+        Steps, losses and seconds of the run, by ``metrics.jsonl`` in ``out``.
+
+    Raises:
+        RunFailed: it ended early by itself, or was stopped before its first step.
+    """
+    start, status = time.monotonic(), None
+    with launched(line, log, gpu) as process, suppress(subprocess.TimeoutExpired):
+        status = process.wait(seconds) if wait is None else wait(process, seconds)
+    metrics = out / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(True) if metrics.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    if status or not records:
+        why = "stopped by --budget before its first step" if status is None else f"exit {status}"
+        raise RunFailed(f"{why}, after {len(records)} steps\n{log.read_text()[-3000:]}")
     losses = [r["loss"] for r in records]
     return {
         "steps": len(records),
         "held_out_loss": records[-1].get("valid_loss"),
-        "last_training_losses": mean(losses[-LAST:]),
+        "last_training_losses": fmean(losses[-LAST:]),
         "losses": [round(loss, 5) for loss in losses[:: max(1, len(losses) // 200)]],
         "seconds": time.monotonic() - start,
         "step_seconds": median([r["step_time"] for r in records]),

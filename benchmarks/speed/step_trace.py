@@ -38,7 +38,7 @@ Span = tuple[int, int, str]
 """Nanoseconds of begin and end, and a kernel's name."""
 PAUSES = (0, 10, 30, 100, 1000)
 """Microseconds from which pauses are counted together."""
-TOP, WIDTH = 6, 60
+TOP, WIDTH = 4, 60
 """Kernels that are named of each kind, and characters of their names."""
 
 

@@ -29,6 +29,7 @@ from benchmarks.arguments import check_peers, int_from_0, one_line, positive_flo
 from benchmarks.common import (
     ROOT,
     argument_parser,
+    commit,
     gpus,
     loss_gaps,
     options,
@@ -39,7 +40,6 @@ from benchmarks.common import (
     write_json,
     write_result,
 )
-from benchmarks.measured_code import digests
 from benchmarks.speed.collectives import NCCL_ONLY
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
@@ -173,11 +173,11 @@ def compare(runs: Sequence[dict[str, Any]]) -> None:
 
 class Kept:
     """Runs that are done, in a file beside the result, until all are: a command that was cut, or one of whose runs
-    failed, goes on where it was if code, options and GPUs are the same."""
+    failed, goes on where it was if commit, options and GPUs are the same."""
 
     def __init__(self, name: str, settings: dict[str, Any], output: str | None) -> None:
         self._path = result_path(f"speed/{name}-unfinished", output)
-        self._same = {"settings": settings, "code": digests(), "gpus": gpus()}
+        self._same = {"settings": settings, "commit": commit(), "gpus": gpus()}
         found = read_json(self._path) if self._path.exists() else {}
         self._runs: list[dict[str, Any]] = found["runs"] if found.get("same") == self._same else []
 

@@ -5,7 +5,7 @@
 
 Each case (model, variant, GPUs, memory) has processes of its own, one a GPU, which build the engine of `pretrain.py`
 with random tokens and train with one micro-batch after the other: two steps to warm up, three that count. The same
-command goes on where it was: what the result has of the same code is not measured again, no case is started after
+command goes on where it was: what the result has of the same commit is not measured again, no case is started after
 `--seconds`, and one that is cut by time keeps its steps and goes on with the micro-batches that are left. Cases that
 were cut before a step, or failed, are tried again last. `--gpu-memory` is for all that this process holds there, NCCL's
 buffers excepted. Variants that begin with "TE" need `--peers`, a folder with Transformer Engine or an archive of it.
@@ -32,6 +32,7 @@ from benchmarks.arguments import check_peers, one_line, positive_float, positive
 from benchmarks.common import (
     ROOT,
     argument_parser,
+    commit,
     environment,
     gpus,
     python_path,
@@ -42,7 +43,7 @@ from benchmarks.common import (
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
-from benchmarks.speed.whole_report import current, finished
+from benchmarks.speed.whole_report import finished
 from coat_dist.nodes import free_port
 from launch.model.config import load_model_config
 
@@ -106,6 +107,11 @@ def left_of(have: dict[str, Any], micro_batches: Sequence[int]) -> list[int]:
     known = {step["micro_batch"] for step in have.get("steps", [])}
     end = have.get("out_of_memory_at")
     return sorted(n for n in set(micro_batches) - known if end is None or n < end)
+
+
+def current(case: dict[str, Any]) -> bool:
+    """Whether a case was measured with the commit that is here."""
+    return case["measured"]["commit"] == commit()
 
 
 def turn(have: dict[str, Any]) -> int:
@@ -294,7 +300,7 @@ def main(given: Sequence[str] | None = None) -> None:
             missing = left_of(have, arguments.micro_batches)
             found = joined(have, run(case | {"micro_batches": missing}, te, left + GRACE))
             now = environment()
-            measured = {k: now[k] for k in ("date", "commit", "code", "gpus")}
+            measured = {k: now[k] for k in ("date", "commit", "gpus")}
             new, was = case | found | {"measured": measured}, cases.get(key_of(case), {})
             print(show(new), flush=True)
             if worth_keeping(was, new, arguments.again):

@@ -2,8 +2,8 @@
 
     python -m benchmarks.speed.whole_report [--plot docs/figures/speed-whole.png] [--name whole]
 
-Prints Markdown. A case that was measured with other code than what is here is marked with a dagger; one that failed or
-that time has cut is in no table, but is named.
+Prints Markdown. Each group of tables ends with the commits and dates of its cases. A case that failed or that time has
+cut is in no table, but is named.
 """
 
 from __future__ import annotations
@@ -15,28 +15,8 @@ from typing import Any
 
 from benchmarks.arguments import one_line, picture
 from benchmarks.common import argument_parser, number, read_result, result_path, write_figure
-from benchmarks.measured_code import PARTS, USUAL, same_code
 
-__all__ = [
-    "PLUS",
-    "cost",
-    "current",
-    "draw",
-    "drawn",
-    "equal",
-    "fits",
-    "group_of",
-    "groups",
-    "largest",
-    "main",
-    "mark",
-    "of_one_code",
-    "plot",
-    "report",
-    "title",
-    "unfinished",
-    "with_notes",
-]
+__all__ = ["finished", "main", "report"]
 
 TOKENS = 300e9
 """Of a pretraining run, for the cost."""
@@ -48,11 +28,6 @@ PLUS = "+ memory was not out at the largest micro-batch that was tried."
 def finished(case: dict[str, Any]) -> bool:
     """It has neither failed nor been cut."""
     return "error" not in case and not case.get("cut")
-
-
-def current(case: dict[str, Any]) -> bool:
-    """It was measured with the code that is here."""
-    return same_code(case["measured"]["code"], (*PARTS,) if "graphs" in case["variant"] else USUAL)
 
 
 def unfinished(cases: Sequence[dict[str, Any]]) -> list[str]:
@@ -89,14 +64,14 @@ def title(case: dict[str, Any]) -> str:
     return f"{model}, {case['ranks']} x {name}{memory}, ZeRO-{case['stage']}"
 
 
-def mark(case: dict[str, Any]) -> str:
-    """Nothing, or a dagger with the commit of other code."""
-    return "" if current(case) else f" \u2020{str(case['measured']['commit'])[:7]}"
-
-
-def of_one_code(base: dict[str, Any], case: dict[str, Any]) -> bool:
-    """Whether two cases may be compared: BF16 does not depend on CUDA graphs, so these may differ."""
-    return same_code(base["measured"]["code"], USUAL, case["measured"]["code"])
+def measured(cases: Sequence[dict[str, Any]]) -> str:
+    """The commits and dates of cases, each with its variants where there are several."""
+    found: dict[str, list[str]] = {}
+    for case in cases:
+        of_it = f"commit {str(case['measured']['commit'])[:7]}, {case['measured'].get('date')}"
+        found.setdefault(of_it, []).append(case["variant"])
+    rows = [of_it + (f" ({'; '.join(names)})" if len(found) > 1 else "") for of_it, names in found.items()]
+    return f"Measured: {'; '.join(rows)}."
 
 
 def best(case: dict[str, Any]) -> dict[str, Any] | None:
@@ -119,11 +94,9 @@ def _base(pairs: Sequence[Pair]) -> Pair | None:
 
 
 def _row(case: dict[str, Any], step: dict[str, Any], base: Pair | None, plus: str = "") -> str:
-    name, held = case["variant"] + mark(case), step["held_bytes"]
+    name, held = case["variant"], step["held_bytes"]
     speed = step["tokens_per_second_per_gpu"]
-    ratio = ""
-    if base is not None and of_one_code(base[0], case):
-        ratio = f"{speed / base[1]['tokens_per_second_per_gpu']:.2f}"
+    ratio = "" if base is None else f"{speed / base[1]['tokens_per_second_per_gpu']:.2f}"
     return (
         f"| {name} | {step['micro_batch']}{plus} | {held['optimizer moments'] / GIB:.1f} | "
         f"{held['activations'] / GIB:.1f} | "
@@ -160,7 +133,7 @@ def largest(cases: list[dict[str, Any]]) -> list[str]:
     out: dict[int, list[str]] = {}
     for case in cases:
         if not case["steps"]:
-            out.setdefault(case["out_of_memory_at"], []).append(case["variant"] + mark(case))
+            out.setdefault(case["out_of_memory_at"], []).append(case["variant"])
     named = " ".join(f"Out of memory with micro-batch {n}: {'; '.join(out[n])}." for n in sorted(out))
     return [*(head if rows else []), *rows, *([""] if rows and named else []), *([named] if named else [])]
 
@@ -176,50 +149,37 @@ def cost(cases: list[dict[str, Any]]) -> list[str]:
     for case in cases:
         if case["steps"]:
             speed = fastest(case)["tokens_per_second_per_gpu"]
-            lines.append(f"| {case['variant']}{mark(case)} | {number(speed)} | {number(TOKENS / speed / 3600)} |")
+            lines.append(f"| {case['variant']} | {number(speed)} | {number(TOKENS / speed / 3600)} |")
     return lines
 
 
-def drawn(cases: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
-    """The groups that a picture can show: those in which something fits."""
-    return {key: of_group for key, of_group in groups(cases).items() if fits(of_group)}
-
-
-def draw(cases: Sequence[dict[str, Any]], path: Path) -> Path | None:
-    """Plot what can be shown; where nothing can, no earlier picture stays either."""
-    if not (found := drawn(cases)):
-        path.unlink(missing_ok=True)
-        return None
-    plot(found, path)
-    return path
-
-
-def plot(found: dict[tuple, list[dict[str, Any]]], path: Path) -> None:
-    """Tokens/s/GPU over micro-batch, a panel for each of :func:`drawn`; a cross where memory was out."""
+def plot(cases: Sequence[dict[str, Any]], path: Path) -> None:
+    """Tokens/s/GPU over micro-batch, a panel for each group in which something fits; a cross where memory was out."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
+    found = [of_group for of_group in groups(cases).values() if fits(of_group)]
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
     for axis in axes.flat[len(found) :]:
         axis.set_visible(False)
-    names = dict.fromkeys(case["variant"] for cases in found.values() for case in cases)
+    names = dict.fromkeys(case["variant"] for of_group in found for case in of_group)
     colors = {name: f"C{index % 10}" for index, name in enumerate(names)}
-    for axis, cases in zip(axes.flat, found.values(), strict=False):
-        for case in cases:
+    for axis, of_group in zip(axes.flat, found, strict=False):
+        for case in of_group:
             if not case["steps"]:
                 continue
             x = [s["micro_batch"] for s in case["steps"]]
             y = [s["tokens_per_second_per_gpu"] for s in case["steps"]]
             color = colors[case["variant"]]
-            axis.plot(x, y, marker="o", markersize=3, color=color, label=case["variant"] + mark(case))
+            axis.plot(x, y, marker="o", markersize=3, color=color, label=case["variant"])
             if case["out_of_memory_at"] is not None:
                 axis.plot(case["out_of_memory_at"], y[-1], marker="x", color=color)
-        most = max(step["tokens_per_second_per_gpu"] for case in cases for step in case["steps"])
-        axis.set(title=title(cases[0]), xlabel="micro-batch", ylabel="tokens/s/GPU", ylim=(0, 1.1 * most))
+        most = max(step["tokens_per_second_per_gpu"] for case in of_group for step in case["steps"])
+        axis.set(title=title(of_group[0]), xlabel="micro-batch", ylabel="tokens/s/GPU", ylim=(0, 1.1 * most))
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)
@@ -239,6 +199,7 @@ def report(cases: Sequence[dict[str, Any]]) -> list[str]:
         lines += [*(["Each one's largest:", ""] if fits(of_group) else []), *largest(of_group), ""]
         if of_group[0]["model"] == "llama2-7b" and fits(of_group):
             lines += ["Cost, at each one's fastest:", "", *cost(of_group), ""]
+        lines += [measured(of_group), ""]
     return with_notes(lines[:-1], cases)
 
 
@@ -246,7 +207,6 @@ def with_notes(lines: list[str], cases: Sequence[dict[str, Any]]) -> list[str]:
     """Tables, what their marks mean, and which of the cases are not in them."""
     text = "\n".join(lines)
     notes = [PLUS] if "+ |" in text else []
-    notes += ["\u2020 measured with earlier code, at the commit named."] if "\u2020" in text else []
     return lines + [line for note in (*notes, *unfinished(cases)) for line in ("", note)]
 
 
@@ -265,7 +225,7 @@ def main(given: Sequence[str] | None = None) -> None:
         cases = read_result(path, "cases", option="--name")["cases"]
     print("\n".join(report(cases)))
     if arguments.plot is not None:
-        draw(cases, arguments.plot)
+        plot(cases, arguments.plot)
 
 
 if __name__ == "__main__":

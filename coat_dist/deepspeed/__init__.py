@@ -8,8 +8,8 @@
 - ``attach.py`` is the one list of what is replaced on DeepSpeed's objects, in its order, with the reason for it. Each
   line calls a file of its own: ``step*.py``, ``master_weights.py``, ``deepspeed_accessors.py`` (what DeepSpeed's
   accessors answer, mostly by way of ours in ``coat_accessors.py``), ``round_robin.py``, ``cached_weights.py``,
-  ``pipeline.py``, ``expert_parallel.py``, ``fp8_gather.py``, ``heartbeat.py`` (by way of ``missing.py``, which names
-  ranks when a collective fails), and files of ``coat_dist/checkpoint``.
+  ``pipeline.py``, ``expert_parallel.py``, ``fp8_gather.py``, ``heartbeat.py`` (which names
+  ranks that hang or have ended), and files of ``coat_dist/checkpoint``.
 - ``zero_init.py`` builds ZeRO-3 models in shards, before there is an engine.
 - ``reviewed.py`` knows which DeepSpeed was read; ``registration.py`` makes it know CoatAdamW by name.
 

@@ -27,8 +27,8 @@ from . import (
     deepspeed_accessors,
     expert_parallel,
     fp8_gather,
+    heartbeat,
     master_weights,
-    missing,
     pipeline,
     pipeline_module,
     round_robin,
@@ -304,7 +304,7 @@ ATTACHMENTS = (
     Attachment(
         "ranks hear of one another",
         lambda b: b.ours or b.coat is not None,
-        lambda b: missing.start(b.engine),
+        lambda b: heartbeat.start(b.engine),
         (),
         "anywhere: replaces nothing",
     ),

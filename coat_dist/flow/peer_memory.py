@@ -39,7 +39,7 @@ __all__ = ["Fetched", "PeerMemory", "check_switch", "peer_memory"]
 
 FEWEST = 3 * 2**23
 """Elements of what one rank sends from which this is worth it. The host has more to do here than for a collective, and
-does not keep up with short products: on H200s 2**24 elements were slower, 2**25 faster (docs/flow-speed.md)."""
+does not keep up with short products: on H200s 2**24 elements were slower, 2**25 faster (docs/flow.md, peer memory)."""
 SWITCH = "COAT_PEER_MEMORY"
 ALIGNMENT = 512
 

@@ -123,7 +123,7 @@ def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
         raise DataError(
             f"--valid: got {both[0]}, which --data has too, accepted: other files, or --valid-share of --data"
         )
-    weights = open_weights(args.model)
+    weights = open_weights(args.model, tensors=not args.dry_run)
     seq_length = args.seq_length or min(weights.model.seq_length, LONGEST_DEFAULT)
     if seq_length > weights.model.seq_length:
         raise CoatConfigError(

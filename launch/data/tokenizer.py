@@ -47,6 +47,9 @@ class Tokenizer(Protocol):
     def token_id(self, token: str) -> int | None:
         """The id of one token, special ones too; None = there is no such token."""
 
+    def token(self, number: int) -> str | None:
+        """The token of one id, special ones too; None = there is no such token."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special token."""
 
@@ -69,6 +72,10 @@ class ByteTokenizer:
         return self.vocab_size
 
     def token_id(self, token: str) -> int | None:
+        """See :class:`Tokenizer`."""
+        return None
+
+    def token(self, number: int) -> str | None:
         """See :class:`Tokenizer`."""
         return None
 
@@ -123,6 +130,10 @@ class HuggingFaceTokenizer:
         """See :class:`Tokenizer`."""
         return self._library.token_to_id(token)
 
+    def token(self, number: int) -> str | None:
+        """See :class:`Tokenizer`."""
+        return self._library.id_to_token(number)
+
     def encode(self, text: str) -> list[int]:
         """See :class:`Tokenizer`."""
         return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids  # "fast": without offsets
@@ -171,6 +182,10 @@ class SentencePieceTokenizer:
         """See :class:`Tokenizer`."""
         found = self._library.PieceToId(token)
         return found if found >= 0 and self._library.IdToPiece(found) == token else None
+
+    def token(self, number: int) -> str | None:
+        """See :class:`Tokenizer`."""
+        return self._library.IdToPiece(number)
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Tokenizer`."""

@@ -97,9 +97,9 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
         "--like",
         type=local_path,
         default=None,
-        metavar="DIR",
-        help="folder whose tokenizer files and config.json a Hugging Face folder gets (default: those that came with "
-        "the weights)",
+        metavar="DIR|PREFIX",
+        help="folder whose tokenizer files and config.json a Hugging Face folder gets, or prepared data with its "
+        "tokenizer (default: those that came with the weights, else the tokenizer of the run's data)",
     )
     p.add_argument(
         "--family",

@@ -46,7 +46,11 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def config_for(
-    model: ModelConfig, dtype: torch.dtype, remembered: Mapping[str, Any] | None = None, family: str | None = None
+    model: ModelConfig,
+    dtype: torch.dtype,
+    remembered: Mapping[str, Any] | None = None,
+    family: str | None = None,
+    end: int | None = None,
 ) -> tuple[dict[str, Any], Family]:
     """The content of config.json for a model.
 
@@ -56,6 +60,7 @@ def config_for(
         remembered: config.json that came with the initial weights: where it describes this model it stays as it is, but
             for the dtype; where it does not, keys that decide what the model computes are replaced.
         family: ``model_type`` to write; None = the remembered one's, or the first that can say what the model is.
+        end: ``eos_token_id`` of a config.json that is made anew.
 
     Raises:
         CoatConfigError: no family, or not this one, has such a model; names the keys.
@@ -70,7 +75,10 @@ def config_for(
         if name not in FAMILIES:
             continue
         kept = known if known is not None and known["model_type"] == name else None
-        config = {**(_without_older(kept) if kept else _HABITS), **_described(model, FAMILIES[name])}
+        config = {
+            **(_without_older(kept) if kept else _HABITS | {"eos_token_id": end}),
+            **_described(model, FAMILIES[name]),
+        }
         config = _with_dtype(config, kept or {}, dtype)
         tried[name] = _differing(config, model)
         if name == "llama" and kept is None and model.hidden_size % model.num_attention_heads:
@@ -83,7 +91,7 @@ def config_for(
     raise CoatConfigError("\n".join([*lines, f"accepted: what one of {', '.join(FAMILIES)} has"]))
 
 
-_HABITS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
+_HABITS = {"bos_token_id": None, "pad_token_id": None, "use_cache": True}
 
 
 def _differing(config: Mapping[str, Any], model: ModelConfig) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from launch.hf.config_out import config_for
-from launch.hf.folder import CONFIG
+from launch.hf.folder import CONFIG, GENERATION
 from launch.hf.recipes import Piece, Recipe, to_hugging_face
 from launch.weights.converted import KIND, MODEL, TYPES
 from launch.weights.shapes import parameter_shapes
@@ -160,6 +160,7 @@ def plan_hugging_face(
     dtype: torch.dtype | None = None,
     travelling: Mapping[str, Path] | None = None,
     family: str | None = None,
+    end: int | None = None,
 ) -> Conversion:
     """The conversion into a folder that ``AutoModelForCausalLM.from_pretrained`` reads.
 
@@ -169,6 +170,7 @@ def plan_hugging_face(
         travelling: files that go along in place of ``weights.travelling()``, by name; of a config.json among them
             everything is kept that does not decide what the model computes.
         family: ``model_type`` to write; None = that of config.json, or the first that can say what the model is.
+        end: end-of-document id, ``eos_token_id`` of a config.json and a generation config that are made anew.
 
     Raises:
         CoatConfigError: no family has such a model; names the keys.
@@ -179,7 +181,7 @@ def plan_hugging_face(
     dtypes = {dtype or weights.dtype(name) for name in weights.names()}
     said = DTYPES.get(str((remembered or {}).get("dtype", (remembered or {}).get("torch_dtype"))))
     whole = dtypes.pop() if len(dtypes) == 1 else said if said is not None and said in dtypes else torch.float32
-    config, known = config_for(weights.model, whole, remembered, family)
+    config, known = config_for(weights.model, whole, remembered, family, end)
     recipes = to_hugging_face(weights.model, known)
     there, types = set(weights.names()), {} if dtype else weights.parts_types()
     tensors = []
@@ -189,12 +191,15 @@ def plan_hugging_face(
             raise CheckpointError(f"{weights.path}: has no {', '.join(missing)}, of which {name} is made")
         own = {types[name]} if name in types else {dtype or weights.dtype(source) for source in sources}
         tensors.append(Planned(name, own.pop() if len(own) == 1 else torch.float32, recipe.shape))
+    texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
+    if end is not None and remembered is None and GENERATION not in copies:
+        texts[GENERATION] = json.dumps({"eos_token_id": end}, indent=2) + "\n"
     return Conversion(
         kind=HUGGING_FACE,
         stem="model",
         tensors=tensors,
         recipes=recipes,
-        texts={CONFIG: json.dumps(config, indent=2) + "\n"},
+        texts=texts,
         copies=copies,
     )
 

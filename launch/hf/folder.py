@@ -18,9 +18,9 @@ from launch.hf.recipes import from_hugging_face, to_hugging_face
 from launch.weights.source import CheckpointError, Weights, rounded
 from launch.weights.tensor_files import Entry, TensorFiles, read_header
 
-__all__ = ["CONFIG", "HuggingFaceWeights", "has_tokenizer", "refuse_adapter", "travelling_files"]
+__all__ = ["CONFIG", "GENERATION", "HuggingFaceWeights", "has_tokenizer", "refuse_adapter", "travelling_files"]
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZERS = (
     "tokenizer.json",
@@ -35,7 +35,7 @@ _TOKENIZERS = (
 """Files each of which holds a tokenizer."""
 _TRAVEL = (
     CONFIG,
-    "generation_config.json",
+    GENERATION,
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -53,6 +53,7 @@ class HuggingFaceWeights(Weights):
     Args:
         path: the folder.
         dtype: that tensors are given in; None = as they are stored.
+        tensors: False = there need be none, and none can be read.
 
     Raises:
         CoatConfigError: config.json asks for what cannot be honoured; names the key.
@@ -61,13 +62,14 @@ class HuggingFaceWeights(Weights):
 
     kind = "a Hugging Face folder"
 
-    def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype | None = None, tensors: bool = True) -> None:
         self.path = path
         refuse_adapter(path)
         self.model, self.family = read_config(path / CONFIG)
         self.recipes = from_hugging_face(self.model, self.family)
-        entries = _each_expert(_tensors(path), self.family)
-        _check(path, entries, {n: r.shape for n, r in to_hugging_face(self.model, self.family).items()})
+        entries = _each_expert(_tensors(path), self.family) if tensors else {}
+        if tensors:
+            _check(path, entries, {n: r.shape for n, r in to_hugging_face(self.model, self.family).items()})
         self._files = TensorFiles(entries, _checksums(path))
         self._dtype = dtype
         if self.model.tie_embeddings and "lm_head.weight" in entries:

@@ -227,6 +227,8 @@ def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> Model
         CoatConfigError: no such file, unknown key, wrong type or contradictory sizes; names the key.
     """
     values = read_config("--model", given, "models")
+    if "model_type" in values:
+        raise CoatConfigError(f"--model: {given} is of Hugging Face, accepted: a description of ours, or its folder")
     needed = [key for key, field in ModelConfig.model_fields.items() if field.is_required()]
     if not any(key in values for key in needed):
         raise CoatConfigError(f"--model: {given} describes no model, accepted: an object with {', '.join(needed)}")

@@ -20,7 +20,7 @@ from launch.command_line import (
     one_stage_only,
     whole_number,
 )
-from launch.find_config import find_config
+from launch.find_config import find_config, read_config
 from launch.log_level import add_log_level, set_log_level
 from launch.model.config import described_model
 from launch.model.gpt import ModelConfig, load_model_config
@@ -246,7 +246,16 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, argparse.Namespa
 
 
 def _model(given: str, overrides: Sequence[str]) -> tuple[ModelConfig, str | None]:
-    """A description, or what a folder of weights says of its model: only headers are read. And what is to be noted."""
+    """A description, or what a folder of weights says of its model: of a Hugging Face folder config.json alone is read.
+    And what is to be noted."""
+    if os.path.isfile(given):
+        try:
+            theirs = "model_type" in read_config("--model", given, "models")
+        except CoatConfigError as problem:
+            told = str(problem).partition(", accepted: ")[0]
+            raise CoatConfigError(f"{told}, accepted: a model's description (JSON), config.json, or a folder") from None
+        if theirs and os.path.basename(given) == "config.json":
+            given = os.path.dirname(given) or "."
     if not os.path.isdir(given):
         return load_model_config(given, overrides), None
     try:
@@ -255,7 +264,7 @@ def _model(given: str, overrides: Sequence[str]) -> tuple[ModelConfig, str | Non
         from launch.training.initial import length_note
         from launch.weights import open_weights
 
-        weights = open_weights(given)
+        weights = open_weights(given, tensors=False)
         model = described_model(weights.model.model_dump(exclude_defaults=True), overrides)
         note = length_note(model.seq_length, weights, "--model")
         return model, None if note is None else note.removeprefix("note: ")

@@ -17,7 +17,7 @@ __all__ = ["StepTime", "step_time"]
 
 _PASSES = {"FP8": 58.5, "BF16": 92.0}
 """Bytes of element-wise traffic a token and channel of h and f, forward and backward: what a measured Llama-2-7B layer
-takes beyond products and attention (docs/flow-speed.md), times the rate of passes."""
+takes beyond products and attention (docs/flow.md#speed), times the rate of passes."""
 _HOST = {"FP8": 2.2e-3, "BF16": 1.3e-3}
 """Seconds in which the host starts a layer's kernels, forward and backward: a layer is never faster."""
 
@@ -73,7 +73,7 @@ def step_time(run: Run, gpu: GPU) -> StepTime:
 
 
 def _step_of_a_parameter(run: Run) -> float:
-    """Seconds that an H200 takes, the norm included: docs/results.md, "The step under DeepSpeed"."""
+    """Seconds that an H200 takes, the norm included: docs/results.md, "Optimizer"."""
     if not run.fp8_moments:
         return 24.9e-12
     every_pass = run.stage == 3 or (run.stage == 1 and run.fp32_gradients)  # where DeepSpeed's passes are not left out

@@ -27,7 +27,7 @@ def initial_weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights | No
     """
     if args.init_from is None:
         return load_model_config(args.model, args.model_override), None
-    weights = open_weights(args.init_from)
+    weights = open_weights(args.init_from, tensors=not args.dry_run)
     if args.model is None:
         model = described_model(weights.model.model_dump(exclude_defaults=True), args.model_override)
     else:

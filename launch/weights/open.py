@@ -20,13 +20,17 @@ __all__ = ["open_weights"]
 
 CONFIG = "config.json"
 _ACCEPTED = (
-    f"a Hugging Face folder ({CONFIG} and safetensors), one that launch/convert_hf.py wrote ({MODEL} and {MANIFEST}), "
-    "or a training checkpoint (a `step*` folder, or one whose `latest` names it)"
+    f"one that launch/convert_hf.py wrote ({MODEL} and {MANIFEST}), or a training checkpoint (a `step*` folder, or one "
+    "whose `latest` names it)"
 )
 
 
 def open_weights(
-    path: str | os.PathLike, dtype: torch.dtype | None = None, *, model: ModelConfig | None = None
+    path: str | os.PathLike,
+    dtype: torch.dtype | None = None,
+    *,
+    model: ModelConfig | None = None,
+    tensors: bool = True,
 ) -> Weights:
     """The weights in a folder, of whichever kind it is; names and shapes are checked, no tensor is read.
 
@@ -36,6 +40,8 @@ def open_weights(
         dtype: that tensors are given in. None = as they are stored; of a training checkpoint bfloat16, what the run
             multiplied with. float32 gives such a checkpoint's master weights.
         model: of a training checkpoint that does not say of which model it is. Of one that does, both have to agree.
+        tensors: False = only ``model`` and ``travelling()`` are wanted, for which a Hugging Face folder needs nothing
+            but its config.json.
 
     Raises:
         CheckpointError: there is nothing of the kind, or a file or tensor of it is missing or damaged; names it.
@@ -45,15 +51,16 @@ def open_weights(
     from launch.hf.folder import HuggingFaceWeights, refuse_adapter  # late: that room imports files of this one
 
     folder = Path(path)
+    accepted = f"a Hugging Face folder ({CONFIG}{' and safetensors' if tensors else ''}), {_ACCEPTED}"
     if not folder.exists():  # perhaps a checkpoint that a kill left under another name while it was saved again
         folder = replaced_or(folder.absolute())
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist (nothing is downloaded)"
-        raise CheckpointError(f"{path}: {what}, accepted: {_ACCEPTED}")
+        raise CheckpointError(f"{path}: {what}, accepted: {accepted}")
     if _kind(folder) == KIND:
         return ConvertedWeights(folder, dtype)
     if (folder / CONFIG).is_file():
-        return HuggingFaceWeights(folder, dtype)
+        return HuggingFaceWeights(folder, dtype, tensors)
     if (found := find_checkpoint(folder)) is not None:
         return CheckpointWeights(found, dtype, None if model is None else _agreed(model, found))
     refuse_adapter(folder)
@@ -61,7 +68,7 @@ def open_weights(
     hint = f"; {snapshots[-1].parent} is one" if snapshots else ""
     if (below := folder / "checkpoints").is_dir() and find_checkpoint(below) is not None:  # a run's folder
         hint = f" (did you mean {below}?)"
-    raise CheckpointError(f"{path}: holds no weights, accepted: {_ACCEPTED}{hint}")
+    raise CheckpointError(f"{path}: holds no {'weights' if tensors else 'model'}, accepted: {accepted}{hint}")
 
 
 def _agreed(model: ModelConfig, checkpoint: Path) -> ModelConfig:

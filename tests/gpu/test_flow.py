@@ -43,7 +43,7 @@ def test_products_against_the_definition(a_fmt, b_fmt, m, n, k, dtype):
     for fast_accum in (False, True):
         got = scaled_mm(on_gpu(a), on_gpu(b), dtype, fast_accum)
         assert got.dtype == dtype and got.shape == (m, n) and got.is_contiguous()
-        # About twice what an H200 shows for these shapes and more: the table is in docs/flow-accuracy.md.
+        # About twice what an H200 shows for these shapes and more: the table is in docs/flow.md.
         rounding = 2.0**-8 * expected.abs() if dtype == torch.bfloat16 else 0.0
         error = (got.cpu().float() - expected).abs()
         assert (error <= rounding + (0.05 if fast_accum else 0.003) * typical).all(), error.max() / typical

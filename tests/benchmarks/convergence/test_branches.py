@@ -14,9 +14,7 @@ import torch
 from benchmarks.common import ROOT
 from benchmarks.convergence import branches, runs
 from benchmarks.convergence.branch_report import KEYS, by_trunk, noise, report
-from benchmarks.convergence.flow import Job, pretrain, settings
-from benchmarks.convergence.flow_data import TINY
-from benchmarks.convergence.flow_report import BF16
+from benchmarks.convergence.flow import BF16, TINY, Job, pretrain, settings
 from launch import prepare_data, to_universal
 from launch.training.metrics import read_metrics
 from tests.support import run_ranks

@@ -110,7 +110,7 @@ def test_work_of_an_mlp_without_a_gate() -> None:
     assert {gated - other for other in plain} == {6.0 * SEQUENCE * 4096 * 11008}
 
 
-@pytest.mark.parametrize("name", ["layer", "layer-small", "layer-peers"])
+@pytest.mark.parametrize("name", ["layer", "layer-peers-7b", "layer-4096"])
 def test_recorded_variants_are_those_that_can_be_measured(name) -> None:
     found = json.loads(result_path(f"speed/{name}").read_text())
     assert set(found["settings"]["variants"]) <= set(VARIANTS)

@@ -21,7 +21,7 @@ def preset(name: str, *overrides: str):
     return load_model_config(ROOT / f"configs/models/{name}.json", overrides)
 
 
-@pytest.mark.parametrize("name", ["layer", "layer-peers"])
+@pytest.mark.parametrize("name", ["layer", "layer-peers-7b"])
 def test_recorded_runs_hold_nothing_that_is_not_accounted_for(name) -> None:
     measured = json.loads(result_path(f"speed/{name}").read_text())
     for result in measured["results"]:

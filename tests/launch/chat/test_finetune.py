@@ -215,7 +215,7 @@ def test_more_ranks_begin_with_what_one_has_trained(work, tmp_path, monkeypatch)
 
     weights = plan.open_weights(work / "model")
     weights.model = weights.model.model_copy(update={"vocab_size": 385, "vocab_multiple": 1})
-    monkeypatch.setattr(plan, "open_weights", lambda path: weights)
+    monkeypatch.setattr(plan, "open_weights", lambda path, tensors: weights)
     for tp, rows in ((1, 385), (2, 512), (4, 512)):
         argv = command(work, tmp_path / "run", sizes(tmp_path, 1, 1), "--tensor-parallel", tp)
         assert plan.draft(arguments.parse(argv), 4).model.padded_vocab == rows

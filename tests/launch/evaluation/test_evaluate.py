@@ -202,6 +202,44 @@ def test_prepared_data_of_another_tokenizer_is_told(trained, tiny):
     assert f"which is not {tiny.hf}/tokenizer.json of --load" in line
 
 
+def test_an_export_has_the_tokenizer_of_the_runs_data(trained, tiny, tmp_path, capsys):
+    """So that it is evaluated like the checkpoint, and generates up to the end of a document."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    from launch.convert_hf import main as convert_hf
+    from launch.data.tokenizer import for_data
+
+    argv = ["--from", str(trained.saved), "--to"]
+    assert convert_hf([*argv, str(tmp_path / "hf")]) == 0
+    said = capsys.readouterr().out
+    assert f"tokenizer: {trained.data}.tokenizer.json, of the data that the run was trained on" in said
+    assert "note:" not in said
+    inputs = ["--text", trained.folder / "text.jsonl", "--limit", 4, "--choices", tiny.questions, "--bos", "eod"]
+    ours, theirs = evaluated("--load", trained.saved, *inputs), evaluated("--load", tmp_path / "hf", *inputs)
+    assert [theirs[kind] for kind in ("text", "choices")] == [ours[kind] for kind in ("text", "choices")]
+    assert theirs["settings"]["tokenizer_digest"] == ours["settings"]["tokenizer_digest"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    end = json.loads(Path(f"{trained.data}.json").read_text())["eod"]
+    assert tokenizer("one two").input_ids == for_data(trained.data).encode("one two")
+    assert tokenizer.eos_token_id == GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == end
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == end
+
+    gone = list(trained.folder.glob("data.*"))
+    for file in gone:
+        file.rename(tmp_path / file.name)
+    try:
+        assert convert_hf([*argv, str(tmp_path / "bare")]) == 0
+        assert f"note: no tokenizer is beside {trained.saved.resolve()}/step00000006" in capsys.readouterr().out
+        assert not list((tmp_path / "bare").glob("tokenizer*"))
+        assert json.loads((tmp_path / "bare" / "config.json").read_text())["eos_token_id"] is None
+        assert convert_hf([*argv, str(tmp_path / "like"), "--like", str(tmp_path / "data")]) == 0
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+            assert (tmp_path / "like" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    finally:
+        for file in gone:
+            (tmp_path / file.name).rename(file)
+
+
 def test_the_same_weights_give_the_same_numbers_in_every_kind_of_folder(trained, tiny):
     """A training checkpoint, its universal form, its export to Hugging Face, and what is made of that again."""
     from launch.convert_hf import main as convert_hf

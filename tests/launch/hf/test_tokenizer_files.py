@@ -41,6 +41,67 @@ def test_a_tokenizer_of_more_ids_than_the_model_has_is_refused(tmp_path, capsys,
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "options", "vocab_size", "file"),
+    [
+        ("bpe:300", [], 300, "tokenizer.json"),
+        ("sentencepiece", [], 28, "tokenizer.model"),
+        ("sentencepiece", ["--eod", "27"], 28, "tokenizer.model"),
+        ("bytes", [], 257, None),
+    ],
+)
+def test_a_tokenizer_of_prepared_data(tmp_path, capsys, sentencepiece_file, tokenizer, options, vocab_size, file):
+    """`--like PREFIX`, or one of its files: the tokenizer, as transformers reads it, and the end of documents."""
+    import json
+
+    import transformers
+
+    from launch import prepare_data
+    from launch.data.tokenizer import for_data
+
+    text = " one two three four\nfive" * 3
+    (tmp_path / "text.txt").write_text(text + Path(__file__).read_text(encoding="utf-8"))
+    spec = f"sentencepiece:{sentencepiece_file}" if tokenizer == "sentencepiece" else tokenizer
+    argv = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data"), "--tokenizer", spec, *options]
+    assert prepare_data.main([*argv, "--quiet", "--workers", "1"]) == 0
+    for name, size in (("hf", vocab_size), ("small", vocab_size - 1)):
+        make("llama3", tmp_path / name, vocab_size=size)
+        assert convert_hf.main(["--from", str(tmp_path / name), "--to", str(tmp_path / f"{name}-ours")]) == 0
+    capsys.readouterr()
+    argv = ["--to", str(tmp_path / "out"), "--like", str(tmp_path / "data")]
+    assert convert_hf.main(["--from", str(tmp_path / "small-ours"), *argv]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --like: got {tmp_path / 'data'}, whose tokenizer makes {vocab_size} ids, accepted: that of the model, "
+        f"which has {vocab_size - 1}\n"
+    )
+    assert convert_hf.main(["--from", str(tmp_path / "hf-ours"), *argv[:-1], argv[-1] + ".idx"]) == 0
+    ours = for_data(tmp_path / "data")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == ours.eod
+    assert ("note: no tokenizer" in capsys.readouterr().out) == (file is None)
+    if file is None:
+        assert not list((tmp_path / "out").glob("tokenizer*"))
+        return
+    assert (tmp_path / "out" / file).read_bytes() == (tmp_path / f"data.{file}").read_bytes()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(text).input_ids == ours.encode(text) and theirs.eos_token_id == ours.eod
+
+
+def test_what_like_accepts_is_told(tmp_path, capsys):
+    make("llama3", tmp_path / "hf")
+    assert convert_hf.main(["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "ours")]) == 0
+    argv = ["--from", str(tmp_path / "ours"), "--to", str(tmp_path / "out"), "--like", str(tmp_path / "none")]
+    capsys.readouterr()
+    told = (
+        f"error: --like: got {tmp_path / 'none'}, accepted: a folder with config.json or tokenizer files, or the PREFIX"
+    )
+    assert convert_hf.main(argv) == 2
+    assert capsys.readouterr().err == f"{told} of prepared data\n"
+    (tmp_path / "none.json").write_text('{"vocab_size": 9, "eod": 0}')
+    assert convert_hf.main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"{told} of prepared data ({tmp_path / 'none.json'}: not a summary")
+
+
 def test_a_tokenizer_that_is_not_known_here_goes_along(tmp_path):
     make("llama3", tmp_path / "hf")
     assert convert_hf.main(["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "ours")]) == 0

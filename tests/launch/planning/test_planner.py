@@ -126,7 +126,51 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     assert " 0.0 MiB" not in capsys.readouterr().out  # of a model so small
     (tmp_path / "empty").mkdir()
     assert planner.main(["--model", str(tmp_path / "empty")]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'empty'}: holds no weights, accepted: a Hugging")
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"error: {tmp_path / 'empty'}: holds no model, accepted: a Hugging Face folder (config.json), "
+    )
+
+
+def test_a_config_json_alone_is_enough(tmp_path, capsys, work) -> None:
+    """In a folder or by its name, and for a dry run that starts from such a folder; other files are told."""
+    pytest.importorskip("transformers")
+    from tests.launch.hf.folders import make
+
+    make("llama3", tmp_path / "hf", vocab_size=300)
+    options = ("--seq-length", "16", "--gpu", "h200")
+    whole = say(capsys, "--model", str(tmp_path / "hf"), *options)
+    config = configuration(tmp_path, 2)
+    argv = ["--init-from", str(tmp_path / "hf"), "--model-override", "seq_length=16"]
+    argv += ["--deepspeed_config", config, "--gpus", "2", "--data", str(work / "data"), "--train-steps", "5"]
+    argv += ["--dry-run", "--json"]
+    assert pretrain.main(argv) == 0
+    dry = capsys.readouterr().out
+    for file in (tmp_path / "hf").iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    assert say(capsys, "--model", str(tmp_path / "hf"), *options) == whole
+    assert say(capsys, "--model", str(tmp_path / "hf" / "config.json"), *options) == whole
+    assert pretrain.main(argv) == 0 and capsys.readouterr().out == dry
+
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "theirs.json").write_bytes((tmp_path / "hf" / "config.json").read_bytes())
+    (tmp_path / "hf" / "adapter_config.json").write_text("{}")
+    for given, told in (
+        (
+            other,
+            "--model: .*model.safetensors is not JSON: .*, accepted: a model's description .JSON., config.json, or",
+        ),
+        (
+            tmp_path / "theirs.json",
+            "--model: .*theirs.json is of Hugging Face, accepted: a description of ours, or its",
+        ),
+        (tmp_path / "hf", ".*adapter_config.json: holds an adapter .LoRA. apart from the model, accepted: the merged"),
+    ):
+        assert planner.main(["--model", str(given)]) == 2
+        said = capsys.readouterr().err
+        assert re.match(f"error: {told}", said) and said.count("\n") == 1
 
 
 def test_misspelt_options_are_answered_with_ours(capsys) -> None:
