@@ -61,18 +61,3 @@ def test_a_mean_of_the_rows_costs_a_layer_norm_nothing(forward, scales):
         want = torch.autograd.grad(expected, [wide, truth.weight, truth.norm_weight], weighting.double())
         errors[mean] = [relative_error(a, b) for a, b in zip((y, *got), (expected, *want), strict=True)]
     assert all(e < 1.05 * base for mean in (10, 100) for e, base in zip(errors[mean], errors[0], strict=True)), errors
-
-
-def test_numbers_of_tokens_compile_nothing_anew():
-    """By the compiled kernels that Triton holds for the norm's backward, whose number of turns follows the tokens."""
-    from coat_dist.kernels.norm_backward import _backward_kernel as kernel
-
-    layer = layer_for("norm_linear")
-
-    def compiled(tokens):
-        x = torch.randn(tokens, 1, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        run(catalogue(layer)["norm_linear"], layer, x)
-        return sum(len(cache[0]) for cache in kernel.jit.device_caches.values())
-
-    first = compiled(256)
-    assert first and [compiled(tokens) for tokens in (512, 1024, 2048, 4096, 4224, 8192)] == [first] * 6

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -179,28 +178,6 @@ def hybrid(rank, world, folder):
 def test_meshes_of_two_dimensions(tmp_path):
     for found in run_ranks(4, hybrid, str(tmp_path)):
         assert found == [True, True]
-
-
-def full_state(rank, world, folder, more):
-    """A full state dict, as one file, gives every shard its bytes back."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model, optimizer = sharded(**more)
-    train(model, optimizer, 0, 2, rank)
-    before = snapshot(model, optimizer)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    if rank == 0:
-        torch.save(state, f"{folder}/full.pt")
-    dist.barrier()
-    train(model, optimizer, 2, 3, rank)
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, torch.load(f"{folder}/full.pt"), options=options)
-    states = len(optimizer.state)
-    return same(before[:states], snapshot(model, optimizer)[:states])
-
-
-@pytest.mark.parametrize("options", [{}, REMAINDER])
-def test_a_full_state_dict_restores_every_byte(options, tmp_path):
-    assert run_ranks(2, full_state, str(tmp_path), options) == [True, True]
 
 
 def write(rank, world, folder, options):

@@ -130,11 +130,3 @@ def test_parameter_groups_know_their_names():
         optimizer.step()
         seeds.append(optimizer.state[model["b"].weight]["coat_seed"])
     assert seeds[0] == seeds[1]
-
-
-def test_names_that_are_no_names_count_as_none():
-    p = torch.nn.Parameter(torch.ones(16))
-    optimizer = CoatAdamW([{"params": [p], "names": [7]}])
-    p.grad = torch.ones(16)
-    optimizer.step()
-    assert optimizer.state[p]["coat_seed"] == 0

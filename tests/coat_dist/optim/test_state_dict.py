@@ -59,33 +59,6 @@ def test_loading_copies_and_keeps_dtypes_for_low_precision_parameters():
         assert torch.equal(value, before["state"][0][key]) if isinstance(value, torch.Tensor) else True
 
 
-def test_deepcopy_and_pickle_continue_alike():
-    p, optimizer = make(stochastic_rounding=True)
-    train(optimizer, [p], 2)
-    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
-    train(optimizer, [p], 2, seed=5)
-    for one in copies:
-        train(one, one.param_groups[0]["params"], 2, seed=5)
-        assert_same_state(optimizer, one)
-        assert equal_bytes(one.param_groups[0]["params"][0], p)
-
-
-def test_hooks_of_the_user_see_plain_tensors():
-    p, optimizer = make()
-    train(optimizer, [p], 1)
-    q, other = make()
-    seen = []
-
-    def look(opt, *arguments):
-        state = arguments[0]["state"][0] if arguments else opt.state[q]
-        seen.append(isinstance(state["coat_m_q"], torch.Tensor))
-
-    other.register_load_state_dict_pre_hook(look)
-    other.register_load_state_dict_post_hook(look)
-    other.load_state_dict(optimizer.state_dict())
-    assert seen == [True, True]
-
-
 @pytest.mark.parametrize(
     "change, word",
     [
