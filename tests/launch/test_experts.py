@@ -137,7 +137,7 @@ def report_and_gradients(rank, world, argv):
     return end, "\n".join(printed), grads
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_experts_pretrain(work, tmp_path, stage):
     """Three steps on two data-parallel ranks, every expert on each, with the flow."""
     config = configuration(tmp_path, stage)
@@ -191,6 +191,7 @@ def router_losses(rank, world, argv):
     return end, seen
 
 
+@pytest.mark.slow
 def test_router_losses_are_logged(work, tmp_path):
     """By their definitions, in the flow; and nearly the same without the block, where hidden states are exact."""
     model = ["--model-override", *EXPERTS, "hidden_dropout=0.0", "moe_z_loss_coeff=0.001", "moe_router_dtype=fp32"]

@@ -83,7 +83,6 @@ def _trained(rank, world, sharded, tp):
     import megatron_patches
     from tests.megatron_patches.tiny import tiny_batch, tiny_loss
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     megatron_patches.initialize_model_parallel(tp, seed=3)
     deepspeeds = {"config_dict_or_path": {k: v for k, v in CONFIG.items() if k != "coat"}}
     with (

@@ -175,39 +175,6 @@ def test_a_change_that_matters_asks_triton(launched, changed):
     assert len(calls["triton"]) == 2 and len(calls["compiled"]) == 1
 
 
-def test_profilers_and_debugging_take_tritons_path(launched, monkeypatch):
-    kernel, calls = launched
-    x = torch.zeros(64)
-
-    def call():
-        before = len(calls["triton"])
-        kernel[(1,)](x, x, 3, 4, 0.5, C=2, FLAG=True)
-        return len(calls["triton"]) > before
-
-    assert call() and not call()
-    knobs = triton.knobs
-
-    def hook(*_):
-        pass
-
-    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        chain.add(hook)
-        assert call()
-        chain.remove(hook)
-        assert not call()
-    for name in ("launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook", "debug"):
-        with monkeypatch.context() as patch:
-            patch.setattr(knobs.runtime, name, hook)
-            assert call(), name
-        assert not call()
-    with monkeypatch.context() as patch:
-        patch.setattr(knobs.compilation, "instrumentation_mode", "consan")
-        assert call()
-    assert not call()
-    kernel.jit.add_pre_run_hook(hook)
-    assert call()
-
-
 def test_another_device_than_the_current_one_takes_tritons_path(launched, monkeypatch):
     kernel, calls = launched
     x = torch.zeros(64)

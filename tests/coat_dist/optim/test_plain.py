@@ -94,26 +94,6 @@ def test_parameters_of_different_age_in_one_group():
         assert [together.state[p]["step"] for p in params] == [4, 2, 2]
 
 
-def test_gradient_scaling_unscales_and_skips_steps_that_overflowed():
-    (params, one), (others, two) = pair()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-    g = torch.Generator().manual_seed(3)
-    for step in range(4):
-        grads = [torch.randn(p.shape, generator=g) for p in params]
-        overflow = step == 2
-        for p, q, grad in zip(params, others, grads, strict=True):
-            p.grad = grad * scaler.get_scale() if p.numel() != 5 or not overflow else torch.full_like(p, torch.inf)
-            q.grad = grad
-        scaler.scale(torch.ones(()))  # the scaler makes its scale with the first loss it sees
-        scaler.step(one)
-        scaler.update()
-        if not overflow:
-            two.step()
-    assert scaler.get_scale() == 2.0**9
-    assert_same_state(one, two)
-    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
-
-
 def test_fp32_state_dict_changes_the_layout():
     p, optimizer = make(1000)
     train(optimizer, [p], 3)
