@@ -69,6 +69,7 @@ def output_of(process):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
     shared = [configuration(tmp_path, 2), "--save", save, "--load", "auto", "--lr-schedule", "constant"]

@@ -211,8 +211,8 @@ def test_z_loss_that_would_be_ignored_is_refused():
         model(tokens, positions, None)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("eager_first", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("eager_first", [False, True])
 def test_a_compiled_model_has_the_chunked_loss_too(eager_first, device, monkeypatch):
     """With its z_loss, whether or not it was called before; nothing of one call's labels is traced."""
     calls, chunked = [], flow.linear_cross_entropy

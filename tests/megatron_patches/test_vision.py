@@ -216,7 +216,7 @@ def _two_ranks(rank, world, which):
     return found
 
 
-@pytest.mark.parametrize("which", [None, "bf16", "fp8"])
+@pytest.mark.parametrize("which", ["bf16", *(pytest.param(which, marks=pytest.mark.slow) for which in (None, "fp8"))])
 def test_a_sequence_parallel_gpt_behind_a_tower_that_is_not(which):
     """Each stack follows its own configuration: nothing drifts, and losses are those of one rank but for rounding."""
     for found in run_ranks(2, _two_ranks, which):
