@@ -21,13 +21,9 @@ from tests.support import run_ranks
 @pytest.mark.parametrize(
     ("stage", "coat", "more"),
     [
-        (1, True, {}),
-        (2, True, {}),
-        (3, True, {}),
-        (1, True, FP32_GRADIENTS),
-        (1, False, {}),
-        (2, False, {}),
-        (3, False, {}),
+        *((stage, True, {}) for stage in (1, 2, 3)),
+        pytest.param(1, True, FP32_GRADIENTS, marks=pytest.mark.slow),
+        *(pytest.param(stage, False, {}, marks=pytest.mark.slow) for stage in (1, 2, 3)),
     ],
 )
 def test_restart_is_exact(work, tmp_path, stage, coat, more):
@@ -57,11 +53,11 @@ def test_restart_is_exact(work, tmp_path, stage, coat, more):
 @pytest.mark.parametrize(
     ("stage", "coat", "more"),
     [
-        (1, True, {}),
+        pytest.param(1, True, {}, marks=pytest.mark.slow),
         (2, True, {}),
         (3, True, {}),
-        (3, False, {}),
-        (1, False, FP32_GRADIENTS),
+        pytest.param(3, False, {}, marks=pytest.mark.slow),
+        pytest.param(1, False, FP32_GRADIENTS, marks=pytest.mark.slow),
     ],
 )
 def test_non_finite_steps_are_skipped_and_change_nothing(work, tmp_path, stage, coat, more):
