@@ -49,6 +49,7 @@ def test_megatrons_loop_goes_on_from_its_last_save(tmp_path):
 
 
 @pytest.mark.skipif(older_than("0.15"), reason="megatron-core 0.14 saves in this format with numpy 1 only")
+@pytest.mark.slow
 def test_megatrons_loop_goes_on_on_another_number_of_ranks(tmp_path):
     whole = run_ranks(2, megatron_loop, str(tmp_path))[0]
     (tmp_path / "latest").write_text("step20")

@@ -72,6 +72,7 @@ def test_data_parallel_with_checkpoints(tmp_path):
     assert written["device"] == "CPU" and len(written["results"]["coat"]["losses"]) == 2
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_frozen(tmp_path):
     """Two ranks share every layer, also behind a frozen tower, which is the one that the first run has trained."""
     common = ["--tp", "2", "--steps", "8", "--block", "coat"]

@@ -211,6 +211,7 @@ def test_router_losses_are_logged(work, tmp_path):
     assert load_model_config(TINY.with_name("tiny.json")).router_losses(2, 1, 1) == {}
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
     """Refused without sequence parallelism; with it, losses and the first gradients are one rank's but for rounding."""
     # Every token to every expert, so that rounding cannot change the routing.
@@ -236,7 +237,8 @@ def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
         assert (got - whole[name]).norm() < 0.2 * whole[name].norm(), name  # up to 0.09 seen
 
 
-@pytest.mark.parametrize("grouped", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("grouped", ["false", "true"])
 def test_restarts_with_experts_are_exact(work, tmp_path, grouped):
     """Four steps = two, a checkpoint as it is or converted, and two: to the last bit of losses and gradient norms."""
     config, save = configuration(tmp_path, 2), tmp_path / "save"

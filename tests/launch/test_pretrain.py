@@ -189,10 +189,9 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "steps", "layers"),
-    [(("one", "four sp"), 3, 1), pytest.param(tuple(SIZES), 20, 2, marks=pytest.mark.slow)],
-    ids=["short", "whole"],
+    ("names", "steps", "layers"), [(("one", "four sp"), 3, 1), (tuple(SIZES), 20, 2)], ids=["short", "whole"]
 )
 def test_tensor_parallel_sizes_up_to_four_agree(work, tmp_path, names, steps, layers):
     """Losses to the bit. Of every weight, a rank's rows are whole groups of FP8 moments at each of the sizes."""

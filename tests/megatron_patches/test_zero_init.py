@@ -102,6 +102,7 @@ def _trained(rank, world, sharded, tp):
     return losses
 
 
+@pytest.mark.slow
 def test_it_trains_as_one_that_was_whole():
     assert run_ranks(2, _trained, True, 1) == run_ranks(2, _trained, False, 1)
 
