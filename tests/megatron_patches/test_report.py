@@ -49,12 +49,8 @@ def test_a_chunk_that_is_not_patched_is_refused(read, argument, wrapped):
     for i in (0, 2):
         patch_model(some[i], BLOCK)
     given = [Wrapped(chunk) for chunk in some] if wrapped else some
-    with pytest.raises(CoatConfigError) as caught:
+    with pytest.raises(CoatConfigError, match=f"^{argument}: got 3 chunks of which 1 .* is not patched, accepted: "):
         read(given)
-    assert str(caught.value) == (
-        f"{argument}: got 3 chunks of which 1 (counted from 0) is not patched, accepted: all patched, as patch_model "
-        "does with the list of them, also where a chunk has nothing to patch"
-    )
     patch_model(some[1], BLOCK)
     assert read(given)
 
@@ -77,9 +73,9 @@ def test_chunks_with_nothing_to_patch_are_accepted(read, argument, at_once, bf16
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        ("decoder", "12 of 14 modules are patched no more (%sdecoder.layers.[0-1].input_layernorm, ...)"),
-        ("decoder.layers.1", "6 of 14 modules are patched no more (%sdecoder.layers.[1].input_layernorm, ...)"),
-        ("output_layer", "1 of 14 modules are patched no more (%soutput_layer)"),
+        ("decoder", r"12 of 14 .*decoder.layers.\[0-1\].input_layernorm"),
+        ("decoder.layers.1", r"6 of 14 .*decoder.layers.\[1\].input_layernorm"),
+        ("output_layer", "1 of 14 .*output_layer"),
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -88,14 +84,9 @@ def test_a_model_of_which_a_part_was_unpatched_is_refused(read, argument, part, 
     patch_model(model, BLOCK)
     given = Wrapped(model) if wrapped else model
     unpatch_model(model.get_submodule(part))
-    with pytest.raises(CoatConfigError) as caught:
+    with pytest.raises(CoatConfigError, match=f"^{argument}: got one of which {said}.*, accepted: .* unpatch_model"):
         read(given)
-    where = ("0." if argument == "model_chunks" else "") + ("module." if wrapped else "")
-    assert str(caught.value) == (
-        f"{argument}: got one of which {said % where}, accepted: all that patch_model has patched, or nothing of it; "
-        "call unpatch_model on the whole, then patch_model on what is to be patched"
-    )
-    unpatch_model(given)  # as it says
+    unpatch_model(given)
     patch_model(model, BLOCK)
     assert read(given)
 

@@ -46,7 +46,6 @@ WRITES = {
     "averaged weights": (averaged, True),
     "an optimizer's step": (optimizer_step, True),
     "an optimizer's step on a master": (step_elsewhere, True),
-    "another dtype": (lambda p, new: setattr(p, "data", new.bfloat16()), True),
     # As torch's DistributedDataParallel makes its ranks equal.
     "_broadcast_coalesced": (
         lambda p, new: dist._broadcast_coalesced(dist.group.WORLD, [p.detach()], 2**20, 0), True),

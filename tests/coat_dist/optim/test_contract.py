@@ -1,7 +1,6 @@
 """What holds of every step, whatever computes it: here the definition; the kernels in tests/coat_dist/ops."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -91,32 +90,6 @@ def test_a_seed_that_is_no_ordinal_is_refused(bad):
     saved["state"][1] = {**saved["state"][1], "coat_seed": bad}
     with pytest.raises(ValueError, match="group 0, parameter 1, coat_seed: got .*accepted: an int"):
         optimizer.load_state_dict(saved)
-
-
-HYPERPARAMETERS = ["lr", "betas", "eps", "weight_decay", "maximize", "stochastic_rounding"]
-SHOWN = ["moments", "group_size", "master_weights"]
-
-
-@pytest.mark.parametrize("fp32", [False, True])
-@pytest.mark.parametrize("lacking", [*([x] for x in HYPERPARAMETERS + SHOWN), HYPERPARAMETERS + SHOWN], ids=str)
-def test_options_that_a_state_dict_lacks_stay(lacking, fp32):
-    params, optimizer = build(lr=0.2, eps=1e-6)
-    step(params, optimizer)
-    others, loaded = build(lr=0.3, maximize=True)
-    present = dict(loaded.param_groups[0])
-    with fp32_state_dict(optimizer) if fp32 else nullcontext():
-        saved = optimizer.state_dict()
-    saved["param_groups"] = [{k: v for k, v in g.items() if k not in lacking} for g in saved["param_groups"]]
-    with fp32_state_dict(loaded) if fp32 else nullcontext():
-        loaded.load_state_dict(saved)
-    for key in optimizer.defaults:
-        expected = present if key in lacking else optimizer.param_groups[0]
-        assert loaded.param_groups[0][key] == expected[key], key
-    step(others, loaded)
-    late = torch.nn.Parameter(torch.ones(64))
-    loaded.add_param_group({"params": [late]})
-    step([*others, late], loaded)
-    assert loaded.param_groups[1]["lr"] == 0.3 and loaded.state[late]["step"] == 1
 
 
 def test_what_codes_mean_must_be_in_a_state_dict_that_has_codes():

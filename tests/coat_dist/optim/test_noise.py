@@ -7,7 +7,6 @@ import torch
 
 from coat_dist.optim import CoatAdamW, param_groups
 from coat_dist.optim.seeds import new_seed
-from tests.coat_dist.optim.common import assert_same_state
 
 NAMES = ("embed.weight", "blocks.0.weight", "blocks.1.weight", "out.weight")
 
@@ -88,23 +87,6 @@ def test_names_that_collide_draw_different_noise():
     assert new_seed("plumless", taken := set()) == 1306201125  # zlib.crc32, as of the next
     assert new_seed("buckeroo", taken) != 1306201125
     assert len(taken) == 2
-
-
-def test_a_checkpoint_keeps_its_noise_whatever_the_names(together):
-    """Of an earlier release, whose parameters are numbered, into one with names."""
-    numbered = params_of(NAMES)
-    before = CoatAdamW(list(numbered.values()))
-    train(before, numbered)
-    assert [before.state[p]["coat_seed"] for p in numbered.values()] == [0, 1, 2, 3]
-    params, _ = together
-    after = CoatAdamW(list(params.items()))
-    after.load_state_dict(copy.deepcopy(before.state_dict()))
-    with torch.no_grad():
-        for name in NAMES:
-            params[name].copy_(numbered[name])
-    train(before, numbered)
-    train(after, params)
-    assert_same_state(before, after)
 
 
 def test_wrappers_change_no_noise():

@@ -2,13 +2,11 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -151,45 +149,3 @@ def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normaliz
             state = import_moments(p, mine, *export_moments(q, optimizer.state[q], theirs), step=3)
             assert all(torch.equal(x, other.state[p][k]) for k, x in state.items() if k != "step")
             assert other.state[p]["step"] == 3
-
-
-def reloaded(optimizer, model):
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return optimizer
-
-
-def through_torchs_functions(flatten):
-    def load(optimizer, model):
-        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-        set_optimizer_state_dict(
-            model, optimizer, get_optimizer_state_dict(model, optimizer, options=options), options=options
-        )
-        return optimizer
-
-    return load
-
-
-@pytest.mark.parametrize("grouped", [True, False], ids=["param_groups", "named_parameters"])
-@pytest.mark.parametrize(
-    "again",
-    [
-        reloaded,
-        lambda optimizer, model: copy.deepcopy(optimizer),
-        lambda optimizer, model: pickle.loads(pickle.dumps(optimizer)),
-        through_torchs_functions(False),
-        through_torchs_functions(True),
-    ],
-    ids=["load_state_dict", "deepcopy", "pickle", "torch", "torch, flattened"],
-)
-def test_keys_of_groups_are_the_same_in_every_form(again, grouped):
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-    optimizer = CoatAdamW(param_groups(model, 0.1) if grouped else list(model.named_parameters()), lr=0.1)
-    model(torch.ones(2, 16)).square().sum().backward()
-    optimizer.step()
-    keys = [set(group) for group in optimizer.param_groups]
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-    assert [set(group) for group in optimizer.state_dict()["param_groups"]] == keys
-    found = again(optimizer, model)
-    assert [set(group) for group in found.param_groups] == keys
-    for index, state in found.state_dict()["state"].items():
-        assert all(torch.equal(x, before[index][k]) for k, x in state.items() if isinstance(x, torch.Tensor))
