@@ -33,7 +33,10 @@ def test_all_are_here():
     ]
 
 
-SELDOM = "torchrun --nproc_per_node 2 examples/megatron_loop", "deepspeed --num_gpus 2 examples/deepspeed_any_model"
+SELDOM = (
+    "torchrun --nproc_per_node 2 examples/megatron_loop",
+    *(f"deepspeed --num_gpus 2 examples/{name}" for name in ("deepspeed_any_model", "megatron_deepspeed")),
+)
 CASES = [
     pytest.param(name, command, marks=pytest.mark.slow if command.startswith(SELDOM) else ())
     for name in NAMES

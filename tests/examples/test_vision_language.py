@@ -52,6 +52,7 @@ def falls(losses, steps):
     assert len(losses) == steps and losses[-1] < 0.8 * losses[0], losses
 
 
+@pytest.mark.slow
 def test_data_parallel_with_checkpoints(tmp_path):
     """A run that has ended is loaded whole; one that is to take more steps goes on where it ended."""
     both = ["--zero", "3", "--checkpoint", str(tmp_path / "saved"), "--output", str(tmp_path / "results.json")]

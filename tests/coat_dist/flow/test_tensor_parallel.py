@@ -116,8 +116,7 @@ def errors(alone, together, tp):
     return result
 
 
-FORMS = [("e4m3", "e8m0", "tensor"), ("e4m3", "bf16", "tensor"), ("e5m2", "e8m0", "tensor"),
-         ("e4m3", "e8m0", "row"), ("e5m2", "e8m0", "row")]  # fmt: skip
+FORMS = [("e4m3", "bf16", "tensor"), ("e5m2", "e8m0", "tensor"), ("e4m3", "e8m0", "row")]
 CASES = list(itertools.product(["exact", "quantized"], FORMS, ["rmsnorm", "layernorm"],
                                [torch.float32, torch.bfloat16], [True, False]))  # fmt: skip
 
