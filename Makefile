@@ -13,13 +13,14 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help install quickstart finetune-demo test test-fast lint results report clean
+.PHONY: help install quickstart finetune-demo test-unit test test-all lint results report clean
 
 help:
 	@echo "make quickstart   install, prepare text, train a small GPT with FP8 moments and activations"
 	@echo "make finetune-demo  install, make a small Llama, fine-tune it to call a calculator, check its answers"
-	@echo "make test         install and run all tests"
-	@echo "make test-fast    tests of coat_dist and megatron_patches that take no processes, interpreter or torch.compile"
+	@echo "make test-unit    install, and run the tests of coat_dist and megatron_patches that start no processes"
+	@echo "make test         install, and run what CI runs"
+	@echo "make test-all     install, and run all tests: more layouts and numbers of ranks, random models, several nodes"
 	@echo "make lint         ruff and mypy"
 	@echo "make results      measure the layer, the step and the optimizer again, on one GPU"
 	@echo "make report       versions, GPUs, active FP8 paths"
@@ -70,12 +71,16 @@ report: $(STAMP)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Without the tests of programs, and without what is marked "long" (see tests/conftest.py).
+test-unit: $(STAMP)
+	$(PYTEST) -m "not slow and not long" tests/coat_dist tests/megatron_patches
+
+# Without what is marked "slow".
 test: $(STAMP)
 	$(PYTEST) tests
 
-# Leaves out: tests/launch, tests/benchmarks, tests/gpu, and what is marked "long" (see tests/conftest.py).
-test-fast: $(STAMP)
-	$(PYTEST) -m "not slow and not long" tests/coat_dist tests/megatron_patches
+test-all: $(STAMP)
+	$(PYTEST) -m "" tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -44,7 +44,7 @@ def fresh_numbers(request):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as ``long`` what starts processes and what interprets kernels; `make test-fast` leaves both out."""
+    """Mark as ``long`` what starts processes and what interprets kernels; `make test-unit` leaves both out."""
     for item in items:
         starts = any(hasattr(item.module, name) for name in ("run_ranks", "start_ranks", "Program", "subprocess"))
         interprets = not devices.ON_GPU and {"agreement", "edges", "plain"} & set(item.fixturenames)

@@ -33,7 +33,18 @@ def test_all_are_here():
     ]
 
 
-@pytest.mark.parametrize(("name", "command"), [(name, command) for name in NAMES for command in commands(name)])
+SELDOM = (
+    "torchrun --nproc_per_node 2 examples/megatron_loop",
+    *(f"deepspeed --num_gpus 2 examples/{name}" for name in ("deepspeed_any_model", "megatron_deepspeed")),
+)
+CASES = [
+    pytest.param(name, command, marks=pytest.mark.slow if command.startswith(SELDOM) else ())
+    for name in NAMES
+    for command in commands(name)
+]
+
+
+@pytest.mark.parametrize(("name", "command"), CASES)
 def test_command(name, command, tmp_path):
     if name == "trainer" and MISSING:
         pytest.skip(f"not installed: {', '.join(MISSING)}")

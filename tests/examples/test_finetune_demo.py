@@ -50,6 +50,7 @@ def test_the_calculator_is_run_for_the_model(demo):
     assert not ask.step(perfect[:1], "<tool_call>{</tool_call>")
 
 
+@pytest.mark.slow
 def test_a_few_steps(tmp_path):
     """Every part runs; a model that has learnt nothing is not right, and that is status 1."""
     options = ["--output", str(tmp_path / "demo"), "--steps", "2", "--questions", "4", "--ranks", "1"]

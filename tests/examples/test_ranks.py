@@ -20,7 +20,7 @@ def example(rank, world, name):
         return check(name)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", CHECKED)
 def test_learns_with_what_it_claims(name, world):
     results = run_ranks(world, example, name)
@@ -40,6 +40,7 @@ def megatron_loop(rank, world, folder):
 
 
 @pytest.mark.skipif(older_than("0.15"), reason="megatron-core 0.14 saves in this format with numpy 1 only")
+@pytest.mark.slow
 def test_megatrons_loop_goes_on_from_its_last_save(tmp_path):
     (whole,) = run_ranks(1, megatron_loop, str(tmp_path))
     (tmp_path / "latest").write_text("step20")
@@ -49,6 +50,7 @@ def test_megatrons_loop_goes_on_from_its_last_save(tmp_path):
 
 
 @pytest.mark.skipif(older_than("0.15"), reason="megatron-core 0.14 saves in this format with numpy 1 only")
+@pytest.mark.slow
 def test_megatrons_loop_goes_on_on_another_number_of_ranks(tmp_path):
     whole = run_ranks(2, megatron_loop, str(tmp_path))[0]
     (tmp_path / "latest").write_text("step20")

@@ -52,6 +52,7 @@ def falls(losses, steps):
     assert len(losses) == steps and losses[-1] < 0.8 * losses[0], losses
 
 
+@pytest.mark.slow
 def test_data_parallel_with_checkpoints(tmp_path):
     """A run that has ended is loaded whole; one that is to take more steps goes on where it ended."""
     both = ["--zero", "3", "--checkpoint", str(tmp_path / "saved"), "--output", str(tmp_path / "results.json")]
@@ -72,6 +73,7 @@ def test_data_parallel_with_checkpoints(tmp_path):
     assert written["device"] == "CPU" and len(written["results"]["coat"]["losses"]) == 2
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_frozen(tmp_path):
     """Two ranks share every layer, also behind a frozen tower, which is the one that the first run has trained."""
     common = ["--tp", "2", "--steps", "8", "--block", "coat"]

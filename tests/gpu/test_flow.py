@@ -7,12 +7,10 @@ from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, linear, norm_linear, vocab_parallel_cross_entropy
 from coat_dist.formats import E4M3, E5M2, QuantizedTensor, fp8_format
 from coat_dist.ops import scaled_mm
-from coat_dist.ops.dispatch import use_kernels
 from coat_dist.reference import gemm as reference
 from coat_dist.reference.quantize import (
     amax,
     dequantize,
-    quantize_groups,
     quantize_rows,
     quantize_tensor,
     tensor_scale,
@@ -23,10 +21,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 ONE = TensorParallel()
 
 
-def wide(*shape):
-    return torch.randn(shape) * torch.exp2(torch.randint(-30, 30, shape).float())
-
-
 def on_gpu(q):
     return QuantizedTensor(q.codes.cuda(), q.scales.cuda(), q.layout, q.group_size)
 
@@ -35,46 +29,37 @@ def on_gpu(q):
 @pytest.mark.parametrize("b_fmt", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize(("m", "n", "k"), [(128, 256, 512), (48, 64, 4096), (17, 33, 100), (1, 16, 16), (5, 7, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_against_the_definition(a_fmt, b_fmt, m, n, k, dtype):
+@pytest.mark.parametrize("layout", ["tensor", "row"])
+def test_products_against_the_definition(a_fmt, b_fmt, m, n, k, dtype, layout):
+    """Rows of very different magnitudes where each has its scale: errors are measured by those of row and column."""
     a, b = torch.randn(m, k), torch.randn(n, k)
-    a, b = (quantize_tensor(t, f, tensor_scale(amax(t), f)) for t, f in ((a, a_fmt), (b, b_fmt)))
+    if layout == "tensor":
+        a, b = (quantize_tensor(t, f, tensor_scale(amax(t), f)) for t, f in ((a, a_fmt), (b, b_fmt)))
+    else:
+        a, b = (t * torch.exp2(torch.randint(-20, 20, (len(t), 1)).float()) for t in (a, b))
+        a, b = quantize_rows(a, a_fmt), quantize_rows(b, b_fmt)
     expected = reference.scaled_mm(a, b, torch.float32)
     typical = expected.square().mean().sqrt()
+    if layout == "row":
+        typical = reference.code_products(a, b).square().mean().sqrt().float() * a.scales * b.scales.t()
     for fast_accum in (False, True):
         got = scaled_mm(on_gpu(a), on_gpu(b), dtype, fast_accum)
         assert got.dtype == dtype and got.shape == (m, n) and got.is_contiguous()
         # About twice what an H200 shows for these shapes and more: the table is in docs/flow.md.
         rounding = 2.0**-8 * expected.abs() if dtype == torch.bfloat16 else 0.0
         error = (got.cpu().float() - expected).abs()
-        assert (error <= rounding + (0.05 if fast_accum else 0.003) * typical).all(), error.max() / typical
-        if dtype == torch.float32:
+        assert (error <= rounding + (0.05 if fast_accum else 0.003) * typical).all(), (error / typical).max()
+        if dtype == torch.float32 and layout == "tensor":
             assert error.square().mean().sqrt() < (4e-3 if fast_accum else 4e-4) * typical
 
 
-def test_environment_forces_the_definition(monkeypatch):
-    a, b = (
-        QuantizedTensor(torch.randn(32, 64).cuda().to(E4M3.dtype), torch.tensor(0.5).cuda(), "tensor") for _ in "ab"
-    )
-    monkeypatch.setenv("COAT_REFERENCE", "1")
-    assert not use_kernels(a.codes)
-    cpu = [QuantizedTensor(q.codes.cpu(), q.scales.cpu(), "tensor") for q in (a, b)]
-    assert torch.equal(scaled_mm(a, b, torch.float32).cpu(), reference.scaled_mm(*cpu, torch.float32))
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-def test_codes_are_those_of_the_cpu(fmt):
-    x = wide(64, 100)
-    x[3, 70], x[4, 5] = torch.nan, torch.inf
-    for scale in ("e8m0", "bf16"):
-        cpu, gpu = quantize_groups(x, fmt, 32, scale), quantize_groups(x.cuda(), fmt, 32, scale)
-        nan = cpu.codes.float().isnan()
-        assert torch.equal(gpu.codes.cpu().float().isnan(), nan)
-        assert torch.equal(gpu.codes.cpu().view(torch.uint8)[~nan], cpu.codes.view(torch.uint8)[~nan])
-        assert torch.equal(gpu.scales.cpu().nan_to_num(), cpu.scales.nan_to_num())
-    y = torch.randn(64, 100)
-    cpu, gpu = (quantize_tensor(t, fmt, tensor_scale(amax(t), fmt), transpose=True) for t in (y, y.cuda()))
-    assert torch.equal(cpu.scales, gpu.scales.cpu())
-    assert torch.equal(cpu.codes.view(torch.uint8), gpu.codes.cpu().view(torch.uint8))
+def test_products_of_a_bad_row_and_of_no_rows():
+    a, b = torch.randn(6, 64, device="cuda"), torch.randn(32, 64, device="cuda")
+    a[4, 9] = torch.inf
+    for dtype in (torch.float32, torch.bfloat16):
+        got = scaled_mm(quantize_rows(a, E4M3), quantize_rows(b, E4M3), dtype)
+        assert got[4].isnan().all() and got[[0, 1, 2, 3, 5]].isfinite().all()
+        assert scaled_mm(quantize_rows(a[:0], E4M3), quantize_rows(b, E4M3), dtype).shape == (0, 32)
 
 
 def train(layer, x, device, config):
@@ -163,9 +148,3 @@ def test_nothing_waits_for_the_gpu(forward, scales):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert x.grad.isfinite().all()
-
-
-def test_label_outside_the_vocabulary_is_nan():
-    labels = torch.tensor([1, 5, -100], device="cuda")
-    loss = vocab_parallel_cross_entropy(torch.randn(3, 5, device="cuda"), labels, ONE)
-    assert loss.isnan().tolist() == [False, True, False] and loss[2] == 0

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from coat_dist.flow import TensorParallel, norm_linear
+from coat_dist.flow import TensorParallel
 from tests.coat_dist.flow.catalogue import HEADS, NAMES, H, catalogue
-from tests.coat_dist.flow.common import Layer, relative_error, settings
+from tests.coat_dist.flow.common import Layer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
@@ -44,35 +44,3 @@ def test_outputs_can_be_changed_in_place(name, b):
     assert all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
     for a, b in zip(grads, other_grads, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
-
-
-@pytest.mark.parametrize("scales", ["row", "tensor"])
-@pytest.mark.parametrize("forward", ["exact", "quantized"])
-def test_a_mean_of_the_rows_costs_a_layer_norm_nothing(forward, scales):
-    layer = Layer.random(kind="layernorm").copy("cuda")
-    truth, config = layer.copy(dtype=torch.float64), settings(forward=forward, forward_scales=scales)
-    centered, weighting, errors = torch.randn(96, 64, device="cuda"), torch.randn(96, 48, device="cuda"), {}
-    for mean in (0, 10, 100):
-        x = (centered + mean * torch.randn(96, 1, device="cuda").sign()).requires_grad_()
-        wide = x.detach().double().requires_grad_()
-        y = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config)
-        expected = truth._norm(wide) @ truth.weight.t() + truth.bias
-        got = torch.autograd.grad(y, [x, layer.weight, layer.norm_weight], weighting)
-        want = torch.autograd.grad(expected, [wide, truth.weight, truth.norm_weight], weighting.double())
-        errors[mean] = [relative_error(a, b) for a, b in zip((y, *got), (expected, *want), strict=True)]
-    assert all(e < 1.05 * base for mean in (10, 100) for e, base in zip(errors[mean], errors[0], strict=True)), errors
-
-
-def test_numbers_of_tokens_compile_nothing_anew():
-    """By the compiled kernels that Triton holds for the norm's backward, whose number of turns follows the tokens."""
-    from coat_dist.kernels.norm_backward import _backward_kernel as kernel
-
-    layer = layer_for("norm_linear")
-
-    def compiled(tokens):
-        x = torch.randn(tokens, 1, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        run(catalogue(layer)["norm_linear"], layer, x)
-        return sum(len(cache[0]) for cache in kernel.jit.device_caches.values())
-
-    first = compiled(256)
-    assert first and [compiled(tokens) for tokens in (512, 1024, 2048, 4096, 4224, 8192)] == [first] * 6

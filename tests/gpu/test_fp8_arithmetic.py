@@ -21,7 +21,6 @@ from coat_dist.formats import E3M4, E4M3, E5M2, INT8, QuantizedTensor
 from coat_dist.kernels import activation, adamw, fp8, norm, quantize
 from coat_dist.kernels.fp8 import code_bits, from_fp8, to_fp8
 from coat_dist.kernels.launch import forget
-from coat_dist.optim import CoatAdamW
 from coat_dist.reference.gemm import scaled_mm as definition
 from tests.coat_dist.ops.adamw_problems import NUMBERS, VARIANTS, clone, extras, one_step, problem
 
@@ -122,20 +121,6 @@ def test_steps_of_the_optimizer(ways, name):
         return [tensors[0], *tensors[2], *tensors[3], *more.values()]
 
     same(ways(step))
-
-
-def test_the_optimizer_over_many_tensors(ways):
-    def train():
-        torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(s, device="cuda")) for s in ((512, 512), (64, 16), (128, 8), (1031,))]
-        optimizer = CoatAdamW(params, lr=1e-2, betas=(0.9, 0.999))
-        for _ in range(5):
-            for p in params:
-                p.grad = torch.randn_like(p)
-            optimizer.step()
-        return [*params, *[t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]]
-
-    same(ways(train))
 
 
 @both

@@ -65,8 +65,10 @@ def fail_everywhere(rank, world, folder, place, for_good, failing_rank, second):
             return nth - 1
 
 
-@pytest.mark.parametrize("for_good", [False, True])
-@pytest.mark.parametrize("second", [2, 1])
+@pytest.mark.parametrize(
+    ("for_good", "second"),
+    [(True, 2), (False, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 2), (True, 1)))],
+)
 def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, for_good, second):
     """Also while a step is saved for the second time, with --keep-last 1."""
     times = run_ranks(1, all_places, str(tmp_path), for_good, 0, second)[0]

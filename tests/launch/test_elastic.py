@@ -25,6 +25,7 @@ def ranks_of(launcher):
     return {p.name(): p for p in children if p.name().startswith("rank ")}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
     more = ["--save", save, "--save-interval", "4", "--load", "auto", "--keep-last", "2"]

@@ -137,7 +137,7 @@ def report_and_gradients(rank, world, argv):
     return end, "\n".join(printed), grads
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_experts_pretrain(work, tmp_path, stage):
     """Three steps on two data-parallel ranks, every expert on each, with the flow."""
     config = configuration(tmp_path, stage)
@@ -191,6 +191,7 @@ def router_losses(rank, world, argv):
     return end, seen
 
 
+@pytest.mark.slow
 def test_router_losses_are_logged(work, tmp_path):
     """By their definitions, in the flow; and nearly the same without the block, where hidden states are exact."""
     model = ["--model-override", *EXPERTS, "hidden_dropout=0.0", "moe_z_loss_coeff=0.001", "moe_router_dtype=fp32"]
@@ -210,6 +211,7 @@ def test_router_losses_are_logged(work, tmp_path):
     assert load_model_config(TINY.with_name("tiny.json")).router_losses(2, 1, 1) == {}
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
     """Refused without sequence parallelism; with it, losses and the first gradients are one rank's but for rounding."""
     # Every token to every expert, so that rounding cannot change the routing.
@@ -235,7 +237,8 @@ def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
         assert (got - whole[name]).norm() < 0.2 * whole[name].norm(), name  # up to 0.09 seen
 
 
-@pytest.mark.parametrize("grouped", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("grouped", ["false", "true"])
 def test_restarts_with_experts_are_exact(work, tmp_path, grouped):
     """Four steps = two, a checkpoint as it is or converted, and two: to the last bit of losses and gradient norms."""
     config, save = configuration(tmp_path, 2), tmp_path / "save"

@@ -51,7 +51,7 @@ def looks(rank, world, argv, leak):
     return found
 
 
-@pytest.mark.parametrize("leak", [False, True])
+@pytest.mark.parametrize("leak", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_grows(work, tmp_path, leak):
     """A tensor more a step is seen, so this test can fail."""
     config = configuration(tmp_path, 2)

@@ -65,7 +65,10 @@ def test_the_wheel_has_the_configurations_and_no_package_of_a_generic_name(insta
 
 @pytest.mark.parametrize(
     ("model", "config"),
-    [("llama2-7b", "zero2"), ("configs/models/llama2-7b.json", "configs/deepspeed/zero2.json")],
+    [
+        pytest.param("llama2-7b", "zero2", marks=pytest.mark.slow),
+        ("configs/models/llama2-7b.json", "configs/deepspeed/zero2.json"),
+    ],
 )
 def test_an_installed_program_finds_configurations_from_an_empty_folder(installed, tmp_path, model, config):
     more = ["--model", model, "--deepspeed_config", config, "--data", "nowhere", "--train-steps", "1"]
@@ -124,7 +127,7 @@ def test_workers_of_prepare_data_import_no_torch():
     assert ended.stdout == "[]\n", ended.stderr
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [PROGRAMS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS[1:])])
 def test_a_program_started_by_its_path_finds_the_project_and_offers_none_of_its_folders(name, tmp_path, monkeypatch):
     """From a clone, whether it is installed or not."""
     (tmp_path / "site").mkdir()

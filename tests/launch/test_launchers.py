@@ -69,6 +69,7 @@ def output_of(process):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
     shared = [configuration(tmp_path, 2), "--save", save, "--load", "auto", "--lr-schedule", "constant"]
@@ -91,6 +92,7 @@ def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
     assert [r["step"] for r in read_metrics(run)] == list(range(1, step + 3))
 
 
+@pytest.mark.slow
 def test_signal_to_one_rank_saves_and_all_leave_with_status_0(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
     process = begin_from_nothing(
@@ -116,6 +118,7 @@ def test_interrupt_from_the_keyboard_saves(work, tmp_path):
     assert stopped and (save / f"step{int(stopped[2]):08d}" / "manifest.json").exists(), text
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_with_status_2(work, tmp_path):
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2, coat={"optimiser": {}}))
     process = begin_from_nothing(DEEPSPEED, argv)

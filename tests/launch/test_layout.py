@@ -37,6 +37,7 @@ def legs(work, folder, config, parts, *more, steps):
         assert f"finished {end} steps" in said or f"after step {end};" in said, said
 
 
+@pytest.mark.slow
 def test_two_ranks_then_one_then_two_are_one_run(work, tmp_path):
     """To the last bit, losses and learning rates, where sums over ranks have one order only: of two numbers, in fp32.
 

@@ -62,6 +62,7 @@ def argv(folder, run, *more, steps=200):
     return ["--deepspeed_config", str(folder / "olmo.json"), *model, *data, *schedule, *map(str, more)]
 
 
+@pytest.mark.slow
 def test_200_steps_and_the_same_after_a_restart(olmo, tmp_path):
     """With an evaluation on the way. An epoch of a source is about 170 samples, so each is repeated."""
     save, straight, again = tmp_path / "save", tmp_path / "straight", tmp_path / "again"

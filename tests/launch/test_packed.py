@@ -78,6 +78,7 @@ def test_a_run_with_documents_apart(work, tmp_path):
     assert losses(plain)[0] != losses(straight)[0]
 
 
+@pytest.mark.slow
 def test_documents_apart_in_a_mixture_of_token_files_at_any_tensor_parallel_size(work, tmp_path):
     """uint16 and uint32 shards, chunked loss: TP 2 with sequence parallelism has the losses of TP 1, to the bit."""
     rng, eos = np.random.default_rng(3), 0

@@ -54,6 +54,7 @@ def saved(work, tmp_path_factory):
     return folder, config, straight
 
 
+@pytest.mark.slow
 def test_two_stages_go_on_as_one_and_as_two(work, saved):
     """Losses, norms and weights are those of one stage that never stopped, to the bit: moments pass unchanged."""
     folder, config, straight = saved

@@ -64,6 +64,7 @@ def stop_in_the_middle(command, parts, number):
     return process.returncode, process.communicate()[1]
 
 
+@pytest.mark.slow
 def test_killed_run_continues_to_the_same_bytes(tmp_path):
     write_jsonl(tmp_path / "in.jsonl", some_texts(6000, 7))
     (tmp_path / "straight").mkdir()

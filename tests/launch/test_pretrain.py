@@ -21,13 +21,9 @@ from tests.support import run_ranks
 @pytest.mark.parametrize(
     ("stage", "coat", "more"),
     [
-        (1, True, {}),
-        (2, True, {}),
-        (3, True, {}),
-        (1, True, FP32_GRADIENTS),
-        (1, False, {}),
-        (2, False, {}),
-        (3, False, {}),
+        *((stage, True, {}) for stage in (1, 2, 3)),
+        pytest.param(1, True, FP32_GRADIENTS, marks=pytest.mark.slow),
+        *(pytest.param(stage, False, {}, marks=pytest.mark.slow) for stage in (1, 2, 3)),
     ],
 )
 def test_restart_is_exact(work, tmp_path, stage, coat, more):
@@ -57,11 +53,11 @@ def test_restart_is_exact(work, tmp_path, stage, coat, more):
 @pytest.mark.parametrize(
     ("stage", "coat", "more"),
     [
-        (1, True, {}),
+        pytest.param(1, True, {}, marks=pytest.mark.slow),
         (2, True, {}),
         (3, True, {}),
-        (3, False, {}),
-        (1, False, FP32_GRADIENTS),
+        pytest.param(3, False, {}, marks=pytest.mark.slow),
+        pytest.param(1, False, FP32_GRADIENTS, marks=pytest.mark.slow),
     ],
 )
 def test_non_finite_steps_are_skipped_and_change_nothing(work, tmp_path, stage, coat, more):
@@ -193,10 +189,9 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "steps", "layers"),
-    [(("one", "four sp"), 3, 1), pytest.param(tuple(SIZES), 20, 2, marks=pytest.mark.slow)],
-    ids=["short", "whole"],
+    ("names", "steps", "layers"), [(("one", "four sp"), 3, 1), (tuple(SIZES), 20, 2)], ids=["short", "whole"]
 )
 def test_tensor_parallel_sizes_up_to_four_agree(work, tmp_path, names, steps, layers):
     """Losses to the bit. Of every weight, a rank's rows are whole groups of FP8 moments at each of the sizes."""

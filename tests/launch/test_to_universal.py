@@ -32,7 +32,7 @@ LEGS = {
 }
 
 
-OFTEN = ("stages 1, 3, 2 and TP 1, 2, 1", "fp32 moments, FP8, fp32")
+OFTEN = ("stages 1, 3, 2 and TP 1, 2, 1",)
 """The others take up what ``tests/coat_dist/checkpoint/test_matrix.py`` has in small: ``pytest -m slow``."""
 
 

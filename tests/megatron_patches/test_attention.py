@@ -87,19 +87,6 @@ def test_one_pass_computes_what_megatrons_passes_do(name, monkeypatch, device):
         assert all(torch.equal(grads_apart[n], g) for n, g in grads.items())
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"qk_layernorm": True}, "norms on queries and keys"), ({"test_mode": True}, "config.test_mode=True")],
-)
-def test_report_says_where_the_passes_stay_megatrons(options, reason):
-    model = tiny_gpt(**options)
-    report = patch_model(model, SETTINGS)
-    attention = [b for b in BLOCKS if "attention" in b]
-    apart = [] if "norms" in reason else [a.replace("attention", "attn_bda") for a in attention]
-    assert report.patched == BLOCKS and report.unfused == dict.fromkeys(attention + apart, reason)
-    assert f"  unfused  decoder.layers.[0-1].self_attention: {reason}" in str(report).splitlines()
-
-
 def attend(model, **changes):
     attention = model.decoder.layers[0].self_attention
     x = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16).to(next(model.parameters()).device)

@@ -1,10 +1,8 @@
 """A tied embedding over pipeline stages in Megatron's distributed optimizer; numbers of micro-batches."""
 
-import pytest
 import torch
 
 from coat_dist.config import CoatConfigError
-from megatron_patches.call_checks import check_count, check_tied
 from tests.support import run_ranks
 
 from .tiny import SEQ, VOCAB, tiny_config
@@ -51,24 +49,3 @@ def test_a_tied_embedding_over_stages_needs_rounding_to_nearest():
         said = found.pop((True, "auto"))
         assert said.startswith("share_embeddings_and_output_weights: got True with pipeline stages and FP8 moments on")
         assert set(found.values()) == {"built"}
-
-
-def test_and_one_data_parallel_rank(monkeypatch):
-    from coat_dist.config import OptimizerConfig
-
-    tied = torch.nn.Linear(2, 2)
-    tied.share_embeddings_and_output_weights = True
-    where = "megatron_patches.call_checks.parallel_state"
-    monkeypatch.setattr(f"{where}.get_pipeline_model_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(f"{where}.get_data_parallel_world_size", lambda with_context_parallel: 4)
-    with pytest.raises(CoatConfigError, match="on 4 data-parallel ranks, so that the copies"):
-        check_tied([torch.nn.Sequential(tied)], OptimizerConfig(stochastic_rounding=False))
-    check_tied([torch.nn.Sequential(torch.nn.Linear(2, 2))], OptimizerConfig())
-
-
-@pytest.mark.parametrize("bad", [0, -1, 1.5, "2", True])
-def test_numbers_of_micro_batches(bad):
-    check_count("num_microbatches", 3)
-    check_count("num_microbatches", None)
-    with pytest.raises(CoatConfigError, match="^num_microbatches: got .*, accepted: a whole number from 1, or None$"):
-        check_count("num_microbatches", bad)

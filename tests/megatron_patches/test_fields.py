@@ -223,9 +223,3 @@ def test_a_field_that_is_not_in_the_table_is_refused_where_it_is_set(name, monke
     with pytest.raises(ValueError, match="nothing to patch") as error:
         patch_model(model, ActivationConfig())
     assert f"config.{name}={value} is not known here" in str(error.value)
-
-
-def test_settings_of_experts_mean_nothing_in_a_dense_model():
-    gpt_layer_spec(tiny_config(moe_use_legacy_grouped_gemm=True))
-    with pytest.raises(ValueError, match="moe_token_dropping: got True, accepted: False"):
-        gpt_layer_spec(tiny_config(moe_token_dropping=True, **EXPERTS))

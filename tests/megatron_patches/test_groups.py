@@ -34,12 +34,6 @@ def test_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
     assert (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()) == (4, 3)
 
 
-def test_adapter_refuses_missing_groups(monkeypatch):
-    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
-    with pytest.raises(RuntimeError, match="initialize_model_parallel first"):
-        MPUAdapter()
-
-
 def test_initialize_refuses_a_second_time_and_wrong_sizes(monkeypatch):
     with pytest.raises(RuntimeError, match="exist already"):
         initialize_model_parallel(1)

@@ -107,7 +107,7 @@ def test_saved_tensors_on_the_cpu(options, device):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("llama", "aot_eager"), ("gpt2", "eager"), pytest.param("experts", "eager", marks=pytest.mark.slow)],
+    [("llama", "aot_eager"), *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("gpt2", "experts"))],
 )
 def test_compiled_layers(name, backend, device):
     """torch.compile around each layer. It may break the graph at the flow; results are those without it."""
@@ -121,7 +121,7 @@ def test_compiled_layers(name, backend, device):
     assert_same((losses, {n.replace("._orig_mod", ""): g for n, g in compiled.items()}), expected, device)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compiled_experts(device):
     """torch.compile around the experts of a layer alone."""
     torch._dynamo.reset()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +10,9 @@ from megatron.core.models.gpt import GPTModel
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, patched, tensor_parallel
-from megatron_patches.loss import ChunkedLossGPTModel, give
+from megatron_patches.loss import ChunkedLossGPTModel
 
-from .tiny import BATCH, HIDDEN, SEQ, VOCAB, tiny_batch, tiny_gpt
+from .tiny import BATCH, SEQ, VOCAB, tiny_batch, tiny_gpt
 
 MODELS = {
     "llama": {},
@@ -126,42 +124,12 @@ def test_losses_and_logits_can_be_changed_in_place(rows, invariant, device):
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-def test_evaluation_gives_the_same_losses(device):
-    model, (tokens, labels, positions) = tiny_gpt(), tiny_batch(6, device)
-    patch_model(model, ActivationConfig())
-    assert type(model) is ChunkedLossGPTModel
-    wanted = labelled(model, tokens, labels, positions)
-    model.eval()
-    with torch.no_grad():
-        losses = labelled(model, tokens, labels, positions)
-    assert torch.equal(losses, wanted) and not losses.requires_grad
-
-
 def test_an_error_leaves_the_model_usable(device):
     model, (tokens, labels, positions) = tiny_gpt(), tiny_batch(7, device)
     patch_model(model, ActivationConfig())
     with pytest.raises(ValueError, match="labels: got"):
         labelled(model, tokens, labels[:, 1:], positions)
     assert model(tokens, positions, None).shape == (BATCH, SEQ, VOCAB)
-
-
-def test_no_logits_are_kept(device, small_chunks):
-    model, batch = tiny_gpt(), tiny_batch(8, device)
-    tokens = BATCH * SEQ
-    kept = {}
-    for kind in ("chunked", "plain"):
-        held = []
-        with (
-            patched(model, ActivationConfig(loss=kind)),
-            torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t),  # noqa: B023
-        ):
-            losses = labelled(model, *batch)
-        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        kept[kind] = sum(size for address, size in storages.items() if address not in parameters)
-        del losses
-    # Megatron keeps a softmax in fp32, a mask and the labels.
-    assert kept["plain"] - kept["chunked"] >= tokens * (4 * VOCAB - 16)
 
 
 def with_subclass():
@@ -243,66 +211,7 @@ def test_z_loss_that_would_be_ignored_is_refused():
         model(tokens, positions, None)
 
 
-def test_fused_loss_is_overridden_and_said_so():
-    model = tiny_gpt(cross_entropy_loss_fusion=True)
-    report = patch_model(model, ActivationConfig())
-    assert report.notes == ["cross_entropy_loss_fusion has no effect: the loss is chunked"]
-    assert not patch_model(tiny_gpt(cross_entropy_loss_fusion=True), ActivationConfig(loss="plain")).notes
-
-
-def test_output_layer_returns_losses_while_it_has_labels(device):
-    model, (_, labels, _) = tiny_gpt(), tiny_batch(9, device)
-    patch_model(model, ActivationConfig())
-    hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
-    before = give(model.output_layer, labels.t().contiguous())
-    losses, bias = model.output_layer(hidden)
-    give(*before)
-    assert bias is None and losses.shape == (SEQ, BATCH)
-    logits, _ = model.output_layer(hidden)
-    wanted = flow.vocab_parallel_cross_entropy(logits, labels.t(), flow.TensorParallel())
-    torch.testing.assert_close(losses, wanted, rtol=1e-3, atol=2.0**-5 if device == "cuda" else 0)
-
-
-def test_threads_and_hooks_may_call_one_model_at_a_time(device):
-    """Each call keeps its own labels, whoever calls in between: another thread, or a hook of the output layer."""
-    model, batches = tiny_gpt(), [tiny_batch(i, device) for i in range(2)]
-    patch_model(model, ActivationConfig())
-
-    def loss(batch):
-        tokens, labels, positions = batch
-        with torch.no_grad():
-            return model(tokens, positions, None, labels=labels)
-
-    wanted = [loss(batch) for batch in batches]
-    meet, found = threading.Barrier(2, timeout=60), [None, None]
-
-    def both_are_here(module, args, kwargs):
-        meet.wait()
-
-    def call(i):
-        found[i] = loss(batches[i])
-
-    hook = model.output_layer.register_forward_pre_hook(both_are_here, with_kwargs=True)
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    hook.remove()
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-    inner = []
-
-    def another_call(module, args, kwargs):
-        if not inner:
-            inner.append(None)
-            inner.append(loss(batches[1]))
-
-    hook = model.output_layer.register_forward_pre_hook(another_call, with_kwargs=True)
-    assert torch.equal(loss(batches[0]), wanted[0]) and torch.equal(inner[1], wanted[1])
-    hook.remove()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("eager_first", [False, True])
 def test_a_compiled_model_has_the_chunked_loss_too(eager_first, device, monkeypatch):
     """With its z_loss, whether or not it was called before; nothing of one call's labels is traced."""

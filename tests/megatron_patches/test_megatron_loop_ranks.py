@@ -99,7 +99,11 @@ def _in_loop(rank, world, tp, distributed):
     return runs
 
 
-@pytest.mark.parametrize(("tp", "distributed"), [(1, False), (1, True), (2, False)], ids=["DP", "ZeRO", "TP and SP"])
+@pytest.mark.parametrize(
+    ("tp", "distributed"),
+    [pytest.param(1, False, marks=pytest.mark.slow), (1, True), (2, False)],
+    ids=["DP", "ZeRO", "TP and SP"],
+)
 def test_main_grad_and_the_cache_in_megatrons_loop(tp, distributed):
     for runs in run_ranks(2, _in_loop, tp, distributed):
         for (dtype, fusion, _), (losses, gradients, stale) in runs.items():

@@ -14,12 +14,12 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig, m
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import gpt_layer_spec, patch_model, patched, unpatch_model
+from megatron_patches import patch_model, patched, unpatch_model
 from megatron_patches.compat import older_than
 from megatron_patches.core_attention import SDPA
 from megatron_patches.experts import ExpertMLP
 
-from .tiny import HIDDEN, SEQ, TINY, VOCAB, tiny_batch, tiny_config, tiny_gpt, tiny_loss
+from .tiny import HIDDEN, SEQ, TINY, VOCAB, gradients, tiny_batch, tiny_gpt
 
 SETTINGS = ActivationConfig()
 ATTENTION = [f"decoder.layers.{i}.self_attention" for i in range(2)]
@@ -29,13 +29,6 @@ ONE_OF_MANY = {"num_moe_experts": 16, "moe_router_topk": 1, "moe_router_pre_soft
 SHARED = {"moe_shared_expert_intermediate_size": 64}
 GATE = {"moe_shared_expert_gate": True} if hasattr(TransformerConfig, "moe_shared_expert_gate") else {}
 BIASED_EXPERTS = not older_than("0.15")  # 0.14 refuses them
-
-
-def gradients(model, batch, megatron_spec=False):
-    model.zero_grad(set_to_none=True)
-    loss = tiny_loss(model, batch, megatron_spec)
-    loss.backward()
-    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -132,14 +125,6 @@ def test_one_expert_against_its_definition(tokens, biased, device):
     assert (scores - terms.sum(-1)).norm() <= 0.12 * terms.norm()
 
 
-@pytest.mark.skipif(not BIASED_EXPERTS, reason="this megatron-core has no biases in experts")
-def test_an_expert_without_router_scale_hands_its_bias_on():
-    model = tiny_gpt(add_bias_linear=True, **ALL)
-    patch_model(model, SETTINGS)
-    expert = model.decoder.layers[0].mlp.experts.local_experts[0]
-    assert expert(torch.randn(4, HIDDEN, dtype=torch.bfloat16))[1] is expert.linear_fc2.bias
-
-
 def test_reasons_of_experts_that_are_left():
     class Grouped(SequentialMLP):
         pass
@@ -165,13 +150,6 @@ def test_reasons_of_experts_that_are_left():
     unpatch_model(model)
     with pytest.raises(ValueError, match="tp_invariant with a mixture of experts"):
         patch_model(model, ActivationConfig(tp_invariant=True))
-
-
-def test_a_pattern_of_layers_that_does_not_fit_is_refused_by_our_spec():
-    config = tiny_config(**ALL)
-    config.moe_layer_freq = [1, 0, 1]
-    with pytest.raises(ValueError, match="moe_layer_freq: got 3 layers, accepted: 2"):
-        gpt_layer_spec(config)
 
 
 def latent_attention() -> torch.nn.Module:

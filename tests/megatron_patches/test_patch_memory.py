@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import patch_model, unpatch_model
 
 from .saved_bytes import Saved, layer_bytes
-from .tiny import BATCH, FFN, HEADS, HIDDEN, SEQ, gradients, tiny_batch, tiny_gpt, tiny_loss
+from .tiny import BATCH, FFN, HEADS, HIDDEN, SEQ, tiny_batch, tiny_gpt, tiny_loss
 
 SETTINGS = ActivationConfig()
 
@@ -42,32 +41,3 @@ def test_values_do_not_keep_queries_and_keys_alive(device):
         tiny_loss(model, batch)
     layers, tokens = 2, BATCH * SEQ
     assert plain.bytes - ours.bytes == layers * tokens * 2 * (HIDDEN + HIDDEN)
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
-    ],
-    ids=["uniform", "block", "core_attn", "mlp", "all"],
-)
-def test_recompute_changes_nothing(recompute, device):
-    batch = tiny_batch(2, device)
-    model = tiny_gpt()
-    patch_model(model, SETTINGS)
-    loss, grads = gradients(model, batch)
-    model = tiny_gpt(**recompute)
-    report = patch_model(model, SETTINGS)
-    flags = "layernorm" in recompute.get("recompute_modules", [])
-    assert bool(report.notes) == flags and ("'layernorm' is off" in str(report)) == flags
-    recomputed_loss, recomputed = gradients(model, batch)
-    assert recomputed_loss == loss
-    if device == "cpu":
-        assert all(torch.equal(recomputed[n], g) for n, g in grads.items())
-    unpatch_model(model)
-    for layer in model.decoder.layers:
-        assert layer.recompute_input_layernorm == layer.recompute_pre_mlp_layernorm == flags

@@ -67,13 +67,11 @@ def stage_of(whole, stages, stage, part=None, parts=1, **changes):
 
 def programs(rank, world, virtual):
     """Losses of a step, an evaluation and another step, with one stage and with two; what is refused."""
-    import deepspeed
+
+    from megatron.core import parallel_state
 
     import megatron_patches as mp
     from coat_dist.config import CoatConfigError
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    from megatron.core import parallel_state
 
     found = []
     for stages in (1, 2):

@@ -74,14 +74,11 @@ def held(engine):
 
 
 def programs(rank, world, folder):
-    import deepspeed
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
     import megatron_patches as mp
     from coat_dist import convert_to_universal
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    from megatron.core import parallel_state
 
     engine = build(rank, 2, 2, 1, False)
     mp.train_batch(engine, batches(), forward_step)

@@ -49,26 +49,10 @@ def test_a_chunk_that_is_not_patched_is_refused(read, argument, wrapped):
     for i in (0, 2):
         patch_model(some[i], BLOCK)
     given = [Wrapped(chunk) for chunk in some] if wrapped else some
-    with pytest.raises(CoatConfigError) as caught:
+    with pytest.raises(CoatConfigError, match=f"^{argument}: got 3 chunks of which 1 .* is not patched, accepted: "):
         read(given)
-    assert str(caught.value) == (
-        f"{argument}: got 3 chunks of which 1 (counted from 0) is not patched, accepted: all patched, as patch_model "
-        "does with the list of them, also where a chunk has nothing to patch"
-    )
     patch_model(some[1], BLOCK)
     assert read(given)
-
-
-@pytest.mark.parametrize(("read", "argument"), READERS)
-def test_chunks_of_which_one_was_unpatched_are_refused(read, argument):
-    both = chunks((1, 2), (3, 4))
-    patch_model(both, BLOCK)
-    unpatch_model(both[0])
-    with pytest.raises(CoatConfigError, match=f"^{argument}: got 2 chunks of which 0 .* is not patched"):
-        read(both)
-    unpatch_model(both)
-    patch_model(both, BLOCK)
-    assert read(both) and read([both[1]])
 
 
 @pytest.mark.parametrize(("read", "argument"), READERS)
@@ -89,9 +73,9 @@ def test_chunks_with_nothing_to_patch_are_accepted(read, argument, at_once, bf16
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        ("decoder", "12 of 14 modules are patched no more (%sdecoder.layers.[0-1].input_layernorm, ...)"),
-        ("decoder.layers.1", "6 of 14 modules are patched no more (%sdecoder.layers.[1].input_layernorm, ...)"),
-        ("output_layer", "1 of 14 modules are patched no more (%soutput_layer)"),
+        ("decoder", r"12 of 14 .*decoder.layers.\[0-1\].input_layernorm"),
+        ("decoder.layers.1", r"6 of 14 .*decoder.layers.\[1\].input_layernorm"),
+        ("output_layer", "1 of 14 .*output_layer"),
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -100,14 +84,9 @@ def test_a_model_of_which_a_part_was_unpatched_is_refused(read, argument, part, 
     patch_model(model, BLOCK)
     given = Wrapped(model) if wrapped else model
     unpatch_model(model.get_submodule(part))
-    with pytest.raises(CoatConfigError) as caught:
+    with pytest.raises(CoatConfigError, match=f"^{argument}: got one of which {said}.*, accepted: .* unpatch_model"):
         read(given)
-    where = ("0." if argument == "model_chunks" else "") + ("module." if wrapped else "")
-    assert str(caught.value) == (
-        f"{argument}: got one of which {said % where}, accepted: all that patch_model has patched, or nothing of it; "
-        "call unpatch_model on the whole, then patch_model on what is to be patched"
-    )
-    unpatch_model(given)  # as it says
+    unpatch_model(given)
     patch_model(model, BLOCK)
     assert read(given)
 
@@ -147,12 +126,3 @@ def test_modules_that_were_wrapped_or_taken_out_since_are_no_unpatched_ones(read
     model.decoder.layers[0].mlp = Wrapped(model.decoder.layers[0].mlp)
     model.decoder.layers = model.decoder.layers[:1]
     assert read(model)
-
-
-def test_an_engine_without_activations_gets_no_report_that_is_untrue():
-    model = tiny_gpt()
-    report = patch_model(model, BLOCK)
-    assert by_initialize(model, None) == (report, False)
-    unpatch_model(model.decoder.layers[0])
-    with pytest.raises(CoatConfigError, match="^model: got one of which 6 of 14 modules are patched no more"):
-        by_initialize(model, None)

@@ -191,17 +191,3 @@ def test_backward_hooks_of_modules_work(residuals, device):
     _, hooked = run(model, batch)
     assert len(seen) == len(BLOCKS) == len(residuals)
     assert device != "cpu" or all(torch.equal(g, hooked[n]) for n, g in grads.items())
-
-
-def test_a_layer_that_is_called_alone_twice_and_backward_in_any_order(device):
-    model = tiny_gpt(**FP32)
-    patch_model(model, SETTINGS)
-    layer, freqs = model.decoder.layers[0], torch.randn(SEQ, 1, 1, 64).to(device)
-    xs = [torch.randn(SEQ, BATCH, HIDDEN, device=device, requires_grad=True) for _ in range(2)]
-    outs = [layer(x, None, rotary_pos_emb=freqs)[0] for x in xs]
-    weighting = torch.randn_like(outs[0])
-    together = [torch.autograd.grad(out, x, weighting)[0] for out, x in reversed(list(zip(outs, xs, strict=True)))]
-    alone = [torch.autograd.grad(layer(x, None, rotary_pos_emb=freqs)[0], x, weighting)[0] for x in reversed(xs)]
-    assert device != "cpu" or all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
-    with torch.no_grad():
-        assert torch.equal(layer(xs[0], None, rotary_pos_emb=freqs)[0], outs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
@@ -61,6 +62,7 @@ _SWITCHED = {
 }
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_is_switched_by_megatrons_own_function():
     """Switched off, a model gives what one built without gives, to the bit; switched on again, what it gave before."""
     for rank in run_ranks(2, _switched, _SWITCHED):

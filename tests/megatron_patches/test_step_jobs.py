@@ -46,11 +46,9 @@ def settings(steps: int, enabled: bool = False, **more: Any) -> dict[str, Any]:
 
 
 def start(stages: int = 1) -> Any:
-    import deepspeed
 
     import megatron_patches as mp
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     mp.initialize_model_parallel(1, pipeline_model_parallel_size=stages, seed=1)
     return mp
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,34 +29,28 @@ def _invariance(rank, world, changes):
     return losses
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"qk_layernorm": True, "num_query_groups": 2, "add_qkv_bias": True},
-        {"bf16": False, "params_dtype": torch.float32, "qk_layernorm": True},
-        {"normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}},
-        {**OLMO2, "num_query_groups": 2},
-        {**OLMO2, "coat": {"forward_scales": "tensor", "forward": "quantized"}},
-        {"coat": {"attention": "fp8"}, "num_query_groups": 2},
-        {"coat": {"forward_scales": "tensor"}},
-        {"coat": {"forward_scales": "tensor", "attention": "fp8"}, "num_query_groups": 2, "add_qkv_bias": True},
-    ],
-    ids=[
-        "llama",
-        "qk_norm_gqa_bias",
-        "fp32",
-        "olmo_tied",
-        "olmo2",
-        "olmo2_tensor_scales",
-        "fp8_attention_gqa",
-        "tensor_scales",
-        "tensor_scales_fp8_attention",
-    ],
-)
-def test_losses_do_not_depend_on_tensor_parallelism(changes):
+TENSOR_SCALES = {"forward_scales": "tensor"}
+OFTEN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qk_norm_gqa_bias": {"qk_layernorm": True, "num_query_groups": 2, "add_qkv_bias": True},
+    "olmo2": {**OLMO2, "num_query_groups": 2},
+    "tensor_scales_fp8_attention": {"coat": {**TENSOR_SCALES, "attention": "fp8"}, "num_query_groups": 2},
+}
+SELDOM: dict[str, dict[str, Any]] = {
+    "fp32": {"bf16": False, "params_dtype": torch.float32, "qk_layernorm": True},
+    "olmo_tied": {
+        "normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}
+    },
+    "olmo2_tensor_scales": {**OLMO2, "coat": {**TENSOR_SCALES, "forward": "quantized"}},
+    "fp8_attention_gqa": {"coat": {"attention": "fp8"}, "num_query_groups": 2},
+    "tensor_scales": {"coat": TENSOR_SCALES},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
+def test_losses_do_not_depend_on_tensor_parallelism(name):
     """Six optimizer steps at TP 1, TP 2 and TP 2 with SP: losses and all weights are the same to the last bit."""
-    for losses in run_ranks(2, _invariance, changes):
+    for losses in run_ranks(2, _invariance, (OFTEN | SELDOM)[name]):
         assert len(losses) == 6
 
 

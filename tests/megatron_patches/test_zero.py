@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from .tiny import OLMO2
 
 
 def _deepspeed(rank, world, stage, tp, sp, steps, settings, changes=None):
-    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from megatron.core import parallel_state
 
@@ -27,7 +24,6 @@ def _deepspeed(rank, world, stage, tp, sp, steps, settings, changes=None):
     )
     from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     initialize_model_parallel(tp)
     model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, **changes or {})
     if settings is not None:

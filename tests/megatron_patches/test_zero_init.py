@@ -83,7 +83,6 @@ def _trained(rank, world, sharded, tp):
     import megatron_patches
     from tests.megatron_patches.tiny import tiny_batch, tiny_loss
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     megatron_patches.initialize_model_parallel(tp, seed=3)
     deepspeeds = {"config_dict_or_path": {k: v for k, v in CONFIG.items() if k != "coat"}}
     with (
@@ -103,6 +102,7 @@ def _trained(rank, world, sharded, tp):
     return losses
 
 
+@pytest.mark.slow
 def test_it_trains_as_one_that_was_whole():
     assert run_ranks(2, _trained, True, 1) == run_ranks(2, _trained, False, 1)
 

@@ -6,16 +6,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.config import CoatConfig
 from coat_dist.flow import (
     Norm,
     TensorParallel,
-    attention,
-    dispatch_rows,
-    grouped_mlp,
     invariant_linear,
     linear,
-    mlp,
     norm,
     norm_linear,
     norm_mlp,
@@ -118,11 +113,6 @@ def test_second_derivatives_are_refused(call):
         grad.sum().backward()
 
 
-def test_no_tokens(call):
-    out, grad = run(call, torch.randn(0, 4, 64))
-    assert out.shape[:2] == (0, 4) and grad.shape == (0, 4, 64)
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
@@ -168,50 +158,23 @@ def test_what_does_not_fit_is_refused():
     good = Norm("rmsnorm", EPS, gain)
     two = TensorParallel.__new__(TensorParallel)
     two.__dict__.update(group=None, sequence_parallel=False, size=2, rank=0)
-    half, fc2 = torch.randn(48, H, dtype=torch.float16), torch.randn(H, 24)
+    fc2 = torch.randn(H, 24)
     short = Norm("rmsnorm", EPS, torch.ones(1))
     for call, message in [
-        (lambda: linear(X, torch.randn(48, 32), ONE, config), "weight: got shape [48, 32] for x of shape [2, 3, 64]"),
         (lambda: linear(X.half(), W, ONE, config), "x: got torch.float16, accepted: torch.bfloat16, torch.float32"),
-        (lambda: linear(X, half, ONE, config), "weight: got torch.float16"),
-        (lambda: linear(X[0, 0], W, ONE, config), "for x of shape [64]"),
-        (lambda: invariant_linear(X, W[0], ONE), "weight: got shape [64]"),
         (lambda: norm_linear(X, good, W, torch.ones(1), ONE, config), "bias: got shape [1], accepted: [48]"),
         (lambda: norm_linear(X, short, W, None, ONE, config), "norm.weight: got shape [1]"),
         (lambda: norm(X, Norm("layernorm", EPS, gain, torch.ones(3)), ONE), "norm.bias: got shape [3], accepted: [64]"),
         (lambda: norm(X, Norm("layernorm", EPS, None, gain), ONE), "norm.bias: got a bias without a weight"),
-        (lambda: Norm("l2", EPS), "norm.kind: got 'l2', accepted: 'rmsnorm', 'layernorm'"),
         (lambda: norm_linear(X, Norm("rmsnorm", EPS, gain, None, True), W, None, two, config),
          "norm.reduce_grad: got true without sequence parallelism"),
         (lambda: norm_mlp(X, good, W, torch.randn(H, 48), "swiglu", ONE, config), "fc2_weight: got shape [64, 48]"),
         (lambda: norm_mlp(X, good, W, fc2, "relu", ONE, config), "activation: got 'relu', accepted: 'swiglu'"),
-        (lambda: norm_mlp(X, good, W[:, :32], fc2, "swiglu", ONE, config), "fc1_weight: got shape [48, 32]"),
-        (lambda: norm_mlp(X, good, W, fc2, "gelu", ONE, config),
-         "fc2_weight: got shape [64, 24], accepted: [out, 48/1], as many columns"),
         (lambda: norm_mlp(X, good, W, fc2, "swiglu", ONE, config, torch.ones(24)),
          "fc1_bias: got shape [24], accepted: [48]"),
-        (lambda: mlp(X, W, torch.randn(H, 48), "swiglu", ONE, config), "fc2_weight: got shape [64, 48]"),
         (lambda: scale_rows(X, torch.ones(2), config), "factor: got shape [2], accepted: [2, 3]"),
         (lambda: norm_mlp(X, good, W, fc2, "swiglu", two, settings(tp_invariant=True)),
          "fc2_weight: got 24 input features a rank, accepted with tp_invariant: a multiple of group_size 32"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
-
-
-def test_a_whole_block_in_the_place_of_its_activation_is_refused():
-    gain = torch.ones(H)
-    q = torch.randn(2, 3, 2, 32)
-    for given in (CoatConfig(), {}, None):
-        for call in (
-            lambda config: norm_linear(X, Norm("rmsnorm", EPS, gain), W, None, ONE, config),
-            lambda config: linear(X, W, ONE, config),
-            lambda config: norm_mlp(X, Norm("rmsnorm", EPS, gain), W, W[:24].t(), "swiglu", ONE, config),
-            lambda config: mlp(X, W, W[:24].t(), "swiglu", ONE, config),
-            lambda config: scale_rows(X, torch.ones(2, 3), config),
-            lambda config: attention(q, q, q, config),
-            lambda config: grouped_mlp(X[0], torch.tensor([3]), W, W, "swiglu", config),
-            lambda config: dispatch_rows(X[0], None, [3], [3], config),
-        ):
-            with pytest.raises(TypeError, match=f"^settings: got {type(given).__name__}, accepted: ActivationConfig"):
-                call(given)

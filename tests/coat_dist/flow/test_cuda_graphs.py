@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coat_dist.flow.cuda_graphs import GraphedFunction
-from coat_dist.flow.graph_pool import Pass, Waiting, pool_bytes, without_filling
+from coat_dist.flow.graph_pool import Pass, Waiting, without_filling
 
 
 def begin(waiting: Waiting, *owners: int) -> list[Pass]:
@@ -17,27 +17,6 @@ def begin(waiting: Waiting, *owners: int) -> list[Pass]:
     for one in passes:
         waiting.add(one)
     return passes
-
-
-def test_passes_wait_until_their_backward():
-    waiting = Waiting()
-    assert waiting.now() == ()
-    first, second, third = begin(waiting, 1, 2, 3)
-    assert waiting.now() == (1, 2, 3)
-    for one, left in ((third, (1, 2)), (second, (1,)), (first, ())):
-        waiting.finish(one)
-        assert waiting.now() == left
-
-
-def test_a_pass_that_nobody_holds_does_not_wait():
-    waiting = Waiting()
-    passes = begin(waiting, 1, 2, 3)
-    del passes[1]
-    assert waiting.now() == (1, 3)
-    waiting.finish(passes.pop())
-    assert waiting.now() == (1,)
-    passes.clear()
-    assert waiting.now() == ()
 
 
 def test_backward_out_of_turn_overwrites_what_came_later():
@@ -68,10 +47,6 @@ def test_copies_have_no_graphs():
     graphs._graphs["key"] = object()  # type: ignore[assignment]
     assert graphs.captured == 1
     assert copy.deepcopy(graphs).captured == pickle.loads(pickle.dumps(graphs)).captured == 0
-
-
-def test_no_memory_without_graphs():
-    assert pool_bytes(torch.device("cpu")) == 0
 
 
 def test_memory_stays_as_it_is_where_torch_would_fill_it():

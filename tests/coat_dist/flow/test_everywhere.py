@@ -42,12 +42,6 @@ def test_autocast_does_not_reach_inside(name, dtype, changes):
             assert (a is None) == (b is None) and (a is None or a.dtype == b.dtype and torch.equal(a, b))
 
 
-def test_sdpa_is_pytorchs_under_autocast():
-    x = torch.randn(6, 2, H, requires_grad=True)
-    out, grads = run(catalogue(layer_for("sdpa"))["sdpa"], Layer.random(), x, "forward")
-    assert out[0].dtype == torch.bfloat16 and grads[0].dtype == torch.float32
-
-
 @pytest.mark.parametrize(("changes", "dtype"), CASES)
 @pytest.mark.parametrize("shape", [(0, 2), (5, 0)])
 @pytest.mark.parametrize("name", NAMES)

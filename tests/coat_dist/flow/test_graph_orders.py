@@ -177,7 +177,7 @@ def settles(both) -> None:
         assert pool().captured == before and all(graphs.captured for graphs in both.models[1].graphs)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))])
 def test_any_order(seed):
     both = Both(seed)
     for _ in range(30):

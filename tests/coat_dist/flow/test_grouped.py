@@ -8,7 +8,7 @@ import torch
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, grouped_mlp, invalidate_weights, mlp, scale_rows
 from coat_dist.flow.weights import cached_weight_bytes
-from coat_dist.formats import E4M3, E5M2
+from coat_dist.formats import E4M3
 from coat_dist.ops import quantize_rows
 
 H, F = 64, 48
@@ -146,19 +146,14 @@ def test_saved_bytes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": torch.zeros(2, 3, H)}, r"x: got shape \[2, 3, 64\], accepted: \[tokens, h\]"),
         (
             {"x": torch.zeros(71, H, dtype=torch.float16)},
             "x: got torch.float16, accepted: torch.bfloat16, torch.float32",
         ),
-        ({"fc1_weight": torch.zeros(H, 7)}, r"fc1_weight: got shape \[64, 7\], accepted: contiguous"),
         ({"fc2_weight": torch.zeros(5 * 16, H)}, "fc2_weight: got 5120 elements, accepted: 30720/2"),
         ({"tokens_per_expert": torch.tensor([1, 2, 3, 4, 5])}, r"tokens_per_expert: got \[1, 2, 3, 4, 5\], accepted"),
-        ({"tokens_per_expert": torch.tensor([])}, "tokens_per_expert: got none"),
-        ({"activation": "relu"}, "activation: got 'relu'"),
         ({"settings": ActivationConfig(tp_invariant=True)}, "tp_invariant: got true, accepted: false"),
         ({"quantized": quantize_rows(torch.zeros(3, H), E4M3)}, "quantized: got layout 'row' of shape"),
-        ({"quantized": quantize_rows(torch.zeros(71, H), E5M2)}, "quantized: got codes of torch.float8_e5m2"),
         ({"probs": torch.zeros(3)}, r"probs: got shape \[3\], accepted: \[71\]"),
     ],
 )

@@ -17,17 +17,12 @@ from coat_dist.flow import (
     TensorParallel,
     linear,
     mlp,
-    norm_linear,
     norm_mlp,
     norm_qkv,
-    products,
     rope_table,
-    tensor_parallel,
 )
-from coat_dist.flow import weights as weights_module
 from coat_dist.flow.overlap import Rows, scattered_product
-from coat_dist.flow.peer_memory import Fetched, PeerMemory, check_switch, peer_memory
-from coat_dist.flow.tensor_parallel import Pending
+from coat_dist.flow.peer_memory import Fetched, PeerMemory, check_switch
 from coat_dist.formats import QuantizedTensor
 from coat_dist.ops import scaled_mm
 from tests.support import run_ranks
@@ -145,41 +140,6 @@ def test_four_ranks() -> None:
     assert run_ranks(4, four) == [[]] * 4
 
 
-def order(rank, world):
-    """What backward of a column-parallel linear and of an MLP starts, computes and waits for, in this order."""
-    seen = []
-
-    def noting(name, real):
-        return lambda *args, **kwargs: (seen.append(name), real(*args, **kwargs))[1]
-
-    wait = Pending.wait
-    tp, config = TensorParallel(dist.group.WORLD, True), ActivationConfig()
-    norm = Norm("rmsnorm", 1e-5, torch.ones(H))
-    x = torch.randn(S // 2, B, H, requires_grad=True)
-    weights = [torch.randn(shape, requires_grad=True) for shape in ((H, H), (F, H), (H, F // 2))]
-    outputs = norm_linear(x, norm, weights[0], None, tp, config), norm_mlp(x, norm, *weights[1:], "swiglu", tp, config)
-    found = []
-    with (
-        mock.patch.object(tensor_parallel, "_all_gather", noting("gather", tensor_parallel._all_gather)),
-        mock.patch.object(tensor_parallel, "_reduce_scatter", noting("scatter", tensor_parallel._reduce_scatter)),
-        mock.patch.object(dist, "all_reduce", noting("max", dist.all_reduce)),
-        mock.patch.object(products, "scaled_mm", noting("product", products.scaled_mm)),
-        mock.patch.object(weights_module, "quantize_tensor", noting("weight", weights_module.quantize_tensor)),
-        mock.patch.object(Pending, "wait", lambda p: (seen.append("wait") if p._works else None, wait(p))[1]),
-    ):
-        for out in outputs:
-            out.sum().backward()
-            found.append(" ".join(seen))
-            seen.clear()
-    return found
-
-
-def test_what_runs_while_ranks_wait_for_each_other() -> None:
-    linear_ = "gather weight product scatter wait product wait"  # y8; dgrad and its sum; wgrad; the norm's backward
-    mlp_ = "max weight wait gather wait product gather product weight product scatter wait product wait"
-    assert run_ranks(2, order) == [[linear_, mlp_]] * 2
-
-
 def switched(rank, world, values):
     """What every rank says to ``COAT_PEER_MEMORY`` with these values."""
     with mock.patch.dict("os.environ", {"COAT_PEER_MEMORY": values[rank]}):
@@ -201,9 +161,3 @@ def test_the_switch_is_the_same_on_all_ranks() -> None:
         for a, r, b in (("0", 1, "1"), ("no", 0, "no"))
     ]
     assert run_ranks(2, switches) == [[None, None, *wrong]] * 2
-
-
-def test_no_rooms_on_a_cpu() -> None:
-    assert peer_memory(None, 2**30, 1, torch.device("cuda")) is None
-    assert TensorParallel().peers(2**30, 1, torch.device("cuda")) is None
-    assert peer_memory(object(), 2**30, 1, torch.device("cpu")) is None

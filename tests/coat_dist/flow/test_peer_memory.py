@@ -248,18 +248,6 @@ def test_a_rank_without_memory_sends_all_to_nccl() -> None:
         assert run_ranks(2, without_memory, folder) == [(expected, 0, True), (expected, 1, True)]
 
 
-def test_switched_off_tries_nothing(monkeypatch) -> None:
-    group, gpu, tried = mock.Mock(), mock.Mock(type="cuda"), mock.Mock(return_value=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(peer_memory, "check_switch", lambda _: None)
-    monkeypatch.setattr(peer_memory, "_all_can_read", tried)
-    for switch, calls in (("0", 0), ("0", 0), ("1", 1), ("1", 1), ("0", 1)):
-        monkeypatch.setenv("COAT_PEER_MEMORY", switch)
-        assert peer_memory.peer_memory(group, peer_memory.FEWEST, 2, gpu) is None and tried.call_count == calls
-    monkeypatch.delitem(peer_memory._of_group, group)
-    peer_memory._switched.discard(group)
-
-
 def compiled(rank, world, folder):
     """Whether a compiled block has the results of one that is not, for several sizes, without rooms and with them."""
     block, found = Block(TensorParallel(dist.group.WORLD, True)), []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coat_dist.flow import Heads, TensorParallel, norm_linear, norm_qkv, rope_table
+from coat_dist.flow import Heads, norm_linear, norm_qkv, rope_table
 from coat_dist.reference.rope import split_rope, split_rope_backward
 
 from .common import ONE, Layer, settings
@@ -50,19 +50,3 @@ def test_unused_outputs_have_zero_gradients():
     v.sum().backward()
     rows = layer.weight.grad.view(2, 4, 16, H).abs().amax((2, 3)) > 0
     assert rows.tolist() == [[False, False, False, True]] * 2
-
-
-def test_bad_arguments_are_named():
-    layer, x = Layer.random(h=H, n=HEADS.width), torch.randn(S, B, H)
-
-    def call(x=x, heads=HEADS, angles=None, bias=None):
-        return norm_qkv(x, layer.norm, layer.weight, bias, heads, angles, TensorParallel(), settings())
-
-    with pytest.raises(ValueError, match=r"x: got shape \[36, 64\], accepted: \[s, b, h\]"):
-        call(x.flatten(0, 1))
-    with pytest.raises(ValueError, match=r"qkv: got shape \[12, 3, 128\], accepted: \[s, b, 160\]"):
-        call(heads=Heads(2, 3, 16))
-    with pytest.raises(ValueError, match=r"rope table: got shape \[12, 2, 12\]"):
-        call(angles=table(2))
-    with pytest.raises(ValueError, match="bias: got shape"):
-        call(bias=torch.zeros(3))

@@ -57,14 +57,6 @@ def test_unfused_norm_keeps_its_input_and_one_number_a_row():
     assert sum(saved(lambda: norm(x, layer.norm, ONE), x, layer.norm_weight).values()) == 30 * 4
 
 
-def test_bytes_of_a_llama_2_7b_layer():
-    """The number in docs/flow.md: q, k, v and o in BF16, and SDPA's logarithm of sums, are attention's own."""
-    config = settings()
-    attention = 4 * 2 * 4096 + 4 * 32
-    ours = normed_bytes(4096, config) * 2 + pre_bytes(11008, config)
-    assert ours + attention == 64056
-
-
 @pytest.fixture
 def products(monkeypatch):
     """Operands of every FP8 product, in the order in which they ran."""

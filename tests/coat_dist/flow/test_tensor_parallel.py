@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import warnings
@@ -21,7 +20,6 @@ from coat_dist.flow import (
     norm,
     norm_linear,
     norm_mlp,
-    tensor_parallel,
     vocab_parallel_cross_entropy,
 )
 from tests.support import run_ranks
@@ -118,8 +116,7 @@ def errors(alone, together, tp):
     return result
 
 
-FORMS = [("e4m3", "e8m0", "tensor"), ("e4m3", "bf16", "tensor"), ("e5m2", "e8m0", "tensor"),
-         ("e4m3", "e8m0", "row"), ("e5m2", "e8m0", "row")]  # fmt: skip
+FORMS = [("e4m3", "bf16", "tensor"), ("e5m2", "e8m0", "tensor"), ("e4m3", "e8m0", "row")]
 CASES = list(itertools.product(["exact", "quantized"], FORMS, ["rmsnorm", "layernorm"],
                                [torch.float32, torch.bfloat16], [True, False]))  # fmt: skip
 
@@ -157,26 +154,6 @@ def torch_edges(rank):
     reduced, local = (torch.autograd.grad(t.sum(), gain)[0] for t in y)
     facts["reduce_grad"] = torch.allclose(tp.sum(local.clone()), reduced) and not torch.allclose(local, reduced)
     return facts
-
-
-@contextlib.contextmanager
-def recorded():
-    """Collectives that the flow runs inside, in order: "max", "sum", or the dtype and shape that is gathered."""
-    seen, reduce, gather = [], dist.all_reduce, tensor_parallel._all_gather
-
-    def all_reduce(t, op=dist.ReduceOp.SUM, **rest):
-        seen.append("max" if op == dist.ReduceOp.MAX else "sum")
-        return reduce(t, op, **rest)
-
-    def all_gather(out, t, **rest):
-        seen.append((t.dtype, tuple(t.shape)))
-        return gather(out, t, **rest)
-
-    dist.all_reduce, tensor_parallel._all_gather = all_reduce, all_gather
-    try:
-        yield seen
-    finally:
-        dist.all_reduce, tensor_parallel._all_gather = reduce, gather
 
 
 def scale_edges(rank, scales):
@@ -229,23 +206,6 @@ def scale_edges(rank, scales):
         facts[f"{value} in a part of a row, {invariant}"] = bool(lost[2, 1].all()) and (
             scales == "tensor" or int(lost.sum()) == H
         )
-
-    # What forward says to other ranks. Row scales need no reduction; they travel beside the codes.
-    fc1, fc2, up, down = p["fc1"].chunk(2)[rank], p["fc2"].chunk(2, 1)[rank], p["up"].chunk(2)[rank], p["down"]
-    down, back = down.chunk(2, 1)[rank], p["back"].chunk(2, 1)[rank]
-    with torch.no_grad(), recorded() as seen:
-        middle = norm_linear(x, one, weight, None, tp, config)
-        linear(middle, back, tp, config)
-        norm_mlp(x, one, fc1, fc2, "swiglu", tp, config)
-        mlp(x, up, down, "gelu", tp, config)
-    facts["collectives"] = seen == ["sum"] * 3
-    with torch.no_grad(), recorded() as seen:
-        middle = norm_linear(x, one, weight, None, sp, config)
-        linear(middle, back, sp, config)
-        norm_mlp(x, one, fc1, fc2, "swiglu", sp, config)
-        mlp(x, up, down, "gelu", sp, config)
-    codes, rows = (torch.uint8, (S // 2 * B, H)), (torch.uint8, (S // 2 * B, 4))
-    facts["collectives, sequence parallel"] = seen == 3 * ([codes, rows] if scales == "row" else ["max", codes])
     return facts
 
 

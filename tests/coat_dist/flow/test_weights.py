@@ -94,18 +94,6 @@ def test_cached_training_is_the_same_to_the_bit(kind, scales, quantized):
     assert len(quantized) == 2 * len(WEIGHTS) * (7 + 3)  # once for each of 7 steps and 3 changes in between
 
 
-def test_once_in_an_accumulation_window(quantized):
-    layer = Layer.random()
-    optimizer = torch.optim.SGD(layer.parameters().values(), lr=0.1)
-    for step in range(3):
-        for x in batches(4):
-            backward(layer, x, settings(weights="cached"))
-            with torch.no_grad():
-                layer.flow(x, settings(weights="cached"))
-        assert len(quantized) == 4 * (step + 1)
-        optimizer.step()
-
-
 def test_different_settings_do_not_share_codes():
     p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
     for fmt, scales in (("e4m3", "tensor"), ("e5m2", "tensor"), ("e5m2", "row"), ("e4m3", "row"), ("e4m3", "tensor")):

@@ -5,61 +5,12 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_dist.flow import invalidate_weights, weights
 
 from .common import plain_linear
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
-
-
-def test_each_sign_of_a_change():
-    """Every change alone must be seen: what the cache gives is what no cache gives."""
-    x, base = torch.randn(20, 48), torch.randn(64, 48)
-
-    def load(p, _):
-        torch.nn.Module.load_state_dict(holder(p), {"p": base * 3})
-
-    def holder(p):
-        module = torch.nn.Module()
-        module.p = p
-        return module
-
-    def in_place(p, _):
-        with torch.no_grad():
-            p.mul_(-1)
-
-    def other_storage(p, _):
-        p.data = base * 2
-
-    def other_dtype(p, _):
-        p.data = p.data.bfloat16()
-
-    def flat_buffer(p, flat):
-        """As ZeRO does it: an optimizer steps on something else, then the parameter's storage is written."""
-        master = torch.nn.Parameter(base.clone())
-        optimizer = torch.optim.SGD([master], lr=0.5)
-        master.grad = torch.randn_like(master)
-        optimizer.step()
-        flat.copy_(master.detach().view(-1))
-
-    def told(p, flat):
-        flat.mul_(2)
-        invalidate_weights()
-
-    for change in (load, in_place, other_storage, other_dtype, flat_buffer, told):
-        flat = base.clone().view(-1)
-        p = torch.nn.Parameter(torch.empty(0))
-        p.data = flat.view(64, 48)
-        before = plain_linear(p, x)
-        assert torch.equal(before, plain_linear(p, x, "on_use"))
-        version = p._version
-        change(p, flat)
-        assert (p._version == version) == (change in (flat_buffer, told, other_storage, other_dtype)), change
-        after = plain_linear(p, x)
-        assert torch.equal(after, plain_linear(p, x, "on_use")), change
-        assert change is other_dtype or not torch.equal(before, after), change
 
 
 def quietly(function, *arguments):
@@ -70,6 +21,13 @@ def quietly(function, *arguments):
 def optimizer_step(p, new):
     p.grad = new
     torch.optim.SGD([p], lr=0.5).step()
+
+
+def step_elsewhere(p, new):
+    """As ZeRO does it: an optimizer steps on something else, then the parameter's storage is written."""
+    master = torch.nn.Parameter(p.detach().clone())
+    optimizer_step(master, new)
+    p.data.copy_(master.detach())
 
 
 def averaged(p, new):
@@ -87,6 +45,7 @@ WRITES = {
     "vector_to_parameters": (lambda p, new: torch.nn.utils.vector_to_parameters(new.view(-1), [p]), True),
     "averaged weights": (averaged, True),
     "an optimizer's step": (optimizer_step, True),
+    "an optimizer's step on a master": (step_elsewhere, True),
     # As torch's DistributedDataParallel makes its ranks equal.
     "_broadcast_coalesced": (
         lambda p, new: dist._broadcast_coalesced(dist.group.WORLD, [p.detach()], 2**20, 0), True),
@@ -138,14 +97,6 @@ def test_new_storage_at_an_old_address_is_seen(assign):
         if again:
             break
     assert again, "no address came back: the test says nothing"
-
-
-def test_codes_keep_no_weights():
-    p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
-    storage = StorageWeakRef(p.untyped_storage())
-    plain_linear(p, x)
-    p.data = torch.randn(64, 48)
-    assert storage.expired() and weights.cached_weight_bytes()
 
 
 def test_methods_that_write_weights_can_be_named():

@@ -41,27 +41,6 @@ def test_main_grad_is_the_definition(wgrads, dtype, main_dtype, invariant):
         assert want.any() and got.dtype == main_dtype and torch.equal(got, want), name
 
 
-def test_fp32_main_grad_keeps_what_bf16_gradients_round_away():
-    layer = Layer.random(dtype=torch.bfloat16)
-    fused, plain = with_main_grad(layer.copy(), torch.float32), layer.copy()
-    x = batches(1, torch.bfloat16)[0]
-    backward(fused, x, settings(wgrad="main_grad"))
-    backward(plain, x, settings())
-    for name in WEIGHTS:
-        exact, rounded = getattr(fused, name).main_grad, getattr(plain, name).grad
-        assert torch.equal(exact.bfloat16(), rounded) and not torch.equal(exact, rounded.float()), name
-
-
-def test_all_other_gradients_are_the_same():
-    layer = Layer.random(kind="layernorm")
-    fused, plain = with_main_grad(layer.copy(), torch.float32), layer.copy()
-    x = batches(1)[0]
-    assert torch.equal(backward(fused, x, settings(wgrad="main_grad")), backward(plain, x, settings()))
-    for name, p in fused.parameters().items():
-        got = p.main_grad if name in WEIGHTS else p.grad
-        assert torch.equal(got, getattr(plain, name).grad), name
-
-
 @pytest.mark.parametrize("rows", [128, 300, 512])
 def test_blocks_of_rows(monkeypatch, rows):
     """A gradient that passes through several temporaries, the last one short."""

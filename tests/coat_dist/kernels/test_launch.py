@@ -1,6 +1,5 @@
 """Launches without Triton's binding: keys at least as fine as Triton's own, and everything unusual left to Triton."""
 
-import copy
 import functools
 import importlib
 import inspect
@@ -24,7 +23,7 @@ from coat_dist import kernels as package  # noqa: E402
 from coat_dist.formats import E4M3, E5M2  # noqa: E402
 from coat_dist.kernels import launch  # noqa: E402
 from coat_dist.kernels.fp8 import constants  # noqa: E402
-from coat_dist.kernels.launch import FastLaunch, Plan, cdiv, fast_launch, next_power_of_2  # noqa: E402
+from coat_dist.kernels.launch import FastLaunch, Plan, fast_launch  # noqa: E402
 from tests.support import run_ranks  # noqa: E402
 
 if not launch.COMPARED or not triton.__version__.startswith(launch.COMPARED):
@@ -100,15 +99,6 @@ def test_what_triton_tells_apart_has_another_key(kernel):
     assert len(ours) > 60
 
 
-def test_numbers_and_tensors_have_no_finer_keys_than_triton():
-    """Finer ones would be safe, but each costs a detour, and their number is bounded only like this."""
-    keys = {}
-    for values in _calls():
-        if type(values[0]) is torch.Tensor and type(values[1]) is torch.Tensor and type(values[4]) is float:
-            keys.setdefault(_of_triton(_kernel, values), set()).add(_plan(_kernel, values).key(values))
-    assert len(keys) > 60 and all(len(found) == 1 for found in keys.values())
-
-
 class _Subclass(torch.Tensor):
     pass
 
@@ -117,11 +107,6 @@ class _Subclass(torch.Tensor):
 def test_other_types_are_left_to_triton(n):
     values = (TENSORS[0], TENSORS[1], n, 4, 0.5, CONSTANTS[0], True)
     assert not _plan(_kernel, values).supported
-
-
-def test_calls_without_a_tensor_or_with_defaults_are_left_to_triton():
-    assert not _plan(_kernel, (None, None, 1, 4, 0.5, CONSTANTS[0], True)).supported
-    assert not Plan(_kernel.jit, (torch.Tensor, torch.Tensor), ()).supported
 
 
 @pytest.fixture
@@ -190,39 +175,6 @@ def test_a_change_that_matters_asks_triton(launched, changed):
     assert len(calls["triton"]) == 2 and len(calls["compiled"]) == 1
 
 
-def test_profilers_and_debugging_take_tritons_path(launched, monkeypatch):
-    kernel, calls = launched
-    x = torch.zeros(64)
-
-    def call():
-        before = len(calls["triton"])
-        kernel[(1,)](x, x, 3, 4, 0.5, C=2, FLAG=True)
-        return len(calls["triton"]) > before
-
-    assert call() and not call()
-    knobs = triton.knobs
-
-    def hook(*_):
-        pass
-
-    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        chain.add(hook)
-        assert call()
-        chain.remove(hook)
-        assert not call()
-    for name in ("launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook", "debug"):
-        with monkeypatch.context() as patch:
-            patch.setattr(knobs.runtime, name, hook)
-            assert call(), name
-        assert not call()
-    with monkeypatch.context() as patch:
-        patch.setattr(knobs.compilation, "instrumentation_mode", "consan")
-        assert call()
-    assert not call()
-    kernel.jit.add_pre_run_hook(hook)
-    assert call()
-
-
 def test_another_device_than_the_current_one_takes_tritons_path(launched, monkeypatch):
     kernel, calls = launched
     x = torch.zeros(64)
@@ -261,11 +213,6 @@ def test_torch_compile_sees_tritons_kernel(monkeypatch, wrapped):
     assert sum("triton_kernel_wrapper" in node for node in nodes) == 1, nodes
 
 
-def test_interpreted_functions_stay_as_they_are():
-    marker = object()
-    assert fast_launch(marker) is marker
-
-
 def all_wrapped(rank, world):
     found = []
     for info in pkgutil.iter_modules(package.__path__):
@@ -278,13 +225,3 @@ def all_wrapped(rank, world):
 
 def test_every_kernel_that_is_launched_is_wrapped():
     run_ranks(1, all_wrapped)  # where kernels are not interpreted
-
-
-def test_rounding_up():
-    for n in range(1, 300):
-        assert next_power_of_2(n) == triton.next_power_of_2(n)
-        assert all(cdiv(n - 1, b) == triton.cdiv(n - 1, b) for b in (1, 2, 3, 32, 128))
-
-
-def test_copies_are_of_the_same_kernel():
-    assert copy.copy(_kernel).jit is _kernel.jit

@@ -4,7 +4,6 @@ from itertools import cycle, product
 
 import torch
 
-from coat_dist.kernels import table
 from coat_dist.optim import CoatAdamW
 
 POISON = 3e29
@@ -168,24 +167,6 @@ def check_versions(moments, device="cpu"):
             assert "modified by an inplace operation" in str(error)
         else:
             raise AssertionError("autograd took the weights for unchanged")
-
-
-def check_tables(device="cpu", steps=5, **options):
-    """One table serves all steps, and the noise of each step is another."""
-    table._tables.clear()
-    built = []
-    params = [torch.nn.Parameter(torch.zeros(256, device=device)) for _ in range(3)]
-    optimizer = CoatAdamW(params, lr=0.0, betas=(0.9, 0.999), **options)
-    grad = torch.randn(256, generator=torch.Generator().manual_seed(0)).to(device)
-    for p in params:
-        p.grad = grad.clone()
-    codes = []
-    for _ in range(steps):
-        optimizer.step()
-        built += [key for key in table._tables if key not in built]
-        codes.append([optimizer.state[p]["coat_v_q"].clone() for p in params])
-    assert len(built) == 1, len(built)
-    assert not torch.equal(codes[0][0], codes[0][1]) and not torch.equal(codes[-1][1], codes[-1][2])
 
 
 def check_sizes(device="cpu"):

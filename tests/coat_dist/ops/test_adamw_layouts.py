@@ -30,10 +30,5 @@ def test_autograd_sees_a_step(moments):
     adamw_layouts.check_versions(moments, DEVICE)
 
 
-@pytest.mark.parametrize("stochastic", [True, "auto"])
-def test_tables_are_kept_over_steps_with_noise(stochastic):
-    adamw_layouts.check_tables(DEVICE, stochastic_rounding=stochastic)
-
-
 def test_what_does_not_fit_is_refused_before_anything_changes():
     adamw_layouts.check_sizes(DEVICE)

@@ -5,7 +5,7 @@ import torch
 
 from coat_dist import ops
 from coat_dist.formats import E4M3
-from coat_dist.ops import BLOCK, expert_rows, grouped_gemm
+from coat_dist.ops import BLOCK, expert_rows
 from coat_dist.reference.quantize import quantize_rows
 from tests.support.devices import DEVICE
 
@@ -56,24 +56,6 @@ def test_products_are_those_of_each_expert(layout):
         for e, at in rows.pieces():
             wanted = values[at].t() @ (d8.codes.float() * of_rows)[at]
             torch.testing.assert_close(grad[e], wanted, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("counts", "known", "few"),
-    [
-        ([1024] * 8, False, True),
-        ([1025] * 8, False, True),  # with what fills up blocks 1056
-        ([1100] * 8, False, False),
-        ([4096, 0, 31, 1], True, True),
-        ([4097, 0, 31, 1], True, False),
-        ([1100] * 8, True, False),
-    ],
-)
-def test_sums_over_many_tokens_take_long_accumulators(counts, known, few):
-    """FEW_TERMS // 2 an expert on the average; where the host knows the numbers, none has more than 2 * FEW_TERMS."""
-    rows = expert_rows(torch.tensor(counts), sum(counts), torch.device("cpu"))
-    total = rows.source.shape[0]
-    assert grouped_gemm._few_tokens(rows if known else rows._replace(known=None), total) == few
 
 
 @pytest.mark.parametrize("what", ["rows", "weights", "activation"])

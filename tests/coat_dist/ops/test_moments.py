@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 
 from coat_dist.formats import E4M3, E5M2
-from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, MomentCodec, decode, encode
+from coat_dist.reference.moments import TINY, MomentCodec, decode, encode
 from tests.coat_dist.ops.moment_groups import (
     CODECS,
     FP8_CODECS,
@@ -49,20 +49,6 @@ def test_guarantees_over_adversarial_groups(codec, x):
         assert_within_bound(x, moment, codec)
 
 
-@pytest.mark.parametrize("codec", [c for c in FP8_CODECS if c.expand and c.group_size == 128], ids=str)
-@pytest.mark.parametrize("sigma", [0.0, 1.0, 4.0, 12.0])
-def test_error_bound_and_use_of_the_range(codec, sigma):
-    x = spread(128 * 64 + 1, sigma)
-    moment = encode(x, codec)
-    assert_within_bound(x, moment, codec)
-    y = exact_y(x, moment, codec)[:-1]
-    lowest = y.amin(1) * codec.fp8.max / 2  # 1 where the smallest element lands exactly on F / R
-    assert (lowest > 0.99).all(), "the smallest element is below F / R"
-    # one more step of k would have pushed it under
-    one_more = (lowest.log2() - math.log2(codec.fp8.max**2 / 2) / (moment.k[:-1].double())) < 0.02
-    assert (one_more | (moment.k[:-1] == 255)).all()
-
-
 @pytest.mark.parametrize(
     "codec, least",
     [(MomentCodec(f, keep_nonzero=second), 2.28) for f in ("e4m3", "e5m2") for second in (False, True)]
@@ -77,19 +63,6 @@ def test_the_smallest_element_lands_where_the_docstring_says(codec, least):
     y = exact_y(x, moment, codec).min().item()
     one_more = (codec.max / y) ** (1 / moment.k.item())
     assert least <= y / step <= (least + 0.02) * one_more
-
-
-def test_wide_spread_is_compressed_and_narrow_spread_expanded():
-    log8 = MomentCodec("log8", keep_nonzero=True)
-    wide, narrow = (encode(torch.tensor(x), log8).k.item() for x in ([1e-38 * 2, 1e38], [0.5, 1.0]))
-    assert narrow == 1 and wide == math.ceil(250 / LOG8_SPAN * math.log2(1e38 / 2e-38))
-    int8 = MomentCodec("int8")
-    wide, narrow = (encode(torch.tensor(x), int8) for x in ([1e-38 * 2, 1e38], [0.5, 1.0]))
-    assert wide.k.item() == 1 and narrow.k.item() == 255 and wide.q[0, 0] > 0
-    for codec in (MomentCodec("e4m3", keep_nonzero=True), MomentCodec("e5m2", keep_nonzero=True)):
-        wide, narrow = encode(torch.tensor([1e-38 * 2, 1e38]), codec), encode(torch.tensor([0.5, 1.0]), codec)
-        assert 1 <= wide.k.item() < 16 < narrow.k.item() <= 255
-        assert torch.allclose(decode(wide, codec, 2).log2(), torch.tensor([2e-38, 1e38]).log2(), atol=2.0)
 
 
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=lambda f: f.name)
@@ -150,12 +123,6 @@ def test_without_expansion_encoding_is_idempotent(codec, x):
         assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c.expand], ids=str)
-def test_with_expansion_a_second_pass_keeps_the_bound(codec):
-    once = decode(encode(spread(5000, 2.0), codec), codec, 5000)
-    assert_within_bound(once, encode(once, codec), codec)
-
-
 def test_int8_codes_are_twos_complement():
     codec = MomentCodec("int8", expand=False)
     x = torch.arange(-127, 128).float()[torch.randperm(255)[:128]]
@@ -205,12 +172,3 @@ def test_input_is_not_changed_and_any_shape_and_dtype_is_taken_in_c_order():
         for mine, other in zip(encode(given_x, MomentCodec()), flat, strict=True):
             assert torch.equal(mine, other)
         assert torch.equal(given_x, before)
-
-
-def test_copy_overwrites_all_parts():
-    codec = MomentCodec()
-    source = encode(spread(300, 1.0), codec)
-    target = Moment(torch.full_like(source.q, 77), torch.full_like(source.a, math.nan), torch.full_like(source.k, 9))
-    target.copy_(source)
-    for mine, other in zip(target, source, strict=True):
-        assert torch.equal(mine, other)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -176,31 +175,10 @@ def hybrid(rank, world, folder):
     return found
 
 
+@pytest.mark.slow
 def test_meshes_of_two_dimensions(tmp_path):
     for found in run_ranks(4, hybrid, str(tmp_path)):
         assert found == [True, True]
-
-
-def full_state(rank, world, folder, more):
-    """A full state dict, as one file, gives every shard its bytes back."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model, optimizer = sharded(**more)
-    train(model, optimizer, 0, 2, rank)
-    before = snapshot(model, optimizer)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    if rank == 0:
-        torch.save(state, f"{folder}/full.pt")
-    dist.barrier()
-    train(model, optimizer, 2, 3, rank)
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, torch.load(f"{folder}/full.pt"), options=options)
-    states = len(optimizer.state)
-    return same(before[:states], snapshot(model, optimizer)[:states])
-
-
-@pytest.mark.parametrize("options", [{}, REMAINDER])
-def test_a_full_state_dict_restores_every_byte(options, tmp_path):
-    assert run_ranks(2, full_state, str(tmp_path), options) == [True, True]
 
 
 def write(rank, world, folder, options):
@@ -236,7 +214,10 @@ def read(rank, world, folder, options):
     return message, keys, found, train(model, optimizer, 3, 4)[0]
 
 
-@pytest.mark.parametrize(("world", "options"), [(1, {}), (3, {}), (3, REMAINDER)])
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (3, {}), pytest.param(3, REMAINDER, marks=pytest.mark.slow)],
+)
 def test_another_world_size_is_refused_and_fp32_moments_reshard(world, options, tmp_path):
     saved = run_ranks(2, write, str(tmp_path), options)[0]
     assert all(len(x) == (4 if options else 3) for x in saved.values())
@@ -321,7 +302,8 @@ def read_rows(rank, world, folder, options, flatten):
 
 
 @pytest.mark.parametrize(
-    ("world", "options", "flatten"), [(1, {}, False), (3, {}, True), (3, REMAINDER, False), (2, {}, True)]
+    ("world", "options", "flatten"),
+    [(1, {}, False), (3, REMAINDER, True), *(pytest.param(w, {}, True, marks=pytest.mark.slow) for w in (2, 3))],
 )
 def test_states_of_whole_rows_load_on_any_number_of_ranks_to_the_byte(world, options, flatten, tmp_path):
     """Twice into the same optimizer, flattened, and as a full state dict."""

@@ -68,31 +68,6 @@ def test_two_bytes_a_parameter_more_and_of_no_shape_that_deepspeed_takes_for_a_m
         assert low.dtype == torch.uint8 and low.shape == (50, 256) and low.nbytes == 2 * p.numel()
 
 
-def test_without_a_remainder_small_updates_are_lost_and_with_it_they_are_not():
-    p, q = (torch.nn.Parameter(torch.ones(128, dtype=torch.bfloat16)) for _ in range(2))
-    options = {"lr": 1e-4, "weight_decay": 0.0, "stochastic_rounding": False}
-    plain = CoatAdamW([p], **options)
-    ours = CoatAdamW([q], **options, master_weights="bf16_remainder")
-    for _ in range(100):
-        for x, optimizer in ((p, plain), (q, ours)):
-            x.grad = torch.ones_like(x)
-            optimizer.step()
-    assert (p == 1).all()
-    assert torch.allclose(export_master(q, ours.state[q]), torch.tensor(0.99), atol=1e-4)
-
-
-def test_non_contiguous_parameters():
-    flat = torch.randn(12, 20).bfloat16()
-    both = []
-    for p in (torch.nn.Parameter(flat.t().contiguous().t()), torch.nn.Parameter(flat.clone())):
-        for moments in KINDS:
-            q = torch.nn.Parameter(p.detach().clone(memory_format=torch.preserve_format))
-            optimizer = CoatAdamW([{"params": [q], "moments": moments}], lr=0.1, master_weights="bf16_remainder")
-            step([q], optimizer, 0, 4)
-            both.append(export_master(q, optimizer.state[q]))
-    assert not p.t().is_contiguous() and same_bits(both[:2], both[2:])
-
-
 @pytest.mark.parametrize("moments", KINDS)
 def test_a_parameter_that_is_written_between_steps_stays_what_was_written(moments):
     params, optimizer = build(moments)

@@ -7,7 +7,6 @@ import torch
 
 from coat_dist.optim import CoatAdamW, param_groups
 from coat_dist.optim.seeds import new_seed
-from tests.coat_dist.optim.common import assert_same_state
 
 NAMES = ("embed.weight", "blocks.0.weight", "blocks.1.weight", "out.weight")
 
@@ -90,23 +89,6 @@ def test_names_that_collide_draw_different_noise():
     assert len(taken) == 2
 
 
-def test_a_checkpoint_keeps_its_noise_whatever_the_names(together):
-    """Of an earlier release, whose parameters are numbered, into one with names."""
-    numbered = params_of(NAMES)
-    before = CoatAdamW(list(numbered.values()))
-    train(before, numbered)
-    assert [before.state[p]["coat_seed"] for p in numbered.values()] == [0, 1, 2, 3]
-    params, _ = together
-    after = CoatAdamW(list(params.items()))
-    after.load_state_dict(copy.deepcopy(before.state_dict()))
-    with torch.no_grad():
-        for name in NAMES:
-            params[name].copy_(numbered[name])
-    train(before, numbered)
-    train(after, params)
-    assert_same_state(before, after)
-
-
 def test_wrappers_change_no_noise():
     plain = new_seed("blocks.0.weight", set())
     for name in ("module.blocks.0.weight", "_orig_mod.module.blocks.0.weight", "blocks._orig_mod.0.weight"):
@@ -130,11 +112,3 @@ def test_parameter_groups_know_their_names():
         optimizer.step()
         seeds.append(optimizer.state[model["b"].weight]["coat_seed"])
     assert seeds[0] == seeds[1]
-
-
-def test_names_that_are_no_names_count_as_none():
-    p = torch.nn.Parameter(torch.ones(16))
-    optimizer = CoatAdamW([{"params": [p], "names": [7]}])
-    p.grad = torch.ones(16)
-    optimizer.step()
-    assert optimizer.state[p]["coat_seed"] == 0

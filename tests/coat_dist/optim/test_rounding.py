@@ -78,24 +78,6 @@ def test_the_first_moment_of_auto_is_that_of_rounding_to_nearest(normalize):
     assert torch.equal(runs["auto"], runs[False])
 
 
-def test_groups_are_rounded_alike_whatever_their_betas():
-    torch.manual_seed(0)
-    start = torch.randn(2, 4096)
-
-    def build(option):
-        slow, fast = (torch.nn.Parameter(x.clone()) for x in start)
-        groups = [{"params": [slow], "betas": (0.9, 0.999)}, {"params": [fast], "betas": (0.9, 0.95)}]
-        return CoatAdamW(groups, stochastic_rounding=option)
-
-    runs = {option: build(option) for option in (True, False, "auto")}
-    for optimizer in runs.values():
-        train(optimizer, 1)
-    for i in (0, 1):
-        assert torch.equal(codes(runs["auto"], "v", i), codes(runs[True], "v", i))
-        assert not torch.equal(codes(runs["auto"], "v", i), codes(runs[False], "v", i))
-    assert [state["coat_seed"] for state in runs["auto"].state.values()] == [0, 1]
-
-
 def test_groups_go_by_their_own_rounding():
     torch.manual_seed(0)
     start = torch.randn(2, 4096)
@@ -115,23 +97,6 @@ def test_groups_go_by_their_own_rounding():
     assert torch.equal(codes(mixed, "v", 1), codes(runs[False, False], "v", 1))
     assert not torch.equal(codes(mixed, "v", 1), codes(runs[True, True], "v", 1))
     assert all(torch.equal(codes(mixed, "m", i), codes(runs[False, False], "m", i)) for i in (0, 1))
-
-
-def test_betas_that_a_schedule_changes_do_not_change_the_rounding():
-    options = {"first_moment": "int8", "second_moment": "log8"}
-    (p, auto), (q, nearest), (r, both) = (
-        make((0.9, 0.95), stochastic_rounding=o, **options) for o in ("auto", False, True)
-    )
-    for optimizer in (auto, nearest, both):
-        train(optimizer, 2)
-    assert torch.equal(p, r) and torch.equal(codes(auto, "v"), codes(both, "v"))
-    for optimizer in (auto, nearest, both):
-        optimizer.param_groups[0]["betas"] = (0.9, 0.999)
-        train(optimizer, 2, seed=2)
-    assert torch.equal(p, r) and not torch.equal(p, q)
-    for which in "mv":
-        assert torch.equal(codes(auto, which), codes(both, which))
-        assert not torch.equal(codes(auto, which), codes(nearest, which))
 
 
 def test_an_option_that_is_changed_counts_from_the_next_step_on():
@@ -178,15 +143,6 @@ def test_resume_is_exact_on_either_side_of_a_change_of_betas(pair, saved_at):
         assert torch.equal(a[0], b[0]) and a[1].keys() == b[1].keys()
         for key, value in a[1].items():
             assert torch.equal(value, b[1][key]) if isinstance(value, torch.Tensor) else value == b[1][key], key
-
-
-def test_states_have_the_same_keys_whatever_the_betas_and_fp32_moments_need_no_seed():
-    for betas in ((0.9, 0.95), (0.9, 0.999)):
-        p, optimizer = make(betas)
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))], "moments": "fp32"})
-        train(optimizer, 1)
-        fp8, fp32 = optimizer.state.values()
-        assert fp8["coat_seed"] == 0 and set(fp32) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.long

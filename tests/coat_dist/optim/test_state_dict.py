@@ -2,13 +2,11 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -57,33 +55,6 @@ def test_loading_copies_and_keeps_dtypes_for_low_precision_parameters():
     train(other, [q], 1)
     for key, value in optimizer.state[p].items():
         assert torch.equal(value, before["state"][0][key]) if isinstance(value, torch.Tensor) else True
-
-
-def test_deepcopy_and_pickle_continue_alike():
-    p, optimizer = make(stochastic_rounding=True)
-    train(optimizer, [p], 2)
-    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
-    train(optimizer, [p], 2, seed=5)
-    for one in copies:
-        train(one, one.param_groups[0]["params"], 2, seed=5)
-        assert_same_state(optimizer, one)
-        assert equal_bytes(one.param_groups[0]["params"][0], p)
-
-
-def test_hooks_of_the_user_see_plain_tensors():
-    p, optimizer = make()
-    train(optimizer, [p], 1)
-    q, other = make()
-    seen = []
-
-    def look(opt, *arguments):
-        state = arguments[0]["state"][0] if arguments else opt.state[q]
-        seen.append(isinstance(state["coat_m_q"], torch.Tensor))
-
-    other.register_load_state_dict_pre_hook(look)
-    other.register_load_state_dict_post_hook(look)
-    other.load_state_dict(optimizer.state_dict())
-    assert seen == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -178,45 +149,3 @@ def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normaliz
             state = import_moments(p, mine, *export_moments(q, optimizer.state[q], theirs), step=3)
             assert all(torch.equal(x, other.state[p][k]) for k, x in state.items() if k != "step")
             assert other.state[p]["step"] == 3
-
-
-def reloaded(optimizer, model):
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return optimizer
-
-
-def through_torchs_functions(flatten):
-    def load(optimizer, model):
-        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-        set_optimizer_state_dict(
-            model, optimizer, get_optimizer_state_dict(model, optimizer, options=options), options=options
-        )
-        return optimizer
-
-    return load
-
-
-@pytest.mark.parametrize("grouped", [True, False], ids=["param_groups", "named_parameters"])
-@pytest.mark.parametrize(
-    "again",
-    [
-        reloaded,
-        lambda optimizer, model: copy.deepcopy(optimizer),
-        lambda optimizer, model: pickle.loads(pickle.dumps(optimizer)),
-        through_torchs_functions(False),
-        through_torchs_functions(True),
-    ],
-    ids=["load_state_dict", "deepcopy", "pickle", "torch", "torch, flattened"],
-)
-def test_keys_of_groups_are_the_same_in_every_form(again, grouped):
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-    optimizer = CoatAdamW(param_groups(model, 0.1) if grouped else list(model.named_parameters()), lr=0.1)
-    model(torch.ones(2, 16)).square().sum().backward()
-    optimizer.step()
-    keys = [set(group) for group in optimizer.param_groups]
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-    assert [set(group) for group in optimizer.state_dict()["param_groups"]] == keys
-    found = again(optimizer, model)
-    assert [set(group) for group in found.param_groups] == keys
-    for index, state in found.state_dict()["state"].items():
-        assert all(torch.equal(x, before[index][k]) for k, x in state.items() if isinstance(x, torch.Tensor))

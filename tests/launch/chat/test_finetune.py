@@ -73,6 +73,7 @@ def exported(run):
     return dict(model.state_dict())
 
 
+@pytest.mark.slow
 def test_restart_is_exact(work, tmp_path):
     """Straight = stopped and started again, to the last bit of losses and of exported weights; with held-out data."""
     config, straight, parts = sizes(tmp_path, 1, 2, coat=True), tmp_path / "straight", tmp_path / "parts"

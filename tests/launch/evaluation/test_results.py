@@ -101,6 +101,7 @@ def test_two_results_are_compared_without_a_model(two_forwards, capsys):
             program.compare(str(folder / "bf16"), str(folder / "other.json"))
 
 
+@pytest.mark.slow
 def test_results_are_printed_at_every_log_level_and_the_rest_is_not(tiny, tmp_path):
     argv = ["--load", tiny.hf, "--choices", tiny.questions, "--log-level", "error", "--output", tmp_path / "out"]
     done = subprocess.run(

@@ -169,6 +169,7 @@ def test_parameters_are_those_of_transformers(name):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_grouped_models_are_filled(one_rank, tmp_path):
     """The same weights for experts in grouped products: logits are those of experts one by one."""
     make("qwen2_moe", tmp_path)

@@ -233,6 +233,7 @@ print("grown", peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_not_the_models(sharded, tmp_path):
     """400 MB of tensors, of which the largest has 64 MB, in less than 64 MB; both directions."""
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4)

@@ -71,6 +71,7 @@ def test_all_ranks_take_the_next_one_that_fits_them_all(work, tmp_path) -> None:
     }  # 6 and 4 were tried, 5 divides nothing
 
 
+@pytest.mark.slow
 def test_a_trial_leaves_no_trace_under_zero_3(work, tmp_path) -> None:
     sharded = {**SMALL, "stage": 3, "stage3_param_persistence_threshold": 0}
     made = {"zero_optimization": sharded, **FP32_GRADIENTS}
