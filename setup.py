@@ -23,9 +23,10 @@ REQUIRES = [
     "pyarrow>=17",
     "matplotlib>=3.9,<4",
     "pyyaml>=6,<7",
+    "safetensors>=0.8,<1",
     "tensorboard>=2.17,<3",
 ]
-HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "safetensors>=0.4", "jinja2>=3.1,<4"]
+HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "jinja2>=3.1,<4"]
 EXTRAS = {
     "dev": [
         *HF,

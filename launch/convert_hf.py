@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.manifest import CheckpointError, verify
+from coat_dist.checkpoint.manifest import CheckpointError
 from launch.data.blend import without_suffix
 from launch.data.tokenizer import Tokenizer, load
 from launch.hf.arguments import parse, without_effect
@@ -87,7 +87,7 @@ def convert(args: argparse.Namespace) -> Path:
         with tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=hidden, dynamic_ncols=True) as bar:
             written = conversion.write(weights, folder, args.max_shard_size, bar.update)
         if args.verify:
-            _compare(conversion, weights, folder, written.files)
+            _compare(conversion, weights, folder)
             say(f"--verify: {len(conversion.tensors):,} tensors, read once more, are what was converted")
         return written
 
@@ -162,21 +162,17 @@ def _check_ids(like: str, travelling: Mapping[str, Path], vocab_size: int) -> No
         return
 
 
-def _compare(conversion: Conversion, weights: Weights, folder: Path, files: dict[str, list[int]]) -> None:
+def _compare(conversion: Conversion, weights: Weights, folder: Path) -> None:
     """Read what was written once more, from the disk, and compare it with the source, tensor by tensor."""
     from launch.weights.tensor_files import TensorFiles, read_header
 
-    verify(folder, files)
-    headers = [read_header(folder / name) for name in files if name.endswith(".safetensors")]
-    entries = {name: entry for header in headers for name, entry in header.items()}
-    there = TensorFiles(entries)
+    headers = [read_header(file) for file in folder.glob("*.safetensors")]
+    there = TensorFiles({name: entry for header in headers for name, entry in header.items()})
+    read = conversion.reader(weights)
     for tensor in conversion.tensors:
-        row = 0
-        for block in conversion.blocks(weights, tensor):
-            written = there.rows(tensor.name, row, row + block.shape[0])
-            if not torch.equal(written.view(torch.uint8), block.contiguous().view(torch.uint8)):
-                raise CheckpointError(f"{entries[tensor.name].file}: tensor {tensor.name} is not what was converted")
-            row += block.shape[0]
+        written, wanted = there.read(tensor.name), read(tensor)
+        if not torch.equal(written.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)):
+            raise CheckpointError(f"{there.entries[tensor.name].file}: {tensor.name} is not what was converted")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import torch
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.hf.config import read_config
 from launch.hf.families import Family
-from launch.hf.recipes import from_hugging_face, to_hugging_face
+from launch.hf.recipes import from_hugging_face, put_together, to_hugging_face
 from launch.weights.source import CheckpointError, Weights, rounded
 from launch.weights.tensor_files import Entry, TensorFiles, read_header
 
@@ -96,42 +96,21 @@ class HuggingFaceWeights(Weights):
             found.update(parts if len(set(parts.values())) > 1 else {})
         return found
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         """See :class:`Weights`."""
-        dtype, shape = self.dtype(name), self.shape(name)
-        found, first = [], 0
-        for piece in self.recipes[name].pieces:
-            low, high = max(start - first, 0), min(stop - first, piece.rows)
-            if low < high:
-                if piece.name is None:
-                    found.append(torch.zeros(high - low, *shape[1:], dtype=dtype))
-                else:
-                    rows = self._files.rows(piece.name, piece.start + low, piece.start + high)
-                    found.append(rounded(rows, dtype, piece.name))
-            first += piece.rows
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def prefetch(self, name: str) -> None:
-        """See :class:`Weights`."""
-        for part in dict.fromkeys(piece.name for piece in self.recipes[name].pieces if piece.name is not None):
-            self._files.prefetch(part)
+        dtype = self.dtype(name)
+        return put_together(self.recipes[name], dtype, lambda part: rounded(self._files.read(part), dtype, part))
 
     def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""
         return travelling_files(self.path)
 
     def _check_tied(self) -> None:
-        rows = self._files.entries["lm_head.weight"].shape[0]
-        for row in range(0, rows, 4096):
-            one, other = (
-                self._files.rows(name, row, min(row + 4096, rows))
-                for name in ("model.embed_tokens.weight", "lm_head.weight")
+        if not torch.equal(*map(self._files.read, ("model.embed_tokens.weight", "lm_head.weight"))):
+            raise CheckpointError(
+                f"{self._files.entries['lm_head.weight'].file}: lm_head.weight differs from "
+                "model.embed_tokens.weight, and config.json has tie_word_embeddings true, accepted: false"
             )
-            if not torch.equal(one, other):
-                raise CheckpointError(
-                    f"{self._files.entries['lm_head.weight'].file}: lm_head.weight differs from "
-                    "model.embed_tokens.weight, and config.json has tie_word_embeddings true, accepted: false"
-                )
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -176,10 +155,11 @@ def _each_expert(entries: dict[str, Entry], family: Family) -> dict[str, Entry]:
             found[whole[0]] = entry
             continue
         experts, rows, width = entry.shape
-        one = entry._replace(shape=(rows // len(parts), width))
+        one = rows // len(parts)
         for i in range(experts * len(parts)):
             expert, part = divmod(i, len(parts))
-            found[whole[part].replace("{e}", str(expert))] = one._replace(start=entry.start + i * one.bytes)
+            place = (expert, slice(part * one, (part + 1) * one))
+            found[whole[part].replace("{e}", str(expert))] = entry._replace(shape=(one, width), place=place)
     return found
 
 

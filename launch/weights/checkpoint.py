@@ -10,12 +10,11 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, read_manifest, verify
 from coat_dist.checkpoint.publish import LATEST, find
-from coat_dist.checkpoint.universal_folder import UniversalFolder
+from coat_dist.checkpoint.universal_folder import UniversalFolder, read
 from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.zero_files import Shard
 from coat_dist.ranks import alone
 from launch.model.gpt import ModelConfig
-from launch.weights.forget import forget
 from launch.weights.grouped import Ungrouped
 from launch.weights.shapes import parameter_shapes
 from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
@@ -74,7 +73,6 @@ class CheckpointWeights(Weights):
             self._check_sizes()
             raise CheckpointError(str(problem)) from None
         self._check("--model" if model is not None else MANIFEST)
-        self._last: tuple[str, torch.Tensor] | None = None
 
     def _check_sizes(self) -> None:
         """After files could not be read: of one that was cut off the manifest says more than torch does."""
@@ -109,18 +107,12 @@ class CheckpointWeights(Weights):
         """See :class:`Weights`."""
         return self._dtype
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See :class:`Weights`. The tensor that was read last is kept until another one is asked for."""
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            try:
-                self._last = (name, rounded(self._source.read(name), self._dtype, name))
-            except (ValueError, OSError) as problem:
-                raise CheckpointError(str(problem)) from problem
-        whole = self._last[1]
-        if stop == whole.shape[0]:
-            self._last = None if start == 0 else self._last
-        return whole[start:stop]
+    def read(self, name: str) -> torch.Tensor:
+        """See :class:`Weights`."""
+        try:
+            return rounded(self._source.read(name), self._dtype, name)
+        except (ValueError, OSError) as problem:
+            raise CheckpointError(str(problem)) from problem
 
     def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""
@@ -146,18 +138,13 @@ class _Zero:
     def read(self, name: str) -> torch.Tensor:
         if name in self.rest:
             return self.rest[name]
-        used: list[torch.Tensor] = []
 
         def part(shard: Shard) -> torch.Tensor:
             # Of masters in 16 bits and a remainder, the 16 bits are what the engine holds.
-            held = shard.weights(name)
-            used.append(held)
-            return shard.part(name, "fp32") if self.dtype == torch.float32 else rounded(held, self.dtype, name)
+            exact = self.dtype == torch.float32
+            return shard.part(name, "fp32") if exact else rounded(shard.weights(name), self.dtype, name)
 
-        whole, _ = self.checkpoint.whole(name, part, "fp32")
-        for held in used:
-            forget(held)
-        return whole
+        return self.checkpoint.whole(name, part, "fp32")[0]
 
 
 class _Universal:
@@ -175,8 +162,6 @@ class _Universal:
         return self._saved(name)["param"]
 
     def _saved(self, name: str) -> dict[str, Any]:
-        from coat_dist.checkpoint.universal_folder import read
-
         return read(self.folder.folder / name / "fp32.pt", weights_only=False)
 
     def divided(self, name: str) -> bool:
@@ -185,10 +170,7 @@ class _Universal:
     def read(self, name: str) -> torch.Tensor:
         if name in self.folder.rest:
             return self.folder.rest[name]["param"]
-        mapped = self._mapped(name)
-        whole = mapped.clone() if mapped.dtype == self.dtype else rounded(mapped, self.dtype, name)
-        forget(mapped)
-        return whole
+        return rounded(self._mapped(name), self.dtype, name)
 
 
 def _natural(name: str) -> tuple[Any, ...]:

@@ -86,13 +86,9 @@ class ConvertedWeights(Weights):
         except (OSError, ValueError, AttributeError, TypeError) as problem:
             raise CheckpointError(f"{self.path / TYPES}: cannot be read ({problem})") from None
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         """See :class:`Weights`."""
-        return rounded(self._files.rows(name, start, stop), self.dtype(name), name)
-
-    def prefetch(self, name: str) -> None:
-        """See :class:`Weights`."""
-        self._files.prefetch(name)
+        return rounded(self._files.read(name), self.dtype(name), name)
 
     def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""

@@ -73,23 +73,12 @@ class Weights(ABC):
         return {}
 
     @abstractmethod
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Part of a tensor along its first dimension.
-
-        Raises:
-            CheckpointError: it cannot be read, or is not what was written; names tensor and file.
-        """
-
     def read(self, name: str) -> torch.Tensor:
         """The whole, unsharded tensor.
 
         Raises:
-            CheckpointError: see :meth:`rows`.
+            CheckpointError: it cannot be read, or is not what was written; names tensor and file.
         """
-        return self.rows(name, 0, self.shape(name)[0])
-
-    def prefetch(self, name: str) -> None:  # noqa: B027 - a hint
-        """Let the system begin to read a tensor, which will be asked for soon."""
 
     def travelling(self) -> dict[str, Path]:
         """Files that travel with the weights, by the names that they have in a Hugging Face folder: tokenizer, chat
@@ -101,7 +90,7 @@ class Weights(ABC):
         return list(self.travelling().values())
 
     def verify(self) -> None:  # noqa: B027 - most sources need none
-        """Compare files with their checksums where :meth:`rows` does not do so on the way; collective over all ranks
+        """Compare files with their checksums where :meth:`read` does not do so on the way; collective over all ranks
         where torch.distributed is initialized.
 
         Raises:

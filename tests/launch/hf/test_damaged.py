@@ -35,6 +35,14 @@ def edit_header(file, change):
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
 
 
+def flip(file, name, byte):
+    content = bytearray(file.read_bytes())
+    base = 8 + int.from_bytes(content[:8], "little")
+    start, stop = json.loads(content[8:base])[name]["data_offsets"]
+    content[base + range(start, stop)[byte]] ^= 1
+    file.write_bytes(content)
+
+
 def overlapping(header):
     """Another tensor of that shape has the bytes of NAME, too; nobody has its own."""
     shape = header[NAME]["shape"]
@@ -48,8 +56,8 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda f: os.truncate(f, f.stat().st_size - 100), "ends at byte .*, and the file at .*: it is cut off"),
-        (lambda f: os.truncate(f, 4), r"is no safetensors file, or cut off \(4 bytes\)"),
+        (lambda f: os.truncate(f, f.stat().st_size - 100), "cannot be read .*, accepted: a whole safetensors file"),
+        (lambda f: os.truncate(f, 4), "cannot be read .*, accepted: a whole safetensors file"),
         (lambda f: f.unlink(), r"missing; model.safetensors.index.json says that .* is in it"),
         (lambda f: rewrite(f, lambda c: c.pop(NAME)), f"has no tensor {NAME}; model.safetensors.index.json says"),
         (lambda f: rewrite(f, lambda c: c.update(more=torch.ones(2))), "holds more, which .* does not list"),
@@ -61,14 +69,10 @@ NAME = "model.layers.1.mlp.up_proj.weight"
             lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(96, 64, dtype=torch.int8)})),
             f"tensor {NAME}: got type I8, accepted: BF16, F32, F16",
         ),
-        (lambda f: f.write_bytes(f.read_bytes() + b"x"), "has more bytes than its tensors"),
-        (
-            lambda f: edit_header(f, lambda h: []),
-            r"its header cannot be read \(no JSON object\), accepted: a safetensors",
-        ),
-        (lambda f: edit_header(f, lambda h: None), r"its header cannot be read \(no JSON object\)"),
-        (lambda f: edit_header(f, lambda h: {}), "has more bytes than its tensors"),
-        (lambda f: edit_header(f, overlapping), "tensor .* begins at byte .*, accepted: .*, where the one before ends"),
+        (lambda f: f.write_bytes(f.read_bytes() + b"x"), "cannot be read"),
+        (lambda f: edit_header(f, lambda h: []), "cannot be read"),
+        (lambda f: edit_header(f, lambda h: {}), "cannot be read"),
+        (lambda f: edit_header(f, overlapping), "cannot be read"),
     ],
 )
 def test_a_damaged_hugging_face_folder(sharded, tmp_path, capsys, damage, told):
@@ -118,23 +122,13 @@ def test_a_single_file_without_tensors(sharded, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["decoder.layers.1.self_attention.linear_qkv.weight", "output_layer.weight"])
 def test_flipped_bits_are_found_by_tensor(sharded, tmp_path, capsys, name):
     """In a converted folder, and in a Hugging Face folder that this program wrote."""
-    from launch.weights.tensor_files import read_header
-
     folder = copied(sharded, tmp_path, "ours")
-    file = folder / "weights.safetensors"
-    entry = read_header(file)[name]
-    content = bytearray(file.read_bytes())
-    content[entry.start + entry.bytes - 1] ^= 1  # of the embedding: in the padding
-    file.write_bytes(content)
+    flip(folder / "weights.safetensors", name, -1)  # of the embedding: in the padding
     err = fails(capsys, folder, tmp_path / "out")
     assert f"weights.safetensors: tensor {name} is not what was written, by the checksum in " in err
 
     assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(tmp_path / "hf")]) == 0
-    file = tmp_path / "hf" / "model.safetensors"
-    entry = read_header(file)["model.layers.0.mlp.down_proj.weight"]
-    content = bytearray(file.read_bytes())
-    content[entry.start] ^= 1
-    file.write_bytes(content)
+    flip(tmp_path / "hf" / "model.safetensors", "model.layers.0.mlp.down_proj.weight", 0)
     assert "tensor model.layers.0.mlp.down_proj.weight is not what" in fails(capsys, tmp_path / "hf", tmp_path / "out")
 
 
