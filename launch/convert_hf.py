@@ -27,6 +27,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -34,10 +35,9 @@ from tqdm import tqdm
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from launch.data.blend import without_suffix
-from launch.data.tokenizer import Tokenizer, load
+from launch.data.tokenizer import SentencePieceTokenizer, Tokenizer, for_data, load
 from launch.hf.arguments import parse, without_effect
 from launch.hf.convert import HUGGING_FACE, MEGATRON, Conversion, plan_hugging_face, plan_megatron
-from launch.hf.data_tokenizer import DataTokenizer, tokenizer_of
 from launch.hf.folder import CONFIG, HuggingFaceWeights, has_tokenizer, travelling_files
 from launch.hf.output import Output
 from launch.log_level import say, set_log_level, shows
@@ -95,6 +95,42 @@ def convert(args: argparse.Namespace) -> Path:
     return output.final
 
 
+class DataTokenizer(NamedTuple):
+    """Tokenizer files for a Hugging Face folder, from prepared data."""
+
+    copies: dict[str, Path]
+    """Files that are copied, by name; none for bytes."""
+    texts: dict[str, str]
+    """Files that are written anew."""
+    end: int
+    """End-of-document id."""
+    ids: int
+    """Ids that a model needs for text and the end of documents."""
+
+
+def _tokenizer_of(prefix: str) -> DataTokenizer:
+    """The tokenizer of prepared data.
+
+    Args:
+        prefix: of the data; ``PREFIX.json`` and the tokenizer's file beside it are enough.
+
+    Raises:
+        DataError: see :func:`launch.data.tokenizer.for_data`.
+    """
+    tokenizer = for_data(prefix)
+    end, ids = tokenizer.eod, max(tokenizer.ids_of_text(), tokenizer.eod + 1)
+    if tokenizer.file is None:
+        return DataTokenizer({}, {}, end, ids)
+    name = "tokenizer.model" if isinstance(tokenizer, SentencePieceTokenizer) else "tokenizer.json"
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.token(end),
+        "clean_up_tokenization_spaces": False,
+    }
+    texts = {"tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+    return DataTokenizer({name: tokenizer.file}, texts, end, ids)
+
+
 def _a_folder(conversion: Conversion) -> str | None:
     if conversion.kind != HUGGING_FACE:
         return None
@@ -121,7 +157,7 @@ def _plan(weights: Weights, form: str, dtype: torch.dtype | None, args: argparse
         end = taken.end
     elif trained is not None and not has_tokenizer(travelling):
         with suppress(DataError):  # made from token files
-            taken = tokenizer_of(trained[0])
+            taken = _tokenizer_of(trained[0])
     if taken is None:
         return plan_hugging_face(weights, dtype, travelling, args.family, end)
     found = plan_hugging_face(weights, dtype, {**travelling, **taken.copies}, args.family, end)
@@ -130,7 +166,7 @@ def _plan(weights: Weights, form: str, dtype: torch.dtype | None, args: argparse
 
 def _tokenizer_of_prefix(like: str, vocab_size: int) -> DataTokenizer:
     try:
-        taken = tokenizer_of(without_suffix(like))
+        taken = _tokenizer_of(without_suffix(like))
     except DataError as problem:
         why = f" ({problem})" if Path(f"{without_suffix(like)}.json").exists() else ""
         raise CheckpointError(

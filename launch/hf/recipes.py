@@ -41,7 +41,7 @@ def put_together(recipe: Recipe, dtype: torch.dtype, read: Callable[[str], torch
     the whole of."""
     parts = {name: read(name) for name in dict.fromkeys(p.name for p in recipe.pieces) if name is not None}
     if recipe.pieces == [Piece(recipe.pieces[0].name, 0, len(next(iter(parts.values()))))]:
-        return next(iter(parts.values())).to(dtype)
+        return next(iter(parts.values())).to(dtype).contiguous()
     rows = [
         torch.zeros(p.rows, *recipe.shape[1:], dtype=dtype)
         if p.name is None

@@ -13,10 +13,9 @@ from coat_dist.checkpoint.publish import LATEST, find
 from coat_dist.checkpoint.universal_folder import UniversalFolder, read
 from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.zero_files import Shard
-from coat_dist.ranks import alone
 from launch.model.gpt import ModelConfig
 from launch.weights.grouped import Ungrouped
-from launch.weights.shapes import parameter_shapes
+from launch.weights.shapes import check_shapes, parameter_shapes
 from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
 
 __all__ = ["CheckpointWeights", "described", "find_checkpoint"]
@@ -70,38 +69,19 @@ class CheckpointWeights(Weights):
             if self.model.num_moe_experts is not None:
                 self._source = Ungrouped(self._source, self.model.num_moe_experts, self.model.hidden_size)
         except ValueError as problem:
-            self._check_sizes()
             raise CheckpointError(str(problem)) from None
-        self._check("--model" if model is not None else MANIFEST)
-
-    def _check_sizes(self) -> None:
-        """After files could not be read: of one that was cut off the manifest says more than torch does."""
-        if files := self.manifest.get("files"):
-            with alone():  # only this rank may have got here
-                verify(self.path, files, checksums=False)
-
-    def _check(self, by: str) -> None:
-        """Whether these are the tensors of the model that ``by`` describes: of others, rows would be mixed up."""
         if self.model.vocab_size is None:
             raise CoatConfigError("model.vocab_size: got null, accepted: the number of the tokenizer's ids")
-        wanted, there = parameter_shapes(self.model), self._source.shapes
-        for name in [*wanted, *there]:
-            if name not in there:
-                raise CheckpointError(f"{self.path}: has no {name}, which the model by {by} has")
-            if name not in wanted:
-                raise CheckpointError(f"{self.path}: has {name}, which the model by {by} has not")
-            if there[name] != wanted[name]:
-                raise CheckpointError(
-                    f"{self.path}: {name}: got {list(there[name])}, accepted: {list(wanted[name])}, by {by}"
-                )
+        self._shapes = parameter_shapes(self.model)
+        check_shapes(path, self._source.shapes, self._shapes, "--model" if model is not None else MANIFEST)
 
     def names(self) -> list[str]:
         """See :class:`Weights`."""
-        return list(self._source.shapes)
+        return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See :class:`Weights`."""
-        return self._source.shapes[name]
+        return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`."""
@@ -150,7 +130,7 @@ class _Zero:
 class _Universal:
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.folder = UniversalFolder(path, (0, 1))
-        self.shapes = {name: tuple(self._mapped(name).shape) for name in sorted(self.folder.trained(), key=_natural)}
+        self.shapes = {name: tuple(self._mapped(name).shape) for name in self.folder.trained()}
         self.shapes |= {
             name: tuple(value["param"].shape)
             for name, value in self.folder.rest.items()
@@ -171,14 +151,6 @@ class _Universal:
         if name in self.folder.rest:
             return self.folder.rest[name]["param"]
         return rounded(self._mapped(name), self.dtype, name)
-
-
-def _natural(name: str) -> tuple[Any, ...]:
-    """Layers by number, and the embedding first."""
-    parts = name.split(".")
-    order = {"embedding": 0, "decoder": 1}.get(parts[0], 2)
-    number = int(parts[2]) if len(parts) > 2 and parts[2].isdigit() else 10**9
-    return order, number, name
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.weights.source import CheckpointError
 
-__all__ = ["Entry", "TensorFiles", "crc32", "read_header"]
+__all__ = ["Entry", "TensorFiles", "crc32", "read_header", "written_manifest"]
 
 _TYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 """Types of weights, as the format spells them. Codes of a quantized model are not weights."""
@@ -69,6 +70,17 @@ class TensorFiles:
 def crc32(tensor: torch.Tensor) -> int:
     """CRC-32 of a contiguous tensor's memory."""
     return zlib.crc32(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's are buffers
+
+
+def written_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder that this program wrote; empty where there is none."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{folder / MANIFEST}: cannot be read ({problem})") from None
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def _opened(file: Path) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -64,7 +65,7 @@ def write_tensors(
         folder: is there.
         stem: of the files' names.
         tensors: in the order in which they are read.
-        read: gives a tensor, in its dtype, that shares its memory with no other one.
+        read: gives a tensor, contiguous and in its dtype, that shares its memory with no other one.
         shard_bytes: most bytes of tensors in a file; a larger tensor has one for itself.
         progress: is told of bytes that were written, as they are.
 
@@ -72,44 +73,32 @@ def write_tensors(
         OSError, CheckpointError: a file cannot be written.
         Exception: what ``read`` raises.
     """
-    shards = _shards(tensors, shard_bytes)
-    names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = names if len(shards) > 1 else [f"{stem}.safetensors"]
+    planned = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        planned,
+        get_storage_size=lambda tensor: tensor.bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=shard_bytes,
+    )
     written = Written()
     with ThreadPoolExecutor(1) as beside:
         synced: list[Future[None]] = []
-        for name, shard in zip(names, shards, strict=True):
+        for name, shard in split.filename_to_tensors.items():
             content, sums = {}, {}
-            for tensor in shard:
-                content[tensor.name] = read(tensor).contiguous()
-                sums[tensor.name] = beside.submit(crc32, content[tensor.name])
+            for one in shard:
+                content[one] = read(planned[one])
+                sums[one] = beside.submit(crc32, content[one])
             _save(folder / name, content)
             written.tensors |= {one: found.result() for one, found in sums.items()}
             written.files[name] = _measured(folder / name, content, written.tensors)
             synced.append(beside.submit(_sync, folder / name))
-            progress(sum(tensor.bytes for tensor in shard))
-        for one in synced:
-            one.result()
-    if len(shards) > 1:
-        places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        index = {
-            "metadata": {"total_size": sum(t.bytes for t in tensors)},
-            "weight_map": dict(sorted(places.items())),
-        }
+            progress(sum(planned[one].bytes for one in shard))
+        for sync in synced:
+            sync.result()
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
     return written
-
-
-def _shards(tensors: Sequence[Planned], limit: int) -> list[list[Planned]]:
-    shards: list[list[Planned]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.bytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.bytes
-    return shards
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -58,12 +58,12 @@ NAME = "model.layers.1.mlp.up_proj.weight"
     [
         (lambda f: os.truncate(f, f.stat().st_size - 100), "cannot be read .*, accepted: a whole safetensors file"),
         (lambda f: os.truncate(f, 4), "cannot be read .*, accepted: a whole safetensors file"),
-        (lambda f: f.unlink(), r"missing; model.safetensors.index.json says that .* is in it"),
+        (lambda f: f.unlink(), "cannot be read .No such file"),
         (lambda f: rewrite(f, lambda c: c.pop(NAME)), f"has no tensor {NAME}; model.safetensors.index.json says"),
         (lambda f: rewrite(f, lambda c: c.update(more=torch.ones(2))), "holds more, which .* does not list"),
         (
             lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(3, 64)})),
-            rf"tensor {NAME}: got shape \[3, 64\], accepted: \[96, 64\], by config.json",
+            rf"{NAME}: got \[3, 64\], accepted: \[96, 64\], by config.json",
         ),
         (
             lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(96, 64, dtype=torch.int8)})),
@@ -88,11 +88,11 @@ def test_a_damaged_hugging_face_folder(sharded, tmp_path, capsys, damage, told):
 
 def test_tensors_that_the_model_lacks_or_has_not(sharded, tmp_path, capsys):
     folder = copied(sharded, tmp_path, "hf")
-    assert "which a model as config.json describes does not have" in fails(
+    assert "which the model by config.json has not" in fails(
         capsys, edit(folder, num_hidden_layers=1), tmp_path / "out"
     )
     err = fails(capsys, edit(folder, num_hidden_layers=3), tmp_path / "out")
-    assert "has no tensor model.layers.2.input_layernorm.weight" in err
+    assert "has no model.layers.2." in err
     assert "tie_word_embeddings true, accepted: false" in fails(
         capsys, edit(folder, num_hidden_layers=2, tie_word_embeddings=True), tmp_path / "out"
     )
@@ -108,7 +108,7 @@ def test_a_tensor_in_two_shards(sharded, tmp_path, capsys):
     folder = copied(sharded, tmp_path, "hf")
     first, last = holder(folder, "model.embed_tokens.weight"), sorted(folder.glob("*.safetensors"))[-1]
     rewrite(last, lambda c: c.update({"model.embed_tokens.weight": torch.ones(100, 64, dtype=torch.bfloat16)}))
-    told = f"{last}: holds model.embed_tokens.weight, which is in {first.name} by model.safetensors.index.json"
+    told = f"{last}: holds model.embed_tokens.weight, which model.safetensors.index.json says is in {first.name}"
     assert told in fails(capsys, folder, tmp_path / "out")
 
 
@@ -116,7 +116,7 @@ def test_a_single_file_without_tensors(sharded, tmp_path, capsys):
     folder = copied(sharded, tmp_path, "hf")
     header = b"{}"
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert f"{folder / 'model.safetensors'}: has no tensor model." in fails(capsys, folder, tmp_path / "out")
+    assert f"{folder}: has no model." in fails(capsys, folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.1.self_attention.linear_qkv.weight", "output_layer.weight"])
@@ -135,21 +135,11 @@ def test_flipped_bits_are_found_by_tensor(sharded, tmp_path, capsys, name):
 def test_a_converted_folder_that_is_not_whole(sharded, tmp_path, capsys):
     for damage, told in (
         (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read"),
-        (lambda f: os.truncate(f / "weights.safetensors", 1000), "weights.safetensors: is 1000 bytes, was"),
-        (lambda f: (f / "model.json").unlink(), "model.json: missing"),
-        (lambda f: (f / "hugging_face" / "tokenizer.json").unlink(), "tokenizer.json: missing"),
+        (lambda f: os.truncate(f / "weights.safetensors", 1000), "weights.safetensors: is 1000, was"),
+        (lambda f: (f / "model.json").unlink(), "model.json: is missing"),
+        (lambda f: (f / "hugging_face" / "tokenizer.json").unlink(), "tokenizer.json: is missing"),
     ):
         folder = copied(sharded, tmp_path, "ours")
         damage(folder)
         assert told in fails(capsys, folder, tmp_path / "out")
         shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize(
-    "damage", [{"files": {"model.json": 5}}, {"files": {"model.json": ["a", "b"]}}, {"tensors": {"x": "y"}}]
-)
-def test_a_damaged_manifest(sharded, tmp_path, capsys, damage):
-    ours = copied(sharded, tmp_path, "ours")
-    manifest = json.loads((ours / "manifest.json").read_text())
-    (ours / "manifest.json").write_text(json.dumps(manifest | damage))
-    assert "manifest.json: is damaged" in fails(capsys, ours, tmp_path / "out")
