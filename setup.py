@@ -37,6 +37,7 @@ EXTRAS = {
         "mypy>=1.11,<3",
     ],
     "hf": HF,
+    "lm-eval": ["lm-eval[hf]>=0.4.9,<0.5"],
     "wandb": ["wandb>=0.17"],
 }
 

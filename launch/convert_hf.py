@@ -69,8 +69,10 @@ def convert(args: argparse.Namespace) -> Path:
     conversion = _plan(weights, form, dtype, args)
     output = Output("--to", Path(args.target), args.overwrite)
     output.check(weights.path, conversion.bytes)
-    ours = "weights of this program"
-    say(f"{weights.path} ({weights.kind}) -> {output.final} ({_a_folder(conversion) or ours})")
+    made = "weights of this program"
+    if form == HUGGING_FACE:
+        made = f"a Hugging Face folder, {json.loads(conversion.texts[CONFIG])['model_type']}"
+    say(f"{weights.path} ({weights.kind}) -> {output.final} ({made})")
     if conversion.kind == HUGGING_FACE and not has_tokenizer(conversion.copies):
         say(
             f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files along, --like PREFIX that of "
@@ -129,12 +131,6 @@ def _tokenizer_of(prefix: str) -> DataTokenizer:
     }
     texts = {"tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
     return DataTokenizer({name: tokenizer.file}, texts, end, ids)
-
-
-def _a_folder(conversion: Conversion) -> str | None:
-    if conversion.kind != HUGGING_FACE:
-        return None
-    return f"a Hugging Face folder, {json.loads(conversion.texts[CONFIG])['model_type']}"
 
 
 def _plan(weights: Weights, form: str, dtype: torch.dtype | None, args: argparse.Namespace) -> Conversion:

@@ -7,10 +7,11 @@ import shutil
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from launch.hf.config import read_values
 from launch.hf.config_out import config_for
 from launch.hf.folder import CONFIG, GENERATION
 from launch.hf.recipes import Piece, Recipe, put_together, to_hugging_face
@@ -129,11 +130,11 @@ def plan_hugging_face(
         end: end-of-document id, ``eos_token_id`` of a config.json and a generation config that are made anew.
 
     Raises:
-        CoatConfigError: no family has such a model; names the keys.
-        CheckpointError: the config.json that travels cannot be read, or the source lacks a tensor.
+        CoatConfigError: no family has such a model, by its keys, or the config.json that travels cannot be read.
+        CheckpointError: the source lacks a tensor.
     """
     copies = dict(weights.travelling() if travelling is None else travelling)
-    remembered = _json(copies.pop(CONFIG)) if CONFIG in copies else None
+    remembered = read_values(copies.pop(CONFIG)) if CONFIG in copies else None
     dtypes = {dtype or weights.dtype(name) for name in weights.names()}
     said = DTYPES.get(str((remembered or {}).get("dtype", (remembered or {}).get("torch_dtype"))))
     whole = dtypes.pop() if len(dtypes) == 1 else said if said is not None and said in dtypes else torch.float32
@@ -158,13 +159,3 @@ def plan_hugging_face(
         texts=texts,
         copies=copies,
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{path}: cannot be read ({problem})") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: holds no JSON object")
-    return values

@@ -66,6 +66,7 @@ class HuggingFaceWeights(Weights):
         refuse_adapter(path)
         self.model, self.family = read_config(path / CONFIG)
         self.recipes = from_hugging_face(self.model, self.family)
+        self.shapes = {name: recipe.shape for name, recipe in self.recipes.items()}
         entries = _each_expert(_tensors(path), self.family) if tensors else {}
         if tensors:
             wanted = {name: recipe.shape for name, recipe in to_hugging_face(self.model, self.family).items()}
@@ -77,14 +78,6 @@ class HuggingFaceWeights(Weights):
         self._dtype = dtype
         if self.model.tie_embeddings and "lm_head.weight" in entries:
             self._check_tied()
-
-    def names(self) -> list[str]:
-        """See :class:`Weights`."""
-        return list(self.recipes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Weights`."""
-        return self.recipes[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`; of parts that differ the type that holds both."""

@@ -16,7 +16,7 @@ from coat_dist.checkpoint.zero_files import Shard
 from launch.model.gpt import ModelConfig
 from launch.weights.grouped import Ungrouped
 from launch.weights.shapes import check_shapes, parameter_shapes
-from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
+from launch.weights.source import CheckpointError, Weights, rounded
 
 __all__ = ["CheckpointWeights", "described", "find_checkpoint"]
 
@@ -72,16 +72,8 @@ class CheckpointWeights(Weights):
             raise CheckpointError(str(problem)) from None
         if self.model.vocab_size is None:
             raise CoatConfigError("model.vocab_size: got null, accepted: the number of the tokenizer's ids")
-        self._shapes = parameter_shapes(self.model)
-        check_shapes(path, self._source.shapes, self._shapes, "--model" if model is not None else MANIFEST)
-
-    def names(self) -> list[str]:
-        """See :class:`Weights`."""
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Weights`."""
-        return self._shapes[name]
+        self.shapes = parameter_shapes(self.model)
+        check_shapes(path, self._source.shapes, self.shapes, "--model" if model is not None else MANIFEST)
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`."""
@@ -93,10 +85,6 @@ class CheckpointWeights(Weights):
             return rounded(self._source.read(name), self._dtype, name)
         except (ValueError, OSError) as problem:
             raise CheckpointError(str(problem)) from problem
-
-    def travelling(self) -> dict[str, Path]:
-        """See :class:`Weights`."""
-        return files_in(self.path / CARRIED)
 
     def verify(self) -> None:
         """See :class:`Weights`: every file is read once, ranks share the work."""

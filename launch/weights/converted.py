@@ -10,7 +10,7 @@ import torch
 from coat_dist.checkpoint.manifest import MANIFEST
 from launch.model.gpt import ModelConfig, load_model_config
 from launch.weights.shapes import check_shapes, parameter_shapes
-from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
+from launch.weights.source import CheckpointError, Weights, rounded
 from launch.weights.tensor_files import TensorFiles, read_header, written_manifest
 
 __all__ = ["KIND", "MODEL", "TYPES", "ConvertedWeights"]
@@ -47,20 +47,12 @@ class ConvertedWeights(Weights):
             if there != size:
                 raise CheckpointError(f"{path / name}: is {there}, was {size} bytes: cut off, or of another folder")
         self.model: ModelConfig = load_model_config(path / MODEL)
-        self._shapes = parameter_shapes(self.model)
+        self.shapes = parameter_shapes(self.model)
         files = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
         entries = {name: entry for file in files for name, entry in read_header(path / file).items()}
         places = {name: entry.file for name, entry in entries.items()}
-        check_shapes(path, {name: entry.shape for name, entry in entries.items()}, self._shapes, MODEL, places)
+        check_shapes(path, {name: entry.shape for name, entry in entries.items()}, self.shapes, MODEL, places)
         self._files, self._dtype = TensorFiles(entries, manifest["tensors"]), dtype
-
-    def names(self) -> list[str]:
-        """See :class:`Weights`."""
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Weights`."""
-        return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`."""
@@ -70,16 +62,9 @@ class ConvertedWeights(Weights):
         """See :class:`Weights`."""
         if not (self.path / TYPES).is_file():
             return {}
-        try:
-            types = json.loads((self.path / TYPES).read_text(encoding="utf-8-sig"))
-            return {name: getattr(torch, one) for name, one in types.items()}
-        except (OSError, ValueError, AttributeError, TypeError) as problem:
-            raise CheckpointError(f"{self.path / TYPES}: cannot be read ({problem})") from None
+        types = json.loads((self.path / TYPES).read_text(encoding="utf-8-sig"))
+        return {name: getattr(torch, one) for name, one in types.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """See :class:`Weights`."""
         return rounded(self._files.read(name), self.dtype(name), name)
-
-    def travelling(self) -> dict[str, Path]:
-        """See :class:`Weights`."""
-        return files_in(self.path / CARRIED)

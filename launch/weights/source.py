@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -55,13 +56,16 @@ class Weights(ABC):
     model: ModelConfig
     """What model these are the weights of; ``vocab_size`` is always set."""
 
-    @abstractmethod
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the whole tensors, by name, in the order in which they are best read."""
+
     def names(self) -> list[str]:
         """Every parameter, in the order in which they are best read."""
+        return list(self.shapes)
 
-    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
+        return self.shapes[name]
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -83,7 +87,7 @@ class Weights(ABC):
     def travelling(self) -> dict[str, Path]:
         """Files that travel with the weights, by the names that they have in a Hugging Face folder: tokenizer, chat
         template, generation config, config.json."""
-        return {}
+        return files_in(self.path / CARRIED)
 
     def tokenizer_files(self) -> list[Path]:
         """:meth:`travelling`, the paths."""

@@ -1,4 +1,4 @@
-"""Outputs of convert_hf.py are whole or not there; memory is a few blocks."""
+"""Outputs of convert_hf.py are whole or not there; memory is that of one file."""
 
 from __future__ import annotations
 
