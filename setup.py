@@ -17,15 +17,16 @@ REQUIRES = [
     "hjson>=3",
     "tqdm>=4.66,<5",
     "tokenizers>=0.20,<1",
-    "huggingface_hub>=0.20,<3",
+    "huggingface_hub>=0.23,<3",
     "sentencepiece>=0.2,<0.3",
     "psutil>=5.9,<8",
     "pyarrow>=17",
     "matplotlib>=3.9,<4",
     "pyyaml>=6,<7",
+    "safetensors>=0.8,<1",
     "tensorboard>=2.17,<3",
 ]
-HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "safetensors>=0.4", "jinja2>=3.1,<4"]
+HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "jinja2>=3.1,<4"]
 EXTRAS = {
     "dev": [
         *HF,
@@ -36,6 +37,7 @@ EXTRAS = {
         "mypy>=1.11,<3",
     ],
     "hf": HF,
+    "lm-eval": ["lm-eval[hf]>=0.4.9,<0.5"],
     "wandb": ["wandb>=0.17"],
 }
 

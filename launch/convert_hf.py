@@ -27,17 +27,17 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.manifest import CheckpointError, verify
+from coat_dist.checkpoint.manifest import CheckpointError
 from launch.data.blend import without_suffix
-from launch.data.tokenizer import Tokenizer, load
+from launch.data.tokenizer import SentencePieceTokenizer, Tokenizer, for_data, load
 from launch.hf.arguments import parse, without_effect
 from launch.hf.convert import HUGGING_FACE, MEGATRON, Conversion, plan_hugging_face, plan_megatron
-from launch.hf.data_tokenizer import DataTokenizer, tokenizer_of
 from launch.hf.folder import CONFIG, HuggingFaceWeights, has_tokenizer, travelling_files
 from launch.hf.output import Output
 from launch.log_level import say, set_log_level, shows
@@ -69,8 +69,10 @@ def convert(args: argparse.Namespace) -> Path:
     conversion = _plan(weights, form, dtype, args)
     output = Output("--to", Path(args.target), args.overwrite)
     output.check(weights.path, conversion.bytes)
-    ours = "weights of this program"
-    say(f"{weights.path} ({weights.kind}) -> {output.final} ({_a_folder(conversion) or ours})")
+    made = "weights of this program"
+    if form == HUGGING_FACE:
+        made = f"a Hugging Face folder, {json.loads(conversion.texts[CONFIG])['model_type']}"
+    say(f"{weights.path} ({weights.kind}) -> {output.final} ({made})")
     if conversion.kind == HUGGING_FACE and not has_tokenizer(conversion.copies):
         say(
             f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files along, --like PREFIX that of "
@@ -87,7 +89,7 @@ def convert(args: argparse.Namespace) -> Path:
         with tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=hidden, dynamic_ncols=True) as bar:
             written = conversion.write(weights, folder, args.max_shard_size, bar.update)
         if args.verify:
-            _compare(conversion, weights, folder, written.files)
+            _compare(conversion, weights, folder)
             say(f"--verify: {len(conversion.tensors):,} tensors, read once more, are what was converted")
         return written
 
@@ -95,10 +97,40 @@ def convert(args: argparse.Namespace) -> Path:
     return output.final
 
 
-def _a_folder(conversion: Conversion) -> str | None:
-    if conversion.kind != HUGGING_FACE:
-        return None
-    return f"a Hugging Face folder, {json.loads(conversion.texts[CONFIG])['model_type']}"
+class DataTokenizer(NamedTuple):
+    """Tokenizer files for a Hugging Face folder, from prepared data."""
+
+    copies: dict[str, Path]
+    """Files that are copied, by name; none for bytes."""
+    texts: dict[str, str]
+    """Files that are written anew."""
+    end: int
+    """End-of-document id."""
+    ids: int
+    """Ids that a model needs for text and the end of documents."""
+
+
+def _tokenizer_of(prefix: str) -> DataTokenizer:
+    """The tokenizer of prepared data.
+
+    Args:
+        prefix: of the data; ``PREFIX.json`` and the tokenizer's file beside it are enough.
+
+    Raises:
+        DataError: see :func:`launch.data.tokenizer.for_data`.
+    """
+    tokenizer = for_data(prefix)
+    end, ids = tokenizer.eod, max(tokenizer.ids_of_text(), tokenizer.eod + 1)
+    if tokenizer.file is None:
+        return DataTokenizer({}, {}, end, ids)
+    name = "tokenizer.model" if isinstance(tokenizer, SentencePieceTokenizer) else "tokenizer.json"
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.token(end),
+        "clean_up_tokenization_spaces": False,
+    }
+    texts = {"tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+    return DataTokenizer({name: tokenizer.file}, texts, end, ids)
 
 
 def _plan(weights: Weights, form: str, dtype: torch.dtype | None, args: argparse.Namespace) -> Conversion:
@@ -121,7 +153,7 @@ def _plan(weights: Weights, form: str, dtype: torch.dtype | None, args: argparse
         end = taken.end
     elif trained is not None and not has_tokenizer(travelling):
         with suppress(DataError):  # made from token files
-            taken = tokenizer_of(trained[0])
+            taken = _tokenizer_of(trained[0])
     if taken is None:
         return plan_hugging_face(weights, dtype, travelling, args.family, end)
     found = plan_hugging_face(weights, dtype, {**travelling, **taken.copies}, args.family, end)
@@ -130,7 +162,7 @@ def _plan(weights: Weights, form: str, dtype: torch.dtype | None, args: argparse
 
 def _tokenizer_of_prefix(like: str, vocab_size: int) -> DataTokenizer:
     try:
-        taken = tokenizer_of(without_suffix(like))
+        taken = _tokenizer_of(without_suffix(like))
     except DataError as problem:
         why = f" ({problem})" if Path(f"{without_suffix(like)}.json").exists() else ""
         raise CheckpointError(
@@ -162,21 +194,17 @@ def _check_ids(like: str, travelling: Mapping[str, Path], vocab_size: int) -> No
         return
 
 
-def _compare(conversion: Conversion, weights: Weights, folder: Path, files: dict[str, list[int]]) -> None:
+def _compare(conversion: Conversion, weights: Weights, folder: Path) -> None:
     """Read what was written once more, from the disk, and compare it with the source, tensor by tensor."""
     from launch.weights.tensor_files import TensorFiles, read_header
 
-    verify(folder, files)
-    headers = [read_header(folder / name) for name in files if name.endswith(".safetensors")]
-    entries = {name: entry for header in headers for name, entry in header.items()}
-    there = TensorFiles(entries)
+    headers = [read_header(file) for file in folder.glob("*.safetensors")]
+    there = TensorFiles({name: entry for header in headers for name, entry in header.items()})
+    read = conversion.reader(weights)
     for tensor in conversion.tensors:
-        row = 0
-        for block in conversion.blocks(weights, tensor):
-            written = there.rows(tensor.name, row, row + block.shape[0])
-            if not torch.equal(written.view(torch.uint8), block.contiguous().view(torch.uint8)):
-                raise CheckpointError(f"{entries[tensor.name].file}: tensor {tensor.name} is not what was converted")
-            row += block.shape[0]
+        written, wanted = there.read(tensor.name), read(tensor)
+        if not torch.equal(written.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)):
+            raise CheckpointError(f"{there.entries[tensor.name].file}: {tensor.name} is not what was converted")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -86,7 +86,7 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     weights = open_weights(args.load, model=described)
     if described is not None and not isinstance(weights, CheckpointWeights):
         raise CoatConfigError(f"--model: got {args.model}, accepted: absent, as {weights.kind} says what model it is")
-    run, step = model.read_run(Path(weights.path))
+    run, step = model.read_run(weights)
     coat = model.choose_coat(args.deepspeed_config, run) if args.forward == "fp8" else None
     inputs = read_inputs(args, weights, run)
     say(f"{weights.path}: {weights.kind}{'' if step is None else f', step {step}'}; forward: {args.forward}")
@@ -172,16 +172,13 @@ def say_missing(names: Sequence[str], option: str) -> None:
 
 
 def _try_folder(folder: str) -> None:
-    """Whether it can be written: after hours of scoring it would be too late. What was not there is not there again."""
+    """Whether it can be written: after hours of scoring it would be too late."""
     if (outer := checkpoint_at(Path(os.path.realpath(folder)))) is not None:
         which = f"which is, or is in, the checkpoint {outer}"  # its run may remove both
         raise CoatConfigError(f"--output: got {folder}, {which}, accepted: another folder")
     try:
-        made = make_folder(Path(folder))
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        for one in made:
-            one.rmdir()
+        make_folder(Path(folder))
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as problem:
         raise CoatConfigError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from None
 

@@ -10,39 +10,7 @@ from coat_dist import CoatConfigError
 from launch.command_line import Parser, local_path, whole_number
 from launch.log_level import add_log_level
 
-__all__ = ["check", "parse"]
-
-# What lm-evaluation-harness, transformers' and Megatron's programs call these options.
-_MEANT = {
-    "config": "--deepspeed_config",
-    "data-path": "--data",
-    "dtype": "--forward",
-    "eval-iters": "--samples",
-    "hf": "--load",
-    "input": "--text",
-    "log-samples": "--details",
-    "max-length": "--window",
-    "max-seq-length": "--window",
-    "micro-batch-size": "--batch-size",
-    "model-name-or-path": "--load",
-    "out": "--output",
-    "output-dir": "--output",
-    "output-path": "--output",
-    "per-device-eval-batch-size": "--batch-size",
-    "precision": "--forward",
-    "pretrained": "--load",
-    "seq-length": "--window",
-    "tasks": "--choices",
-    "tensor-model-parallel-size": "--tensor-parallel",
-    "tp": "--tensor-parallel",
-}
-_ONLY_WITH = {
-    **dict.fromkeys(("split", "part", "samples", "seed", "data-cache"), ("data",)),
-    **dict.fromkeys(("stride", "separator", "text-key"), ("text",)),
-    **dict.fromkeys(("tokenizer", "eod", "bos", "skip-bad", "limit"), ("text", "choices")),
-    "delimiter": ("choices",),
-}
-"""What an option is for: without it, it would be ignored."""
+__all__ = ["parse"]
 
 
 def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
@@ -51,12 +19,7 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     Raises:
         CoatConfigError: values that make no sense, one line each.
     """
-    p = Parser(
-        prog="evaluate.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        meant=_MEANT,
-    )
+    p = Parser(prog="evaluate.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     _model(p.add_argument_group("model"))
     _what(p.add_argument_group("what is evaluated"))
     _how(p.add_argument_group("how"))
@@ -64,7 +27,7 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     args = p.parse_args(argv)
     if args.load is None and args.model is not None and os.path.isdir(args.model):
         args.load, args.model = args.model, None  # what other programs call a model is a folder of weights
-    check(args)
+    _check(args)
     return args
 
 
@@ -142,10 +105,10 @@ def _what(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--text-key", metavar="KEY", help="JSON key or Parquet column of the text (default: text)")
     g.add_argument("--separator", metavar="TEXT", help="what separates documents in a text file, such as '\\n\\n'")
     g.add_argument("--skip-bad", action="store_true", help="count malformed lines instead of stopping at them")
-    g.add_argument("--limit", type=whole_number, metavar="N", help="first documents or questions of each file only")
+    g.add_argument("--limit", type=_count, metavar="N", help="first documents or questions of each file only")
     g.add_argument("--split", help="with --data: parts of train, valid and test (default: the run's, else 950,40,10)")
     g.add_argument("--part", choices=["valid", "test", "train"], help="with --data (default: valid)")
-    g.add_argument("--samples", type=whole_number, metavar="N", help="with --data: the first N samples (default: all)")
+    g.add_argument("--samples", type=_count, metavar="N", help="with --data: the first N samples (default: all)")
     g.add_argument("--seed", type=whole_number, help="with --data: of the order (default: the run's, else 1234)")
     g.add_argument("--data-cache", type=local_path, metavar="DIR", help="with --data: where sample indices are kept")
 
@@ -158,13 +121,11 @@ def _how(g: argparse._ArgumentGroup) -> None:
         help="tokens that the model sees together (default: its seq_length, with --text at most 4096)",
     )
     g.add_argument(
-        "--stride", type=whole_number, metavar="N", help="with --text: tokens from window to window (default: half)"
+        "--stride", type=_count, metavar="N", help="with --text: tokens from window to window (default: half)"
     )
     g.add_argument("--delimiter", metavar="TEXT", help="with --choices: put between context and choice")
-    g.add_argument(
-        "--batch-size", type=whole_number, default=8, metavar="N", help="rows of a forward pass (default: 8)"
-    )
-    g.add_argument("--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer")
+    g.add_argument("--batch-size", type=_count, default=8, metavar="N", help="rows of a forward pass (default: 8)")
+    g.add_argument("--tensor-parallel", type=_count, default=1, metavar="N", help="ranks that share every layer")
     g.add_argument("--local_rank", "--local-rank", type=whole_number, help=argparse.SUPPRESS)
     g.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # accepted for habit
 
@@ -189,37 +150,28 @@ def _output(g: argparse._ArgumentGroup) -> None:
     add_log_level(g)
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuse values that make no sense, all at once.
+def _count(text: str) -> int:
+    if (value := whole_number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, accepted: 1 or more")
+    return value
 
-    Raises:
-        CoatConfigError: one line for each argument.
-    """
-    problems = []
 
-    def require(name: str, good: bool, accepted: str) -> None:
-        if not good:
-            value = getattr(args, name.replace("-", "_"))
-            problems.append(f"--{name}: {'missing' if value in (None, []) else f'got {value!r}'}, accepted: {accepted}")
-
+def _check(args: argparse.Namespace) -> None:
+    """Refuse values that make no sense, or would be ignored where a reader would take the results for others."""
     if args.compare is not None:
-        for name in ("load", "text", "data", "choices", "output", "baseline", "window", "deepspeed_config"):
-            require(name, not getattr(args, name), "absent with --compare, which reads two evaluation.json alone")
-    else:
-        require("load", args.load is not None, "the folder of a checkpoint or of a Hugging Face model")
-        require("text", bool(args.text or args.data or args.choices), "one or more of --text, --data and --choices")
-    for name in ("batch-size", "tensor-parallel"):
-        require(name, getattr(args, name.replace("-", "_")) >= 1, "1 or more")
-    for name in ("limit", "samples", "stride"):
-        require(name, (value := getattr(args, name)) is None or value >= 1, "1 or more")
-    require("window", args.window is None or args.window >= 2, "2 or more")
-    require("separator", args.separator != "", "one character or more")
-    require("seed", args.seed is None or 0 <= args.seed < 2**31, "an integer from 0 to 2^31 - 1")
-    require("deepspeed_config", args.deepspeed_config is None or args.forward == "fp8", "only with --forward fp8")
-    require("details", not args.details or args.output is not None, "only with --output")
-    for name, inputs in _ONLY_WITH.items():
-        given = getattr(args, name.replace("-", "_"))
-        used = args.compare is None and any(getattr(args, one) for one in inputs)
-        require(name, given in (None, False) or used, f"only with {' or '.join(f'--{one}' for one in inputs)}")
-    if problems:
+        return
+    wrong = {
+        "--load: missing, accepted: the folder of a checkpoint or of a Hugging Face model": args.load is None,
+        "--text: missing, accepted: one or more of --text, --data and --choices": not (
+            args.text or args.data or args.choices
+        ),
+        f"--window: got {args.window}, accepted: 2 or more": args.window is not None and args.window < 2,
+        f"--seed: got {args.seed}, accepted: an integer from 0 to 2^31 - 1": not 0 <= (args.seed or 0) < 2**31,
+        "--separator: got '', accepted: one character or more": args.separator == "",
+        f"--deepspeed_config: got {args.deepspeed_config!r}, accepted: only with --forward fp8": (
+            args.deepspeed_config is not None and args.forward != "fp8"
+        ),
+        "--details: got True, accepted: only with --output": args.details and args.output is None,
+    }
+    if problems := [line for line, so in wrong.items() if so]:
         raise CoatConfigError("\n".join(problems))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import string
-from collections.abc import Iterator, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from launch.data.tokenizer import Tokenizer
 from launch.evaluation.rows import Row
@@ -66,40 +68,33 @@ def read_questions(path: str, skip_bad: bool = False, limit: int | None = None) 
     return questions, bad
 
 
-def _questions(path: str, lines: Any, bad: list[str]) -> Iterator[Question]:
+class _Record(BaseModel, strict=True):
+    """A line of the file."""
+
+    context: str
+    choices: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2)
+    answer: int | str
+
+
+def _questions(path: str, lines: Iterable[bytes], bad: list[str]) -> Iterator[Question]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
-            yield _question(where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
-        except json.JSONDecodeError as problem:
-            bad.append(f"{where}: not JSON ({problem})")
-        except (ValueError, RecursionError) as problem:
+            record = _Record.model_validate_json(line.removeprefix(BOM_UTF8))
+            yield Question(where, record.context, tuple(record.choices), _answer(record.answer, record.choices))
+        except ValidationError as problem:
+            told = ("".join(f"{key}: " for key in one["loc"][:1]) + one["msg"] for one in problem.errors())
+            bad.append(f"{where}: {'; '.join(dict.fromkeys(told))}")
+        except ValueError as problem:
             bad.append(f"{where}: {problem}")
 
 
-def _question(where: str, record: Any) -> Question:
-    """ValueError says what is wrong."""
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    for key in ("context", "choices", "answer"):
-        if key not in record:
-            raise ValueError(f"no key {key!r}, it has {', '.join(map(repr, list(record)[:10])) or 'none'}")
-    context, choices = record["context"], record["choices"]
-    if not isinstance(context, str):
-        raise ValueError(f"context: got {json.dumps(context)[:60]}, accepted: a text")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        raise ValueError(f"choices: got {json.dumps(choices)[:60]}, accepted: a list of two or more texts, none empty")
-    for text in (context, *choices):
-        text.encode()  # UnicodeEncodeError, a ValueError: a lone surrogate
-    return Question(where, context, tuple(choices), _answer(record["answer"], choices))
-
-
-def _answer(given: Any, choices: Sequence[str]) -> int:
+def _answer(given: int | str, choices: Sequence[str]) -> int:
     """The index that ``answer`` means: a number from 0, the text of a choice, or a letter from A."""
     count = len(choices)
-    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < count:
+    if isinstance(given, int) and 0 <= given < count:
         return given
     if isinstance(given, str):
         same = [i for i, choice in enumerate(choices) if choice == given]

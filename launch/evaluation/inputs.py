@@ -12,6 +12,7 @@ from launch.evaluation import choices, prepared, rows, tokens
 from launch.evaluation.rows import Row
 from launch.evaluation.text import Text, read_text
 from launch.prep.documents import ReadOptions
+from launch.training.initial import tokenizer_warning
 from launch.weights import Weights
 
 __all__ = ["Inputs", "digests", "notes", "read_inputs"]
@@ -48,7 +49,7 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
     if args.text or args.choices:
         tokenizer, source = tokens.find_tokenizer(args.tokenizer, args.eod, weights.tokenizer_files(), run)
         tokens.check_fits(f"--tokenizer: {source}", tokenizer.ids_of_text(), vocab)
-        tokens.check_trained_with(tokenizer, source, run)
+        tokens.check_trained_with(f"--tokenizer: {source}", tokenizer.vocab_size, tokenizer.fingerprint(), run)
         begin = tokens.begin_ids(tokenizer, args.bos or "auto")
         found.settings |= {"tokenizer": f"tokenizer: {source} ({tokenizer.vocab_size} ids)"}
         found.settings |= {"bos": f"before every text: {begin or 'nothing'}", "begin_ids": begin}
@@ -74,7 +75,8 @@ def read_inputs(args: argparse.Namespace, weights: Weights, run: Mapping[str, An
     if args.data:
         prefix, info = prepared.check_data(args.data)
         tokens.check_fits(f"--data: {prefix}", info.vocab_size, vocab)
-        if warning := tokens.check_data_trained_with(prefix, info, weights, run):
+        tokens.check_trained_with(f"--data: {prefix}", info.vocab_size, info.tokenizer_digest, run)
+        if warning := tokenizer_warning(weights, prefix, info, "--load"):
             found.warnings.append(warning)
         part = args.part or "valid"
         recorded = run.get("data")

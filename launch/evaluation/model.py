@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +11,15 @@ import torch
 from coat_dist import CoatConfig, CoatConfigError
 from launch.model.gpt import ModelConfig, build_model
 from launch.weights import Weights, fill
+from launch.weights.checkpoint import CheckpointWeights
 
 __all__ = ["Coat", "build", "choose_coat", "read_run"]
 
 
-def read_run(folder: Path) -> tuple[dict[str, Any], int | None]:
-    """What ``manifest.json`` says of the run that saved a checkpoint, and after how many steps; empty without one."""
-    with suppress(OSError, ValueError, AttributeError):
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        run, progress = manifest.get("run"), manifest.get("progress")
-        step = progress.get("step") if isinstance(progress, dict) else None
-        return (run if isinstance(run, dict) else {}), step
-    return {}, None
+def read_run(weights: Weights) -> tuple[dict[str, Any], int | None]:
+    """What a checkpoint says of the run that saved it, and after how many steps; empty of other weights."""
+    manifest = weights.manifest if isinstance(weights, CheckpointWeights) else {}
+    return manifest.get("run") or {}, (manifest.get("progress") or {}).get("step")
 
 
 @dataclass(frozen=True)

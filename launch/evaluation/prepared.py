@@ -53,8 +53,6 @@ def read_samples(
         DataError: names the option, or the file; more ``samples`` than the part of one data set has.
     """
     with as_typed():
-        if samples is None and len(data.parse_blend(paths)[0]) > 1:
-            raise data.DataError("--samples: missing, accepted: how many samples of the blend, with several --data")
         train, valid, test = ((samples or 1) * (name == part) for name in PARTS)
         without = "take another --part: with other shares than the run's it has trained on what they hold out"
         built = data.build_datasets(paths, split, seq_length, train, valid, test, seed, cache_dir, without=without)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from launch.evaluation import rows as of_rows
 from launch.evaluation.choices import Asked, Question, best
 from launch.evaluation.choices import digest as digest_of_questions
 from launch.evaluation.rows import Row
-from launch.evaluation.statistics import mean, mean_error, ratio, ratio_error
 from launch.log_level import say
 
 __all__ = [
@@ -36,10 +33,6 @@ __all__ = [
 FORMAT = 1
 NAME, DETAILS = "evaluation.json", "details.jsonl"
 KINDS = ("text", "data", "choices")
-_TOKENS = {"name", "digest", "loss", "row_losses", "row_tokens"}
-_COMPARED = {"text": _TOKENS, "data": _TOKENS}
-_COMPARED["choices"] = {"name", "digest", "acc", "acc_norm", "correct", "correct_norm"}
-"""What two results are compared by."""
 
 
 def tokens_result(name: str, rows: Sequence[Row], sums: Sequence[float], text_bytes: int | None) -> dict[str, Any]:
@@ -130,35 +123,30 @@ def write_report(folder: str, report: Mapping[str, Any], details: bool) -> Path:
             ]
             lines += [json.dumps({"kind": kind, "name": one["name"], **line}) for line in found]
     content = {**report, "choices": [{k: v for k, v in one.items() if k != "details"} for one in report["choices"]]}
-    moved: dict[Path, Path] = {}
     try:
         make_folder(Path(folder))
-        _set_aside(Path(folder), moved)
+        _set_aside(Path(folder))
         if details:
             write_text(Path(folder) / DETAILS, "\n".join(lines) + "\n")
         write_text(Path(folder) / NAME, json.dumps(content, indent=1) + "\n")
     except OSError as problem:
-        for before, now in moved.items():
-            with suppress(OSError):
-                os.replace(now, before)
         raise CoatConfigError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from None
     return Path(folder) / NAME
 
 
-def _set_aside(folder: Path, moved: dict[Path, Path]) -> None:
+def _set_aside(folder: Path) -> None:
     """Rename an evaluation that is there already: ``evaluation-1.json``, ``details-1.jsonl``, or the next number."""
-    there = [file for name in (NAME, DETAILS) if os.path.lexists(file := folder / name)]
+    both = [folder / NAME, folder / DETAILS]
 
-    def aside(file: Path, number: int) -> Path:
-        return file.with_name(f"{file.stem}-{number}{file.suffix}")
+    def aside(number: int) -> list[Path]:
+        return [file.with_stem(f"{file.stem}-{number}") for file in both]
 
-    both = folder / NAME, folder / DETAILS  # one number means one evaluation, with details or without
-    number = next(n for n in itertools.count(1) if not any(os.path.lexists(aside(file, n)) for file in both))
-    for file in there:
-        file.rename(aside(file, number))
-        moved[file] = aside(file, number)
-    for file in there:
-        say(f"kept: what was in {file} is {moved[file].name} now")
+    # One number means one evaluation, with details or without.
+    free = next(files for files in map(aside, itertools.count(1)) if not any(file.exists() for file in files))
+    for file, kept in zip(both, free, strict=True):
+        if file.exists():
+            file.rename(kept)
+            say(f"kept: what was in {file} is {kept.name} now")
 
 
 def read_report(option: str, given: str) -> dict[str, Any]:
@@ -172,14 +160,9 @@ def read_report(option: str, given: str) -> dict[str, Any]:
         report = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as problem:
         raise CoatConfigError(f"{option}: {path} cannot be read ({problem}), accepted: an evaluation.json") from None
-    if not isinstance(report, dict) or report.get("format") != FORMAT or not all(_complete(report, k) for k in KINDS):
+    if not isinstance(report, dict) or report.get("format") != FORMAT:
         raise CoatConfigError(f"{option}: {path} is no evaluation.json of this program, accepted: one")
     return report
-
-
-def _complete(report: Mapping[str, Any], kind: str) -> bool:
-    found = report.get(kind)
-    return isinstance(found, list) and all(isinstance(one, dict) and _COMPARED[kind] <= one.keys() for one in found)
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -286,3 +269,32 @@ def _number(value: float | None) -> str:
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; the sum is exact, so that it does not depend on the order."""
+    return math.fsum(values) / len(values)
+
+
+def mean_error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean: the sample's standard deviation (n - 1) over sqrt(n); None for one value."""
+    n = len(values)
+    if n < 2:
+        return None
+    center = mean(values)
+    return math.sqrt(math.fsum((v - center) ** 2 for v in values) / (n - 1) / n)
+
+
+def ratio(sums: Sequence[float], counts: Sequence[int]) -> float:
+    """Sum over count: the mean per token of rows with ``counts`` tokens each."""
+    return math.fsum(sums) / sum(counts)
+
+
+def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float | None:
+    """Standard error of :func:`ratio` with rows as independent units (the usual ratio estimator); None for one row."""
+    n = len(sums)
+    if n < 2:
+        return None
+    center = ratio(sums, counts)
+    spread = math.fsum((s - center * c) ** 2 for s, c in zip(sums, counts, strict=True))
+    return math.sqrt(spread * n / (n - 1)) / sum(counts)

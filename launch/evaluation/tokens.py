@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
-from launch.data.blend import DataInfo
 from launch.data.tokenizer import HuggingFaceTokenizer, Tokenizer, for_data, load
 from launch.evaluation.rows import Row
 from launch.prep import DataError
-from launch.training.initial import tokenizer_warning, training_data
-from launch.weights import Weights
+from launch.training.initial import training_data
 
-__all__ = ["begin_ids", "check_data_trained_with", "check_fits", "check_rows", "check_trained_with", "find_tokenizer"]
+__all__ = ["begin_ids", "check_fits", "check_rows", "check_trained_with", "find_tokenizer"]
 
 
 def find_tokenizer(
@@ -88,37 +86,24 @@ def check_rows(path: str, rows: Sequence[Row], model_vocab: int) -> None:
         )
 
 
-def check_trained_with(tokenizer: Tokenizer, source: str, run: Mapping[str, Any]) -> None:
+def check_trained_with(what: str, vocab_size: int, digest: str | None, run: Mapping[str, Any]) -> None:
     """Refuse a tokenizer of another size than that of the data that the model was trained on, where it is here.
 
+    Args:
+        what: where the tokenizer is from, for the error.
+        digest: of the tokenizer; None = not known.
+
     Raises:
         CoatConfigError: names both.
     """
-    data = training_data(run)
-    if data is None or data[1].tokenizer_digest in (None, tokenizer.fingerprint()):
+    if (trained := training_data(run)) is None:
         return
-    if tokenizer.vocab_size != data[1].vocab_size:
-        raise CoatConfigError(
-            f"--tokenizer: {source} has {tokenizer.vocab_size} ids, accepted: what the model was trained with, "
-            f"{data[1].describe()} of {data[0]}"
-        )
-
-
-def check_data_trained_with(prefix: str, info: DataInfo, weights: Weights, run: Mapping[str, Any]) -> str | None:
-    """:func:`check_trained_with` of prepared data: where sizes are the same, a line that tells of another tokenizer.
-
-    Its ids mean other texts to the model, and the loss says nothing of the data.
-
-    Raises:
-        CoatConfigError: names both.
-    """
-    warning, trained = tokenizer_warning(weights, prefix, info, "--load"), training_data(run)
-    if warning and trained is not None and info.vocab_size != trained[1].vocab_size:
-        raise CoatConfigError(
-            f"--data: {prefix} was prepared with {info.describe()}, accepted: what the model was trained with, "
-            f"{trained[1].describe()} of {trained[0]}"
-        )
-    return warning
+    prefix, info = trained
+    if None in (known := {digest, info.tokenizer_digest}) or len(known) == 1 or vocab_size == info.vocab_size:
+        return
+    raise CoatConfigError(
+        f"{what} has {vocab_size} ids, accepted: what the model was trained with, {info.describe()} of {prefix}"
+    )
 
 
 def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:
@@ -136,8 +121,7 @@ def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:
     if given == "eod":
         return [tokenizer.eod]
     if given == "auto":
-        library = _library(tokenizer)
-        return [] if library is None else _template(library, Path(str(tokenizer.file)).parent)
+        return _template(Path(str(tokenizer.file))) if isinstance(tokenizer, HuggingFaceTokenizer) else []
     found = int(given) if given.isascii() and given.isdigit() else tokenizer.token_id(given)
     if found is None or found >= tokenizer.vocab_size:
         raise CoatConfigError(
@@ -147,29 +131,18 @@ def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:
     return [found]
 
 
-def _library(tokenizer: Tokenizer) -> Any:
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return None
+def _template(file: Path) -> list[int]:
+    """What transformers puts before a text; without it, or where it cannot load the folder, what the file does."""
     import tokenizers
 
-    return tokenizers.Tokenizer.from_file(str(tokenizer.file))
-
-
-def _template(library: Any, folder: Path) -> list[int]:
-    """What transformers puts before a text; without it, or where it cannot load the folder, what the file does."""
-    encode: Any = None
+    library = tokenizers.Tokenizer.from_file(str(file))
+    library.no_truncation()
+    whole, bare = (library.encode("a", add_special_tokens=special).ids for special in (True, False))
     with suppress(Exception):  # of many kinds: it is not installed, files that it misses, classes that it has not
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
         if len(tokenizer):
-            encode = lambda special: list(tokenizer("a", add_special_tokens=special).input_ids)  # noqa: E731
-    if encode is None:
-        library.no_truncation()
-        library.no_padding()
-        encode = lambda special: library.encode("a", add_special_tokens=special).ids  # noqa: E731
-    whole, bare = encode(True), encode(False)
-    for count in range(len(whole) - len(bare) + 1):
-        if whole[count : count + len(bare)] == bare:
-            return whole[:count]
-    return []
+            whole, bare = (list(tokenizer("a", add_special_tokens=special).input_ids) for special in (True, False))
+    found = (whole[:count] for count in range(len(whole)) if bare == whole[count : count + len(bare)])
+    return next(found, [])

@@ -14,44 +14,13 @@ from launch.weights.source import DTYPES
 
 __all__ = ["parse", "size", "without_effect"]
 
-_MEANT = {
-    "source": "--from",
-    "hf-dir": "--from",
-    "hf-model": "--from",
-    "model-name-or-path": "--from",
-    "checkpoint-dir": "--from",
-    "load-dir": "--from",
-    "target": "--to",
-    "out": "--to",
-    "output-dir": "--to",
-    "save-dir": "--to",
-    "torch-dtype": "--dtype",
-    "params-dtype": "--dtype",
-    "shard-size": "--max-shard-size",
-    "force": "--overwrite",
-    "check": "--verify",
-    "tokenizer": "--like",
-    "tokenizer-model": "--like",
-    "model-type": "--family",
-    "target-tensor-parallel-size": "--tensor-parallel",
-    "tensor-model-parallel-size": "--tensor-parallel",
-    "tp": "--tensor-parallel",
-    "target-pipeline-parallel-size": "--pipeline-parallel",
-    "pipeline-model-parallel-size": "--pipeline-parallel",
-    "pp": "--pipeline-parallel",
-}
 _UNITS = {"": 1, "B": 1, **{f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}}
 _UNITS |= {f"{u}IB": 1024**i for i, u in enumerate("KMGT", 1)}
 
 
 def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
     """Parse the command line. What is typed wrong is one line, with status 2."""
-    p = Parser(
-        prog="convert_hf.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        meant=_MEANT,
-    )
+    p = Parser(prog="convert_hf.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument(
         "--from",
         "--input",

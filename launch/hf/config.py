@@ -14,7 +14,7 @@ from launch.hf.experts import read_experts, refused_experts, with_their_names
 from launch.hf.families import FAMILIES, Family
 from launch.model.gpt import ModelConfig
 
-__all__ = ["ACTIVATION_NAMES", "model_from_config", "read_config"]
+__all__ = ["ACTIVATION_NAMES", "model_from_config", "read_config", "read_values"]
 
 ACTIVATION_NAMES = {
     "silu": "swiglu",
@@ -80,11 +80,19 @@ def read_config(path: Path) -> tuple[ModelConfig, Family]:
     Raises:
         CoatConfigError: the file cannot be read, or a key of it cannot be honoured; names each such key.
     """
+    return model_from_config(read_values(path), str(path))
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The content of a config.json.
+
+    Raises:
+        CoatConfigError: the file cannot be read.
+    """
     try:
-        values = load_json(path)
+        return load_json(path)
     except CoatConfigError as problem:
         raise CoatConfigError(f"{path}: {str(problem).removeprefix('config: ')}") from None
-    return model_from_config(values, str(path))
 
 
 def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, Family]:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import shutil
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from launch.hf.config import read_values
 from launch.hf.config_out import config_for
 from launch.hf.folder import CONFIG, GENERATION
-from launch.hf.recipes import Piece, Recipe, to_hugging_face
+from launch.hf.recipes import Piece, Recipe, put_together, to_hugging_face
 from launch.weights.converted import KIND, MODEL, TYPES
 from launch.weights.shapes import parameter_shapes
 from launch.weights.source import CARRIED, DTYPES, CheckpointError, Weights
-from launch.weights.write import Planned, Written, block_bytes, write_tensors
+from launch.weights.write import Planned, Written, write_tensors
 
-__all__ = ["AHEAD", "HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
+__all__ = ["HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
 
-AHEAD = 1 << 28
-"""Bytes that the system reads ahead. They are its memory, not this process's."""
 HUGGING_FACE, MEGATRON = "hugging-face", "megatron"
 """The two forms, as ``--format`` calls them."""
 
@@ -62,42 +59,23 @@ class Conversion(NamedTuple):
         for name, path in self.copies.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             _copy(path, folder / name)
-        order = dict.fromkeys(p.name for t in self.tensors for p in self.recipes[t.name].pieces if p.name is not None)
-        ahead = _Ahead(weights, list(order))
+        read = self.reader(weights)
+        return write_tensors(folder, self.stem, self.tensors, read, shard_bytes=shard_bytes, progress=progress)
 
-        def blocks(tensor: Planned) -> Iterator[torch.Tensor]:
-            ahead.reach(self.recipes[tensor.name].pieces)
-            return self.blocks(weights, tensor)
+    def reader(self, weights: Weights) -> Callable[[Planned], torch.Tensor]:
+        """Gives the tensors that are written, made of those of ``weights``.
 
-        return write_tensors(
-            folder,
-            self.stem,
-            self.tensors,
-            blocks,
-            shard_bytes=shard_bytes,
-            progress=progress,
-        )
+        The one that was read last is kept, which the next tensor may be made of, too.
+        """
+        kept: dict[str, torch.Tensor] = {}
 
-    def blocks(self, weights: Weights, tensor: Planned) -> Iterator[torch.Tensor]:
-        """A tensor's rows, in parts of at most about ``block_bytes``; small pieces are joined to such."""
-        width = max(tensor.bytes // max(tensor.shape[0], 1), 1)
-        most = max(block_bytes(max(t.bytes for t in self.tensors)) // width, 1)
-        waiting: list[torch.Tensor] = []
-        count = 0
-        for piece in self.recipes[tensor.name].pieces:
-            assert piece.name is not None  # sources give rows of padding themselves
-            end = piece.start + piece.rows
-            for row in range(piece.start, end, most):
-                rows = min(most, end - row)
-                if waiting and count + rows > most:
-                    yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
-                    waiting, count = [], 0
-                waiting.append(weights.rows(piece.name, row, row + rows).to(tensor.dtype))
-                count += rows
-            if self.kind != KIND and piece.name in _PADDED and (rows := weights.shape(piece.name)[0]) > piece.rows:
-                weights.rows(piece.name, piece.rows, rows)  # not wanted; but now the tensor's checksum is compared
-        if waiting:
-            yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+        def read(name: str) -> torch.Tensor:
+            if name not in kept:
+                kept.clear()
+                kept[name] = weights.read(name)
+            return kept[name]
+
+        return lambda tensor: put_together(self.recipes[tensor.name], tensor.dtype, read)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -106,27 +84,6 @@ def _copy(source: Path, target: Path) -> None:
         if read.read(len(BOM_UTF8)) != BOM_UTF8:
             read.seek(0)
         shutil.copyfileobj(read, write)
-
-
-class _Ahead:
-    """Keeps the system reading what comes next: a tensor, and ``AHEAD`` bytes beyond it."""
-
-    def __init__(self, weights: Weights, names: list[str]) -> None:
-        self.weights, self.names = weights, names
-        self.place = {name: i for i, name in enumerate(names)}
-        sizes = [math.prod(weights.shape(name)) * weights.dtype(name).itemsize for name in names]
-        self.ends = list(itertools.accumulate(sizes))
-        self.next = 0
-
-    def reach(self, pieces: Sequence[Piece]) -> None:
-        """These are read now."""
-        now = self.ends[max(self.place[piece.name] for piece in pieces if piece.name is not None)]
-        while self.next < len(self.names) and (not self.next or self.ends[self.next - 1] < now + AHEAD):
-            self.weights.prefetch(self.names[self.next])
-            self.next += 1
-
-
-_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Conversion:
@@ -173,11 +130,11 @@ def plan_hugging_face(
         end: end-of-document id, ``eos_token_id`` of a config.json and a generation config that are made anew.
 
     Raises:
-        CoatConfigError: no family has such a model; names the keys.
-        CheckpointError: the config.json that travels cannot be read, or the source lacks a tensor.
+        CoatConfigError: no family has such a model, by its keys, or the config.json that travels cannot be read.
+        CheckpointError: the source lacks a tensor.
     """
     copies = dict(weights.travelling() if travelling is None else travelling)
-    remembered = _json(copies.pop(CONFIG)) if CONFIG in copies else None
+    remembered = read_values(copies.pop(CONFIG)) if CONFIG in copies else None
     dtypes = {dtype or weights.dtype(name) for name in weights.names()}
     said = DTYPES.get(str((remembered or {}).get("dtype", (remembered or {}).get("torch_dtype"))))
     whole = dtypes.pop() if len(dtypes) == 1 else said if said is not None and said in dtypes else torch.float32
@@ -202,13 +159,3 @@ def plan_hugging_face(
         texts=texts,
         copies=copies,
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{path}: cannot be read ({problem})") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: holds no JSON object")
-    return values

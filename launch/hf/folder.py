@@ -7,16 +7,15 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from coat_dist.checkpoint.manifest import MANIFEST
 from launch.hf.config import read_config
 from launch.hf.families import Family
-from launch.hf.recipes import from_hugging_face, to_hugging_face
+from launch.hf.recipes import from_hugging_face, put_together, to_hugging_face
+from launch.weights.shapes import check_shapes
 from launch.weights.source import CheckpointError, Weights, rounded
-from launch.weights.tensor_files import Entry, TensorFiles, read_header
+from launch.weights.tensor_files import Entry, TensorFiles, read_header, written_manifest
 
 __all__ = ["CONFIG", "GENERATION", "HuggingFaceWeights", "has_tokenizer", "refuse_adapter", "travelling_files"]
 
@@ -67,21 +66,18 @@ class HuggingFaceWeights(Weights):
         refuse_adapter(path)
         self.model, self.family = read_config(path / CONFIG)
         self.recipes = from_hugging_face(self.model, self.family)
+        self.shapes = {name: recipe.shape for name, recipe in self.recipes.items()}
         entries = _each_expert(_tensors(path), self.family) if tensors else {}
         if tensors:
-            _check(path, entries, {n: r.shape for n, r in to_hugging_face(self.model, self.family).items()})
-        self._files = TensorFiles(entries, _checksums(path))
+            wanted = {name: recipe.shape for name, recipe in to_hugging_face(self.model, self.family).items()}
+            if "lm_head.weight" in entries:  # of tied embeddings a copy may be there
+                wanted.setdefault("lm_head.weight", wanted["model.embed_tokens.weight"])
+            there = {n: e.shape for n, e in entries.items() if not n.endswith(".rotary_emb.inv_freq")}  # a constant
+            check_shapes(path, there, wanted, CONFIG, {name: entry.file for name, entry in entries.items()})
+        self._files = TensorFiles(entries, written_manifest(path).get("tensors"))
         self._dtype = dtype
         if self.model.tie_embeddings and "lm_head.weight" in entries:
             self._check_tied()
-
-    def names(self) -> list[str]:
-        """See :class:`Weights`."""
-        return list(self.recipes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Weights`."""
-        return self.recipes[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`; of parts that differ the type that holds both."""
@@ -96,42 +92,21 @@ class HuggingFaceWeights(Weights):
             found.update(parts if len(set(parts.values())) > 1 else {})
         return found
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         """See :class:`Weights`."""
-        dtype, shape = self.dtype(name), self.shape(name)
-        found, first = [], 0
-        for piece in self.recipes[name].pieces:
-            low, high = max(start - first, 0), min(stop - first, piece.rows)
-            if low < high:
-                if piece.name is None:
-                    found.append(torch.zeros(high - low, *shape[1:], dtype=dtype))
-                else:
-                    rows = self._files.rows(piece.name, piece.start + low, piece.start + high)
-                    found.append(rounded(rows, dtype, piece.name))
-            first += piece.rows
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def prefetch(self, name: str) -> None:
-        """See :class:`Weights`."""
-        for part in dict.fromkeys(piece.name for piece in self.recipes[name].pieces if piece.name is not None):
-            self._files.prefetch(part)
+        dtype = self.dtype(name)
+        return put_together(self.recipes[name], dtype, lambda part: rounded(self._files.read(part), dtype, part))
 
     def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""
         return travelling_files(self.path)
 
     def _check_tied(self) -> None:
-        rows = self._files.entries["lm_head.weight"].shape[0]
-        for row in range(0, rows, 4096):
-            one, other = (
-                self._files.rows(name, row, min(row + 4096, rows))
-                for name in ("model.embed_tokens.weight", "lm_head.weight")
+        if not torch.equal(*map(self._files.read, ("model.embed_tokens.weight", "lm_head.weight"))):
+            raise CheckpointError(
+                f"{self._files.entries['lm_head.weight'].file}: lm_head.weight differs from "
+                "model.embed_tokens.weight, and config.json has tie_word_embeddings true, accepted: false"
             )
-            if not torch.equal(one, other):
-                raise CheckpointError(
-                    f"{self._files.entries['lm_head.weight'].file}: lm_head.weight differs from "
-                    "model.embed_tokens.weight, and config.json has tie_word_embeddings true, accepted: false"
-                )
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -176,10 +151,11 @@ def _each_expert(entries: dict[str, Entry], family: Family) -> dict[str, Entry]:
             found[whole[0]] = entry
             continue
         experts, rows, width = entry.shape
-        one = entry._replace(shape=(rows // len(parts), width))
+        one = rows // len(parts)
         for i in range(experts * len(parts)):
             expert, part = divmod(i, len(parts))
-            found[whole[part].replace("{e}", str(expert))] = one._replace(start=entry.start + i * one.bytes)
+            place = (expert, slice(part * one, (part + 1) * one))
+            found[whole[part].replace("{e}", str(expert))] = entry._replace(shape=(one, width), place=place)
     return found
 
 
@@ -205,64 +181,14 @@ def _sharded(folder: Path) -> dict[str, Entry]:
         files = {folder / file for file in places.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{index}: cannot be read ({type(problem).__name__}: {problem})") from None
-    for name, file in places.items():
-        if not (folder / file).is_file():
-            raise CheckpointError(f"{folder / file}: missing; {index.name} says that {name} is in it")
-    headers = {file: read_header(file) for file in sorted(files)}
     entries: dict[str, Entry] = {}
+    for path in sorted(files):
+        for name, entry in read_header(path).items():
+            if folder / places.get(name, "") != path:  # listed nowhere, or in two files, of an earlier save
+                where = f"says is in {places[name]}" if name in places else "does not list"
+                raise CheckpointError(f"{path}: holds {name}, which {index.name} {where}")
+            entries[name] = entry
     for name, file in places.items():
-        if name not in headers[folder / file]:
+        if name not in entries:
             raise CheckpointError(f"{folder / file}: has no tensor {name}; {index.name} says that it is there")
-        entries[name] = headers[folder / file][name]
-    for path, header in headers.items():
-        if unlisted := sorted(header.keys() - entries.keys()):
-            raise CheckpointError(f"{path}: holds {_some(unlisted)}, which {index.name} does not list")
-        if twice := sorted(name for name in header if entries[name].file != path):
-            other = entries[twice[0]].file.name
-            raise CheckpointError(f"{path}: holds {_some(twice)}, which is in {other} by {index.name}")
     return entries
-
-
-def _check(folder: Path, entries: dict[str, Entry], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Whether these are the tensors of the model that config.json describes."""
-    any_file = next(iter(entries.values())).file if entries else folder
-    if missing := [name for name in shapes if name not in entries]:
-        if entries and all(f"model.{name}" in shapes for name in list(entries)[:3]):
-            raise CheckpointError(
-                f"{any_file}: names lack `model.`: saved without its output layer, accepted: *ForCausalLM"
-            )
-        at = folder / _SINGLE if (folder / _SINGLE).is_file() else folder / _INDEX
-        raise CheckpointError(f"{at}: has no tensor {_some(missing)}")
-    for name, shape in shapes.items():
-        if entries[name].shape != shape:
-            raise CheckpointError(
-                f"{entries[name].file}: tensor {name}: got shape {list(entries[name].shape)}, accepted: {list(shape)}, "
-                f"by {CONFIG}"
-            )
-    ours = shapes.keys() | {"lm_head.weight"}  # of tied embeddings a copy may be there
-    extra = [n for n in entries if n not in ours and not n.endswith(".rotary_emb.inv_freq")]  # old ones: a constant
-    if extra:
-        raise CheckpointError(
-            f"{entries[extra[0]].file}: holds {_some(extra)}, which a model as {CONFIG} describes does not have"
-        )
-    if "lm_head.weight" in entries and entries["lm_head.weight"].shape != shapes["model.embed_tokens.weight"]:
-        raise CheckpointError(
-            f"{entries['lm_head.weight'].file}: tensor lm_head.weight: got another shape than embeddings"
-        )
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _checksums(folder: Path) -> dict[str, int]:
-    """What the manifest of a folder that this program wrote says of its tensors."""
-    try:
-        manifest: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{folder / MANIFEST}: cannot be read ({problem})") from None
-    tensors = manifest.get("tensors") if isinstance(manifest, dict) else None
-    return tensors if isinstance(tensors, dict) else {}

@@ -58,10 +58,7 @@ class Output:
                 self._refuse("which is there already and not empty", "another folder, or --overwrite")
             if (other := not_replaceable(final)) is not None:
                 self._refuse(f"which holds something else than a model ({other}): --overwrite does not remove it")
-        above = next(parent for parent in final.parents if parent.exists())
-        if not above.is_dir():
-            self._refuse(f"and {above} is no folder")
-        if (lack := lack_of_room(above, needed)) is not None:
+        if (lack := lack_of_room(final.parent, needed)) is not None:
             self._refuse(lack, "a larger disk")
 
     def _refuse(self, what: str, accepted: str = "another folder") -> None:

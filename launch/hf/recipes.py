@@ -6,14 +6,16 @@ Every layout of ``launch/hf/families.py`` is a matter of rows, so a conversion c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+import torch
 
 from launch.hf.families import Family
 from launch.model.gpt import ModelConfig
 from launch.weights.shapes import parameter_shapes
 
-__all__ = ["Piece", "Recipe", "from_hugging_face", "to_hugging_face"]
+__all__ = ["Piece", "Recipe", "from_hugging_face", "put_together", "to_hugging_face"]
 
 _NUMBERS = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(.*\.local_experts\.(?P<expert>\d+)\.)?.*")
 
@@ -32,6 +34,21 @@ class Recipe(NamedTuple):
 
     shape: tuple[int, ...]
     pieces: list[Piece]
+
+
+def put_together(recipe: Recipe, dtype: torch.dtype, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """A tensor of ``dtype``; ``read`` gives those that its rows are taken from. It shares memory with one that it is
+    the whole of."""
+    parts = {name: read(name) for name in dict.fromkeys(p.name for p in recipe.pieces) if name is not None}
+    if recipe.pieces == [Piece(recipe.pieces[0].name, 0, len(next(iter(parts.values()))))]:
+        return next(iter(parts.values())).to(dtype).contiguous()
+    rows = [
+        torch.zeros(p.rows, *recipe.shape[1:], dtype=dtype)
+        if p.name is None
+        else parts[p.name][p.start : p.start + p.rows]
+        for p in recipe.pieces
+    ]
+    return torch.cat(rows).to(dtype)
 
 
 class _Rule(NamedTuple):

@@ -9,16 +9,14 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, read_manifest, verify
-from coat_dist.checkpoint.universal.folder import UniversalFolder
+from coat_dist.checkpoint.universal.folder import UniversalFolder, read
 from coat_dist.checkpoint.universal.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.universal.zero_files import Shard
 from coat_dist.checkpoint.write.publish import LATEST, find
-from coat_dist.ranks import alone
 from launch.model.gpt import ModelConfig
-from launch.weights.forget import forget
 from launch.weights.grouped import Ungrouped
-from launch.weights.shapes import parameter_shapes
-from launch.weights.source import CARRIED, CheckpointError, Weights, files_in, rounded
+from launch.weights.shapes import check_shapes, parameter_shapes
+from launch.weights.source import CheckpointError, Weights, rounded
 
 __all__ = ["CheckpointWeights", "described", "find_checkpoint"]
 
@@ -71,60 +69,22 @@ class CheckpointWeights(Weights):
             if self.model.num_moe_experts is not None:
                 self._source = Ungrouped(self._source, self.model.num_moe_experts, self.model.hidden_size)
         except ValueError as problem:
-            self._check_sizes()
             raise CheckpointError(str(problem)) from None
-        self._check("--model" if model is not None else MANIFEST)
-        self._last: tuple[str, torch.Tensor] | None = None
-
-    def _check_sizes(self) -> None:
-        """After files could not be read: of one that was cut off the manifest says more than torch does."""
-        if files := self.manifest.get("files"):
-            with alone():  # only this rank may have got here
-                verify(self.path, files, checksums=False)
-
-    def _check(self, by: str) -> None:
-        """Whether these are the tensors of the model that ``by`` describes: of others, rows would be mixed up."""
         if self.model.vocab_size is None:
             raise CoatConfigError("model.vocab_size: got null, accepted: the number of the tokenizer's ids")
-        wanted, there = parameter_shapes(self.model), self._source.shapes
-        for name in [*wanted, *there]:
-            if name not in there:
-                raise CheckpointError(f"{self.path}: has no {name}, which the model by {by} has")
-            if name not in wanted:
-                raise CheckpointError(f"{self.path}: has {name}, which the model by {by} has not")
-            if there[name] != wanted[name]:
-                raise CheckpointError(
-                    f"{self.path}: {name}: got {list(there[name])}, accepted: {list(wanted[name])}, by {by}"
-                )
-
-    def names(self) -> list[str]:
-        """See :class:`Weights`."""
-        return list(self._source.shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Weights`."""
-        return self._source.shapes[name]
+        self.shapes = parameter_shapes(self.model)
+        check_shapes(path, self._source.shapes, self.shapes, "--model" if model is not None else MANIFEST)
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`."""
         return self._dtype
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See :class:`Weights`. The tensor that was read last is kept until another one is asked for."""
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            try:
-                self._last = (name, rounded(self._source.read(name), self._dtype, name))
-            except (ValueError, OSError) as problem:
-                raise CheckpointError(str(problem)) from problem
-        whole = self._last[1]
-        if stop == whole.shape[0]:
-            self._last = None if start == 0 else self._last
-        return whole[start:stop]
-
-    def travelling(self) -> dict[str, Path]:
+    def read(self, name: str) -> torch.Tensor:
         """See :class:`Weights`."""
-        return files_in(self.path / CARRIED)
+        try:
+            return rounded(self._source.read(name), self._dtype, name)
+        except (ValueError, OSError) as problem:
+            raise CheckpointError(str(problem)) from problem
 
     def verify(self) -> None:
         """See :class:`Weights`: every file is read once, ranks share the work."""
@@ -146,24 +106,19 @@ class _Zero:
     def read(self, name: str) -> torch.Tensor:
         if name in self.rest:
             return self.rest[name]
-        used: list[torch.Tensor] = []
 
         def part(shard: Shard) -> torch.Tensor:
             # Of masters in 16 bits and a remainder, the 16 bits are what the engine holds.
-            held = shard.weights(name)
-            used.append(held)
-            return shard.part(name, "fp32") if self.dtype == torch.float32 else rounded(held, self.dtype, name)
+            exact = self.dtype == torch.float32
+            return shard.part(name, "fp32") if exact else rounded(shard.weights(name), self.dtype, name)
 
-        whole, _ = self.checkpoint.whole(name, part, "fp32")
-        for held in used:
-            forget(held)
-        return whole
+        return self.checkpoint.whole(name, part, "fp32")[0]
 
 
 class _Universal:
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.folder = UniversalFolder(path, (0, 1))
-        self.shapes = {name: tuple(self._mapped(name).shape) for name in sorted(self.folder.trained(), key=_natural)}
+        self.shapes = {name: tuple(self._mapped(name).shape) for name in self.folder.trained()}
         self.shapes |= {
             name: tuple(value["param"].shape)
             for name, value in self.folder.rest.items()
@@ -175,8 +130,6 @@ class _Universal:
         return self._saved(name)["param"]
 
     def _saved(self, name: str) -> dict[str, Any]:
-        from coat_dist.checkpoint.universal.folder import read
-
         return read(self.folder.folder / name / "fp32.pt", weights_only=False)
 
     def divided(self, name: str) -> bool:
@@ -185,18 +138,7 @@ class _Universal:
     def read(self, name: str) -> torch.Tensor:
         if name in self.folder.rest:
             return self.folder.rest[name]["param"]
-        mapped = self._mapped(name)
-        whole = mapped.clone() if mapped.dtype == self.dtype else rounded(mapped, self.dtype, name)
-        forget(mapped)
-        return whole
-
-
-def _natural(name: str) -> tuple[Any, ...]:
-    """Layers by number, and the embedding first."""
-    parts = name.split(".")
-    order = {"embedding": 0, "decoder": 1}.get(parts[0], 2)
-    number = int(parts[2]) if len(parts) > 2 and parts[2].isdigit() else 10**9
-    return order, number, name
+        return rounded(self._mapped(name), self.dtype, name)
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -49,12 +49,10 @@ def _fill(model: Any, weights: Weights) -> None:
         for name in names
     }
     if missing := [name for name in wanted if name not in there]:
-        raise CheckpointError(f"{weights.path}: has no {', '.join(sorted(missing)[:4])}{_more(missing)}")
+        raise CheckpointError(f"{weights.path}: has no {', '.join(sorted(missing)[:4])}")
     whole = model.pre_process and model.post_process and getattr(model.config, "expert_model_parallel_size", 1) == 1
     if whole and (extra := there - wanted):
-        raise CheckpointError(
-            f"{weights.path}: has {', '.join(sorted(extra)[:4])}{_more(list(extra))}, which the model lacks"
-        )
+        raise CheckpointError(f"{weights.path}: has {', '.join(sorted(extra)[:4])}, which the model lacks")
     parameters = {name: p for name, p in model.named_parameters() if name in sources}
     order = {name: i for i, name in enumerate(weights.names())}
     for name in sorted(parameters, key=lambda n: order.get(sources[n][0], 0)):
@@ -132,7 +130,3 @@ def _tensor_parallel(owner: torch.nn.Module) -> tuple[int, int]:
 
     group = tensor_parallel(owner)
     return group.size, group.rank
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 4} more" if len(names) > 4 else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -31,14 +31,6 @@ def grouped(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([weight.t() for weight in weights])
 
 
-class _Source(Protocol):
-    shapes: dict[str, tuple[int, ...]]
-
-    def read(self, name: str) -> torch.Tensor: ...
-
-    def divided(self, name: str) -> bool: ...
-
-
 class Ungrouped:
     """Tensors of a checkpoint, those of grouped experts one by one.
 
@@ -51,7 +43,7 @@ class Ungrouped:
         CheckpointError: grouped experts that tensor-parallel ranks divide: joined along a dimension, they are mixed up.
     """
 
-    def __init__(self, source: _Source, experts: int, hidden: int) -> None:
+    def __init__(self, source: Any, experts: int, hidden: int) -> None:
         self.source, self.experts, self.hidden = source, experts, hidden
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._of: dict[str, tuple[str, int]] = {}

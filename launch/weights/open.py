@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from launch.model.gpt import ModelConfig
 from launch.weights.checkpoint import CheckpointWeights, described, find_checkpoint
 from launch.weights.converted import KIND, MODEL, ConvertedWeights
 from launch.weights.source import CheckpointError, Weights
+from launch.weights.tensor_files import written_manifest
 
 __all__ = ["open_weights"]
 
@@ -57,18 +57,14 @@ def open_weights(
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist (nothing is downloaded)"
         raise CheckpointError(f"{path}: {what}, accepted: {accepted}")
-    if _kind(folder) == KIND:
+    if written_manifest(folder).get("kind", KIND if (folder / MODEL).is_file() else None) == KIND:
         return ConvertedWeights(folder, dtype)
     if (folder / CONFIG).is_file():
         return HuggingFaceWeights(folder, dtype, tensors)
     if (found := find_checkpoint(folder)) is not None:
         return CheckpointWeights(found, dtype, None if model is None else _agreed(model, found))
     refuse_adapter(folder)
-    snapshots = sorted(folder.glob("snapshots/*/config.json"))
-    hint = f"; {snapshots[-1].parent} is one" if snapshots else ""
-    if (below := folder / "checkpoints").is_dir() and find_checkpoint(below) is not None:  # a run's folder
-        hint = f" (did you mean {below}?)"
-    raise CheckpointError(f"{path}: holds no {'weights' if tensors else 'model'}, accepted: {accepted}{hint}")
+    raise CheckpointError(f"{path}: holds no {'weights' if tensors else 'model'}, accepted: {accepted}")
 
 
 def _agreed(model: ModelConfig, checkpoint: Path) -> ModelConfig:
@@ -88,13 +84,3 @@ def _agreed(model: ModelConfig, checkpoint: Path) -> ModelConfig:
     if wrong:
         raise CoatConfigError("\n".join(wrong))
     return own
-
-
-def _kind(folder: Path) -> str | None:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        return KIND if (folder / MODEL).is_file() else None
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{folder / MANIFEST}: cannot be read ({problem})") from None
-    return manifest.get("kind") if isinstance(manifest, dict) else None

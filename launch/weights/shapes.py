@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.model.gpt import ModelConfig
+from launch.weights.source import CheckpointError
 
-__all__ = ["parameter_shapes"]
+__all__ = ["check_shapes", "parameter_shapes"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_shapes(folder: Path, found: Shapes, wanted: Shapes, by: str, files: Mapping[str, Path] | None = None) -> None:
+    """Whether a folder has the tensors of the model that ``by`` describes: of others, rows would be mixed up.
+
+    Args:
+        files: of the tensors, where they are known.
+
+    Raises:
+        CheckpointError: names the tensor and where it is.
+    """
+    for name in [*wanted, *found]:
+        where = (files or {}).get(name, folder)
+        if name not in found:
+            raise CheckpointError(f"{where}: has no {name}, which the model by {by} has")
+        if name not in wanted:
+            raise CheckpointError(f"{where}: has {name}, which the model by {by} has not")
+        if found[name] != wanted[name]:
+            raise CheckpointError(f"{where}: {name}: got {list(found[name])}, accepted: {list(wanted[name])}, by {by}")
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

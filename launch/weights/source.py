@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -55,13 +56,16 @@ class Weights(ABC):
     model: ModelConfig
     """What model these are the weights of; ``vocab_size`` is always set."""
 
-    @abstractmethod
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the whole tensors, by name, in the order in which they are best read."""
+
     def names(self) -> list[str]:
         """Every parameter, in the order in which they are best read."""
+        return list(self.shapes)
 
-    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
+        return self.shapes[name]
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -73,35 +77,24 @@ class Weights(ABC):
         return {}
 
     @abstractmethod
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Part of a tensor along its first dimension.
+    def read(self, name: str) -> torch.Tensor:
+        """The whole, unsharded tensor.
 
         Raises:
             CheckpointError: it cannot be read, or is not what was written; names tensor and file.
         """
 
-    def read(self, name: str) -> torch.Tensor:
-        """The whole, unsharded tensor.
-
-        Raises:
-            CheckpointError: see :meth:`rows`.
-        """
-        return self.rows(name, 0, self.shape(name)[0])
-
-    def prefetch(self, name: str) -> None:  # noqa: B027 - a hint
-        """Let the system begin to read a tensor, which will be asked for soon."""
-
     def travelling(self) -> dict[str, Path]:
         """Files that travel with the weights, by the names that they have in a Hugging Face folder: tokenizer, chat
         template, generation config, config.json."""
-        return {}
+        return files_in(self.path / CARRIED)
 
     def tokenizer_files(self) -> list[Path]:
         """:meth:`travelling`, the paths."""
         return list(self.travelling().values())
 
     def verify(self) -> None:  # noqa: B027 - most sources need none
-        """Compare files with their checksums where :meth:`rows` does not do so on the way; collective over all ranks
+        """Compare files with their checksums where :meth:`read` does not do so on the way; collective over all ranks
         where torch.distributed is initialized.
 
         Raises:

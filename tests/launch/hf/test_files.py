@@ -1,4 +1,4 @@
-"""Outputs of convert_hf.py are whole or not there; memory is a few blocks."""
+"""Outputs of convert_hf.py are whole or not there; memory is that of one file."""
 
 from __future__ import annotations
 
@@ -131,16 +131,15 @@ def test_a_single_file_comes_before_an_index(sharded, tmp_path):
 
 
 def test_errors_of_writing_leave_nothing(sharded, tmp_path, capsys, monkeypatch):
-    real, written = os.write, [0]
+    from safetensors import SafetensorError
 
-    def full(descriptor, data):
-        if len(data) > 1000:
-            written[0] += len(data)
-            if written[0] > 60_000:
-                raise OSError(28, "No space left on device")
-        return real(descriptor, data)
+    from launch.weights import write
 
-    monkeypatch.setattr(os, "write", full)
+    def full(content, path, metadata):
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(write, "save_file", full)
     err = fails(capsys, sharded / "hf", tmp_path / "out")
     assert "weights.safetensors" in err and "No space left on device" in err
     monkeypatch.undo()
@@ -193,14 +192,14 @@ def test_nothing_is_published_that_may_not_be_on_disk(sharded, tmp_path, capsys,
 KILLED = """
 import os, sys
 from launch.weights import write
-inner, at = write._Writer._append, int(sys.argv.pop(1))
-def append(self, *block):
+inner, at = write.save_file, int(sys.argv.pop(1))
+def save(*content, **more):
     global at
     at -= 1
+    inner(*content, **more)
     if not at:
         os.kill(os.getpid(), 9)
-    inner(self, *block)
-write._Writer._append = append
+write.save_file = save
 from launch import convert_hf
 sys.exit(convert_hf.main(sys.argv[1:]))
 """
@@ -208,7 +207,8 @@ sys.exit(convert_hf.main(sys.argv[1:]))
 
 def test_a_kill_leaves_nothing_that_looks_finished(sharded, tmp_path, capsys):
     out = tmp_path / "out"
-    command = [sys.executable, "-c", KILLED, "9", "--from", str(sharded / "hf"), "--to", str(out)]
+    command = [sys.executable, "-c", KILLED, "2", "--from", str(sharded / "hf"), "--to", str(out)]
+    command += ["--max-shard-size", "60KB"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
     assert not out.exists() and (tmp_path / ".unfinished-out").is_dir()
     assert convert_hf.main(["--from", str(sharded / "hf"), "--to", str(out)]) == 0
@@ -224,29 +224,25 @@ from pathlib import Path
 from launch import convert_hf
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+small = ["--max-shard-size", "70MB"]
 convert_hf.main(sys.argv[3:5] + ["--to", sys.argv[2] + "/warm"])  # imports, and what the libraries keep
 Path("/proc/self/clear_refs").write_text("5")
 before = peak()
-assert convert_hf.main(["--from", sys.argv[1], "--to", sys.argv[2] + "/out"]) == 0
-assert convert_hf.main(["--from", sys.argv[2] + "/out", "--to", sys.argv[2] + "/back"]) == 0
+assert convert_hf.main(["--from", sys.argv[1], "--to", sys.argv[2] + "/out", *small]) == 0
+assert convert_hf.main(["--from", sys.argv[2] + "/out", "--to", sys.argv[2] + "/back", *small]) == 0
 print("grown", peak() - before)
 """
 
 
 @pytest.mark.slow
 def test_memory_is_not_the_models(sharded, tmp_path):
-    """400 MB of tensors, of which the largest has 64 MB, in less than 64 MB; both directions."""
+    """370 MB of tensors, of which the largest has 64 MB, in files of 70 MB: a file and a few tensors are in memory."""
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4)
     make("llama3", tmp_path / "hf", dtype=torch.bfloat16, vocab_size=32000, num_hidden_layers=8, **sizes)
     assert sum(p.stat().st_size for p in (tmp_path / "hf").glob("*.safetensors")) > 370e6
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "hf"), str(tmp_path), "--from", str(sharded / "hf")]
-    grown = []
-    while len(grown) < 3 and not any(one < 64e6 for one in grown):  # a peak holds pages of files, too, as it happens
-        for folder in ("warm", "out", "back"):
-            shutil.rmtree(tmp_path / folder, ignore_errors=True)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        grown.append(int(done.stdout.split("grown ")[1]))
-    assert min(grown) < 64e6, grown
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split("grown ")[1]) < 180e6, done.stdout
 
 
 def test_ctrl_c_changes_nothing(sharded, tmp_path, capsys, monkeypatch):
@@ -299,8 +295,6 @@ def test_the_command_line(sharded, tmp_path, capsys):
             convert_hf.main([str(a) for a in argv])
         return capsys.readouterr().err
 
-    assert "did you mean --from?" in told("--hf-dir", "x", "--to", "y")
-    assert "did you mean --tensor-parallel?" in told("--from", "x", "--to", "y", "--tp", "2")
     assert "--max-shard-size: got '5XB', accepted: bytes, such as 5GB" in told(
         "--from", "x", "--to", "y", "--max-shard-size", "5XB"
     )
@@ -309,11 +303,6 @@ def test_the_command_line(sharded, tmp_path, capsys):
     )
     assert "does not exist (nothing is downloaded)" in fails(capsys, tmp_path / "meta-llama", tmp_path / "out")
     assert "holds no weights, accepted: a Hugging Face folder" in fails(capsys, tmp_path, tmp_path.parent / "out")
-    (tmp_path / "run/checkpoints/step00000001").mkdir(parents=True)
-    (tmp_path / "run/checkpoints/step00000001/manifest.json").write_text("{}")
-    (tmp_path / "run/checkpoints/latest").write_text("step00000001")
-    run = fails(capsys, tmp_path / "run", tmp_path / "out")
-    assert "holds no weights, accepted: a Hugging" in run and f"(did you mean {tmp_path / 'run/checkpoints'}?)" in run
     argv = ["--from", sharded / "hf", "--to", tmp_path / "out", "--tensor-parallel", 4]
     assert convert_hf.main([str(a) for a in argv]) == 0
     out = capsys.readouterr()

@@ -72,7 +72,7 @@ def test_export_is_what_the_engine_held(work, tmp_path, stage, tp, coat, more):
     cut = next(find_checkpoint(tmp_path / "save").glob("*optim_states.pt"))
     whole = cut.stat().st_size
     os.truncate(cut, whole - 1000)
-    with pytest.raises(CheckpointError, match=rf"{cut}: damaged \(is {whole - 1000} bytes, was {whole}\)"):
+    with pytest.raises(CheckpointError, match=f"{cut}: cannot be read"):
         open_weights(tmp_path / "save")
 
 
