@@ -71,7 +71,7 @@ def train(
     if a.export_to is None or loop.progress.step < loop.total_steps:
         return ending
     last, said = loop.last_checkpoint, p.train.conversations
-    on_rank_0(lambda: export.export(last, a.export_to, p.tokenizer, draft.weights, said), patient=True)
+    on_rank_0(lambda: export.export(last, str(a.export_to), p.tokenizer, draft.weights, said), patient=True)
     return f"{ending}; exported to {a.export_to}"
 
 

@@ -64,7 +64,7 @@ from launch.training.memory import MemoryReport
 from launch.training.metrics import MetricsLog
 from launch.training.node_folders import open_on_nodes, team_of_checkpoints
 from launch.training.plan import Plan, plan
-from launch.training.profile import StepProfiler, parse_steps
+from launch.training.profile import StepProfiler
 from launch.training.rank_times import RankTimes
 from launch.training.wandb_log import start_wandb
 
@@ -184,10 +184,10 @@ def make_loop(
         return None if dataset is None else lambda: batches(p, dataset, dp_rank)
 
     def save() -> Path:
-        saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
+        saved = checkpoint.save(engine, str(a.save), p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
         superseded.clear()  # from now on their names may be this run's
         if active:
-            layout.forget(a.save)
+            layout.forget(str(a.save))
         return saved
 
     return Loop(
@@ -232,7 +232,7 @@ def make_loop(
         save=save if a.save else None,
         save_interval=a.save_interval,
         max_bad_steps=a.max_bad_steps,
-        profiler=StepProfiler(parse_steps(a.profile_steps), a.output, active) if a.profile_steps else None,
+        profiler=StepProfiler(a.profile_steps, str(a.output), active) if a.profile_steps else None,
     )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.checkpoint.durable import write_text
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from coat_dist.ranks import on_first_ranks, on_rank_0
-from launch.chat.arguments import LONGEST_DEFAULT, check_steps
+from launch.chat.arguments import LONGEST_DEFAULT, FinetuneOptions
 from launch.chat.batches import Layout, micro_batches
 from launch.chat.export import write_beside
 from launch.chat.files import find_files
@@ -42,7 +41,7 @@ __all__ = ["Draft", "FinetunePlan", "batch_iterator", "datasets", "draft", "fini
 class Draft:
     """What is known before the ranks have met: everything but the data."""
 
-    args: argparse.Namespace
+    args: FinetuneOptions
     settings: dict[str, Any]
     coat: CoatConfig | None
     model: ModelConfig
@@ -65,6 +64,7 @@ class Held:
 class FinetunePlan(Plan):
     """A :class:`Plan` over conversations."""
 
+    args: FinetuneOptions  # type: ignore[assignment]
     train: Held
     valid: Held | None
     tokenizer: Any
@@ -83,7 +83,7 @@ class FinetunePlan(Plan):
         lines = [super().describe(), _about(self.train, "train", self.model.seq_length)]
         if self.valid is not None:
             lines.append(_about(self.valid, "held out", self.model.seq_length))
-        steps, sequences = self.args.train_steps, self.train.sequences
+        steps, sequences = self.args.train_steps or 0, self.train.sequences
         taken = sequences.end or steps * self.batch.total
         lines.append(f"{steps} steps: {taken / sequences.per_epoch:.2f} epochs of {sequences.per_epoch:,} sequences")
         return "\n".join(lines)
@@ -105,7 +105,7 @@ class FinetunePlan(Plan):
         }
 
 
-def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
+def draft(args: FinetuneOptions, world: int) -> Draft | Plan:
     """Read and check what needs neither data nor the other ranks; with ``--dry-run`` a plan without data.
 
     Raises:
@@ -151,12 +151,11 @@ def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
     )
 
 
-def _with_steps(args: argparse.Namespace) -> argparse.Namespace:
+def _with_steps(args: FinetuneOptions) -> FinetuneOptions:
     """A copy from which a plan can be made before the data are read."""
-    known = argparse.Namespace(**vars(args))
-    known.train_steps = args.train_steps or UNKNOWN_STEPS
-    known.eval_interval, known.eval_steps = args.eval_interval or 0, 1
-    return known
+    return replace(
+        args, train_steps=args.train_steps or UNKNOWN_STEPS, eval_interval=args.eval_interval or 0, eval_steps=1
+    )
 
 
 def _tokenizer_folder(weights: Weights) -> str:
@@ -203,7 +202,7 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
         args.eval_steps = a.eval_steps or math.ceil(valid_plan.sequences.per_epoch / ranks)
         if a.eval_interval is None:  # about once an epoch
             args.eval_interval = max(1, math.ceil(training.sequences.per_epoch / batch.total))
-    check_steps(args)
+    args.check()
     parts: dict[str, Any] = {"weights": d.weights, "train": training, "valid": valid_plan, "tokenizer": d.tokenizer}
     return assemble(*known, FinetunePlan, held_out=digest, **parts)
 
@@ -305,7 +304,7 @@ def batch_iterator(p: FinetunePlan, dataset: Held, dp_rank: int, consumed: int =
     layout = Layout(
         micro=p.batch.micro,
         # An evaluation is one step of --eval-steps micro-batches.
-        accumulation=p.args.eval_steps if dataset is p.valid else p.batch.accumulation,
+        accumulation=(p.args.eval_steps or 1) if dataset is p.valid else p.batch.accumulation,
         dp_rank=dp_rank,
         dp_size=p.dp,
         seq_length=p.model.seq_length,

@@ -12,20 +12,7 @@ import torch
 
 from coat_dist import CoatConfigError
 
-__all__ = ["StepProfiler", "parse_steps"]
-
-
-def parse_steps(given: str) -> tuple[int, int]:
-    """First and last step of ``"10-12"`` or ``"10"``.
-
-    Raises:
-        ValueError: anything else.
-    """
-    first, dash, last = given.partition("-")
-    steps = int(first), int(last) if dash else int(first)
-    if not 1 <= steps[0] <= steps[1]:
-        raise ValueError(given)
-    return steps
+__all__ = ["StepProfiler"]
 
 
 class StepProfiler:

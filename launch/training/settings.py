@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -79,7 +78,7 @@ def _read(given: str) -> dict[str, Any]:
     return read_config("--deepspeed_config", given, "deepspeed")
 
 
-def auto_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int) -> bool:
+def auto_batch(args: Any, settings: dict[str, Any], dp: int) -> bool:
     """Whether the micro-batch is to be found; ``--micro-batch`` goes into ``settings``, which have 1 until it is found.
 
     Raises:
@@ -108,7 +107,7 @@ def auto_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int) -> b
     return True
 
 
-def peak_lr(args: argparse.Namespace, settings: Mapping[str, Any]) -> float:
+def peak_lr(args: Any, settings: Mapping[str, Any]) -> float:
     """``--lr``, else ``optimizer.params.lr``.
 
     Raises:
