@@ -27,14 +27,14 @@ from launch.model.gpt import ModelConfig
 from launch.prep import DataError
 from launch.training.arguments import UNKNOWN_STEPS
 from launch.training.checkpoint import require_loadable
-from launch.training.loop import Progress
+from launch.training.data_source import Batch, Progress
 from launch.training.node_folders import sharers
 from launch.training.plan import Plan, assemble
 from launch.training.settings import MICRO, load_settings
 from launch.weights import Weights, open_weights
 from launch.weights.source import files_in
 
-__all__ = ["Draft", "FinetunePlan", "batch_iterator", "datasets", "draft", "finish"]
+__all__ = ["ChatData", "Draft", "FinetunePlan", "draft", "finish"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +70,6 @@ class FinetunePlan(Plan):
     tokenizer: Any
     held_out: str | None = None
     """Digest of what is held out of ``--data``; None = nothing is."""
-
-    @property
-    def samples(self) -> int | None:
-        return self.train.sequences.end
-
-    def tokens(self, start: int, stop: int) -> int:
-        return self.train.sequences.tokens(start, stop)
 
     def describe(self) -> str:
         """A few lines for the log."""
@@ -280,35 +273,48 @@ def _about(held: Held, name: str, seq_length: int) -> str:
     )
 
 
-def datasets(p: FinetunePlan, begun: Progress | None = None) -> list[Any]:
-    """Train and valid set, and no test set. Rank 0 writes the list of what was left out.
+class ChatData:
+    """Conversations as the batches of a run. Rank 0 writes the list of what was left out.
 
-    ``begun``, where the run continues, changes neither: the sequences' order has its end in it, or none.
+    Args:
+        begun: changes nothing: the order of the sequences has its end in it, or none.
+        dp_rank: this data-parallel rank.
+
+    Raises:
+        CoatConfigError: the list cannot be written.
     """
-    both = [p.train, *([] if p.valid is None else [p.valid])]
-    lists = dict.fromkeys(held.conversations.dropped() for held in both)  # both may be parts of the same files
-    on_rank_0(lambda: _write_list(Path(p.args.output, "dropped.jsonl"), "".join(lists)))
-    return [p.train, p.valid, None]
 
+    def __init__(self, p: FinetunePlan, begun: Progress, dp_rank: int) -> None:
+        self._plan, self._dp_rank, self.samples = p, dp_rank, p.train.sequences.end
+        both = [p.train, *([] if p.valid is None else [p.valid])]
+        lists = dict.fromkeys(held.conversations.dropped() for held in both)  # both may be parts of the same files
+        path = Path(p.args.output, "dropped.jsonl")
 
-def _write_list(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as problem:
-        raise CoatConfigError(f"--output: cannot write {path} ({problem})") from problem
+        def write() -> None:
+            try:
+                write_text(path, "".join(lists))
+            except OSError as problem:
+                raise CoatConfigError(f"--output: cannot write {path} ({problem})") from problem
 
+        on_rank_0(write)
 
-def batch_iterator(p: FinetunePlan, dataset: Held, dp_rank: int, consumed: int = 0) -> Iterator[Any]:
-    """Endless micro-batches of one data-parallel rank, after ``consumed`` sequences of all ranks."""
-    pad = p.tokenizer.pad_token_id
-    layout = Layout(
-        micro=p.batch.micro,
-        # An evaluation is one step of --eval-steps micro-batches.
-        accumulation=(p.args.eval_steps or 1) if dataset is p.valid else p.batch.accumulation,
-        dp_rank=dp_rank,
-        dp_size=p.dp,
-        seq_length=p.model.seq_length,
-        packed=not p.args.no_packing,
-        pad=pad if pad is not None and pad < (p.model.vocab_size or 0) else 0,
-    )
-    return micro_batches(dataset.conversations, dataset.sequences, layout, consumed)
+    def tokens(self, start: int, stop: int) -> int:
+        return self._plan.train.sequences.tokens(start, stop)
+
+    def batches(self, split: str, consumed: int = 0) -> Iterator[Batch] | None:
+        p = self._plan
+        held = {"train": p.train, "valid": p.valid}.get(split)
+        if held is None:
+            return None
+        pad = p.tokenizer.pad_token_id
+        layout = Layout(
+            micro=p.batch.micro,
+            # An evaluation is one step of --eval-steps micro-batches.
+            accumulation=p.batch.accumulation if split == "train" else p.args.eval_steps or 1,
+            dp_rank=self._dp_rank,
+            dp_size=p.dp,
+            seq_length=p.model.seq_length,
+            packed=not p.args.no_packing,
+            pad=pad if pad is not None and pad < (p.model.vocab_size or 0) else 0,
+        )
+        return micro_batches(held.conversations, held.sequences, layout, consumed)

@@ -58,15 +58,6 @@ class Plan:
     recompute: dict[str, Any] = field(default_factory=dict)
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
-    @property
-    def samples(self) -> int | None:
-        """Of the whole run; None where every step has as many as the others."""
-        return None
-
-    def tokens(self, start: int, stop: int) -> int:
-        """Tokens of the samples from ``start`` up to ``stop``, of all ranks; what only pads them is none."""
-        return (stop - start) * self.model.seq_length
-
     def describe(self) -> str:
         """One line for the log, and another before it where there is another batch than was set."""
         ep = self.args.expert_parallel
