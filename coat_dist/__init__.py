@@ -7,7 +7,7 @@ The public API is what this page exports. Once this is imported, ``deepspeed.ini
 
 from typing import Any
 
-from .checkpoint.universal_convert import convert_to_universal
+from .checkpoint.universal.convert import convert_to_universal
 from .config import CoatConfig, CoatConfigError
 from .deepspeed import hook
 from .deepspeed.coat_accessors import safe_get_full_moment, safe_set_full_moment

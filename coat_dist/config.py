@@ -2,7 +2,7 @@
 
 Every problem is reported as one :class:`CoatConfigError` that names the key, what was given and what is accepted,
 before anything is built. Keys and defaults are the fields below. Which of DeepSpeed's own settings are refused beside
-the block is said in ``deepspeed/refusals.py``.
+the block is the table in ``deepspeed/config/table.py``.
 """
 
 from __future__ import annotations
@@ -16,27 +16,39 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from .config_errors import explain, keys_of
+from .config_errors import Problem, explain, got, keys_of
 from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
 
 __all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "explain", "load_json", "look_up"]
-__all__ += ["COMMENTS", "decode_base64", "misspells_coat", "without_comments"]
+__all__ += ["COMMENTS", "Problem", "decode_base64", "misspells_coat", "without_comments"]
 
 COMMENTS = ("_", "#", "/", "$")
 """What keys begin with that nobody reads, such as "_comment" and "$schema"."""
 
 
 class CoatConfigError(ValueError):
-    """A configuration that cannot be run. The message is complete: key, given value, accepted values."""
+    """A configuration that cannot be run: one :class:`Problem` a key, or a complete text."""
+
+    @property
+    def problems(self) -> tuple[Problem | str, ...]:
+        """What is wrong."""
+        return self.args
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _refuse(key: str, given: str, accepted: str) -> NoReturn:
+    raise ValueError(Problem(key, f"got {given}", accepted))
 
 
 class OptimizerConfig(_Block):
@@ -69,9 +81,7 @@ class OptimizerConfig(_Block):
     def _consistent(self) -> OptimizerConfig:
         for key in ("first_moment", "second_moment"):
             if (name := getattr(self, key)) in ALWAYS_EXPANDED and not self.expand:
-                raise ValueError(
-                    f'expand: got false with {key} "{name}", accepted: true (its codes always span a group\'s range)'
-                )
+                _refuse("expand", f'false with {key} "{name}"', "true (its codes always span a group's range)")
         return self
 
 
@@ -137,22 +147,19 @@ class ActivationConfig(_Block):
     @model_validator(mode="after")
     def _consistent(self) -> ActivationConfig:
         if self.tp_invariant and not self.fp8_gather:
-            raise ValueError(
-                "tp_invariant: got true with fp8_gather false, accepted: tp_invariant needs fp8_gather true"
-            )
+            _refuse("tp_invariant", "true with fp8_gather false", "tp_invariant needs fp8_gather true")
         if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":  # would round twice
-            raise ValueError('expert_dispatch: got "fp8" with forward_scales "tensor", accepted: "auto" or "bf16"')
+            _refuse("expert_dispatch", '"fp8" with forward_scales "tensor"', '"auto" or "bf16"')
         if self.expert_dispatch_grad == "fp8" and not self.dispatches_fp8:
-            raise ValueError('expert_dispatch_grad: got "fp8" where tokens travel in BF16, accepted: "bf16"')
-        for key, accepted in (("weights", "on_use"), ("wgrad", "grad"), ("tp_invariant", False)):
-            if self.cuda_graphs and getattr(self, key) != accepted:
-                given, needed = json.dumps(getattr(self, key)), json.dumps(accepted)
-                raise ValueError(f"cuda_graphs: got true with {key} {given}, accepted: {key} {needed}, or false")
+            _refuse("expert_dispatch_grad", '"fp8" where tokens travel in BF16', '"bf16"')
+        for key, needed in (("weights", "on_use"), ("wgrad", "grad"), ("tp_invariant", False)):
+            if self.cuda_graphs and (given := getattr(self, key)) != needed:
+                _refuse("cuda_graphs", f"true with {key} {json.dumps(given)}", f"{key} {json.dumps(needed)}, or false")
         if self.z_loss and (self.loss == "plain" or not self.enabled):
             why = 'loss "plain"' if self.enabled else "enabled false"
-            raise ValueError(f'z_loss: got {self.z_loss} with {why}, accepted: 0, or loss "chunked" with enabled true')
+            _refuse("z_loss", f"{self.z_loss} with {why}", '0, or loss "chunked" with enabled true')
         if len(set(self.bf16_layers)) != len(self.bf16_layers):
-            raise ValueError(f"bf16_layers: got {list(self.bf16_layers)}, accepted: a list of distinct layer indices")
+            _refuse("bf16_layers", str(list(self.bf16_layers)), "a list of distinct layer indices")
         return self
 
 
@@ -171,9 +178,7 @@ class CoatConfig(_Block):
         """
         settings = config if isinstance(config, Mapping) else load_json(config)
         if wrong := [key for key in settings if misspells_coat(key, settings)]:
-            raise CoatConfigError(
-                "\n".join(f'{key}: unknown key (did you mean "coat"?), accepted: "coat"' for key in wrong)
-            )
+            raise CoatConfigError(*(Problem(key, 'unknown key (did you mean "coat"?)', '"coat"') for key in wrong))
         return cls.parse(settings["coat"]) if "coat" in settings else None
 
     @classmethod
@@ -186,12 +191,12 @@ class CoatConfig(_Block):
         if isinstance(block, CoatConfig):
             return block
         if not isinstance(block, Mapping):
-            given = json.dumps(block, default=str)
-            raise CoatConfigError(f"coat: got {given}, accepted: an object with keys {keys_of(cls)}, or no such key")
+            accepted = f"an object with keys {keys_of(cls)}, or no such key"
+            raise CoatConfigError(Problem("coat", got(block), accepted))
         try:
             return cls.model_validate(without_comments(block))
         except ValidationError as error:
-            raise CoatConfigError("\n".join(explain("coat", cls, e) for e in error.errors())) from None
+            raise CoatConfigError(*(explain("coat", cls, e) for e in error.errors())) from None
 
 
 def without_comments(value: Any) -> Any:

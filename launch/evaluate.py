@@ -43,10 +43,11 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 import coat_dist
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import CheckpointError
+from coat_dist.checkpoint.write.durable import make_folder
 from coat_dist.deepspeed.slurm import in_a_step, take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
+from launch import failing
 from launch.evaluation import arguments, model, report, scoring
 from launch.evaluation.inputs import Inputs, digests, notes, read_inputs
 from launch.evaluation.rows import Row, distinct
@@ -54,7 +55,7 @@ from launch.log_level import set_log_level, shows
 from launch.model.gpt import load_model_config
 from launch.outputs import checkpoint_at
 from launch.prep import DataError
-from launch.training import failing, joining, runtime
+from launch.training import runtime
 from launch.weights import open_weights
 from launch.weights.checkpoint import CheckpointWeights
 
@@ -248,8 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("evaluate: interrupted; nothing was written", file=sys.stderr)
         return 130
-    except joining.NotComing as problem:
-        failing.end(str(problem), rank, elsewhere=True)
+    except failing.NotComing:
         return 4
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not of_another_rank(problem):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from coat_dist.checkpoint.tags import is_checkpoint
+from coat_dist.checkpoint.read.tags import is_checkpoint
 
 __all__ = ["checkpoint_at", "lack_of_room", "room"]
 

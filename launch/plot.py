@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from coat_dist.checkpoint.durable import write_bytes
+from coat_dist.checkpoint.write.durable import write_bytes
 from launch.command_line import Parser, local_path, number
 from launch.compare_runs import gap, series, smoothed
 from launch.log_level import add_log_level, say, set_log_level

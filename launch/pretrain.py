@@ -4,7 +4,8 @@
         --model configs/models/tiny.json --data DATA_PREFIX --train-steps 100 --output runs/first
 
 Exit status: 0 done, or stopped and saved on request; 2 a setting, file or checkpoint that cannot be used; 3 too many
-steps in a row with a non-finite loss or gradient norm; 4 another rank has ended or does not answer; 5 out of memory.
+steps in a row with a non-finite loss or gradient norm; 4 another rank has ended, does not answer or cannot be met;
+5 out of memory.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
-from coat_dist.deepspeed.monitors import make_folders
+from coat_dist.deepspeed.config.agreement import make_folders
 from coat_dist.deepspeed.slurm import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
+from launch import failing
 from launch.model.gpt import flops_per_token
 from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
@@ -51,8 +53,6 @@ from launch.training import (
     build,
     checkpoint,
     exhausted,
-    failing,
-    joining,
     layout,
     runtime,
     stages,
@@ -251,23 +251,18 @@ def run(
         stop = runtime.StopSignal()
         ending = work(p, device, stop)
     except SystemExit as ended:  # of the command line, which has said why
-        if ended.code and joining.needed():
-            joining.say_why("its command line cannot be used")
-            joining.stay()
+        if ended.code and failing.needed():
+            failing.tell_starting("its command line cannot be used", rank)
         raise
-    except joining.NotComing as problem:
-        failing.end(str(problem), rank, elsewhere=True)
+    except failing.NotComing:
         return 4
     except (*USER_ERRORS, BadSteps) as problem:
         failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2
     except exhausted.OutOfMemory as problem:
-        failing.end(str(problem), rank, once=True)
+        failing.end(str(problem), rank, kind="out of memory")
         return exhausted.STATUS
     except (torch.distributed.DistError, RuntimeError) as problem:
-        if failing.of_a_port(problem):
-            failing.end(failing.PORT.format(port=os.environ.get("MASTER_PORT")), rank)
-            return 2
         if not of_another_rank(problem):
             raise
         failing.end_of_collective(problem, rank)

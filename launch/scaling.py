@@ -1,4 +1,4 @@
-"""Measure training and collectives on 1, 2, 4, ... ranks, fit what they cost, predict larger clusters.
+"""Measure training and collectives on 1, 2, 4, ... ranks, predict larger clusters.
 
     torchrun --nproc-per-node 8 launch/scaling.py --model llama2-7b --deepspeed_config zero2 --output runs/scaling
 
@@ -28,16 +28,16 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import make_folder, sync_folder, write_text
+from coat_dist.checkpoint.write.durable import make_folder, sync_folder, write_text
 from coat_dist.deepspeed.slurm import take_ranks
+from launch import failing
 from launch.log_level import say, set_log_level
 from launch.planning.arguments import silence_deepspeed
 from launch.scale import arguments, measuring
-from launch.scale.analysis import analyse
 from launch.scale.crew import Crew
+from launch.scale.predict import paper, predictions
 from launch.scale.records import Records, read
-from launch.scale.report import draw, markdown
-from launch.training import failing
+from launch.scale.tables import draw, markdown, summary
 
 __all__ = ["main"]
 
@@ -74,12 +74,13 @@ def _publish(args: Any, there: Mapping[str, Any], folder: str | None) -> None:
     Raises:
         CoatConfigError: something that was asked for cannot be predicted; after all else was printed and written.
     """
-    wrong = None
+    links, wrong = arguments.links(args), None
     try:
-        found = analyse(there, args.predict, arguments.links(args), args.gpus_per_node, args.hold_out)
+        predicted = predictions(there, args.predict, links, args.gpus_per_node, args.hold_out)
     except CoatConfigError as problem:
         wrong = problem
-        found = analyse(there, (), arguments.links(args), args.gpus_per_node)
+        predicted = predictions(there, (), links, args.gpus_per_node)
+    found = summary(there, predicted)
     text = markdown(found)
     say(text)
     if folder is not None:
@@ -101,6 +102,15 @@ def _write(found: Mapping[str, Any], text: str, there: Mapping[str, Any], folder
     say(f"wrote scaling.md, scaling.json and scaling.png in {folder}")
 
 
+def _paper(args: Any) -> None:
+    """Print the table of predictions; with ``--output`` also write it."""
+    text = paper(args, arguments.links(args))
+    say(text)
+    if args.output is not None:
+        make_folder(Path(args.output))
+        write_text(Path(args.output) / "paper.md", text + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
     rank = 0
@@ -111,10 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_log_level(args.log_level)
         silence_deepspeed()
         if args.paper:
-            from launch.scale.paper import paper
-
             if rank == 0:
-                paper(args)
+                _paper(args)
             return 0
         if args.measured is not None:
             if rank == 0:

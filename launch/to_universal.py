@@ -37,8 +37,8 @@ from typing import Any
 
 import torch
 
-from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, verify
+from coat_dist.checkpoint.write.lock import locked_folder
 from launch.log_level import say, set_log_level
 from launch.progress import Progress
 from launch.universal.arguments import parse, without_effect

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coat_dist.config import CoatConfig
-from coat_dist.deepspeed.refusals import check_deepspeed
+from coat_dist.deepspeed.config.validate import check_deepspeed
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

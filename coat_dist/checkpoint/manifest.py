@@ -6,13 +6,14 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..ranks import gather
-from .durable import walk
-from .team import Team, everyone
+from .team import CheckpointError, Team, everyone
+from .write.durable import walk
 
 __all__ = [
     "FORMAT",
@@ -32,10 +33,6 @@ UNFINISHED = {"format": FORMAT, "unfinished": True}
 """The manifest of a folder that is being written."""
 _STATES = re.compile(r".*(model|optim)_states\.pt")
 """Files that DeepSpeed looks for by pattern."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names it and says why."""
 
 
 def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
@@ -110,17 +107,13 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
         elif now != [size, checksum][: len(now)]:
             why = f"is {now[0]} bytes, was {size}" if now[0] != size else "its checksum is not that of the manifest"
             wrong.append(f"{checkpoint / name}: damaged ({why})")
-    wrong += team.ask_leader(lambda: _foreign(checkpoint, files), CheckpointError)
-    if wrong := list(dict.fromkeys(line for lines in gather([team.say(w) for w in wrong]) for line in lines)):
-        raise CheckpointError(f"{checkpoint} is damaged, load another one:\n" + "\n".join(wrong))
+    wrong += team.ask_leader(lambda: _foreign(checkpoint, files))
+    team.refuse(wrong, f"{checkpoint} is damaged, load another one:")
 
 
 def _foreign(checkpoint: Path, files: Mapping[str, list[int]]) -> list[str]:
     """Files that DeepSpeed would take for this checkpoint's and are not."""
-    try:
-        names = sorted(p.name for p in checkpoint.iterdir())
-    except OSError as problem:
-        return [f"{checkpoint}: cannot be listed ({problem})"]
+    names = sorted(p.name for p in checkpoint.iterdir())
     return [f"{checkpoint / n}: is of another checkpoint" for n in names if _STATES.fullmatch(n) and n not in files]
 
 
@@ -146,27 +139,16 @@ def sync_files(
         paths = sorted(inner / name for inner, files in walk(folder) for name in files)
         return {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths if p != folder / MANIFEST}
 
-    sizes = team.ask_leader(listed, CheckpointError)
-    done: dict[str, list[int]] = {}
-    twice: set[str] = set()
-    for part in team.members(gather(dict(known or {}))):
-        twice |= part.keys() & done.keys()
-        done |= part
-    unread = [name for name in sizes if name not in done or name in twice]
-    found = _look_at(team, unread, lambda name: _read(folder / name, sync=True))
-    for name in done.keys() - found.keys():
-        if name not in sizes:
-            found[name] = "missing"
-        elif sizes[name] != done[name][0]:
-            found[name] = f"is {sizes[name]} bytes, {done[name][0]} were written"
-        else:
-            found[name] = done[name]
+    sizes = team.ask_leader(listed)
+    parts = team.members(gather(dict(known or {})))
+    writers = Counter(name for part in parts for name in part)
+    done = {name: numbers for part in parts for name, numbers in part.items() if writers[name] == 1}
+    found = _look_at(team, [n for n in sizes if n not in done], lambda name: _read(folder / name, sync=True))
+    for name, numbers in done.items():
+        found[name] = numbers if sizes.get(name) == numbers[0] else "is missing or has changed since it was written"
     wrong = [f"{folder / name}: {problem}" for name, problem in sorted(found.items()) if isinstance(problem, str)]
     wrong += [f"{folder / name}: is empty" for name, numbers in sorted(found.items()) if numbers[0] == 0]
-    if not wrong and not found:
-        wrong = [f"{folder}: holds no files"]
-    if wrong := list(dict.fromkeys(line for lines in gather([team.say(w) for w in wrong]) for line in lines)):
-        raise CheckpointError("cannot finish a checkpoint:\n" + "\n".join(wrong))
+    team.refuse(wrong if found else [f"{folder}: holds no files"], "cannot finish a checkpoint:")
     return dict(sorted(found.items()))  # type: ignore[arg-type]  # no text is left in it
 
 

@@ -1,8 +1,9 @@
 """``engine.save_checkpoint`` of a coat engine: a kill or an error on any rank leaves the checkpoint before.
 
-DeepSpeed writes its files into a folder with a temporary name (``engine_writes.py`` sums them on the way), and a
-program may add its own. Every file is brought to disk, and ``manifest.json`` lists size and checksum of each
-(``manifest.py``). Then the folder is renamed, ``latest`` replaced, and what may go is removed (``publish.py``).
+A save is one transaction (:class:`_Save`): prepare, write, publish. DeepSpeed writes its files into a folder with a
+temporary name (``write/engine_writes.py`` takes checksums), and a program may add its own. Every file is brought to
+disk, and ``manifest.json`` lists size and checksum of each (``manifest.py``). Then the folder is renamed, ``latest``
+replaced, and old checkpoints are removed (``write/publish.py``).
 """
 
 from __future__ import annotations
@@ -19,23 +20,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..nodes import say_host
-from ..ranks import attempt, gather, of_another_rank, rank_and_world
-from .arguments import check_client_state, check_flags, check_folder, on_all_ranks, values_of_the_program
-from .durable import make_folder, says_full
-from .engine_writes import Writes, watch_writes
-from .expert_names import divided_experts
-from .manifest import FORMAT, CheckpointError, sync_files
-from .other_engines import name_of_optimizer, pipeline_stages
-from .publish import LATEST, begin, finish, name_latest, retire, unfinished
-from .shared import check_shared, part_of
-from .tags import agree, check_place, check_tag
-from .team import Team, nodes_of_ranks, team_of
+from ..optim import CoatAdamW
+from ..ranks import gather, of_another_rank, rank_and_world
+from .manifest import FORMAT, MANIFEST, sync_files
+from .team import CheckpointError, Team, as_flag, as_folder, check_shared, nodes_of_ranks, part_of, team_of
+from .write.durable import make_folder, says_full
+from .write.engine_writes import Writes, watch_writes
+from .write.publish import HIDDEN, LATEST, begin, finish, name_latest, retire, unfinished
 
 __all__ = ["Extras", "save_whole_checkpoints"]
 
 _MANIFESTS = ("format", "unfinished", "universal", "tag", "saved", LATEST, "engine", "part", "files")
-"""What a manifest says by itself: another value of these would make of a checkpoint one that is not found or loaded."""
+"""Keys of the manifest's own values, by which a checkpoint is found and loaded."""
+_BESIDE = (LATEST, f".{LATEST}.new", "latest_universal", MANIFEST, ".lock", "zero_to_fp32.py", "zero_to_torch.py")
+"""Files that a folder of checkpoints holds."""
+_INFO = "universal_checkpoint_info"
+# fmt: off
+_DEEPSPEEDS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+})
+# fmt: on
+"""What DeepSpeed writes into the model's file. client_state comes last: such a key would replace DeepSpeed's value."""
+_OF_EXPERTS = frozenset({"num_experts", "ds_autoep_layers", "autoep_layers", "folding"})
+"""The same, where DeepSpeed itself divides experts over ranks."""
+_HANDED_BACK = frozenset({"buffer_names", "param_shapes", "ds_config", "ds_version"})
+"""``load_checkpoint`` returns these beside the program's own values, whatever it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +63,11 @@ class Extras:
     """Checkpoints of an earlier run in the same folder, to be removed afterwards."""
 
     def check(self) -> None:
-        """Refuse what would fail, or remove too much, when DeepSpeed has written. Saving asks on all ranks together:
-        one that raised earlier would let the others wait.
+        """Refuse what would fail, or remove too much, when DeepSpeed has written.
 
         Raises:
             CheckpointError: names the argument.
         """
-        if self.add_files is not None and not callable(self.add_files):
-            raise CheckpointError(f"extras.add_files: got {self.add_files!r}, accepted: a function, or None")
-        if not isinstance(self.content, Mapping):
-            raise CheckpointError(f"extras.content: got {type(self.content).__name__}, accepted: a dict")
         if taken := [key for key in self.content if key in _MANIFESTS]:
             raise CheckpointError(
                 f"extras.content: got keys {', '.join(taken)}, which the manifest has itself; accepted: other names"
@@ -70,11 +76,8 @@ class Extras:
             json.dumps(dict(self.content))
         except (TypeError, ValueError, RecursionError) as problem:
             raise CheckpointError(f"extras.content: got {problem}, accepted: what JSON can hold") from None
-        count = self.keep_last
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise CheckpointError(f"extras.keep_last: got {count!r}, accepted: a whole number, 0 to keep all")
-        if not isinstance(self.supersedes, Collection) or not all(isinstance(p, Path) for p in self.supersedes):
-            raise CheckpointError(f"extras.supersedes: got {self.supersedes!r}, accepted: a list of pathlib.Path")
+        if not isinstance(self.keep_last, int) or self.keep_last < 0:
+            raise CheckpointError(f"extras.keep_last: got {self.keep_last!r}, accepted: a whole number, 0 to keep all")
 
 
 def save_whole_checkpoints(engine: Any) -> None:
@@ -100,103 +103,176 @@ def save_whole_checkpoints(engine: Any) -> None:
         *,
         extras: Extras | None = None,
     ) -> bool:
-        team = team_of(engine)
-        if tag is None:
-            tag = f"global_step{engine.global_steps}"
-        given, tag, state = tag, str(tag), {} if client_state is None else client_state
-        flags = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
-
-        def check() -> None:
-            check_folder("save_dir", save_dir)
-            check_client_state(state, engine)
-            if isinstance(given, bool | bytes):  # DeepSpeed: a folder "True", or "b'x'"
-                raise CheckpointError(f"tag: got {given!r}, accepted: a string, or a number")
-            check_tag(tag)
-            check_flags(flags)
-            if extras is not None and not isinstance(extras, Extras):
-                accepted = "coat_dist.checkpoint.save.Extras(...)"
-                raise CheckpointError(f"extras: got {type(extras).__name__}, accepted: {accepted}")
-            (extras or Extras()).check()
-
-        on_all_ranks(check)
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        save = _Save(engine, team_of(engine), save_dir, tag, save_latest, extras or Extras())
+        save.prepare(client_state or {}, exclude_frozen_parameters)
         _warn_within_a_step(engine)
-        agree({"tag": tag, "folder": os.path.abspath(save_dir), **{k: bool(v) for k, v in flags.items()}}, team)
-        _together((lambda: make_folder(Path(save_dir))) if team.leads else None, f"cannot write {save_dir}")
-        local, nodes = not team.whole, nodes_of_ranks(getattr(engine, "local_rank", None))
-        check_shared(Path(save_dir), "save_dir", nodes, local, CheckpointError)
-        team.ask_leader(lambda: check_place(Path(save_dir), tag), CheckpointError)
-        final = Path(save_dir) / tag
-        temporary = unfinished(final)
-        _together((lambda: begin(final)) if team.leads else None, f"cannot write {save_dir}")
+        writes = save.write(original, client_state or {}, exclude_frozen_parameters)
         try:
-            with watch_writes(engine, temporary) as writes:
-                original(
-                    save_dir,
-                    tag=str(temporary.relative_to(save_dir)),
-                    client_state=values_of_the_program(state, engine),
-                    save_latest=False,
-                    exclude_frozen_parameters=exclude_frozen_parameters,
-                )
-        except (OSError, RuntimeError) as error:  # none of writing: end this process, for other ranks may wait inside
-            if of_another_rank(error):  # the disk is all right: whoever names ranks is to see the error itself
-                raise
-            raise CheckpointError(f"cannot write {temporary}: {error}") from error
-        about = {LATEST: bool(save_latest), "engine": describe(engine), **part_of(team)}
-        try:
-            _complete(Path(save_dir), tag, about, writes, team, extras or Extras())
+            save.publish(writes)
         except CheckpointError as problem:  # on every rank
             own = writes.errors[0].__cause__ if writes.errors else None  # its traceback shows where
-            raise CheckpointError(f"{problem}{_clear(temporary, writes, str(problem), team)}") from own
+            raise CheckpointError(f"{problem}{save.undo(writes, str(problem))}") from own
         return True
 
     save_checkpoint.coat_whole = True  # type: ignore[attr-defined]
     engine.save_checkpoint = save_checkpoint
 
 
-def describe(engine: Any) -> dict[str, Any]:
-    """What an engine says about itself in its manifests."""
+@dataclass(frozen=True)
+class _Save:
+    """One save. Each step is collective, and raises ``CheckpointError`` on all ranks if any rank fails."""
+
+    engine: Any
+    team: Team
+    """Ranks that write into the same folder; their first rank does what one rank does for all."""
+    save_dir: Any
+    tag: str
+    save_latest: Any
+    extras: Extras
+
+    @property
+    def final(self) -> Path:
+        """The checkpoint's folder."""
+        return Path(self.save_dir) / self.tag
+
+    @property
+    def temporary(self) -> Path:
+        """Where it is written."""
+        return unfinished(self.final)
+
+    def prepare(self, client_state: Mapping[str, Any], exclude_frozen: Any) -> None:
+        """Check and compare the arguments of all ranks, and make the temporary folder."""
+
+        def arguments() -> dict[str, Any]:
+            folder = as_folder("save_dir", self.save_dir)
+            _check_client_state(client_state, self.engine)
+            _check_tag(self.tag)
+            self.extras.check()
+            flags = {"save_latest": self.save_latest, "exclude_frozen_parameters": exclude_frozen}
+            return {"tag": self.tag, "folder": folder, **{name: as_flag(name, value) for name, value in flags.items()}}
+
+        self.team.agree(arguments)
+        folder = Path(self.save_dir)
+        self.team.ask_leader(lambda: make_folder(folder), doing=f"cannot write {folder}")
+        nodes = nodes_of_ranks(getattr(self.engine, "local_rank", None))
+        check_shared(folder, "save_dir", nodes, not self.team.whole, CheckpointError)
+        self.team.ask_leader(lambda: begin(self.final), doing=f"cannot write {folder}")
+
+    def write(self, original: Callable[..., Any], client_state: Mapping[str, Any], exclude_frozen: Any) -> Writes:
+        """Let DeepSpeed write its files. Errors of writing are in the result: :meth:`publish` raises them."""
+        try:
+            with watch_writes(self.engine, self.temporary) as writes:
+                original(
+                    self.save_dir,
+                    tag=self.temporary.name,
+                    client_state=_values_of_the_program(client_state, self.engine),
+                    save_latest=False,
+                    exclude_frozen_parameters=exclude_frozen,
+                )
+        except (OSError, RuntimeError) as error:  # none of writing: end this process, for other ranks may wait inside
+            if of_another_rank(error):  # the disk is all right: whoever names ranks is to see the error itself
+                raise
+            raise CheckpointError(f"cannot write {self.temporary}: {error}") from error
+        return writes
+
+    def publish(self, writes: Writes) -> None:
+        """Add the program's files, bring all to disk, give the folder its name, and remove old checkpoints."""
+        extras, team, final, temporary = self.extras, self.team, self.final, self.temporary
+
+        def own_files() -> None:
+            if writes.errors:
+                raise writes.errors[0]
+            if extras.add_files is not None:
+                extras.add_files(temporary)
+
+        team.each(own_files, f"cannot write {temporary}")
+        root = os.path.abspath(temporary)
+        files = sync_files(temporary, {os.path.relpath(path, root): sum_ for path, sum_ in writes.sums.items()}, team)
+        manifest = {
+            **{"format": FORMAT, "tag": self.tag, "saved": time.time(), LATEST: bool(self.save_latest)},
+            **{"engine": _describe(self.engine), **part_of(team), **extras.content, "files": files},
+        }
+        team.ask_leader(lambda: finish(temporary, final, manifest), doing=f"cannot finish {final}")
+        if self.save_latest:  # when every node has the checkpoint
+            team.ask_leader(lambda: name_latest(final.parent, self.tag), doing=f"cannot finish {final}")
+        if team.leads:
+            for problem in retire(final.parent, final, extras.keep_last, extras.supersedes):
+                print(f"warning: cannot remove an old checkpoint: {problem}", file=sys.stderr, flush=True)
+
+    def undo(self, writes: Writes, problem: str) -> str:
+        """Remove what was written; where the disk is full, a line with the room that there is, and is needed."""
+        needed = sum(self.team.members(gather(writes.size)))
+        if self.team.leads:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        if not says_full(problem):
+            return ""
+        folder = self.temporary.parent
+        room = self.team.ask_leader(lambda: shutil.disk_usage(folder).free)
+        return f"\n{folder}: {needed:,} bytes are needed, {room:,} are free"
+
+
+def _check_tag(tag: str) -> None:
+    """Refuse tags under which a checkpoint would not be found again, or lie elsewhere."""
+    name = tag.isprintable() and tag == tag.strip() and "/" not in tag and tag not in ("", ".", "..", *_BESIDE)
+    if not name or tag.startswith(HIDDEN):
+        raise CheckpointError(
+            f"tag: got {tag!r}, accepted: the name of one folder, without spaces around it, that is none of "
+            f"{', '.join(_BESIDE)} and does not begin with {HIDDEN!r}"
+        )
+
+
+def _check_client_state(client_state: Any, engine: Any) -> None:
+    """Refuse keys that would replace what DeepSpeed loads a checkpoint by."""
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(f"client_state: got {type(client_state).__name__}, accepted: a dict")
+    keys = sorted(_values_of_the_program(client_state, engine).keys() & _keys_of_deepspeed(engine))
+    if keys:
+        raise CheckpointError(
+            f"client_state: got keys {', '.join(keys)}, which DeepSpeed writes itself; accepted: other names"
+        )
+
+
+def _values_of_the_program(client_state: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
+    """``client_state`` without what DeepSpeed put there itself, where it is one that ``load_checkpoint`` returned.
+
+    DeepSpeed's tutorial hands that back to the next save. The old run's values in it (its steps, say) would replace
+    those of now.
+    """
+    if not client_state.keys() >= _HANDED_BACK:
+        return client_state
+    old = _keys_of_deepspeed(engine)
+    if _info_of(engine):  # DeepSpeed writes the model's; else Megatron-DeepSpeed passes it
+        old |= {_INFO}
+    return {key: value for key, value in client_state.items() if key not in old}
+
+
+def _keys_of_deepspeed(engine: Any) -> frozenset[str]:
+    return _DEEPSPEEDS | (_OF_EXPERTS if getattr(engine, "has_moe_layers", False) else frozenset())
+
+
+def _info_of(engine: Any) -> Mapping[str, Any]:
+    return getattr(getattr(engine, "module", None), _INFO, None) or {}
+
+
+def _describe(engine: Any) -> dict[str, Any]:
+    """The engine's part of a manifest."""
+    info, size = _info_of(engine), getattr(engine, "mp_world_size", None)
+    stages = (info.get("pipeline") or {}).get("stages", 1)
+    experts = (info.get("expert_parallel") or {}).get("size", 1)
+    stepped = getattr(engine.optimizer, "optimizer", engine.optimizer)  # in ZeRO's, or itself
+    name = CoatAdamW.__name__ if isinstance(stepped, CoatAdamW) else type(stepped).__name__
     known = {
         "world_size": rank_and_world()[1],
         "zero_stage": getattr(engine, "zero_optimization_stage", None),
         "data_parallel": getattr(engine, "dp_world_size", None),
-        **_model_parallel(engine),
+        "tensor_parallel": size if size is None else size // stages,
+        **({"pipeline_stages": stages} if stages > 1 else {}),
         "global_steps": getattr(engine, "global_steps", None),
-        **name_of_optimizer(engine.optimizer),
+        "optimizer": None if stepped is None else name,
+        **({"expert_parallel": experts} if experts > 1 else {}),
     }
-    divided, _ = divided_experts(getattr(getattr(engine, "module", None), "universal_checkpoint_info", None))
-    known |= {"expert_parallel": divided} if divided > 1 else {}
     return {key: value() if callable(value) else value for key, value in known.items()}
-
-
-def _model_parallel(engine: Any) -> dict[str, Any]:
-    size, stages = getattr(engine, "mp_world_size", None), pipeline_stages(engine)
-    if stages == 1:
-        return {"tensor_parallel": size}
-    return {"tensor_parallel": engine.mp_world_size // stages, "pipeline_stages": stages}
-
-
-def _complete(save_dir: Path, tag: str, about: dict[str, Any], writes: Writes, team: Team, extras: Extras) -> None:
-    """All that comes after DeepSpeed's writing."""
-    final = save_dir / tag
-    temporary = unfinished(final)
-
-    def own_files() -> None:
-        if writes.errors:
-            raise writes.errors[0]
-        if extras.add_files is not None:
-            extras.add_files(temporary)
-
-    _together(own_files, f"cannot write {temporary}")
-    root = Path(os.path.abspath(temporary))
-    known = {p.relative_to(root).as_posix(): s for p, s in ((Path(n), s) for n, s in writes.sums.items())}
-    files = sync_files(temporary, known, team)
-    manifest = {"format": FORMAT, "tag": tag, "saved": time.time(), **about, **extras.content, "files": files}
-    _together((lambda: finish(temporary, final, manifest)) if team.leads else None, f"cannot finish {final}")
-    if about[LATEST]:  # when every node has the checkpoint
-        _together((lambda: name_latest(save_dir, tag)) if team.leads else None, f"cannot finish {final}")
-    if team.leads:
-        for problem in retire(final.parent, final, extras.keep_last, extras.supersedes, save_dir):
-            print(f"warning: cannot remove an old checkpoint: {problem}", file=sys.stderr, flush=True)
 
 
 def _warn_within_a_step(engine: Any) -> None:
@@ -206,34 +282,9 @@ def _warn_within_a_step(engine: Any) -> None:
     if by_hand or not engine.managed_gradient_accumulation():
         return
     each = engine.gradient_accumulation_steps()
-    if not (part := engine.micro_steps % each):
-        return
-    if rank_and_world()[0] == 0:
+    if (part := engine.micro_steps % each) and rank_and_world()[0] == 0:
         warnings.warn(
             f"save_checkpoint: called after {part} of {each} micro-batches of a step (gradient_accumulation_steps); "
             "checkpoints hold no gradients, so a resumed run begins this step anew and differs from this one",
             stacklevel=3,
         )
-
-
-def _clear(temporary: Path, writes: Writes, problem: str, team: Team) -> str:
-    """Remove what a failed save has written; where the disk is full, say how much room there is, and is needed."""
-    needed = sum(team.members(gather(writes.size)))
-    if team.leads:
-        shutil.rmtree(temporary, ignore_errors=True)
-    if not says_full(problem):
-        return ""
-    room = team.ask_leader(lambda: shutil.disk_usage(temporary.parent).free, CheckpointError)
-    return f"\n{temporary.parent}: {needed:,} bytes are needed, {room:,} are free"
-
-
-def _together(work: Callable[[], Any] | None, what: str) -> None:
-    """Do this rank's part, if it has one, and raise on every rank when one of them fails.
-
-    Raises:
-        CheckpointError: names ranks and errors.
-    """
-    _, errors = attempt(work or (lambda: None))
-    if errors:
-        told = "; ".join(f"rank {rank}{say_host(rank)}: {text}" for rank, text in errors.items())
-        raise CheckpointError(f"{what}: {told}")

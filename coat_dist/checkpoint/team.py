@@ -1,6 +1,6 @@
-"""Which ranks share a folder: all of them, or with ``checkpoint.use_node_local_storage`` those of one node.
+"""Ranks that share a folder of checkpoints, and one answer on all ranks: errors, agreement, whose folder it is.
 
-And whether they do: :func:`sharing` tries it out.
+The ranks are all of them, or with ``checkpoint.use_node_local_storage`` those of one node.
 """
 
 from __future__ import annotations
@@ -8,26 +8,49 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ..nodes import by_node, my_place, on_host
-from ..ranks import attempt, gather, rank_and_world
+from ..nodes import by_node, my_place, on_host, say_host
+from ..ranks import attempt, gather, rank_and_world, say_ranks
 
-__all__ = ["Team", "everyone", "nodes_of_ranks", "sharing", "team_of", "team_of_node"]
+__all__ = [
+    "KEY",
+    "CheckpointError",
+    "Team",
+    "as_flag",
+    "as_folder",
+    "check_one_save",
+    "check_shared",
+    "check_there",
+    "everyone",
+    "nodes_of_ranks",
+    "part_of",
+    "say_part",
+    "sharing",
+    "team_of",
+    "team_of_node",
+    "wrong_part",
+]
 
 T = TypeVar("T")
 
+KEY = "checkpoint.use_node_local_storage"
 PATIENCE = 3.0
-"""Seconds that a file of another host has to appear: network file systems keep what they have seen for a moment."""
+"""Seconds that a file of another host has to appear: network file systems cache names for a moment."""
+_SET = '"checkpoint": {"use_node_local_storage": true} in the DeepSpeed configuration'
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used or written; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks that write to one folder and read from it."""
+    """Ranks that write to one folder and read from it. Methods that raise are collective over all ranks."""
 
     ranks: Sequence[int]
     """In ascending order."""
@@ -36,7 +59,7 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what one rank does for all of the team."""
+        """Whether this rank does what one rank does for the team."""
         return self.rank == self.ranks[0]
 
     @property
@@ -45,32 +68,77 @@ class Team:
         return len(self.ranks) == rank_and_world()[1]
 
     def share(self, things: list[T]) -> list[T]:
-        """What of ``things``, the same list on all ranks of the team, is this rank's to do."""
+        """This rank's share of ``things``, the same list on all ranks of the team."""
         return things[self.ranks.index(self.rank) :: len(self.ranks)]
 
     def members(self, by_rank: list[T]) -> list[T]:
-        """What the ranks of this team gave."""
+        """The entries of the ranks of this team."""
         return [by_rank[rank] for rank in self.ranks]
 
-    def say(self, text: str) -> str:
-        """``text`` about this team's folder, with the host where nodes have folders of their own."""
-        return text if self.whole else on_host(text, self.rank)
+    def each(self, work: Callable[[], T], doing: str = "", error: type[Exception] = CheckpointError) -> list[T]:
+        """Results of ``work``, by rank among all.
 
-    def ask_leader(self, function: Callable[[], T], error: type[Exception]) -> T:
-        """What ``function`` returns on the team's first rank; collective over all ranks.
+        Args:
+            work: called on every rank; must not use collectives.
+            doing: first words of the error, which then names the ranks.
 
         Raises:
-            error: on every rank, what it raised on any.
+            error: on every rank, if any rank's part raises.
         """
-
-        def ask() -> T | None:
-            return function() if self.leads else None
-
-        answers, problems = attempt(ask)  # type: ignore[arg-type]  # mypy cannot join T and None
-        if problems:
-            told = (text if self.whole else on_host(text, rank) for rank, text in problems.items())
+        results, errors = attempt(work)
+        if errors and doing:
+            raise error(f"{doing}: " + "; ".join(f"rank {rank}{say_host(rank)}: {t}" for rank, t in errors.items()))
+        if errors:
+            told = (text if self.whole else on_host(text, rank) for rank, text in errors.items())
             raise error("\n".join(dict.fromkeys(told)))
-        return cast(T, answers[self.ranks[0]])
+        return cast(list[T], results)
+
+    def ask_leader(self, work: Callable[[], T], error: type[Exception] = CheckpointError, doing: str = "") -> T:
+        """:meth:`each`, where only the team's first rank works; its result on all of the team's ranks."""
+        results = self.each(lambda: work() if self.leads else None, doing, error)
+        return cast(T, results[self.ranks[0]])
+
+    def agree(self, arguments: Callable[[], Mapping[str, Any]]) -> None:
+        """Refuse arguments that differ between ranks; a "folder" may differ between nodes with folders of their own.
+
+        Raises:
+            CheckpointError: on every rank; names the argument and which rank gave what.
+        """
+        by_rank, wrong = self.each(arguments), []
+        for key in by_rank[0]:
+            given: dict[Any, list[int]] = {}
+            for rank, one in enumerate(by_rank):
+                given.setdefault(one[key], []).append(rank)
+            if len(given) > 1 and (self.whole or key != "folder"):
+                lines = "; ".join(f"{value!r} on {say_ranks(ranks)}" for value, ranks in given.items())
+                wrong.append(f"{key}: got {lines}, accepted: the same on all ranks")
+        if wrong:
+            raise CheckpointError("\n".join(wrong))
+
+    def refuse(self, problems: list[str], heading: str) -> None:
+        """Raise the problems of any team on all ranks.
+
+        Raises:
+            CheckpointError: if any team has problems; the heading, and a line for each, with the host where nodes have
+                folders of their own.
+        """
+        by_rank = gather([text if self.whole else on_host(text, self.rank) for text in problems])
+        if lines := list(dict.fromkeys(line for lines in by_rank for line in lines)):
+            raise CheckpointError("\n".join([heading, *lines]))
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """A flag's value. A text is refused: "no" would count as true."""
+    if isinstance(value, str):
+        raise CheckpointError(f"{name}: got {value!r}, accepted: True or False")
+    return bool(value)
+
+
+def as_folder(name: str, value: Any) -> str:
+    """The absolute path of a folder. Nothing is refused: it would mean the working directory."""
+    if not value:
+        raise CheckpointError(f"{name}: got {value!r}, accepted: the path of a folder")
+    return os.path.abspath(value)
 
 
 def everyone() -> Team:
@@ -116,40 +184,119 @@ def sharing(folder: Path, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
     if len(nodes) == 1:
         return [list(range(world))]
     firsts = [ranks[0] for ranks in nodes]
-    name = folder / f".unfinished-shared-{os.getpid()}-{secrets.token_hex(8)}"
-    written = rank in firsts and _put(name)
-    names = gather(name.name if written else None)
-    seen = None
+    mine = folder / f".unfinished-shared-{os.getpid()}-{secrets.token_hex(8)}"
     if rank in firsts:
-        others = {first: names[first] for first in firsts if names[first] is not None}
-        seen = _look(folder, {first: cast(str, other) for first, other in others.items()})
-    found = gather(seen)
-    if written:
         with suppress(OSError):
-            name.unlink()
+            mine.touch(exist_ok=False)
+    names = gather(mine.name)
+    found = gather(_look(folder, {first: names[first] for first in firsts}) if rank in firsts else [])
+    if rank in firsts:
+        with suppress(OSError):
+            mine.unlink()
     folders: dict[int, list[int]] = {}
     for ranks in nodes:
-        folders.setdefault(min([ranks[0], *(found[ranks[0]] or ())]), []).extend(ranks)
+        folders.setdefault(min([ranks[0], *found[ranks[0]]]), []).extend(ranks)
     return [sorted(ranks) for ranks in folders.values()]
-
-
-def _put(file: Path) -> bool:
-    try:
-        file.touch(exist_ok=False)
-    except OSError:
-        return False
-    return True
 
 
 def _look(folder: Path, names: dict[int, str]) -> list[int]:
     """Whose files are there, at the latest after :data:`PATIENCE`."""
     end = time.monotonic() + PATIENCE
     while True:
-        try:
+        there: set[str] = set()
+        with suppress(OSError):
             there = set(os.listdir(folder))  # asks the file server; a lookup of the name alone may not
-        except OSError:
-            there = set()
         found = [first for first, name in names.items() if name in there]
         if len(found) == len(names) or time.monotonic() > end:
             return found
         time.sleep(0.1)
+
+
+def check_shared(
+    folder: Path, named: str, nodes: Sequence[Sequence[int]], node_local: bool, error: type[Exception]
+) -> None:
+    """Whether nodes share a folder to save into, or with ``node_local`` each has its own; collective.
+
+    Args:
+        folder: made already, by rank 0, or with ``node_local`` by the first rank of each node.
+        named: the argument or option that it was given as.
+        nodes: of :func:`nodes_of_ranks`.
+        node_local: ``checkpoint.use_node_local_storage``.
+
+    Raises:
+        error: on every rank; names the folder, the hosts and what is accepted.
+    """
+    folders = sharing(folder, nodes)
+    if not node_local and len(folders) > 1:
+        others = [rank for ranks in folders[1:] for rank in ranks]
+        raise error(
+            f"{named}: got {folder}, which {say_ranks(folders[0])} and {say_ranks(others)} do not share, accepted: a "
+            f"folder that all nodes share, or {_SET} for folders on the nodes' own disks"
+        )
+    if node_local and len(folders) < len(nodes):
+        ranks = next(ranks for ranks in folders if ranks not in [list(node) for node in nodes])
+        raise error(
+            f"{KEY}: got true, but {named} {folder} is one folder of {say_ranks(ranks)}, accepted: false, or a folder "
+            "on each node's own disk"
+        )
+
+
+def check_there(folder: Path, named: str, error: type[Exception]) -> None:
+    """Whether every rank finds a folder that some have found; collective.
+
+    Raises:
+        error: on every rank; names the ranks that do not, with their hosts.
+    """
+    found = gather(os.path.isdir(folder))
+    missing = [rank for rank, there in enumerate(found) if not there]
+    if missing and len(missing) < len(found):
+        raise error(
+            f"{named}: got {folder}, which is not there on {say_ranks(missing)}, accepted: a folder that all nodes "
+            f"share; of checkpoints on the nodes' own disks, {_SET}"
+        )
+
+
+def part_of(team: Team) -> dict[str, Any]:
+    """Manifest entry of a node's part of a checkpoint: whose, and of which save; collective. Empty for a whole one."""
+    if team.whole:
+        return {}
+    save = gather(secrets.token_hex(8))[0]
+    return {"part": {"ranks": list(team.ranks), "world_size": rank_and_world()[1], "save": save}}
+
+
+def check_one_save(folder: Path, manifest: Mapping[str, Any] | None, team: Team) -> None:
+    """Whether all nodes' parts are of one save: where a tag was saved again, a kill leaves the new part on one node and
+    the old one on another. Collective.
+
+    Raises:
+        CheckpointError: on every rank; names the hosts.
+    """
+    if team.whole:
+        return
+    saves = gather(((manifest or {}).get("part") or {}).get("save"))
+    others = [rank for rank, save in enumerate(saves) if save != saves[0]]
+    if others:
+        first = [rank for rank in range(len(saves)) if rank not in others]
+        raise CheckpointError(
+            f"{folder}: {say_ranks(first)} and {say_ranks(others)} hold parts of different saves of this tag, as a "
+            "kill or an error leaves them while it is saved again; accepted: another tag, saved by all nodes together"
+        )
+
+
+def wrong_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> str | None:
+    """A line where a checkpoint is the part of other ranks than those that are about to load it."""
+    part = manifest.get("part")
+    if not part or list(part["ranks"]) == list(team.ranks):
+        return None
+    return (
+        f"{folder}: holds the files of {say_part(part)}, saved with {KEY}, accepted here: those of "
+        f"{say_part({'ranks': team.ranks, 'world_size': rank_and_world()[1]})} (start as many ranks, nodes in the "
+        "order of the run that saved it)"
+    )
+
+
+def say_part(part: Mapping[str, Any]) -> str:
+    """``ranks 0-7 of 16``, from a manifest's "part"."""
+    ranks = list(part["ranks"])
+    numbers = f"{ranks[0]}-{ranks[-1]}" if ranks == list(range(ranks[0], ranks[-1] + 1)) else ", ".join(map(str, ranks))
+    return f"{f'ranks {numbers}' if len(ranks) > 1 else f'rank {ranks[0]}'} of {part['world_size']}"

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checkpoint.expert_names import divided_experts
-from ..checkpoint.load_checks import load_whole_checkpoints
-from ..checkpoint.native_check import check_native_loads
-from ..checkpoint.other_engines import refuse_compressed_moments
+from ..checkpoint.read.load_checks import load_whole_checkpoints
+from ..checkpoint.read.native_check import check_native_loads
+from ..checkpoint.read.other_engines import refuse_compressed_moments
 from ..checkpoint.save import save_whole_checkpoints
-from ..checkpoint.universal_load import enable_universal_load
+from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig, CoatConfigError
 from ..optim import CoatAdamW
@@ -27,12 +27,11 @@ from . import (
     deepspeed_accessors,
     expert_parallel,
     fp8_gather,
+    heartbeat,
     master_weights,
-    missing,
     pipeline,
     pipeline_module,
     round_robin,
-    stage_checks,
     step,
     step_gradients,
     step_weights,
@@ -255,21 +254,21 @@ ATTACHMENTS = (
     Attachment(
         "a tied embedding draws the same noise on both stages",
         lambda b: b.ours and pipeline.is_stage(b.engine),
-        lambda b: stage_checks.check_noise_of_tied(b.engine),
+        lambda b: pipeline.check_noise_of_tied(b.engine),
         (),
         "anywhere: replaces nothing",
     ),
     Attachment(
         "a pipeline stage steps with reduced gradients",
         lambda b: is_zero(b.zero) and pipeline.is_stage(b.engine) and hasattr(b.zero, "reduce_gradients"),
-        lambda b: stage_checks.refuse_unreduced_steps(b.engine, b.zero, "reduce_gradients"),
+        lambda b: pipeline.refuse_unreduced_steps(b.engine, b.zero, "reduce_gradients"),
         ("engine.step", "zero.reduce_gradients"),
         "anywhere: nothing else is put around these",
     ),
     Attachment(
         "a pipeline stage steps with reduced gradients (BF16_Optimizer)",
         lambda b: is_zero(b.zero) and pipeline.is_stage(b.engine) and not hasattr(b.zero, "reduce_gradients"),
-        lambda b: stage_checks.refuse_unreduced_steps(b.engine, b.engine, "buffered_allreduce_fallback"),
+        lambda b: pipeline.refuse_unreduced_steps(b.engine, b.engine, "buffered_allreduce_fallback"),
         ("engine.step", "engine.buffered_allreduce_fallback"),
         "after what else is put around the fallback",
     ),
@@ -304,7 +303,7 @@ ATTACHMENTS = (
     Attachment(
         "ranks hear of one another",
         lambda b: b.ours or b.coat is not None,
-        lambda b: missing.start(b.engine),
+        lambda b: heartbeat.start(b.engine),
         (),
         "anywhere: replaces nothing",
     ),

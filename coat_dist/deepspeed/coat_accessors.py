@@ -14,8 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..checkpoint.zero_partitions import Fragment, Partition, base_optimizer, members, partitions
-from ..checkpoint.zero_shards import forget_second_shard
+from ..checkpoint.zero_partitions import (
+    Fragment,
+    Partition,
+    base_optimizer,
+    forget_second_shard,
+    members,
+    partitions,
+)
 from ..flow.weights import invalidate_weights
 from ..ops import split
 from ..optim.master import read_master, write_master

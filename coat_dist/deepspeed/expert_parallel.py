@@ -14,21 +14,20 @@ it would leave out experts then: :func:`reduce_experts` adds them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..config import CoatConfigError, look_up
+from ..config import CoatConfigError
 from .pipeline import is_stage
 
 __all__ = [
     "announced_experts",
-    "check_expert_parallel",
     "left_unreduced",
     "mark_experts",
+    "of_one_kind",
     "reduce_experts",
     "refuse_single_files",
 ]
@@ -52,50 +51,6 @@ def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
     for p in found:
         p.group_name = f"ep_size_{size}"  # type: ignore[attr-defined]
     return found
-
-
-def check_expert_parallel(
-    settings: Mapping[str, Any], size: int, optimizer: Any = None, pipeline_stages: int = 1
-) -> None:
-    """Refuse what experts that ranks divide cannot be trained with.
-
-    Args:
-        settings: DeepSpeed's configuration.
-        size: ranks that divide the experts; 1 = none do.
-        optimizer: handed to DeepSpeed, if it is one.
-        pipeline_stages: of the mpu.
-
-    Raises:
-        CoatConfigError: names each key, what was given and what is accepted.
-    """
-    if size == 1:
-        return
-    zero = settings.get("zero_optimization") or {}
-    problems = []
-
-    def require(key: str, good: bool, accepted: str) -> None:
-        if not good:
-            given = json.dumps(look_up(settings, key), default=str)
-            problems.append(f"{key}: got {given}, accepted: {accepted} with expert parallelism")
-
-    require("zero_optimization.stage", zero.get("stage") in (1, 2), "1 or 2")
-    for key in ("reduce_scatter", "contiguous_gradients"):
-        require(f"zero_optimization.{key}", zero.get(key, True) is True, "true")
-    for key in ("offload_optimizer", "offload_param"):
-        device = (zero.get(key) or {}).get("device") or "none"
-        require(f"zero_optimization.{key}", device == "none", "absent")
-    require("zero_optimization.round_robin_gradients", not zero.get("round_robin_gradients"), "false")
-    if pipeline_stages > 1:
-        problems.append(f"mpu: got {pipeline_stages} pipeline stages, accepted: 1 with expert parallelism")
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    if not all(_one_kind(group) for group in groups):
-        problems.append(
-            "optimizer: got experts in groups with other parameters, accepted: groups of their own, as "
-            "coat_dist.deepspeed.optimizer_from_json.experts_apart makes them, or an optimizer that is named in the "
-            "configuration"
-        )
-    if problems:
-        raise CoatConfigError("\n".join(problems))
 
 
 def left_unreduced(engine: Any) -> bool:
@@ -130,7 +85,7 @@ def refuse_single_files(engine: Any) -> None:
     engine.save_16bit_model = engine.save_fp16_model = refuse
 
 
-def _one_kind(group: Mapping[str, Any]) -> bool:
+def of_one_kind(group: Mapping[str, Any]) -> bool:
     """Whether a group holds nothing but experts, and says so, or none."""
     experts = [not getattr(p, "allreduce", True) for p in group["params"]]
     return all(expert == bool(group.get("moe")) for expert in experts)

@@ -2,74 +2,35 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ..config import CoatConfig
-from ..config_errors import did_you_mean
-from ..ops.dispatch import use_kernels
+from ..config import CoatConfig, Problem
+from ..config_errors import got
 from ..optim import CoatAdamW, param_groups, split_groups
 from ..optim.group_keys import check_keys
 from ..optim.state import check_group
+from .config.schema import OF_ADAM, defaults_of_coat_adamw
 
-__all__ = ["build_coat_adamw", "check_params", "experts_apart", "list_parameters", "parameter_of"]
-
-_OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "beta1": "betas", "beta2": "betas"}
-"""Of options, in other libraries: too far from ours to be taken for misspelt."""
+__all__ = ["build_coat_adamw", "experts_apart", "list_parameters", "parameter_of", "wrong_params"]
 
 
-def check_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[str]:
-    """What is wrong with ``optimizer.params``: one line for each key."""
-    defaults = _defaults()
-    params, problems = _without_adams(params)
+def wrong_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[Problem]:
+    """What is wrong with the values in ``optimizer.params``."""
     own = coat.optimizer.model_dump() if coat is not None and "optimizer" in coat.model_fields_set else {}
-    for name, value in params.items():
-        if name not in defaults:
-            meant = _OTHER_NAMES.get(str(name).lower())
-            hint = f' (did you mean "{meant}"?)' if meant else did_you_mean(name, defaults, 0.7)
-            problems.append(f"optimizer.params.{name}: unknown key{hint}, accepted: {', '.join(defaults)}")
-        elif name in own:
-            problems.append(f"optimizer.params.{name}: given beside coat.optimizer, accepted: one of the two")
-        elif isinstance(value, Mapping | list) and name != "betas":
-            problems.append(f"optimizer.params.{name}: got {json.dumps(value, default=str)}, accepted: a single value")
-        else:
-            problems += _group_problem({**defaults, name: value})
-    if params.get("capturable") is True and not (torch.cuda.is_available() or use_kernels(torch.empty(0))):
-        problems.append("optimizer.params.capturable: got true without a CUDA GPU, accepted: false there")
-    return problems or _group_problem({**defaults, **own, **params})
-
-
-_OF_ADAM = ("torch_adam", "adam_w_mode")
-"""Keys by which DeepSpeed chooses among its Adams; templates of other programs have them."""
-
-
-def _without_adams(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``optimizer.params`` without :data:`_OF_ADAM`, and a line where these ask for another optimizer."""
-    problems = []
-    if params.get("adam_w_mode", True) is not True:
-        problems = [
-            f"optimizer.params.adam_w_mode: got {json.dumps(params['adam_w_mode'], default=str)}, accepted: true; drop "
-            "it: CoatAdamW's weight decay is always decoupled"
-        ]
-    return {name: value for name, value in params.items() if name not in _OF_ADAM}, problems
-
-
-def _group_problem(options: Mapping[str, Any]) -> list[str]:
-    """What is wrong with options that a file gives, in JSON's words."""
-    try:
-        check_group({**options, "moments": "fp8", "params": []})
-    except ValueError as error:
-        said = re.fullmatch(r"CoatAdamW (\w+): got .*, accepted: (.*)", str(error), re.DOTALL)
-        assert said is not None, error
-        key, accepted = said[1], said[2].removesuffix(", or a tensor of one element")  # no file holds one
-        accepted = re.sub(r"'(\w+)'", r'"\1"', accepted.replace("True", "true").replace("False", "false"))
-        return [f"optimizer.params.{key}: got {json.dumps(options[key], default=str)}, accepted: {accepted}"]
-    return []
+    params = {name: value for name, value in params.items() if name not in OF_ADAM}
+    given, accepted = {f"optimizer.params.{name}": value for name, value in {**own, **params}.items()}, "one of the two"
+    twice = (f"optimizer.params.{name}" for name in params if name in own)
+    problems = {key: Problem(key, "given beside coat.optimizer", accepted) for key in twice}
+    for options in (*({name: value} for name, value in params.items()), {**own, **params}):
+        try:
+            check_group({**defaults_of_coat_adamw(), **options, "moments": "fp8", "params": []}, "optimizer.params.")
+        except ValueError as error:
+            problem: Problem = error.args[0]
+            problems.setdefault(problem.key, problem._replace(got=got(given.get(problem.key))))
+    return [*problems.values()]
 
 
 def build_coat_adamw(
@@ -87,8 +48,8 @@ def build_coat_adamw(
     Raises:
         ValueError: some of ``parameters`` are not the model's, or twice in groups; a group's option is not accepted.
     """
-    params, _ = _without_adams(settings["optimizer"].get("params") or {})
-    options = {**coat.optimizer.model_dump(), **params}
+    params = settings["optimizer"].get("params") or {}
+    options = {**coat.optimizer.model_dump(), **{name: v for name, v in params.items() if name not in OF_ADAM}}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
 
@@ -152,23 +113,14 @@ def _with_work(split: list[dict[str, Any]], given: list[Any]) -> list[dict[str, 
 
 def _check_groups(groups: list[Any], options: Mapping[str, Any]) -> None:
     """Say what CoatAdamW would say of the groups, before DeepSpeed builds anything, and of which group."""
-    defaults = _defaults()
+    defaults = defaults_of_coat_adamw()
     for i, group in enumerate(groups):
         what = f"model_parameters.{i}"
         if not isinstance(group, Mapping):
             raise ValueError(f"{what}: got {type(group).__name__} beside a group, accepted: another group")
         check_keys(group, [*defaults, "moments"], what + ",")
-        try:
-            # without parameters: DeepSpeed may convert them before the optimizer is built
-            check_group({**defaults, "moments": "fp8", **options, **group, "params": []})
-        except (ValueError, TypeError) as error:
-            raise type(error)(str(error).replace("CoatAdamW", what + ",", 1)) from None
-
-
-def _defaults() -> dict[str, Any]:
-    """CoatAdamW's options and their defaults."""
-    known = inspect.signature(CoatAdamW.__init__).parameters
-    return {name: p.default for name, p in known.items() if name not in ("self", "params")}
+        # without parameters: DeepSpeed may convert them before the optimizer is built
+        check_group({**defaults, "moments": "fp8", **options, **group, "params": []}, f"{what}, ")
 
 
 def list_parameters(parameters: Iterable[Any]) -> list[Any]:

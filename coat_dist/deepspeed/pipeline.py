@@ -8,72 +8,36 @@ them is an error. DeepSpeed's ``PipelineModule`` has an engine of its own and do
 
 from __future__ import annotations
 
+import functools
 import json
 import types
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ..config import CoatConfigError, look_up
+from ..checkpoint.zero_partitions import members
+from ..config import CoatConfigError
 from ..ranks import gather
 from .step import by_what_the_norm_counts
 
 __all__ = [
+    "check_noise_of_tied",
     "TIED",
     "accumulate",
     "accumulated",
     "attach_stage",
     "check_one_model_a_stage",
-    "check_settings",
     "has_groups_of_norms",
     "is_stage",
     "norm_over_stages",
     "reduce_gradients",
+    "refuse_unreduced_steps",
     "stages",
 ]
 
 TIED = "/tied"
 """End of the name of the parameter group of a weight that two stages hold (``coat_dist.optim.param_groups``)."""
-
-_REFUSED = (
-    (
-        "zero_optimization.stage",
-        lambda value: value != 1,
-        "1 with pipeline stages (gradients stay on a stage until all micro-batches have come back through it, so there "
-        "is nothing that stages 2 and 3 could divide earlier)",
-    ),
-    (
-        "zero_optimization.overlap_comm",
-        lambda value: value is True,
-        "false with pipeline stages (gradients are reduced once, after the last micro-batch)",
-    ),
-    ("zero_optimization.cpu_offload", bool, "false with pipeline stages"),
-    (
-        "zero_optimization.offload_optimizer.device",
-        lambda value: value not in (None, "none"),
-        '"none" with pipeline stages',
-    ),
-    ("zero_optimization.zenflow", lambda value: value is not None, "absent with pipeline stages"),
-    ("fp16.enabled", lambda value: value is True, "false with pipeline stages (bf16 needs no loss scaling)"),
-    (
-        "managed_gradient_accumulation",
-        lambda value: value is False,
-        "true (its default) with pipeline stages: a step is gradient_accumulation_steps micro-batches",
-    ),
-    ("torch_autocast.enabled", lambda value: value is True, "false with pipeline stages"),
-    (
-        "checkpoint.use_node_local_storage",
-        lambda value: value is True,
-        "false with pipeline stages (DeepSpeed would write the model states of each node's first rank alone)",
-    ),
-    (
-        "flops_profiler.enabled",
-        lambda value: value is True,
-        "false with pipeline stages (it watches the engine's forward, which does not run)",
-    ),
-)
 
 
 def stages(mpu: Any) -> int:
@@ -86,26 +50,6 @@ def stages(mpu: Any) -> int:
 def is_stage(engine: Any) -> bool:
     """Whether an engine's model is one stage of several."""
     return stages(getattr(engine, "mpu", None)) > 1
-
-
-def check_settings(settings: Mapping[str, Any], count: int) -> None:
-    """Refuse what cannot be honoured with ``count`` pipeline stages.
-
-    Args:
-        settings: DeepSpeed's configuration.
-
-    Raises:
-        CoatConfigError: names each key, its value and what is accepted.
-    """
-    if count == 1:
-        return
-    problems = [
-        f"{key}: got {json.dumps(look_up(settings, key), default=str)}, accepted: {accepted}"
-        for key, refused, accepted in _REFUSED
-        if refused(look_up(settings, key))
-    ]
-    if problems:
-        raise CoatConfigError("\n".join(problems))
 
 
 def check_one_model_a_stage(model: torch.nn.Module, mpu: Any) -> None:
@@ -257,3 +201,55 @@ def reduce_gradients(engine: Any) -> None:
     else:
         engine.buffered_allreduce_fallback()
     engine.micro_steps += engine.gradient_accumulation_steps() - 1  # `step` counts the last one
+
+
+def refuse_unreduced_steps(engine: Any, owner: Any, name: str) -> None:
+    """Let ``engine.step`` raise RuntimeError where ``owner.name``, which reduces, was not called before it."""
+    reduce, step, reduced = getattr(owner, name), engine.step, [False]
+
+    @functools.wraps(reduce)
+    def reduce_and_note(*args: Any, **kwargs: Any) -> Any:
+        reduced[0] = True
+        return reduce(*args, **kwargs)
+
+    @functools.wraps(step)
+    def checked_step(*args: Any, **kwargs: Any) -> Any:
+        if not reduced[0]:
+            raise RuntimeError(
+                f"engine.step: called on stage {engine.mpu.get_pipeline_model_parallel_rank()} of "
+                f"{stages(engine.mpu)} pipeline stages, whose gradients nothing has reduced; accepted: "
+                "megatron_patches.train_batch(engine, data_iterator, forward_step), which runs the schedule, reduces "
+                "and steps"
+            )
+        reduced[0] = False
+        return step(*args, **kwargs)
+
+    setattr(owner, name, reduce_and_note)
+    engine.step = checked_step
+
+
+def check_noise_of_tied(engine: Any) -> None:
+    """Refuse a tied embedding whose copies would draw other noise; collective over stages.
+
+    A shard draws by the number of shards with FP8 moments before it. A last stage without a layer of its own, or with
+    frozen ones, has none before its copy, where the first stage has one.
+
+    Raises:
+        ValueError: on every stage.
+    """
+    zero = engine.optimizer
+    drawing = [
+        any(getattr(p, "shared_embedding", False) for p in params)
+        for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True)
+        if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False
+    ]
+    stage_group = engine.mpu.get_pipeline_model_parallel_group()
+    places: list[Any] = [None] * stage_group.size()
+    dist.all_gather_object(places, drawing.index(True) if True in drawing else None, group=stage_group)
+    if len(places_of_copies := {place for place in places if place is not None}) > 1:
+        raise ValueError(
+            "model_parameters: got a tied embedding behind another number of groups with FP8 moments on the first "
+            f"pipeline stage than on the last ({', '.join(map(str, sorted(places_of_copies)))}), so that its copies "
+            'would draw other noise and drift apart; accepted: layers to train on both stages, "moments": "fp32" for '
+            'the embedding, or "stochastic_rounding": false'
+        )

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.zero_shards import copy_into
+from ..checkpoint.zero_partitions import copy_into
 from ..config import CoatConfig, load_json, look_up, without_comments
-from .refusals import check_deepspeed
+from .config.validate import check_deepspeed
 
 __all__ = ["copy_into", "zero_init"]
 
@@ -41,12 +41,12 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
         CoatConfigError: the configuration cannot be read, or has what ``initialize`` refuses.
     """
     settings = without_comments(config if isinstance(config, dict) else load_json(config))
-    coat = CoatConfig.from_deepspeed(settings)
+    CoatConfig.from_deepspeed(settings)
     if look_up(settings, "zero_optimization.stage") != 3:
         yield False
         return
     tp = 1 if mpu is None else mpu.get_model_parallel_world_size()
-    check_deepspeed(settings, coat=coat, tp=tp, mpu=mpu is not None)
+    check_deepspeed(settings, tp=tp)
     settings.pop("coat", None)
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups

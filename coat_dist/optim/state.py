@@ -37,6 +37,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..config_errors import Problem
 from ..formats import ALWAYS_EXPANDED
 from ..ops import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
 from .counts import as_count, is_count
@@ -192,16 +193,20 @@ def ensure_state(
     return state
 
 
-def check_group(group: Mapping[str, Any]) -> None:
+def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     """Check the options and parameters of a group with all its defaults filled in.
 
+    Args:
+        what: stands before an option's name in an error.
+
     Raises:
-        ValueError, TypeError: names the option, what was given and what is accepted.
+        ValueError: of a ``Problem``: the option, what was given and what is accepted.
+        TypeError: names the parameter.
     """
 
     def require(key: str, accepted: str, ok: bool) -> None:
         if not ok:
-            raise ValueError(f"CoatAdamW {key}: got {group[key]!r}, accepted: {accepted}")
+            raise ValueError(Problem(f"{what}{key}", f"got {group[key]!r}", accepted))
 
     def number(value: Any) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < float("inf")

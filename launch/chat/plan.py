@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.checkpoint.durable import write_text
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
+from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_first_ranks, on_rank_0
 from launch.chat.arguments import LONGEST_DEFAULT, FinetuneOptions
 from launch.chat.batches import Layout, micro_batches

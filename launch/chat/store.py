@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from coat_dist.checkpoint.durable import make_folder, sync_folder, write_text
+from coat_dist.checkpoint.write.durable import make_folder, sync_folder, write_text
 from launch.chat.files import records
 from launch.chat.records import Conversation, Malformed, from_record, parse
 from launch.chat.template import ChatTemplate

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import make_folder, write_text
+from coat_dist.checkpoint.write.durable import make_folder, write_text
 from launch.evaluation import rows as of_rows
 from launch.evaluation.choices import Asked, Question, best
 from launch.evaluation.choices import digest as digest_of_questions

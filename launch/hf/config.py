@@ -131,7 +131,7 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
     try:
         return ModelConfig.model_validate(described), family
     except ValidationError as error:
-        lines = [_in_their_words(explain("model", ModelConfig, e)) for e in error.errors()]
+        lines = [_in_their_words(str(explain("model", ModelConfig, e))) for e in error.errors()]
         raise CoatConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 

@@ -10,10 +10,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from coat_dist.checkpoint.durable import make_folder, sync_folder, sync_tree, write_text
-from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, sync_files
-from coat_dist.checkpoint.publish import unfinished
+from coat_dist.checkpoint.write.durable import make_folder, sync_folder, sync_tree, write_text
+from coat_dist.checkpoint.write.lock import locked_folder
+from coat_dist.checkpoint.write.publish import unfinished
 from launch.hf.folder import CONFIG, travelling_files
 from launch.outputs import checkpoint_at, lack_of_room
 from launch.weights.converted import MODEL

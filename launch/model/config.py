@@ -249,4 +249,4 @@ def described_model(values: dict[str, Any], overrides: Sequence[str] = ()) -> Mo
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        raise CoatConfigError("\n".join(explain("model", ModelConfig, e) for e in error.errors())) from None
+        raise CoatConfigError(*(explain("model", ModelConfig, e) for e in error.errors())) from None

@@ -187,7 +187,7 @@ def _half(run: Run) -> tuple[str, Callable[[], Run]]:
 
 
 def _only_below_stage_3(run: Run) -> bool:
-    """As ``coat_dist/deepspeed/refusal_rules.py`` refuses it."""
+    """As ``coat_dist/deepspeed/config/table.py`` refuses it."""
     activation = None if run.flow is None or run.coat is None else run.coat.activation
     return activation is not None and (activation.cuda_graphs or activation.weights == "cached")
 

@@ -43,7 +43,7 @@ def locked(prefix: str, parts: Path) -> Iterator[None]:
             f"--output: got {prefix!r}, which is a folder, accepted: a folder and the beginning of a file name"
         )
     # Imported late: it brings torch, which takes seconds, and workers, which import this file, do not need it.
-    from coat_dist.checkpoint import lock
+    from coat_dist.checkpoint.write import lock
 
     with contextlib.ExitStack() as held:
         try:

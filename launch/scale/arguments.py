@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 from coat_dist import CoatConfigError
 from launch.command_line import DefaultsHelp, Parser, add_parallel_options, local_path, whole_number
@@ -12,7 +13,7 @@ from launch.log_level import add_log_level
 from launch.planning.gpus import GPUS
 from launch.planning.recompute import add_recompute_options, check_recompute
 
-from .links import Link, parse_links
+from .predict import NIC, NVLINK, Link
 
 __all__ = ["MOST", "VARIANTS", "links", "parse", "sub_groups"]
 
@@ -20,39 +21,10 @@ VARIANTS = ("coat", "bf16")
 """With the "coat" block and without."""
 MOST = 2**20
 """GPUs of a cluster that is predicted."""
-_MEANT = {
-    "config": "--deepspeed_config",
-    "ds-config": "--deepspeed_config",
-    "dry-run": "--paper",
-    "from": "--measured",
-    "gradient-accumulation-steps": "--accumulation",
-    "iterations": "--steps",
-    "local_rank": "--ranks",
-    "micro-batch-size": "--micro-batch",
-    "model-config": "--model",
-    "nproc-per-node": "--gpus",
-    "num-gpus": "--gpus",
-    "num_gpus": "--gpus",
-    "out": "--output",
-    "output-dir": "--output",
-    "per-device-train-batch-size": "--micro-batch",
-    "resume": "--output (what is measured there is not measured again)",
-    "sizes": "--ranks",
-    "tensor-model-parallel-size": "--tensor-parallel",
-    "tp": "--tensor-parallel",
-    "train-iters": "--steps",
-    "train-steps": "--steps",
-    "world-size": "--ranks",
-    **dict.fromkeys(("pp", "pipeline-parallel", "pipeline-model-parallel-size"), "--paper, which has pipelines"),
-}
-
-
-_ALWAYS = ("deepspeed", "log_level", "output", "predict", "link", "gpus_per_node")
-_PAPER = "paper gpu model model_override vocab_size deepspeed_config"
-_MEASURED = "measured hold_out"
-"""Options of each of the three things that the program does, beside :data:`_ALWAYS`."""
-_OF_TRAINING = "model model-override vocab-size micro-batch accumulation variants no-strong"
-"""Options that collectives alone do not have."""
+_ALWAYS = {"deepspeed", "log_level", "output", "predict", "link", "gpus_per_node"}
+_PAPER = {"paper", "gpu", "model", "model_override", "vocab_size", "deepspeed_config"}
+_MEASURED = {"measured", "hold_out"}
+_NO_COLLECTIVES = ("model", "model_override", "vocab_size", "micro_batch", "accumulation", "variants", "predict")
 
 
 def _several(one: Callable[[str], int], name: str) -> Callable[[str], tuple[int, ...]]:
@@ -87,16 +59,17 @@ def parser() -> argparse.ArgumentParser:
     """The options, in the groups that ``--help`` shows."""
     p = Parser(
         prog="scaling.py",
-        description="Measure training and collectives on 1, 2, 4, ... of the ranks that are here, fit what each "
-        "collective costs, and predict larger clusters. Started by `torchrun launch/scaling.py ...` or `deepspeed "
+        description="Measure training and collectives on 1, 2, 4, ... of the ranks that are here, "
+        "and predict larger clusters. Started by `torchrun launch/scaling.py ...` or `deepspeed "
         "launch/scaling.py ...` (srun: `srun python ...`) on one node or several, or by its path on one.",
         formatter_class=DefaultsHelp,
-        meant=_MEANT,
     )
     g = p.add_argument_group("what is trained, as for pretrain.py")
     g.add_argument("--model", type=local_path, default=None, metavar="FILE", help="a path, or a name such as llama2-7b")
     g.add_argument("--model-override", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="other values")
-    g.add_argument("--vocab-size", type=whole_number, default=None, metavar="N", help="where the model names none")
+    g.add_argument(
+        "--vocab-size", type=whole_number, default=None, metavar="N", help="where the model names none (default: 32000)"
+    )
     g.add_argument(
         "--deepspeed_config",
         "--deepspeed-config",
@@ -111,7 +84,13 @@ def parser() -> argparse.ArgumentParser:
     add_recompute_options(g)
     g.add_argument("--deepspeed", action="store_true", help="accepted for habit; DeepSpeed always runs")
     g = p.add_argument_group("what is measured")
-    g.add_argument("--output", type=local_path, default=None, metavar="DIR", help="where everything is written")
+    g.add_argument(
+        "--output",
+        type=local_path,
+        default=None,
+        metavar="DIR",
+        help="where everything is written (default: runs/scaling)",
+    )
     ranks = _several(whole_number, "numbers of ranks")
     g.add_argument("--ranks", type=ranks, default=None, metavar="N,N", help="sub-groups (default: 1, 2, 4, ... all)")
     g.add_argument("--gpus", type=whole_number, default=None, metavar="N", help="ranks to start, without a launcher")
@@ -136,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
         type=whole_number,
         default=None,
         metavar="N",
-        help="predict N ranks from fewer, and compare (default: the most, of three sizes or more)",
+        help="predict these measured ranks from fewer, and compare (default: the most)",
     )
     g.add_argument(
         "--gpus-per-node", type=whole_number, default=None, metavar="N", help="(default: as started here, else 8)"
@@ -152,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--paper",
         action="store_true",
-        help="nothing measured: the fastest layout of --model (default: 7B, 70B, 405B) on --predict GPUs, by the "
+        help="measure nothing: the fastest layout of --model (default: 7B, 70B, 405B) on --predict GPUs, by the "
         "planner's rates",
     )
     g.add_argument("--gpu", choices=list(GPUS), default="h100", help="of --paper")
@@ -190,30 +169,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
     require("gpus", args.gpus is None or not launched, "only without a launcher, which says how many there are")
 
-    def only(names: str, why: str) -> None:
+    def refuse(names: Iterable[str], why: str) -> None:
         """Nothing that was given is ignored."""
-        for name, value in vars(args).items():
-            if name not in (*_ALWAYS, *names.split()) and value != options.get_default(name):
-                shown = name if name == "deepspeed_config" else name.replace("_", "-")
-                given = shown if value is True else f"{shown}: got {value!r}"
-                problems.append(f"--{given}{': given' if value is True else ''}, accepted: not with {why}")
+        given = {name: getattr(args, name) for name in names if getattr(args, name) != options.get_default(name)}
+        problems.extend(f"--{k.replace('_', '-')}: got {v!r}, accepted: not with {why}" for k, v in given.items())
 
     if args.paper:
-        only(_PAPER, "--paper, which measures nothing and finds layouts for --predict GPUs")
+        refuse(vars(args).keys() - _ALWAYS - _PAPER, "--paper, which measures nothing")
     elif args.measured is not None:
-        only(_MEASURED, "--measured, which has its own")
+        refuse(vars(args).keys() - _ALWAYS - _MEASURED, "--measured, which has its own")
     else:
-        training = args.only != "collectives"
-        require("predict", training or not args.predict, "not with --only collectives: steps are predicted")
-        require("gpu", args.gpu == options.get_default("gpu"), "only with --paper")
-        require("output", args.output is not None, "a folder, for measurements (or --measured DIR, or --paper)")
-        if training:
-            require("model", args.model is not None, "a description (or --only collectives)")
+        args.output = args.output or "runs/scaling"
+        if args.only == "collectives":
+            refuse(_NO_COLLECTIVES, "--only collectives")
         else:
-            for name in _OF_TRAINING.split():
-                value = getattr(args, name.replace("-", "_"))
-                require(name, value == options.get_default(name.replace("-", "_")), "not with --only collectives")
-        require("message-sizes", args.only != "training" or args.message_sizes is None, "not with --only training")
+            require("model", args.model is not None, "a description (or --only collectives)")
     if problems:
         raise CoatConfigError("\n".join(problems))
     links(args)
@@ -228,9 +198,30 @@ def _without_local_rank(argv: Sequence[str] | None) -> list[str] | None:
     return [one for one in given if not one.startswith(("--local_rank=", "--local-rank="))]
 
 
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_LINK = re.compile(rf"(nvlink|nic)={_NUMBER}([kmgtKMGT])([bB])/s(?:,{_NUMBER}(ns|us|ms))?")
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}
+
+
 def links(args: argparse.Namespace) -> dict[str, Link]:
-    """What ``--link`` gives."""
-    return parse_links(args.link)
+    """Links "inside" a node and "between" nodes that ``--link`` gives.
+
+    Raises:
+        CoatConfigError: another spelling.
+    """
+    found: dict[str, Link] = {}
+    for text in args.link:
+        said = _LINK.fullmatch(text)
+        if said is None or not float(said[2]):
+            raise CoatConfigError(
+                f"--link: got {text!r}, accepted: NAME=BANDWIDTH[,LATENCY] of a GPU in one direction, such as "
+                "nvlink=400GB/s,3us (within a node) or nic=400Gb/s (between nodes; b are bits)"
+            )
+        where, assumed = ("between", NIC) if said[1] == "nic" else ("inside", NVLINK)
+        rate = float(said[2]) * _UNITS[said[3].lower()] / (8 if said[4] == "b" else 1)
+        latency = float(said[5]) * _UNITS[said[6]] if said[5] else assumed.latency
+        found[where] = Link(rate, latency, source="given")
+    return found
 
 
 def sub_groups(args: argparse.Namespace, world: int) -> list[int]:

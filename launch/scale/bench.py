@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .links import KINDS
+__all__ = ["KINDS", "SIZES", "measure", "share"]
 
-__all__ = ["SIZES", "measure"]
-
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "p2p")
 SIZES = {"cuda": tuple(2**k for k in range(12, 29, 2)), "cpu": tuple(2**k for k in range(12, 23, 2))}
 """Bytes: 4 KiB to 256 MiB on GPUs."""
 _REPEATS = 5
@@ -27,8 +26,19 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def share(kind: str, ranks: int) -> float:
+    """Part of a collective's bytes that each rank sends, as in a ring.
+
+    The bytes are those of the whole tensor: what is reduced, what a rank has after a gather or before a scatter, what
+    a rank sends to all others together, what one rank sends to another.
+    """
+    if kind == "p2p":
+        return 1.0
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
 def _call(kind: str, size: int, device: torch.device) -> Callable[[bool], Any]:
-    """A collective over ``size`` bytes, as :mod:`launch.scale.links` counts them; the argument is ``async_op``."""
+    """A collective over ``size`` bytes, as :func:`share` counts them; the argument is ``async_op``."""
     world = dist.get_world_size()
     count = max(world, size // 4 // world * world)
     whole, part = torch.zeros(count, device=device), torch.zeros(count // world, device=device)

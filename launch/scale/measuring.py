@@ -6,7 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
@@ -20,7 +20,10 @@ from .crew import Crew, Failed
 from .records import Records
 from .train import plan_of
 
-__all__ = ["check", "identity_of", "jobs", "machine", "measure"]
+__all__ = ["check", "identity_of", "jobs", "machine", "measure", "runs_of"]
+
+VOCABULARY = 32_000
+"""Llama 2's, of a model that names none: its tokens are random anyway."""
 
 
 def identity_of(args: Any) -> dict[str, Any]:
@@ -37,16 +40,11 @@ def identity_of(args: Any) -> dict[str, Any]:
             "options": [],
             "tensor_parallel": args.tensor_parallel,
         }
-    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
-    model = load_model_config(args.model, args.model_override)
-    model = model if args.vocab_size is None else model.with_vocab(args.vocab_size)
-    if model.vocab_size is None:
-        raise CoatConfigError("model.vocab_size: got null, accepted: a number, or --vocab-size")
+    runs = runs_of(args, args.model)
+    settings = runs["coat"].settings
     micro = args.micro_batch or settings.get(MICRO)
     if not isinstance(micro, int) or isinstance(micro, bool) or micro < 1:
         raise CoatConfigError(f"{MICRO}: got {micro!r}, accepted: an integer >= 1, or --micro-batch")
-    run = Run(model=model, settings=settings, coat=coat, tp=args.tensor_parallel, micro=micro)
-    variants = {"coat": with_block, "bf16": without_block}
     options = ["--tensor-parallel", str(args.tensor_parallel)]
     options += ["--sequence-parallel"] if args.sequence_parallel else []
     for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"):
@@ -56,13 +54,27 @@ def identity_of(args: Any) -> dict[str, Any]:
     accumulation = args.accumulation or settings.get(STEPS) or 1
     return {
         "model_name": args.model,
-        "model": model.model_dump(exclude_defaults=True, mode="json"),
-        "settings": {name: dict(variants[name](run).settings) for name in args.variants},
+        "model": runs["coat"].model.model_dump(exclude_defaults=True, mode="json"),
+        "settings": {name: dict(runs[name].settings) for name in args.variants},
         "options": options,
         "tensor_parallel": args.tensor_parallel,
         "micro_batch": micro,
         "accumulation": accumulation,
     }
+
+
+def runs_of(args: Any, model_name: str, overrides: Sequence[str] = ()) -> dict[str, Run]:
+    """The run with the "coat" block and without.
+
+    Raises:
+        CoatConfigError: settings that cannot be used.
+    """
+    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
+    model = load_model_config(model_name, [*overrides, *args.model_override])
+    if args.vocab_size is not None or model.vocab_size is None:
+        model = model.with_vocab(args.vocab_size or VOCABULARY)
+    run = Run(model=model, settings=settings, coat=coat, tp=args.tensor_parallel)
+    return {"coat": with_block(run), "bf16": without_block(run)}
 
 
 def jobs(args: Any, identity: Mapping[str, Any], sizes: list[int], nodes: list[str]) -> Iterator[dict[str, Any]]:

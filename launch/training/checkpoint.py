@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.load_checks import load_whole_checkpoints
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
-from coat_dist.checkpoint.publish import find, name_of, own_name
+from coat_dist.checkpoint.read.load_checks import load_whole_checkpoints
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
-from coat_dist.checkpoint.shared import check_one_save, wrong_part
-from coat_dist.checkpoint.team import Team, everyone, team_of
+from coat_dist.checkpoint.team import Team, check_one_save, everyone, team_of, wrong_part
+from coat_dist.checkpoint.write.publish import find, name_of, own_name
 from coat_dist.config import look_up
 from launch.training.runtime import get_random_state, reseed, set_random_state
 from launch.weights.source import CARRIED, Weights, files_in

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import make_folder
-from coat_dist.checkpoint.lock import locked_folder
 from coat_dist.checkpoint.manifest import MANIFEST, read_manifest
-from coat_dist.checkpoint.publish import LATEST, own_name, published
+from coat_dist.checkpoint.write.durable import make_folder
+from coat_dist.checkpoint.write.lock import locked_folder
+from coat_dist.checkpoint.write.publish import LATEST, own_name, published
 from launch.training.arguments import TrainingOptions
 from launch.training.checkpoint import require_loadable
 from launch.training.metrics import read_metrics

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, verify
-from coat_dist.checkpoint.publish import name_of, own_name
+from coat_dist.checkpoint.write.publish import name_of, own_name
 from coat_dist.config import look_up
 from coat_dist.ranks import alone, on_rank_0
 from launch.log_level import say

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import write_text
+from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_rank_0
 from launch.log_level import shows
 from launch.training.arguments import TrainingOptions

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.durable import make_folder
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
-from coat_dist.checkpoint.publish import own_name, published, replaced_or
-from coat_dist.checkpoint.shared import KEY, check_shared, check_there
-from coat_dist.checkpoint.team import Team, everyone, nodes_of_ranks, sharing
+from coat_dist.checkpoint.team import KEY, Team, check_shared, check_there, everyone, nodes_of_ranks, sharing
+from coat_dist.checkpoint.write.durable import make_folder
+from coat_dist.checkpoint.write.publish import own_name, published, replaced_or
 from coat_dist.config import look_up
 from coat_dist.nodes import on_host, say_host
 from coat_dist.ranks import attempt, on_rank_0, rank_and_world

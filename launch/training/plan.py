@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.deepspeed.expert_parallel import check_expert_parallel
+from coat_dist.deepspeed.config.validate import check_parallel
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.planning.recompute import recompute_options
@@ -176,7 +176,7 @@ def assemble(
     stages = check_stages(args, world, settings, model)
     dp = world // tp // stages
     model.check_expert_parallel(args.expert_parallel, dp)
-    check_expert_parallel(settings, args.expert_parallel)
+    check_parallel(settings, ep=args.expert_parallel)
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
         raise CoatConfigError(f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})")

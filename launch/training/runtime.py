@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from coat_dist.deepspeed.without_launcher import store_of_restart
+from launch import failing
 from launch.log_level import quiet_libraries
-from launch.training import joining
 
 __all__ = [
     "StopSignal",
@@ -74,7 +74,7 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if not dist.is_initialized():
         timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
-        joining.meet(timeout)
+        failing.meet(timeout)
         # Without `device_id`, with which NCCL would make a communicator for each of Megatron's groups, used or not:
         # several GiB of the GPU (docs/memory.md). A first collective says which GPU is this rank's.
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, **store_of_restart())

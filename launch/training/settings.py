@@ -8,8 +8,8 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import decode_base64, load_json, look_up
-from coat_dist.deepspeed.batch_sizes import MICRO, STEPS, TOTAL, BatchSizes, batch_sizes
-from coat_dist.deepspeed.refusals import check_deepspeed, read_block
+from coat_dist.deepspeed.config.batch_sizes import MICRO, STEPS, TOTAL, BatchSizes, batch_sizes
+from coat_dist.deepspeed.config.validate import check_deepspeed
 from launch.find_config import read_config
 
 __all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes", "load_settings", "peak_lr"]
@@ -44,8 +44,7 @@ def load_settings(given: str, *, tp: int, stage: int | None = None) -> tuple[dic
     found_later = {MICRO: 1} if settings.get(MICRO) == "auto" else {}
     checked = {**settings, **found_later}
     checked.pop("scheduler", None)  # refused below, whatever it says
-    coat = read_block(checked)
-    check_deepspeed(checked, tp=tp, mpu=True, coat=coat)
+    coat = check_deepspeed(checked, tp=tp)
     problems = [
         f"{key}: got {value!r}, accepted: {accepted}"
         for key, possible, accepted in _ACCEPTED

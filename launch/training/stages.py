@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coat_dist import CoatConfigError
-from coat_dist.deepspeed.pipeline import check_settings
+from coat_dist.deepspeed.config.validate import check_parallel
 from launch.model.config import ModelConfig
 from launch.training.arguments import TrainingOptions
 from launch.training.settings import STEPS, BatchSizes
@@ -39,7 +39,7 @@ def check_stages(args: TrainingOptions, world: int, settings: Mapping[str, Any],
             f"--virtual-stages: got {virtual}, accepted: a divisor of the layers of a stage "
             f"({model.num_layers // stages})"
         )
-    check_settings(settings, stages)
+    check_parallel(settings, stages=stages)
     return stages
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coat_dist.checkpoint.durable import sync_folder, sync_tree, write_text
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from coat_dist.checkpoint.publish import finished, publish, retire, unfinished
+from coat_dist.checkpoint.write.durable import sync_folder, sync_tree, write_text
+from coat_dist.checkpoint.write.publish import finished, publish, retire, unfinished
 from launch.outputs import checkpoint_at, lack_of_room
 from launch.universal.source import Source
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from coat_dist.checkpoint.durable import says_full
+from coat_dist.checkpoint.write.durable import says_full
 from launch.outputs import room
 from launch.weights.source import CARRIED
 
@@ -19,8 +19,8 @@ def bytes_needed(source: Path) -> int:
     0 where it cannot be known: what is wrong with the checkpoint is said when it is converted.
     """
     # Late: it brings the optimizer, for which `--help` does not wait.
-    from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
-    from coat_dist.checkpoint.zero_files import KEYS
+    from coat_dist.checkpoint.universal.zero_checkpoint import ZeroCheckpoint
+    from coat_dist.checkpoint.universal.zero_files import KEYS
 
     try:
         checkpoint = ZeroCheckpoint(source)
@@ -34,7 +34,7 @@ def bytes_needed(source: Path) -> int:
 
 
 def _bytes_of_codes(shard: Any, name: str) -> int:
-    from coat_dist.checkpoint.universal_codes import groups_within
+    from coat_dist.checkpoint.universal.codes import groups_within
     from coat_dist.optim.state import CODE_KEYS
 
     if (layout := shard.layout(name)) is None:  # fp32 moments

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
-from coat_dist.checkpoint.publish import LATEST, find, name_of, own_name, replaced_or
-from coat_dist.checkpoint.shared import KEY, say_part
+from coat_dist.checkpoint.team import KEY, say_part
+from coat_dist.checkpoint.write.publish import LATEST, find, name_of, own_name, replaced_or
 
 __all__ = ["Source", "find_source", "read_source"]
 

@@ -9,10 +9,10 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, read_manifest, verify
-from coat_dist.checkpoint.publish import LATEST, find
-from coat_dist.checkpoint.universal_folder import UniversalFolder
-from coat_dist.checkpoint.zero_checkpoint import ZeroCheckpoint
-from coat_dist.checkpoint.zero_files import Shard
+from coat_dist.checkpoint.universal.folder import UniversalFolder
+from coat_dist.checkpoint.universal.zero_checkpoint import ZeroCheckpoint
+from coat_dist.checkpoint.universal.zero_files import Shard
+from coat_dist.checkpoint.write.publish import LATEST, find
 from coat_dist.ranks import alone
 from launch.model.gpt import ModelConfig
 from launch.weights.forget import forget
@@ -175,7 +175,7 @@ class _Universal:
         return self._saved(name)["param"]
 
     def _saved(self, name: str) -> dict[str, Any]:
-        from coat_dist.checkpoint.universal_folder import read
+        from coat_dist.checkpoint.universal.folder import read
 
         return read(self.folder.folder / name / "fp32.pt", weights_only=False)
 

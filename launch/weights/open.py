@@ -10,7 +10,7 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST
-from coat_dist.checkpoint.publish import replaced_or
+from coat_dist.checkpoint.write.publish import replaced_or
 from launch.model.gpt import ModelConfig
 from launch.weights.checkpoint import CheckpointWeights, described, find_checkpoint
 from launch.weights.converted import KIND, MODEL, ConvertedWeights

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from coat_dist.checkpoint.checksums import join
 from coat_dist.checkpoint.manifest import MANIFEST
+from coat_dist.checkpoint.write.engine_writes import join
 from launch.weights.source import CheckpointError
 from launch.weights.sums import bytes_of, summed
 

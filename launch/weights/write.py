@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from coat_dist.checkpoint.checksums import join
-from coat_dist.checkpoint.durable import named, write_text
+from coat_dist.checkpoint.write.durable import named, write_text
+from coat_dist.checkpoint.write.engine_writes import join
 from launch.weights.source import CheckpointError
 from launch.weights.sums import bytes_of, taken
 from launch.weights.tensor_files import CODES
@@ -78,7 +78,7 @@ def write_tensors(
 ) -> Written:
     """Write ``stem.safetensors``, or ``stem-00001-of-0000N.safetensors`` and ``stem.safetensors.index.json``.
 
-    When this returns, the files are on disk; their names are not yet (see ``coat_dist/checkpoint/durable.py``).
+    When this returns, the files are on disk; their names are not yet (see ``coat_dist/checkpoint/write/durable.py``).
 
     Args:
         folder: is there.

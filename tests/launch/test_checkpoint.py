@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from coat_dist.checkpoint import publish
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
-from coat_dist.checkpoint.publish import find
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
+from coat_dist.checkpoint.write import publish
+from coat_dist.checkpoint.write.publish import find
 from launch.training import checkpoint
 from tests.launch.saved_steps import Engine, progress, start
 from tests.support import run_ranks

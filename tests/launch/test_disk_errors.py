@@ -10,9 +10,9 @@ import shutil
 import pytest
 import torch
 
-from coat_dist.checkpoint.engine_writes import watch_writes
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, verify
-from coat_dist.checkpoint.publish import find
+from coat_dist.checkpoint.write.engine_writes import watch_writes
+from coat_dist.checkpoint.write.publish import find
 from launch.training import checkpoint
 from tests.launch.disk import PLACES, Failing
 from tests.launch.saved_steps import Engine, progress, start

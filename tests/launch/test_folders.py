@@ -8,8 +8,8 @@ from contextlib import ExitStack, nullcontext
 import pytest
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint import lock, publish
 from coat_dist.checkpoint.manifest import CheckpointError
+from coat_dist.checkpoint.write import lock, publish
 from launch.training import arguments
 from launch.training.folders import open_folders
 from launch.training.metrics import read_metrics
@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):
         opened("--load", tmp_path)
     (tmp_path / "file").write_text("nonsense\n")
     os.replace(tmp_path / "file", tmp_path / "metrics.jsonl")
-    with pytest.raises(CoatConfigError, match="metrics.jsonl:1: not JSON"):
+    with pytest.raises(CoatConfigError, match="metrics.jsonl:1: got"):
         opened("--output", tmp_path)
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from coat_dist.checkpoint.manifest import read_manifest
-from coat_dist.checkpoint.publish import find
+from coat_dist.checkpoint.write.publish import find
 from launch.training import checkpoint
 from tests.support import start_ranks
 

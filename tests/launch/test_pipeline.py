@@ -302,7 +302,7 @@ def test_a_checkpoint_of_stages_is_no_checkpoint_of_tensor_parallel_ranks():
     """Two ranks that divide the layers, two that share every layer: refused both ways."""
     from types import SimpleNamespace
 
-    from coat_dist.checkpoint.native_check import _model_parallel
+    from coat_dist.checkpoint.read.native_check import _model_parallel
 
     staged, plain = {"pipeline": {"stages": 2}}, {}
     for theirs, ours, sizes in ((staged, plain, ((1, 2), (2, 1))), (plain, staged, ((2, 1), (1, 2)))):

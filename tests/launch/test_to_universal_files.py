@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import coat_dist
-from coat_dist.checkpoint import lock, publish
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, sync_files, verify
+from coat_dist.checkpoint.write import lock, publish
 from launch import to_universal
 from launch.weights import open_weights
 from tests.launch.disk import PLACES, Failing

@@ -25,21 +25,11 @@ SAVING = {
         {"client_state": {"mine": 1, "global_steps": 99, "ds_version": "x"}},
         f"client_state: got keys ds_version, global_steps, {ITSELF}",
     ),
-    "info": (
-        {"client_state": {"universal_checkpoint_info": 5}},
-        "client_state: universal_checkpoint_info: got int, accepted: a dict",
-    ),
-    "tag": ({"tag": b"x"}, "tag: got b'x', accepted: a string, or a number"),
-    "true": ({"tag": True}, "tag: got True, accepted: a string, or a number"),
+    "not a dict": ({"client_state": [1]}, "client_state: got list, accepted: a dict"),
     "latest": ({"save_latest": "no"}, "save_latest: got 'no', accepted: True or False"),
-    "extras": ({"extras": {"keep_last": 2}}, "extras: got dict, accepted: coat_dist.checkpoint.save.Extras(...)"),
     "negative": ({"extras": Extras(keep_last=-1)}, f"extras.keep_last: got -1, {COUNT}"),
-    "bool": ({"extras": Extras(keep_last=True)}, f"extras.keep_last: got True, {COUNT}"),
     "set": ({"extras": Extras(content={"x": {1, 2}})}, "extras.content: got Object of type set is not JSON"),
-    "list": ({"extras": Extras(content=["x"])}, "extras.content: got list, accepted: a dict"),
     "files": ({"extras": Extras(content={"files": {}, "mine": 1})}, f"extras.content: got keys files, {OWN}"),
-    "add": ({"extras": Extras(add_files="x")}, "extras.add_files: got 'x', accepted: a function, or None"),
-    "old": ({"extras": Extras(supersedes=["x"])}, "extras.supersedes: got ['x'], accepted: a list of pathlib.Path"),
 }
 
 
@@ -65,7 +55,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
 
 def handed_back(rank, world, folder):
     """What loading returned goes into the next save, as in DeepSpeed's tutorial; the engine has gone on meanwhile."""
-    from coat_dist.checkpoint.arguments import _DEEPSPEEDS
+    from coat_dist.checkpoint.save import _DEEPSPEEDS
 
     wrong = []
     bf16 = {"bf16": {"enabled": True}}
@@ -100,7 +90,7 @@ def loading(rank, world, folder):
     engine, said = build(CASES["zero-2"]), {}
     run(engine, rank, 0, 1)
     engine.save_checkpoint(folder, tag="a")
-    engine.save_checkpoint(folder, tag="b/c", save_latest=False)
+    engine.save_checkpoint(f"{folder}/b", tag="c", save_latest=False)
     for name, more in {
         "itself": {"load_dir": f"{folder}/a"},
         "and by tag": {"load_dir": Path(folder, "a"), "tag": "a"},
@@ -109,7 +99,6 @@ def loading(rank, world, folder):
         "a file": {"load_dir": f"{folder}/latest"},
         "nothing": {"load_dir": None if rank else folder},
         "verify": {"load_dir": folder, "verify": "no" if rank else True},
-        "unset": {"load_dir": folder, "verify": None},
         "strict": {"load_dir": folder, "load_module_strict": "false"},
         "different": {"load_dir": folder, "load_optimizer_states": rank == 0},
     }.items():
@@ -146,13 +135,12 @@ def test_what_holds_no_checkpoints_is_not_taken_for_a_new_run(tmp_path):
         assert said[name] == itself.format(given, where, tag)
     for name, text in {
         "a file": f"load_dir: got {tmp_path}/latest, which is a file; accepted: a folder that holds checkpoints",
-        "outer": "tag: got 'b', a folder that holds checkpoints, accepted: 'b/c'",
-        "unfinished": f"load_dir: got {tmp_path}/.unfinished-d, a save that was never finished; accepted: {tmp_path}, ",
+        "outer": f"tag: got 'b', which is no checkpoint in {tmp_path}, accepted: a",
+        "unfinished": f"load_dir: got {tmp_path}/.unfinished-d, which is a checkpoint itself; accepted: ",
         "nothing": "load_dir: got None, accepted: the path of a folder",
         "verify": "verify: got 'no', accepted: True or False",
-        "unset": "verify: got None, accepted: True or False",
         "strict": "load_module_strict: got 'false', accepted: True or False",
-        "different": "load_optimizer_states: got True on rank(s) 0; False on rank(s) 1, accepted: the same on",
+        "different": "load_optimizer_states: got True on rank 0; False on rank 1, accepted: the same on",
     }.items():
         assert str(said[name]).startswith(f"CheckpointError: {text}"), said[name]
 

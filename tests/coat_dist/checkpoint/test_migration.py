@@ -71,7 +71,7 @@ def adamw(rank, world, settings, folder, load):
     """A run of plain DeepSpeed with torch's AdamW, saved after five steps; or one that loads what CoatAdamW saved."""
     import deepspeed
 
-    from coat_dist.checkpoint.universal_load import enable_universal_load
+    from coat_dist.checkpoint.universal.load import enable_universal_load
     from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 
     quiet_deepspeed()

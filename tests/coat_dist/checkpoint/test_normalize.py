@@ -4,7 +4,7 @@ through the universal format only."""
 import pytest
 import torch
 
-from coat_dist.checkpoint.universal_codes import read_codes, select_codes, write_codes
+from coat_dist.checkpoint.universal.codes import read_codes, select_codes, write_codes
 from coat_dist.optim import CoatAdamW
 from tests.coat_dist.checkpoint.universal_runs import build, contents, differences, wrong_codes
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot

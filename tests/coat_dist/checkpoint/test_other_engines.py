@@ -1,5 +1,6 @@
 """A checkpoint of CoatAdamW before an engine of DeepSpeed's alone, in a program that imports coat_dist."""
 
+import pytest
 import torch
 
 from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
@@ -31,7 +32,9 @@ def loads(rank, world, folder, stage):
 
 def where_tags_or_files_differ(rank, world, folder):
     deepspeed = quiet_deepspeed()
-    import coat_dist  # noqa: F401
+    import coat_dist
+    from coat_dist.checkpoint.read.load_checks import load_whole_checkpoints
+    from coat_dist.checkpoint.read.other_engines import refuse_compressed_moments
 
     class Derived(coat_dist.CoatAdamW):
         pass
@@ -42,22 +45,28 @@ def where_tags_or_files_differ(rank, world, folder):
     train(ours, rank, 1)
     ours.save_checkpoint(folder, tag="ours")
     said = []
-    net = model()
-    engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config)[0]
-    engine.save_checkpoint(folder, tag="theirs")
-    for tag in (("ours", "theirs")[rank], "ours"):
-        try:
-            engine.load_checkpoint(folder, tag=tag)
-        except ValueError as error:
-            said.append(str(error))
+    for whole in (False, True):
+        net = model()
+        engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config)[0]
+        if whole:  # as beside a block
+            load_whole_checkpoints(engine)
+            refuse_compressed_moments(engine)
+        engine.save_checkpoint(folder, tag="theirs")
+        for tag in (("ours", "theirs")[rank], "ours"):
+            try:
+                engine.load_checkpoint(folder, tag=tag)
+            except ValueError as error:
+                said.append(str(error))
     return said
 
 
+@pytest.mark.filterwarnings("ignore:coat")
 def test_every_rank_raises_what_one_finds(tmp_path):
     first, second = run_ranks(2, where_tags_or_files_differ, str(tmp_path))
     assert first == second
     by_name = f"optimizer.type: {tmp_path / 'ours'} has states of CoatAdamW"
-    assert [said.startswith(by_name) for said in first] == [True, True]
+    assert [said.startswith(by_name) for said in first] == [True, True, False, True]
+    assert first[2].startswith("tag: got 'ours' on rank 0; 'theirs' on rank 1")
 
 
 def test_states_of_coat_adamw_are_refused_by_name(tmp_path):

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from coat_dist.checkpoint.manifest import CheckpointError
-from coat_dist.checkpoint.publish import find
 from coat_dist.checkpoint.save import Extras
+from coat_dist.checkpoint.write.publish import find
 from tests.coat_dist.checkpoint.small_saves import Killed, listed, small, step
 from tests.coat_dist.checkpoint.test_whole import told
 from tests.support import run_ranks
@@ -67,24 +67,23 @@ def test_what_somebody_put_beside_stays_also_where_it_is_in_the_way(tmp_path):
     assert found == ["damaged/notes/mine", "odd.kept/notes/mine"]
 
 
-def in_folders(rank, world, folder):
-    """Tags as "a/b": what `latest` names stays, and is found without it."""
+def beside_others(rank, world, folder):
+    """A folder that is not ours, one that cannot be opened, and an old checkpoint in a folder of its own."""
     engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
     step(engine)
-    engine.save_checkpoint(folder, "a/step00000001", extras=Extras(keep_last=1))
-    engine.save_checkpoint(folder, "a/step00000002", save_latest=False, extras=Extras(keep_last=1))
-    kept = listed(f"{folder}/a"), engine.load_checkpoint(folder)[0]
+    engine.save_checkpoint(folder, "step00000002")
     engine.save_checkpoint(f"{folder}/other", "step00000009")  # of a run of its own
     os.mkdir(f"{folder}/lost+found")
     os.remove(f"{folder}/latest")
     found = engine.load_checkpoint(folder)[0]
     with mock.patch.object(os, "stat", side_effect=without("lost+found")):
         assert engine.load_checkpoint(folder)[0] == found
-    Path(folder, "latest").write_text("gone")
-    said = [told(engine.load_checkpoint, folder)]
-    said += [told(engine.save_checkpoint, folder, tag) for tag in ("a", "a/step00000001/b", "a/step00000002/b/c")]
-    Path(folder, "latest").write_text("lost+found")
-    return *kept, found, [*said, told(engine.load_checkpoint, folder)]
+    said = []
+    for name in ("gone", "lost+found"):
+        Path(folder, "latest").write_text(name)
+        said.append(told(engine.load_checkpoint, folder))
+    Path(folder, "latest").write_text("other/step00000009")  # as a tag of two parts was written once
+    return found, said, engine.load_checkpoint(folder)[0]
 
 
 def without(name, stat=os.stat):
@@ -98,32 +97,13 @@ def without(name, stat=os.stat):
     return refusing
 
 
-def test_tags_in_folders(tmp_path):
-    kept, loaded, found, said = run_ranks(1, in_folders, str(tmp_path))[0]
-    assert kept == ["step00000001", "step00000002"]
-    assert loaded == found == f"{tmp_path}/a/step00000001/mp_rank_00_model_states.pt"
-    gone, outer, inner, deeper, empty = said
-    assert gone.endswith("load a checkpoint by its tag: a/step00000001, a/step00000002")
-    assert "tag: got 'a', in which the checkpoint 'a/step00000001' lies, accepted: one beside that" in outer
-    assert "tag: got 'a/step00000001/b', which lies in the checkpoint 'a/step00000001', accepted: one beside" in inner
-    assert "which lies in the checkpoint 'a/step00000002', " in deeper
-    assert "latest: names 'lost+found', which is empty; load a checkpoint by its tag: " in empty
-
-
-def two_latests(rank, world, folder):
-    """A folder of checkpoints within another one's: what either ``latest`` names stays."""
-    engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
-    step(engine)
-    engine.save_checkpoint(f"{folder}/a", "step00000001", extras=Extras(keep_last=1))
-    engine.save_checkpoint(folder, "a/step00000002", extras=Extras(keep_last=1))
-    engine.save_checkpoint(folder, "a/step00000003", save_latest=False, extras=Extras(keep_last=1))
-    return engine.load_checkpoint(f"{folder}/a")[0], engine.load_checkpoint(folder)[0]
-
-
-def test_what_any_latest_names_stays(tmp_path):
-    inner, outer = run_ranks(1, two_latests, str(tmp_path))[0]
-    assert inner == f"{tmp_path}/a/step00000001/mp_rank_00_model_states.pt"
-    assert outer == f"{tmp_path}/a/step00000002/mp_rank_00_model_states.pt"
+def test_only_the_folders_own_checkpoints_are_found_without_latest(tmp_path):
+    found, said, nested = run_ranks(1, beside_others, str(tmp_path))[0]
+    assert found == f"{tmp_path}/step00000002/mp_rank_00_model_states.pt"
+    for name, text in zip(("gone", "lost+found"), said, strict=True):
+        start = f"{tmp_path}/latest: got {name!r}, which is no checkpoint in {tmp_path}, accepted: step00000002"
+        assert text == f"CheckpointError: {start}"
+    assert nested == f"{tmp_path}/other/step00000009/mp_rank_00_model_states.pt"
 
 
 def test_the_program_and_the_engine_mean_the_same_checkpoint(tmp_path):

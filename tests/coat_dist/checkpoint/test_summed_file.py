@@ -5,9 +5,8 @@ import zlib
 import pytest
 import torch
 
-from coat_dist.checkpoint import summed_file
-from coat_dist.checkpoint.checksums import join
-from coat_dist.checkpoint.summed_file import SummedFile
+from coat_dist.checkpoint.write import engine_writes
+from coat_dist.checkpoint.write.engine_writes import SummedFile, join
 
 LARGE = torch.arange(1 << 18, dtype=torch.float32)  # 1 MiB
 STATES = {
@@ -31,7 +30,7 @@ def test_checksum_is_that_of_the_file(tmp_path, monkeypatch, state, new_format):
     summed = []
     real = zlib.crc32
     monkeypatch.setattr(
-        summed_file.zlib, "crc32", lambda data, *before: summed.append(len(data)) or real(data, *before)
+        engine_writes.zlib, "crc32", lambda data, *before: summed.append(len(data)) or real(data, *before)
     )
     file = SummedFile(tmp_path / "x.pt", zipped=new_format)
     torch.save(STATES[state], file, _use_new_zipfile_serialization=new_format)

@@ -9,9 +9,8 @@ import pytest
 
 from coat_dist import nodes
 from coat_dist.checkpoint import team
-from coat_dist.checkpoint.manifest import CheckpointError
-from coat_dist.checkpoint.shared import check_shared, check_there
-from coat_dist.deepspeed.refusals import check_deepspeed
+from coat_dist.checkpoint.team import CheckpointError, check_shared, check_there
+from coat_dist.deepspeed.config.validate import check_deepspeed
 from coat_dist.nodes import Place, by_node
 from coat_dist.ranks import before_others, check_same_on_all_ranks, on_first_ranks, say_ranks
 from tests.coat_dist.checkpoint.test_loading import build, refused
@@ -129,7 +128,7 @@ def test_node_local_storage_is_refused_by_key(value, tp, said):
     with pytest.raises(
         ValueError, match=f"checkpoint.use_node_local_storage: got {json.dumps(value)}, accepted: {said}"
     ):
-        check_deepspeed(config(checkpoint__use_node_local_storage=value), tp=tp, mpu=True)
+        check_deepspeed(config(checkpoint__use_node_local_storage=value), tp=tp)
 
 
 def parts(rank, world, folder, case):
@@ -157,10 +156,10 @@ def test_each_node_has_its_part(case, tmp_path):
     for loaded, shared, missing, swapped, lost in run_ranks(2, parts, str(tmp_path), case):
         assert loaded
         assert f"use_node_local_storage: got true, but save_dir {tmp_path} is one folder of ranks 0-1" in shared
-        assert "host node-a: tag: got 'x', which is not in disk" in missing
+        assert "host node-a: tag: got 'x', which is no checkpoint in disk" in missing
         assert "host node-a: disk/x: holds the files of rank 1 of 2, saved with checkpoint.use_node_local" in swapped
         assert "accepted here: those of rank 0 of 2" in swapped and "host node-b: disk/x: holds the " in swapped
-        assert "1' on rank(s) 1 (host node-b), accepted: the same on all ranks" in lost.replace("/disk", ""), lost
+        assert "1' on rank 1 (host node-b), accepted: the same on all ranks" in lost.replace("/disk", ""), lost
 
 
 def saved_again(rank, world, folder):

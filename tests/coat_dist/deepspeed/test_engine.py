@@ -243,8 +243,7 @@ def test_an_optimizer_of_a_callable_is_checked_before_zero_is_built():
         assert stage.startswith("zero_optimization.stage: got 0, accepted: 1, 2 or 3 with bf16.enabled")
         assert expand.startswith("coat.optimizer.expand: got false beside a CoatAdamW that has true")
         assert foreign.startswith("coat.optimizer: got a block beside optimizer=AdamW")
-        assert nothing == 'optimizer.type: got null beside coat.optimizer, accepted: "CoatAdamW"'
-        assert none.startswith("optimizer.type: got null with zero_optimization.stage 2, accepted: ")
+        assert nothing == none and none.startswith("optimizer.type: got null, accepted: ")
 
 
 @pytest.mark.parametrize(

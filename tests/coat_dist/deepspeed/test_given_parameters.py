@@ -10,7 +10,7 @@ from tests.support import run_ranks
 def given_parameters(rank, world):
     """What CoatAdamW's groups hold, or the message, by what is handed over as ``model_parameters``."""
     deepspeed = quiet_deepspeed()
-    import coat_dist
+    import coat_dist  # noqa: F401
 
     found = {}
     for name, listed in {
@@ -30,10 +30,7 @@ def given_parameters(rank, world):
             found[name] = [(g.get("name"), g["moments"], g.get("layer_id")) for g in engine.optimizer.param_groups]
         except ValueError as error:
             found[name] = str(error)
-    net, other = model(), coat_dist.CoatAdamW(model().parameters(), second_moment="e5m2")
-    with pytest.raises(coat_dist.CoatConfigError) as refused:
-        deepspeed.initialize(model=net, optimizer=other, config=CONFIG)
-    return {**found, "optimizer": str(refused.value)}
+    return found
 
 
 def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw():
@@ -51,8 +48,6 @@ def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw
         "fused": "model_parameters.1, fused: got True, accepted: False, there is one implementation",
         "wrong": "model_parameters.0, weight_decay: got '0.5', accepted: a number >= 0",
         "own": [(None, "fp8", 3), (None, "fp32", 3)],
-        "optimizer": "optimizer: got CoatAdamW over 6 parameters of which 6 are not the model's, accepted: one that "
-        "was built over parameters of this model, after it was converted or copied",
     }
 
 

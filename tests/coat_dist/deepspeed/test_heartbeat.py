@@ -1,11 +1,11 @@
-"""Ranks that hear of one another: one that is stopped is named by all others, and nothing else ends a run."""
+"""Heartbeats: a rank that is stopped, stuck or killed is named by the others, and nothing else ends a run."""
 
 import json
 import os
 import signal
 import socket
+import sys
 import time
-import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,22 +15,44 @@ import torch.distributed as dist
 
 from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.heartbeat import Heartbeat
+from coat_dist.deepspeed.timeouts import group_timeout
+from coat_dist.ranks import of_another_rank
 from tests.support import run_ranks, start_ranks
 
+HOST = socket.gethostname()
 
-def beating(rank, world, seconds=4.0, end=None, steps=3):
+
+class Engine:
+    def __init__(self, global_steps):
+        self.global_steps = global_steps
+
+
+def beating(seconds, steps=3):
+    """Start the thread, as if collectives waited so long, and an engine after ``steps``; that engine."""
     heartbeat.SHORTEST = 0.0
-    beats = Heartbeat(rank, world, seconds, dist.group.WORLD, end)
-    engine = types.SimpleNamespace(global_steps=steps)
-    engine = type("Engine", (), vars(engine))()
-    beats.engines.add(engine)
-    beats.start()
-    return beats, engine
+    heartbeat.group_timeout = lambda: seconds
+    engine = Engine(steps)
+    heartbeat.start(engine)
+    return engine
+
+
+def recorded():
+    """Lines that would be printed, in place of the end of the process too."""
+    lines = []
+    heartbeat._write = lines.append
+    Heartbeat._finish = lambda self, names: lines.append(names)
+    return lines
+
+
+def onto_screen(rank, folder):
+    os.dup2(os.open(f"{folder}/screen{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error{rank}.json"
 
 
 def one_is_stopped(rank, world, folder):
-    os.dup2(os.open(f"{folder}/screen{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    held = beating(rank, world)
+    onto_screen(rank, folder)
+    held = beating(4.0)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -39,111 +61,129 @@ def one_is_stopped(rank, world, folder):
 
 
 def test_a_stopped_rank_is_named_by_all_others(tmp_path):
+    """Also in torchrun's report."""
     ranks = start_ranks(3, one_is_stopped, str(tmp_path), out=str(tmp_path))
     for rank in (0, 2):
         ranks[rank].join(60)
         assert ranks[rank].exitcode == heartbeat.STATUS
         (line,) = (tmp_path / f"screen{rank}").read_text().splitlines()
-        assert line.startswith(f"error: rank 1 ({socket.gethostname()}; after step 3 at test_heartbeat.py:"), line
+        assert line.startswith(f"error: rank 1 ({HOST}; after step 3 at test_heartbeat.py:"), line
         # The place is that of its last datagram, which may be its first.
         assert ") has not answered for 3 s of the 4 s that collectives wait; rank" in line, line
         assert f"rank {rank} ends after step 3 at test_heartbeat.py:" in line and "one_is_stopped" in line, line
+        assert json.loads((tmp_path / f"error{rank}.json").read_text())["message"]["message"] == line
     ranks[1].kill()
 
 
-def some_leave(rank, world):
-    """Rank 1 says that it leaves, rank 0 waits for long with the process group in use; both then end as usual."""
-    ended, notes = [], []
-    heartbeat._write = notes.append
-    beats, engine = beating(rank, world, 1.0, ended.append)
+def one_sleeps(rank, world):
+    """What ranks 0 and 1 learn of rank 2, and how long after."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))  # as init_process_group(timeout=) does
+    group, chosen = dist.new_group(), dist.new_group(timeout=timedelta(seconds=99))
+    engine = Engine(3)
+    heartbeat.start(engine)
+    assert [group_timeout(g) for g in (None, group, chosen)] == [4.0, 4.0, 99.0]
     dist.barrier()
+    if rank == 2:
+        hangs_here(8.0)
+        return None
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as problem:
+        found, took = heartbeat.who(), time.monotonic() - began
+        time.sleep(6.0)  # until rank 2 comes
+        return of_another_rank(problem), found, took
+
+
+def hangs_here(seconds):
+    time.sleep(seconds)
+
+
+def test_a_rank_that_hangs_in_python_is_named_when_collectives_time_out():
+    first, second, _ = run_ranks(3, one_sleeps)
+    for known, (line, _), took in (first, second):
+        assert known and took < 8
+        assert line.startswith(f"rank 2 ({HOST}; after step 3 at test_heartbeat.py:"), line
+        assert line.endswith(" hangs_here) did not come"), line
+    assert [found[1] for _, found, _ in (first, second)] == [True, False], "one rank says it"
+
+
+def one_is_killed(rank, world, folder):
+    onto_screen(rank, folder)
+    heartbeat.start()
+    dist.barrier()
+    time.sleep(0.5)  # until each has heard the other
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()
+    except RuntimeError:
+        sys.excepthook(*sys.exc_info())
+    os._exit(1)
+
+
+def test_a_programs_traceback_ends_with_the_rank(tmp_path):
+    ranks = start_ranks(2, one_is_killed, str(tmp_path), out=str(tmp_path))
+    ranks[0].join(60)
+    first, *_, last = (tmp_path / "screen0").read_text().splitlines()
+    assert "Traceback" in first, first
+    assert last == f"error: a collective failed, because rank 1 ({HOST}) has ended or does not answer"
+
+
+def one_waits_one_leaves(rank, world):
+    lines = recorded()
+    beating(1.0)
+    beats = heartbeat._running
+    dist.barrier()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for data in (b"[" * 4000, b"\xff\xfe", b"null", b'{"token": 1}', b"x" * 60000):
+            stranger.sendto(data, ("127.0.0.1", beats._socket.getsockname()[1]))
     time.sleep(1.5 if rank else 3.0)  # longer than the limit: threads send while Python waits
-    where = time.monotonic()
-    beats.stop()
-    return ended, notes, time.monotonic() - where, beats.is_alive()
-
-
-def test_ranks_that_wait_or_leave_end_nothing():
-    for ended, notes, _, alive in run_ranks(2, some_leave):
-        assert not ended and not alive
-        assert not notes, "both ranks are at the same place"
-
-
-def test_the_thread_may_have_closed_its_socket_before_it_is_woken():
-    closed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    closed.close()
-    Heartbeat._tell(types.SimpleNamespace(rank=0, _token="", _addresses={}, _socket=closed), [0], {"wake": True})
-
-
-def test_torchrun_repeats_the_line(monkeypatch, tmp_path):
-    ended = []
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setattr(heartbeat.os, "_exit", ended.append)
-    monkeypatch.setattr(heartbeat, "_write", ended.append)
-    heartbeat._end_process("error: rank 1 has not answered")
-    assert ended == ["error: rank 1 has not answered", heartbeat.STATUS]
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == ended[0]
-
-
-def strangers(rank, world):
-    ended = []
-    beats, engine = beating(rank, world, 1.0, ended.append)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for data in (b"[" * 4000, b"\xff\xfe", b"1" * 4096, b"null", b'{"token": 1}', b"x" * 60000):
-            s.sendto(data, ("127.0.0.1", beats._socket.getsockname()[1]))
-    dist.barrier()
-    time.sleep(1.5)
     alive = beats.is_alive()
-    dist.barrier()
     beats.stop()
-    return alive, ended
+    beats.join(10)
+    return lines, alive, beats.is_alive()
 
 
-def test_what_strangers_send_ends_nothing():
-    assert run_ranks(2, strangers) == [(True, [])] * 2
+def test_ranks_that_wait_or_leave_and_strangers_end_nothing():
+    assert run_ranks(2, one_waits_one_leaves) == [([], True, False)] * 2
 
 
 def elsewhere(rank, world):
-    notes = []
-    heartbeat._write = notes.append
-    beats, engine = beating(rank, world, 1.0, notes.append, steps=5 - rank)
-    dist.barrier()
+    lines = recorded()
+    held = beating(1.0, steps=5 - rank)
     time.sleep(3.0)
     dist.barrier()
-    beats.stop()
-    return notes
+    heartbeat._running.stop()
+    return lines, held.global_steps
 
 
 def test_ranks_that_are_alive_at_different_steps_are_told_once():
-    first, second = run_ranks(2, elsewhere)
-    (note,) = first
+    ((note,), _), (second, _) = run_ranks(2, elsewhere)
     assert note.startswith("note: all ranks answer, but there was no step for ") and not second
-    assert "rank 0 after step 5 at test_heartbeat.py:" in note and "rank 1 after step 4 at " in note
+    assert f"rank 0 ({HOST}; after step 5 at test_heartbeat.py:" in note and f"rank 1 ({HOST}; after step 4 at " in note
 
 
 def alone(rank, world):
-    beats = Heartbeat(rank, world, 100.0, dist.group.WORLD, end=pytest.fail)
-    beats._heard, beats._silent = {7: {"step": 1, "place": "x"}}, {7: 0.0}
-    beats._addresses, beats._hosts = {}, ["host"] * 8
-    # A pause of an hour of this very rank counts as two ticks of the others' silence.
-    passed = min(3600.0, 2 * beats.interval)
+    lines = recorded()
+    beats = Heartbeat(rank, world, 100.0)
+    beats.hosts = ["host"] * 8
+    beats._hear(7, step=1, place="x", waits=True)
+    passed = min(3600.0, 2 * beats.interval)  # a pause of an hour of this very rank, in run()
+    for _ in range(8):
+        beats._judge(passed)
+    quiet = not lines
     beats._judge(passed)
-    silent = beats._silent[7]
-    said = []
-    beats._end = said.append
-    for _ in range(20):
-        beats._judge(beats.interval)
-    return silent, passed, said[:1], heartbeat.group_timeout()
+    return quiet, lines
 
 
 def test_silence_is_counted_in_ticks():
-    ((silent, passed, said, timeout),) = run_ranks(1, alone)
-    assert silent == passed == 10.0 and "rank 7 (host; after step 1 at x) has not answered for 80 s" in said[0]
-    assert timeout == dist.default_pg_timeout.total_seconds()
+    ((quiet, lines),) = run_ranks(1, alone)
+    assert quiet and lines == ["rank 7 (host; after step 1 at x)"]
 
 
 def engines(rank, world):
-    """With an engine: the thread starts with the first, with the group's timeout, and not at all where it is off."""
+    """The thread starts with the first engine, with the group's timeout, and not at all where it is off."""
     import coat_dist
 
     def build():
@@ -166,18 +206,24 @@ def engines(rank, world):
     first = heartbeat._running
     other = build()
     same = heartbeat._running is first and {engine, other} == set(first.engines)
-    limit, alive = first.limit, first.is_alive()
-    group = dist.new_group(timeout=timedelta(seconds=7))
-    dist.barrier(group)
-    first.stop()
-    return off, same, limit, alive, first.is_alive(), engine.coat_attached
+    return off, same, first.limit, first.is_alive(), engine.coat_attached
 
 
 def test_it_begins_with_an_engine():
-    for off, same, limit, alive, after, attached in run_ranks(2, engines):
-        assert off and same and alive and not after
+    for off, same, limit, alive, attached in run_ranks(2, engines):
+        assert off and same and alive
         assert limit == heartbeat.SHARE * dist.default_pg_timeout.total_seconds()
         assert "ranks hear of one another" in attached
+
+
+def quiet_end(rank, world, folder):
+    onto_screen(rank, folder)
+    held = beating(1.0)
+    dist.barrier()
+    time.sleep(0.0 if rank == 0 else 2.0)
+    heartbeat._running.stop()
+    torch.save((True, held.global_steps), f"{folder}/{rank}.pt")
+    os._exit(0)
 
 
 def test_the_screen_of_a_normal_end_is_empty(tmp_path):
@@ -189,14 +235,16 @@ def test_the_screen_of_a_normal_end_is_empty(tmp_path):
     assert not any(Path(tmp_path, f"screen{rank}").read_text() for rank in range(2))
 
 
-def quiet_end(rank, world, folder):
-    os.dup2(os.open(f"{folder}/screen{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    held = beating(rank, world, 1.0)
-    dist.barrier()
-    if rank == 0:
-        held[0].stop()
-        torch.save((True, None), f"{folder}/0.pt")
-        os._exit(0)
-    time.sleep(2.0)
-    held[0].stop()
-    os._exit(0)
+@pytest.mark.parametrize("master", ["localhost", "no-such-host"])
+def test_ranks_of_the_first_host_are_reached_at_the_master_address(master, monkeypatch):
+    """Their own way there may be the loopback; one host needs no address."""
+    everyone = [("a", "127.0.0.1", 1, "ab"), ("b", "10.0.0.2", 2, "cd")]
+    monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.setattr(heartbeat, "gather", lambda mine: everyone)
+    real = socket.gethostbyname
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.1" if name == "localhost" else real(name))
+    _, hosts, addresses, token = heartbeat._meet()
+    assert (hosts, token) == (["a", "b"], b"ab")
+    assert addresses == [("10.0.0.1" if master == "localhost" else "127.0.0.1", 1), ("10.0.0.2", 2)]
+    everyone.pop()
+    assert heartbeat._meet()[2] == [("127.0.0.1", 1)]

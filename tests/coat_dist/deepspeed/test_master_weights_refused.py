@@ -33,38 +33,14 @@ def failing(rank, world, settings, remainder, as_instance):
 
 
 @pytest.mark.parametrize(
-    ("settings", "remainder", "as_instance", "words"),
+    ("settings", "remainder", "as_instance", "key"),
     [
-        (
-            {"bf16": {"enabled": True}},
-            True,
-            False,
-            ["bf16.bf16_master_weights_and_grads: got null, accepted: true", "bf16.bf16_optimizer_states: got null"],
-        ),
-        ({"bf16": BF16}, False, False, ["bf16_master_weights_and_grads: got true, accepted: false with CoatAdamW"]),
-        (
-            {"bf16": BF16},
-            False,
-            True,
-            ['got true, accepted: false with CoatAdamW, or true with CoatAdamW master_weights "bf16_remainder"'],
-        ),
-        (
-            {"bf16": {"enabled": True}},
-            True,
-            True,
-            ['bf16_master_weights_and_grads: got null, accepted: true with CoatAdamW master_weights "bf16_remainder"'],
-        ),
-        ({"bf16": {"enabled": True}}, None, True, ["master_weights: got 'bf16_remainder'", "torch.float32 from"]),
-        (
-            {"bf16": BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
-            True,
-            True,
-            ['data_types.grad_accum_dtype: got "fp32", accepted: "bf16" with CoatAdamW master_weights'],
-        ),
+        ({"bf16": {"enabled": True}}, True, False, "bf16.bf16_optimizer_states: got null"),
+        ({"bf16": BF16}, False, True, "bf16.bf16_master_weights_and_grads: got true"),
+        ({"bf16": {"enabled": True}}, None, True, "master_weights: got 'bf16_remainder'"),
     ],
 )
-def test_options_that_do_not_agree_are_refused(settings, remainder, as_instance, words):
+def test_options_that_do_not_agree_are_refused(settings, remainder, as_instance, key):
     settings = {"zero_optimization": {"stage": 2}, **settings}
     for message in run_ranks(2, failing, settings, remainder, as_instance):
-        for word in words:
-            assert word in message, message
+        assert key in message, message

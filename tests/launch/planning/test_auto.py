@@ -136,11 +136,12 @@ def said_by(rank, world):
     """What a rank prints that is out of memory, as all of them are."""
     from contextlib import redirect_stderr
 
-    from launch.training import failing, runtime
+    from launch import failing
+    from launch.training import runtime
 
     runtime.start(rank)
     with redirect_stderr(io.StringIO()) as said:
-        failing.end(f"out of memory with {rank} bytes", rank, once=True)
+        failing.end(f"out of memory with {rank} bytes", rank, kind="out of memory")
     return said.getvalue()
 
 

@@ -1,0 +1,1 @@
+"""DeepSpeed's universal format: conversion and loading."""

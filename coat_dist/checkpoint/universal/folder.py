@@ -1,0 +1,155 @@
+"""A universal checkpoint as one tensor-parallel rank sees it: what it holds, and this rank's part of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .codes import CODES_FILE
+from .zero_files import EXTRA_STATE
+
+__all__ = ["UniversalFolder", "same"]
+
+
+class UniversalFolder:
+    """The folder of a universal checkpoint. Tensors are memory-mapped: asking for one reads little more than its shape.
+
+    Args:
+        folder: holds ``zero/``.
+        tp: tensor-parallel rank and size.
+
+    Raises:
+        ValueError: a file that concerns no single parameter is missing or cannot be read.
+    """
+
+    def __init__(self, folder: Path, tp: tuple[int, int]) -> None:
+        self.folder, self.tp = folder / "zero", tp
+        if not (self.folder / "optimizer_state.pt").is_file():
+            raise ValueError(f"{self.folder}: missing optimizer_state.pt, {_ACCEPTED}")
+        self.globals = read(self.folder / "optimizer_state.pt", weights_only=False)
+        rest, extra = self.folder / "rest.pt", self.folder / EXTRA_STATE
+        self.complete = rest.is_file()
+        """Written by :func:`convert_to_universal`: DeepSpeed's converter keeps trained parameters only."""
+        self.rest: dict[str, dict[str, Any]] = read(rest) if self.complete else {}
+        """What was not trained when it was saved: frozen parameters and buffers."""
+        self.extra: dict[str, list[Any]] = _load(extra, weights_only=False) if extra.is_file() else {}
+        """Modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it. Not
+        mapped, for modules may keep what they get."""
+
+    def missing(self, names: list[str], keys: tuple[str, ...]) -> list[str]:
+        """Files of trained parameters that are not there."""
+        return [f for name in names for key in keys if not (self.folder / (f := f"{name}/{key}.pt")).is_file()]
+
+    def trained(self) -> set[str]:
+        """Names of the parameters that were trained."""
+        return {path.name for path in self.folder.iterdir() if path.is_dir()}
+
+    def has(self, name: str) -> bool:
+        """Whether there are weights of this parameter, or this buffer, trained or not."""
+        return name in self.rest or (self.folder / name / "fp32.pt").is_file()
+
+    def weights(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """This rank's part of a parameter, fp32 where it was trained and in its own dtype otherwise, or of a buffer."""
+        if name in self.rest:
+            return divide(self.rest[name], shape, self.tp, f"{self.folder / 'rest.pt'}: {name}")
+        return self.local(name, "fp32", shape)
+
+    def local(self, name: str, key: str, shape: torch.Size) -> torch.Tensor:
+        """This rank's part of one tensor of a trained parameter.
+
+        Raises:
+            ValueError: the file cannot be read, or gives another shape; names it.
+        """
+        path = self.folder / name / f"{key}.pt"
+        return divide(read(path, weights_only=False), shape, self.tp, str(path))
+
+    def step(self, name: str) -> int:
+        """Steps taken of a trained parameter."""
+        return int(read(self.folder / name / "step.pt"))
+
+    def codes(self, name: str) -> Path:
+        """Where the parameter's FP8 codes are, if there are any."""
+        return self.folder / name / CODES_FILE
+
+    def extra_state(self, name: str) -> Any:
+        """What a module on this rank is to get.
+
+        Raises:
+            ValueError: it was another on each of the tensor-parallel ranks, and these were more or fewer.
+        """
+        values = self.extra[name]
+        if len(values) == self.tp[1]:
+            return values[self.tp[0]]
+        if not all(same(value, values[0]) for value in values):
+            raise ValueError(
+                f"{self.folder / EXTRA_STATE}: {name}: got one for each of {len(values)} tensor-parallel ranks, "
+                f"accepted with {self.tp[1]}: the same on all"
+            )
+        return values[0]
+
+
+_ACCEPTED = "accepted: a universal checkpoint of this model, as launch/to_universal.py writes it"
+
+
+def read(path: Path, weights_only: bool = True) -> Any:
+    """A file's content, tensors memory-mapped."""
+    return _load(path, weights_only, mmap=True)
+
+
+def _load(path: Path, weights_only: bool, mmap: bool = False) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    except Exception as problem:  # of damaged bytes, unpickling may raise anything
+        raise ValueError(f"{path}: cannot be read ({problem})") from problem
+
+
+def divide(saved: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], where: str) -> torch.Tensor:
+    """The part of one tensor-parallel rank; a view where it is contiguous in the whole.
+
+    Args:
+        saved: ``param``, the whole tensor, and how to divide it, in DeepSpeed's keys; what a file holds.
+        shape: of the part.
+        tp: rank and size.
+        where: the tensor's place, for errors.
+
+    Raises:
+        ValueError: the part has another shape.
+    """
+    rank, size = tp
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("param"), torch.Tensor):
+        raise ValueError(f"{where}: got {type(saved).__name__}, accepted: a dict with a tensor `param`")
+    whole = saved["param"]
+    if "sub_param_shape" in saved:
+        raise ValueError(f"{where}: holds sub_param_shape, accepted: param, cat_dim, param_n_sub_params, vocab_tensor")
+    if "cat_dim" not in saved or size == 1:
+        # Flat is how DeepSpeed's converter writes what ZeRO-3 had.
+        local = whole.view(shape) if whole.ndim == 1 and whole.numel() == shape.numel() else whole
+    else:
+        dim = saved["cat_dim"]
+        if saved.get("vocab_tensor") and whole.shape[0] < shape[0] * size:  # padded as this run pads
+            whole = torch.cat([whole, whole.new_zeros(shape[0] * size - whole.shape[0], *whole.shape[1:])])
+        pieces = whole.chunk(saved.get("param_n_sub_params", 1), dim)
+        divided = [piece.chunk(size, dim) for piece in pieces]
+        even = all(len(d) == size for d in divided)
+        local = torch.cat([d[rank] for d in divided], dim) if even and len(divided) > 1 else whole
+        local = divided[0][rank] if even and len(divided) == 1 else local
+    if local.shape != shape:
+        raise ValueError(
+            f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel rank "
+            f"{rank} of {size}"
+            + ("" if "cat_dim" in saved else "; how to divide it was not recorded when it was converted")
+        )
+    return local
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two extra states are known to be equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except (RuntimeError, ValueError):  # tensors in a container
+        return False

@@ -1,0 +1,1 @@
+"""Files and folders written so that a kill leaves whole ones."""

@@ -1,0 +1,219 @@
+"""Agreement of all ranks on a request: every rank raises the errors of any, and settings that differ are named.
+
+A rank with a ``"coat"`` block compares its settings with all others' in a collective. One without would go straight on
+into DeepSpeed's collectives, the two would not fit, and the ranks would wait for each other until a timeout that names
+none of them. So each call of ``deepspeed.initialize`` first leaves its errors, and whether it has a block, in
+torch.distributed's store, and waits for all others'. DeepSpeed's first collective would wait for them as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ... import nodes
+from ...config import CoatConfigError, Problem, look_up
+from ...ranks import check_same_on_all_ranks, rank_and_world, say_ranks
+from ..pipeline import check_one_model_a_stage, stages
+from ..slurm import in_a_step
+from ..timeouts import group_timeout
+from ..without_launcher import prepare
+from .batch_sizes import batch_sizes, data_parallel_ranks
+from .table import as_read
+from .validate import Request
+
+__all__ = ["agree", "make_folders"]
+
+PATIENCE = 20.0
+"""Seconds that a rank without a block waits for the others: in a program of DeepSpeed's alone, ranks may build unequal
+numbers of engines."""
+HEARD = 5.0
+"""Seconds that a rank with an error waits for the others to read it, before it raises."""
+_WRITE_FILES = ("tensorboard", "csv_monitor")
+
+_calls = 0  # of this process: all ranks of a program build their engines in the same order
+
+
+def agree(request: Request) -> None:
+    """Wait for all ranks, and raise where any has an error or they differ; starts torch.distributed if need be.
+
+    Raises:
+        Exception: ``request.error``.
+        CoatConfigError: another rank's error; some ranks have a block or a CoatAdamW and others have not; or keys that
+            differ, with the values and the ranks that have them.
+    """
+    try:
+        _start(request)
+        if request.ours and request.error is None:
+            _check_on_this_rank(request)
+    except Exception as error:
+        request.error = request.error or error
+    with suppress(Exception) if request.error else nullcontext():  # the error that is on its way says more
+        _exchange(request)
+    if request.error is not None:
+        raise request.error
+    if request.ours:
+        _compare(request)
+    if not request.passed_on:
+        check_one_model_a_stage(request.given["model"], request.given.get("mpu"))
+
+
+def _start(request: Request) -> None:
+    """Start torch.distributed as DeepSpeed would, where several ranks, or something of ours, are going to run."""
+    import deepspeed
+
+    given = request.given
+    if not dist.is_initialized() and given.get("dist_init_required") is not False:
+        right = request.error is None
+        # A baseline starts as the run it is compared with; where nothing will run, a process of its own stays as it is.
+        prepare(request.ours or not right or in_a_step(), alone=right)
+        if (right and request.ours) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
+
+
+def _check_on_this_rank(request: Request) -> None:
+    """What needs to know how many ranks there are, or which this is."""
+    if (ranks := data_parallel_ranks(request.given, request.settings)) is not None:
+        batch_sizes(as_read(request.settings), ranks)
+    if rank_and_world()[0] == 0:
+        make_folders(request.settings)
+
+
+def make_folders(config: Mapping[str, Any]) -> None:
+    """Make the folders that DeepSpeed's monitors write to, as they would on rank 0 while the other ranks go on.
+
+    Raises:
+        CoatConfigError: one cannot be written; names the key and the folder.
+    """
+    for key in _WRITE_FILES:
+        if look_up(config, f"{key}.enabled") is not True:
+            continue
+        folder = Path(str(config[key].get("output_path", "")), str(config[key].get("job_name", "DeepSpeedJobName")))
+        why = ""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            why = str(problem.strerror)
+        if why or not os.access(folder, os.W_OK):
+            said = f"cannot write {folder} ({why or 'no permission'})"
+            raise CoatConfigError(Problem(f"{key}.output_path", said, "a folder that can be written from rank 0"))
+
+
+def _exchange(request: Request) -> None:
+    """Leave this rank's error, or whether it has a block, in the store; raise what the other ranks have left."""
+    global _calls
+    call, _calls = _calls, _calls + 1
+    rank, world = rank_and_world()
+    if world == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    key, error = f"coat_dist/initialize/{call}", request.error
+    kind = "refused" if error else "with" if request.ours else "without"
+    store.set(f"{key}/{rank}", json.dumps([kind, nodes.host(), str(error)]))
+    kinds = ("with", "without", "refused")
+    end = time.monotonic() + (HEARD if error else group_timeout() if request.ours else PATIENCE)
+    with_, without, refused = (store.add(f"{key}/{one}", int(one == kind)) for one in kinds)
+    while with_ + without + refused < world and time.monotonic() < end:
+        if not error and (refused or (with_ and without)):
+            break
+        time.sleep(0.02)
+        with_, without, refused = (store.add(f"{key}/{one}", 0) for one in kinds)
+    if not (refused or (with_ and without)):
+        return
+    left = {r: json.loads(store.get(f"{key}/{r}")) for r in range(world) if store.check([f"{key}/{r}"])}
+    store.add(f"{key}/read", 1)
+    end = time.monotonic() + 2.0
+    while store.add(f"{key}/read", 0) < len(left) and time.monotonic() < end:
+        time.sleep(0.02)  # the store ends with the process of rank 0
+    if not error:
+        _raise(left)
+
+
+def _raise(left: Mapping[int, tuple[str, str, str]]) -> None:
+    """Raise what ranks have left in the store: their kinds, hosts and errors."""
+    errors: dict[str, list[int]] = {}
+    for rank, (kind, _, text) in left.items():
+        if kind == "refused":
+            errors.setdefault(text, []).append(rank)
+    if errors:
+        lines = (f"{line} (on {say_ranks(ranks)})" for text, ranks in errors.items() for line in text.splitlines())
+        raise CoatConfigError(*lines)
+    several, told = len({host for _, host, _ in left.values()}) > 1, []
+    for kind, what in (("with", 'a "coat" block or a CoatAdamW'), ("without", "neither")):
+        ranks = [rank for rank, one in left.items() if one[0] == kind]
+        where = f" ({', '.join(dict.fromkeys(left[rank][1] for rank in ranks))})" if several else ""
+        told.append(f"{what} on {say_ranks(ranks)}{where}")
+    text = f"ranks were started differently: {', '.join(told)}; accepted: the same configuration on all ranks"
+    raise CoatConfigError(text)
+
+
+def _compare(request: Request) -> None:
+    """Compare what the ranks are going to run: ranks that step with other options, each on its own shards, would train
+    on silently. Where ranks hold different parts of a model, as with pipelines, the configuration alone is compared.
+    """
+    from deepspeed import PipelineModule
+
+    given, model = request.given, request.given["model"]
+    _take_device(given.get("args"))
+    compared: dict[str, Any] = {**request.settings, "coat": request.coat and request.coat.model_dump()}
+    if not isinstance(model, PipelineModule) and stages(given.get("mpu")) == 1:
+        compared["model.parameters"] = _parameters(model)
+        names = {id(p): name for name, p in model.named_parameters()}
+        groups = getattr(request.facts.optimizer, "param_groups", None)
+        compared["model_parameters"] = _groups(given.get("model_parameters"), names)
+        compared["optimizer.param_groups"] = _groups(groups, names)
+    check_same_on_all_ranks(compared)
+
+
+def _take_device(args: Any) -> None:
+    """Choose the device that DeepSpeed's engine is going to choose, in the same way, before a collective needs one.
+
+    NCCL would otherwise run it on the first GPU for every rank. Without a local rank nothing is chosen: DeepSpeed's
+    engine then refuses to start.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    local = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+    rank = getattr(args, "device_rank", None if local is None else int(local))
+    if rank is not None and rank >= 0:
+        get_accelerator().set_device(rank)
+
+
+def _parameters(model: torch.nn.Module) -> list[list[Any]]:
+    """Names, full shapes (ZeRO-3 keeps them in ``ds_shape``), dtypes and trainability of all parameters."""
+    return [
+        [n, list(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad, type(m).__name__]
+        for n, m in model.named_modules()
+        for p in m.parameters(recurse=False)
+    ]
+
+
+def _groups(listed: Iterable[Any] | None, names: Mapping[int, str]) -> dict[str, Any]:
+    """Options of parameter groups, or of a list of parameters as one group, and the names of what is in each."""
+    groups = list(listed or [])
+    if groups and not isinstance(groups[0], Mapping):
+        groups = [{"params": groups}]
+    return {
+        str(i): {
+            **{str(key): _plain(value) for key, value in group.items() if key != "params"},
+            "params": [names.get(id(p[1] if isinstance(p, tuple) else p), "unknown") for p in group["params"]],
+        }
+        for i, group in enumerate(groups)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What is the same on every rank where ranks agree: no device, no address in memory."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

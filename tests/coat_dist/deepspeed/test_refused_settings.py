@@ -1,0 +1,343 @@
+"""Tables of DeepSpeed configurations: each refused one names its key and value, each accepted one is let through."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from coat_dist import CoatAdamW
+from coat_dist.config import CoatConfig, CoatConfigError, Problem
+from coat_dist.deepspeed.config.schema import _asked
+from coat_dist.deepspeed.config.validate import check_deepspeed, check_parallel
+from tests.coat_dist.configurations import config
+
+PLAIN = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+ZERO = "zero_optimization"
+UNKNOWN = "unknown key"
+OBJECTS = ("bf16", "fp16", "scheduler", "compile", "data_types", "tensor_parallel", ZERO, "optimizer", "checkpoint")
+WARMUP = {"type": "WarmupLR", "params": {}}
+
+
+def problems(settings, check=check_deepspeed, **context):
+    with pytest.raises(CoatConfigError) as error:
+        check(settings, **context)
+    assert str(error.value) == "\n".join(map(str, error.value.problems))
+    return {one.key: one.got for one in error.value.problems}
+
+
+def expected(key, value):
+    return value if isinstance(value, str) and value.startswith(UNKNOWN) else f"got {json.dumps(value)}"
+
+
+TYPES = [
+    *((key, True) for key in OBJECTS),
+    *((key, None) for key in (ZERO, "optimizer", "checkpoint")),
+    *((f"{ZERO}.stage", value) for value in ("2", 4, True, None, 2.5)),
+    *(("optimizer.params.betas", value) for value in (0.9, [0.9], ["a", 1], [0.9, 1.0])),
+    *(("optimizer.params.lr", value) for value in ("1e-3", "auto", -1, [1e-3], None)),
+    *(("optimizer.params.eps", value) for value in ("1e-8", True)),
+    *(("gradient_clipping", value) for value in ("1.0", True, None, -1, float("nan"))),
+    *(("steps_per_print", value) for value in ("10", 0, True)),
+    *((key, value) for key in ("wall_clock_breakdown", "flops_profiler.enabled", "bf16.enabled", "fp16.enabled")
+      for value in ("true", 2, [])),
+    *((key, None) for key in ("wall_clock_breakdown", "bf16.enabled")),
+    *((f"{ZERO}.offload_{key}", value) for key in ("param", "optimizer") for value in (True, "cpu")),
+    (ZERO, 2), ("optimizer", "CoatAdamW"), ("optimizer.params", [1]), ("optimizer.params.maximize", "no"),
+    ("train_micro_batch_size_per_gpu", "2"), ("train_micro_batch_size_per_gpu", True),
+    ("gradient_accumulation_steps", 0), ("tensor_parallel.autotp_size", "2"), (f"{ZERO}.overlap_comm", "false"),
+    (f"{ZERO}.reduce_bucket_size", "5e8"), (f"{ZERO}.reduce_bucket_size", 0), ("data_types.grad_accum_dtype", "f32"),
+    ("checkpoint.use_node_local_storage", "x"), ("optimizer.params.first_moment", "int4"),
+]  # fmt: skip
+SCHEDULES = [
+    ({"params": {"warmup_num_steps": 10}}, "type", None),
+    *(({**WARMUP, "type": name}, "type", name) for name in ("WarmupLRR", "math", ["WarmupLR"], "StepLR")),
+    ({"type": "WarmupLR"}, "params", None),
+    ({"type": "WarmupLR", "params": {"warmup_max_lrr": 1}}, "params.warmup_max_lrr", f"{UNKNOWN} (did you mean "),
+    ({"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}, "params.warmup_num_steps", "10"),
+]
+TP, STAGE_3 = {"tp": 2}, {f"{ZERO}__stage": 3}
+FEATURES = [
+    *((f"{ZERO}.{key}", value, {}) for key, value in (
+        ("elastic_checkpoint", True), ("offload_optimizer", {"device": "cpu"}), ("cpu_offload", True), ("zenflow", {}),
+        ("offload_optimizer", {"device": "nvme"}), ("offload_optimizer", {"super_offload": True}),
+        ("zero_quantized_weights", True), ("zero_quantized_nontrainable_weights", True),
+        ("zero_quantized_gradients", True), ("zero_hpz_partition_size", 2))),
+    ("tensor_parallel.autotp_size", 2, TP), ("checkpoint.writer", {"type": "fast"}, {}),
+    ("checkpoint.use_node_local_storage", True, TP), ("datastates_ckpt", {}, {}), ("datastates_ckpt", True, {}),
+    ("optimizer.params.adam_w_mode", False, {}), ("coat.activation.wgrad", "main_grad", {}),
+    *((f"{key}.enabled", True, {}) for key in ("fp16", "comet")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), TYPES)
+def test_wrong_types(key, value):
+    changes = {key.replace(".", "__"): value}
+    if key.startswith("optimizer.params.first"):
+        changes["coat"] = {"activation": {}}
+    assert problems(config(**changes)) == {key: expected(key, value)}
+
+
+@pytest.mark.parametrize(("scheduler", "key", "value"), SCHEDULES)
+def test_wrong_schedules(scheduler, key, value):
+    found = problems(config(scheduler=scheduler))
+    assert list(found) == [f"scheduler.{key}"] and found[f"scheduler.{key}"].startswith(expected(key, value))
+
+
+@pytest.mark.parametrize(("key", "value", "context"), FEATURES)
+def test_features_that_cannot_be_honoured(key, value, context):
+    name = ".".join([key, *value]) if key.startswith(f"{ZERO}.offload") else key
+    given = next(iter(value.values())) if name != key else value
+    assert problems(config(**{key.replace(".", "__"): value}), **context) == {name: expected(key, given)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "context", "key", "value"),
+    [
+        ({**STAGE_3, "coat__activation__weights": "cached"}, {}, "coat.activation.weights", "cached"),
+        ({**STAGE_3, "coat__activation__cuda_graphs": True}, {}, "coat.activation.cuda_graphs", True),
+        ({**STAGE_3, f"{ZERO}__zero_hpz_partition_size": 2}, TP, f"{ZERO}.zero_hpz_partition_size", 2),
+        (
+            {**STAGE_3, "checkpoint__load_universal": True, "optimizer__type": "AdamW", "coat": {"activation": {}}},
+            TP,
+            "checkpoint.load_universal",
+            True,
+        ),
+        ({"optimizer__type": "AdamW"}, {}, "optimizer.type", "AdamW"),
+        ({"fp16__enabled": True, "coat__activation": {"enabled": False}}, {}, "fp16.enabled", True),
+        ({}, {"cp": 2}, "context_parallel_size", 2),
+        ({}, {"pipeline": True}, f"{ZERO}.stage", 2),
+    ],
+)
+def test_combinations_that_cannot_be_honoured(changes, context, key, value):
+    assert problems(config(**changes), **context) == {key: expected(key, value)}
+
+
+def test_options_in_two_places():
+    found = problems(config(optimizer__params__expand=True))
+    assert found == {"optimizer.params.expand": "given beside coat.optimizer"}
+
+
+MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+ON = {"bf16": {"enabled": True, **MASTERS}}
+MASTER, STATES = (f"bf16.{key}" for key in MASTERS)
+FP32 = {"data_types__grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        (ON, {}),
+        ({**ON, **FP32}, {}),
+        ({**ON, f"{ZERO}__stage": 0}, {}),
+        ({}, {MASTER: None, STATES: None}),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {STATES: None}),
+        ({"bf16": {"enabled": False, **MASTERS}}, {"bf16.enabled": False}),
+        ({**ON, f"{ZERO}__stage": 1, **FP32}, {"data_types.grad_accum_dtype": "fp32"}),
+        (
+            {**ON, **STAGE_3, f"{ZERO}__offload_param": {"device": "cpu"}},
+            {f"{ZERO}.offload_param.device": "cpu"},
+        ),
+    ],
+)
+@pytest.mark.parametrize("place", ["block", "params"])
+def test_remainders_need_deepspeeds_keys(changes, wrong, place):
+    where = "coat__optimizer__master_weights" if place == "block" else "optimizer__params__master_weights"
+    settings = config(**{where: "bf16_remainder"}, **changes)
+    if place == "params":
+        del settings["coat"]["optimizer"]  # not beside it
+    if not wrong:
+        return check_deepspeed(settings)
+    assert problems(settings) == {key: expected(key, value) for key, value in wrong.items()}
+
+
+@pytest.mark.parametrize("block", ["bf16", "bfloat16"])
+def test_bf16_masters_without_remainders(block):
+    settings = config()
+    del settings["bf16"]
+    settings[block] = ON["bf16"]
+    assert problems(settings) == {MASTER: "got true"}
+    check_deepspeed({**settings, "optimizer": {"type": "AdamW"}, "coat": {"activation": {}}})
+
+
+@pytest.mark.parametrize(
+    ("context", "settings", "keys"),
+    [
+        ({"stages": 2}, {ZERO: {"stage": 2, "overlap_comm": True}}, [f"{ZERO}.stage", f"{ZERO}.overlap_comm"]),
+        ({"stages": 2}, {ZERO: {"stage": 1}, "fp16": {"enabled": True}}, ["fp16.enabled"]),
+        ({"ep": 2}, {ZERO: {"stage": 3, "reduce_scatter": False}}, [f"{ZERO}.stage", f"{ZERO}.reduce_scatter"]),
+        ({"ep": 2}, {ZERO: {"stage": 1, "offload_param": {"device": "cpu"}}}, [f"{ZERO}.offload_param.device"]),
+        ({"ep": 2, "stages": 2}, {ZERO: {"stage": 1}}, ["mpu"]),
+    ],
+)
+def test_stages_and_experts(context, settings, keys):
+    assert list(problems(settings, check_parallel, **context)) == keys
+    check_parallel(settings)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        *({key: None} for key in ("bf16", "bfloat16", "aio", "gradient_accumulation_steps")),
+        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": None},
+        {f"{ZERO}__offload_optimizer": {"device": "auto"}},
+        *({f"{ZERO}__{key}": "auto"} for key in ("cpu_offload", "elastic_checkpoint", "zenflow")),
+        {"bf16__bf16_master_weights_and_grads": "auto"},
+        {"bf16": {"enabled": False}, "bfloat16": {"enabled": True}, f"{ZERO}__stage": 0},
+        {"fp16__enabled": "auto", "tensor_parallel__autotp_size": "auto"},
+        {"bf16__enabled": 1, "wall_clock_breakdown": 0, "dump_state": None, f"{ZERO}__stage": 2.0},
+        {"flops_profiler": {"enabled": None}, "steps_per_print": -1, f"{ZERO}__overlap_comm": 1},
+        {"steps_per_print": float("inf"), f"{ZERO}__overlap_comm": None, "wall_clock_breakdown": True},
+        {"checkpoint__tag_validation": "WARN", "communication_data_type": "BF16", "steps_per_print": None},
+        {"data_types__grad_accum_dtype": "bf16", "wandb": {"enabled": False}, "tensorboard": {}},
+        *({"scheduler": {"type": name, "params": params}} for name, params in (
+            (None, {}), ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 10}),
+            ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 0.1, "cycle_momentum": False}),
+            ("WarmupDecayLR", {"total_num_steps": "auto", "warmup_max_lr": "auto"}))),
+        {"scheduler": {}},
+        {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}, f"{ZERO}__stage": 0},
+    ],
+)  # fmt: skip
+def test_accepted_settings(changes):
+    assert check_deepspeed(config(**changes)) == CoatConfig.from_deepspeed(config())
+
+
+def test_a_wrong_block_and_what_is_wrong_elsewhere_are_one_error():
+    settings = config(coat__optimizer__expend=True, gradient_clipping="1.0", zero_optimisation={}, group_size=64)
+    assert list(problems(settings)) == ["coat.optimizer.expend", "group_size", "gradient_clipping", "zero_optimisation"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({f"{ZERO}__elastic_checkpoint": True}, f"{ZERO}.elastic_checkpoint"),
+        ({f"{ZERO}__offload_optimizer": {"device": "cpu"}}, f"{ZERO}.offload_optimizer.device"),
+        ({f"{ZERO}__stage": 0}, f"{ZERO}.stage"),
+        ({ZERO: True}, ZERO),
+        ({"bf16__bf16_master_weights_and_grads": True}, MASTER),
+        ({"coat": {"optimizer": {"expand": False}, "activation": {"enabled": False}}}, "coat.optimizer.expand"),
+    ],
+)
+def test_a_given_optimizer_is_checked_like_one_by_name(changes, key):
+    settings = config(**changes)
+    del settings["optimizer"]
+    if "coat" not in changes:
+        del settings["coat"]
+    usual, other = ({"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2))
+    if "coat" in changes:  # of any group, not of the first one alone
+        usual["expand"] = False
+    given = CoatAdamW([usual, other])
+    assert list(problems(settings, optimizer=given)) == [key]
+    check_deepspeed({k: v for k, v in config().items() if k not in ("coat", "optimizer")}, optimizer=given)
+
+
+@pytest.mark.parametrize("name", ["Coat", "COAT", "caot", "coat ", "cot", "coats", "coat_dist", "coatconfig", "coaat"])
+def test_names_that_are_nearly_coat(name):
+    found = {name: f'{UNKNOWN} (did you mean "coat"?)'}
+    assert problems({**PLAIN, name: {"activation": {}}}) == problems({**config(), name: {}}) == found
+    assert problems({name: {}}, CoatConfig.from_deepspeed) == found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CoatAdam", "coatadamw", "Coat AdamW", "COATADAMW", "CoatAdamw", "CaotAdamW", "Coat", "coat_adamw", "CoAdamW"],
+)
+def test_names_that_are_nearly_coat_adamw(name):
+    found = {"optimizer.type": f'got "{name}" (did you mean "CoatAdamW"?)'}
+    assert problems({**PLAIN, "optimizer": {"type": name}}) == problems(config(optimizer__type=name)) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "meant"),
+    [
+        ({"first_moment": "int8"}, "first_moment", "coat.optimizer.first_moment"),
+        ({"bf16_layers": [0]}, "bf16_layers", "coat.activation.bf16_layers"),
+        ({"activation": {"enabled": True, "forwrd": 1}}, "activation", "coat.activation"),
+        ({"optimizer": {"type": "AdamW", "second_moment": "log8"}}, "optimizer.second_moment", "coat.optimizer.s"),
+        ({"optimizer": {"type": "AdamW", "coat": {}}}, "optimizer.coat", "coat"),
+        ({"scheduler": {"type": "WarmupLR", "coat": {}}}, "scheduler.coat", "coat"),
+        ({ZERO: {"offload_param": {"Coat": {}}}}, f"{ZERO}.offload_param.Coat", "coat"),
+        ({"First-Momment": "int8"}, "First-Momment", "coat.optimizer.first_moment"),
+        ({"group_size": 64}, "group_size", "coat.optimizer.group_size"),
+        ({"forward": "quantized"}, "forward", "coat.activation.forward"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"first_moment": "int8"}}},
+            "optimizer.params.first_moment",
+            "coat.optimizer.first_moment",
+        ),
+        ({"optimizer": "CoatAdamW"}, "optimizer", None),
+        ({"optimizer": {"name": "CoatAdamW"}}, "optimizer.name", None),
+        ({"optimizer": {"type": ["CoatAdamW"]}}, "optimizer.type", None),
+        ({"optimiser": {"type": "CoatAdamW"}}, "optimiser.type", None),
+    ],
+)
+def test_keys_of_the_block_and_coat_adamw_in_other_places(changes, key, meant):
+    ((found, given),) = problems({**PLAIN, **changes}).items()
+    assert found == key and given.startswith("got " if meant is None else f'{UNKNOWN} (did you mean "{meant}')
+
+
+OTHERS = {"boat": 1, "cost": 0.1, "cat": [1], "context": {}, "activation": "gelu", "format": "x", "_coat": {}, "a": {}}
+OTHERS |= {"chat": {"model": "x"}, "group_size": 7, "loss": "mse", "save_format": "safetensors", "stage": 0}
+OTHERS |= {"own": {"type": "AdamW"}, "_own": {"coat": {}}, "wandb": {"group": "CoatAdamW"}}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "FusedAdam", "OneBitAdam", "CAdamW", "Lion", "Muon", "Adamax"])
+def test_configurations_of_others_are_left_alone(name):
+    assert check_deepspeed({**PLAIN, **OTHERS, "optimizer": {"type": name}}) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("gradient_cliping", 1.0, "gradient_clipping"),
+        ("zero_optimisation", {}, ZERO),
+        ("Gradient-Clipping", 1, "gradient_clipping"),
+        ("stage", 2, f"{ZERO}.stage"),
+        ("lr", 2, "optimizer.params.lr"),
+        (f"{ZERO}.first_moment", "e4m3", "coat.optimizer.first_moment"),
+        ("bf16.group_size", 128, "coat.optimizer.group_size"),
+        (f"{ZERO}.overlap_com", True, f"{ZERO}.overlap_comm"),
+        (f"{ZERO}.mics_shard_size", 2, None),
+        ("my_own_key", 2, None),
+        ("optimizer.parms", {}, "optimizer.params"),
+        ("data_types.grad_acum_dtype", 1, "data_types.grad_accum_dtype"),
+        ("checkpoint.load_univrsal", 1, "checkpoint.load_universal"),
+        ("flops_profiler.profile_steps", 2, "flops_profiler.profile_step"),
+        ("optimizer.params.activation", {}, "coat.activation"),
+        ("optimizer.params.frist_moment", "int8", "optimizer.params.first_moment"),
+        ("optimizer.params.beta2", 0.9, "optimizer.params.betas"),
+        ("optimizer.params.learning_rate", 1, None),
+    ],
+)
+def test_keys_that_deepspeed_would_ignore(key, value, meant):
+    settings = config(**{key.replace(".", "__"): value})
+    found = {key: UNKNOWN + (f' (did you mean "{meant}"?)' if meant else "")}
+    assert problems(settings) == found
+    del settings["coat"]
+    assert problems(settings) == found, "without a block, CoatAdamW is enough"
+    if not key.startswith("optimizer"):
+        check_deepspeed({**settings, "optimizer": {"type": "AdamW"}})
+
+
+def test_comments_and_what_deepspeed_reads_are_accepted():
+    read_elsewhere = {"sequence_parallel_size": 1, "data_parallel_size": 1, "inference": {}, "vocabulary_size": 64}
+    comments = {"_comment": "", "#": "", "//": "CoatAdamW", "$schema": ""}
+    check_deepspeed({**config(), **comments, **read_elsewhere, "zero_allow_untested_optimizer": True})
+    settings = config()
+    for key in (ZERO, "bf16", "optimizer", "coat"):
+        settings[key] |= comments
+    for block in (settings["coat"]["optimizer"], settings["coat"]["activation"], settings["optimizer"]["params"]):
+        block |= comments
+    check_deepspeed({**settings, "scheduler": {"type": "WarmupLR", "params": comments}})
+    read = {"train_batch_size", "wandb", "csv_monitor", ZERO, "hybrid_engine", "timers", "pipeline"}
+    known = _asked()[0]
+    assert read <= {*known[""]} and {*known["optimizer"]} == {"type", "params", "legacy_fusion"}
+    for path in sorted((Path(__file__).parents[3] / "configs" / "deepspeed").glob("*.json")):
+        check_deepspeed(json.loads(path.read_text()))
+
+
+def test_errors_are_objects():
+    with pytest.raises(CoatConfigError) as error:
+        check_deepspeed(config(gradient_clipping="1.0"))
+    assert error.value.problems == (Problem("gradient_clipping", 'got "1.0"', "a number >= 0"),)

@@ -1,0 +1,157 @@
+"""Predictions: collectives, what a step sends, more ranks from a measured run whose truth is known."""
+
+from dataclasses import replace
+
+import pytest
+
+from coat_dist import CoatConfig, CoatConfigError
+from launch.model.gpt import load_model_config
+from launch.planning.gpus import GPUS
+from launch.planning.run import Run
+from launch.planning.search import with_block, without_block
+from launch.planning.zero import states
+from launch.scale.predict import Link, Network, _rows, data_parallel, network_of, predictions, tensor_parallel
+from launch.training.settings import load_settings
+
+INSIDE, BETWEEN = Link(200e9, 1e-6), Link(50e9, 10e-6)
+NETWORK = Network(INSIDE, BETWEEN, 8)
+
+
+def run_of(config="zero2", **changes):
+    settings, coat = load_settings(config, tp=1)
+    run = Run(model=load_model_config("llama2-7b", ["num_layers=4"]), settings=settings, coat=coat, micro=2)
+    return run.but(**changes)
+
+
+def test_a_collective_takes_latency_and_bytes():
+    inside = NETWORK.seconds("all_gather", 8, 1, 8e9)
+    assert inside == pytest.approx(7 * 1e-6 + 7e9 / 200e9)
+    # Two nodes: all eight cards of a node, 400 GB/s, and NVLink is slower; one hop between nodes.
+    assert NETWORK.seconds("all_gather", 16, 1, 16e9) == pytest.approx(14e-6 + 10e-6 + 15e9 / 200e9)
+    assert NETWORK.seconds("all_reduce", 2, 8, 1e9) == pytest.approx(2 * 10e-6 + 1e9 / 50e9)  # one card
+    assert NETWORK.seconds("all_reduce", 2, 8, 1e9, 2.0) == pytest.approx(2 * 10e-6 + 1e9 / 100e9)
+
+
+@pytest.mark.parametrize(("stage", "passes", "expected"), [(0, 3, 2), (1, 3, 3), (2, 3, 7), (3, 3, 9)])
+def test_stages_send_what_they_send(stage, passes, expected):
+    """In units of all BF16 weights: an all-reduce counts 2, ZeRO-3 gathers twice and scatters once a micro-batch."""
+    run = run_of(dp=8, accumulation=passes)
+    run = run.but(settings={**run.settings, "zero_optimization": {**run.settings["zero_optimization"], "stage": stage}})
+    size = 2 * states(run).elements
+    sent = sum((2 if one.kind == "all_reduce" else 1) * one.size * one.often for one in data_parallel(run))
+    assert sent == pytest.approx(size * expected)
+    assert not data_parallel(run.but(dp=1)) and not tensor_parallel(run)
+
+
+def test_weights_that_travel_in_fp8_take_half():
+    run = run_of("zero3", dp=8)
+    block = CoatConfig.parse({"activation": {"fp8_weight_gather": True}})
+    fp8, bf16 = (
+        sum(one.size * one.often for one in data_parallel(each) if one.kind == "all_gather")
+        for each in (run.but(coat=block), run)
+    )
+    assert 0.5 < fp8 / bf16 < 0.7  # the embedding and the output layer stay BF16
+
+
+def cluster(*sizes, shows=0.5, update=0.02, micro=0.06):
+    """A measured run of a cluster that obeys the model: ``measured.json`` of it, and its step on any ranks."""
+    run, records = with_block(run_of()), []
+
+    def step(ranks, passes):
+        sent = data_parallel(run.but(dp=ranks, accumulation=passes))
+        hidden = [one for one in sent if one.hides]
+        took = sum(one.often * NETWORK.seconds(one.kind, ranks, 1, one.size) for one in sent)
+        took -= (1 - shows) * sum(one.often * NETWORK.seconds(one.kind, ranks, 1, one.size) for one in hidden)
+        return passes * micro + update / ranks + took
+
+    for ranks in sizes:
+        about = {"ranks": ranks, "a_node": ranks}
+        steps = [{"accumulation": passes, "seconds": [step(ranks, passes)] * 8} for passes in (1, 2)]
+        key = {"what": "training", "variant": "coat", "most": max(sizes), "strong": True}
+        records.append({"key": key, **about, "steps": steps, "peak_memory_bytes": None})
+        if ranks > 1:
+            samples = [
+                {"kind": "all_reduce", "ranks": ranks, "size": size,
+                 "seconds": NETWORK.seconds("all_reduce", ranks, 1, size)} for size in (4096, 2**32)
+            ]  # fmt: skip
+            key = {"what": "collectives", "group": list(range(ranks))}
+            records.append({"key": key, **about, "samples": samples, "overlaps": [], "missing": {}})
+    identity = {
+        "model_name": "llama2-7b", "model": run.model.model_dump(exclude_defaults=True, mode="json"),
+        "settings": {"coat": dict(run.settings)}, "options": [], "tensor_parallel": 1, "micro_batch": 2,
+        "accumulation": 1, "world": max(sizes), "nodes": 1, "gpus_per_node": 8, "device": "GPU",
+    }  # fmt: skip
+    return {"identity": identity, "records": records}, step
+
+
+@pytest.mark.parametrize("shows", [0.0, 0.5, 1.0])
+def test_eight_ranks_from_two(shows):
+    there, step = cluster(1, 2, shows=shows)
+    check, eight = predictions(there, [8])["rows"]
+    assert (check["from"], check["ranks"], check["measured"]) == (1, 2, step(2, 1))
+    assert (eight["from"], eight["ranks"], eight["measured"]) == (2, 8, None)
+    for row in (check, eight):
+        low, middle, high = row["seconds"]
+        assert low < step(row["ranks"], 1) < high < 2 * low
+        if shows == 0.5 and row is eight:  # the middle case is the truth
+            assert middle == pytest.approx(step(8, 1), rel=1e-3)
+        speeds = row["tokens_per_second_per_gpu"]
+        assert speeds == pytest.approx([2 * 4096 / one for one in (high, middle, low)])
+        assert row["efficiency"] == pytest.approx([step(1, 1) / one for one in (high, middle, low)])
+
+
+def test_noise_is_no_update():
+    """Two micro-batches that were faster than one by noise predict no step that takes nothing."""
+    there, _ = cluster(1, 2)
+    for one in there["records"]:
+        if "steps" in one:
+            one["steps"][1]["seconds"] = [0.9 * seconds for seconds in one["steps"][0]["seconds"]]
+    for row in predictions(there, [8, 1024])["rows"]:
+        assert row["seconds"][0] > 0.4 * there["records"][0]["steps"][0]["seconds"][0]
+
+
+def test_the_check_uses_fewer_ranks_alone():
+    there, _ = cluster(1, 2, 4)
+    (before,) = predictions(there)["rows"]
+    for one in there["records"]:
+        if one["ranks"] == 4:
+            for measured in one.get("steps", []):
+                measured["seconds"] = [3 * seconds for seconds in measured["seconds"]]
+    (after,) = predictions(there)["rows"]
+    assert before["from"] == 2 and after["seconds"] == before["seconds"]
+    assert after["measured"] == 3 * before["measured"] > after["seconds"][2]
+    assert predictions(there, hold_out=2)["rows"][0]["from"] == 1
+
+
+def test_links_are_given_or_measured_or_assumed():
+    there, _ = cluster(1, 2)
+    network, said = network_of(there["records"], {"between": BETWEEN._replace(source="given")}, 8)
+    assert network.inside.bandwidth == pytest.approx(INSIDE.bandwidth, rel=1e-2)
+    assert network.inside.latency == pytest.approx(INSIDE.latency, rel=0.05)
+    assert said.count("(measured)") == said.count("(given)") == 1
+    slow, fast = (
+        predictions(there, [64], {"between": Link(rate, 8e-6)})["rows"][-1]["seconds"][1] for rate in (1e9, 50e9)
+    )
+    assert slow > fast
+    assert network_of([], {}, 8)[1].count("(assumed)") == 2
+
+
+def test_what_cannot_be_predicted_is_an_error():
+    there, _ = cluster(1, 2)
+    with pytest.raises(CoatConfigError, match="--hold-out: got 3, accepted: a measured size"):
+        predictions(there, hold_out=3)
+    there["identity"]["tensor_parallel"] = 2
+    with pytest.raises(CoatConfigError, match="--predict: got 3, accepted: multiples of --tensor-parallel"):
+        predictions(there, [3])
+    there["records"] = [one for one in there["records"] if "samples" in one]
+    with pytest.raises(CoatConfigError, match="--predict: got 4, 8, accepted: only of measured training"):
+        predictions(there, [4, 8])
+
+
+def test_the_fastest_layout_that_fits():
+    small = run_of()
+    for run in (with_block(small), without_block(small)):
+        (row,) = _rows(run, [8], GPUS["h100"], NETWORK)
+        tp, dp = (int(part) for part in row[1].split(",")[0].split("x"))
+        assert tp * dp == 8 and float(row[3]) < 80 and row[7] == "100"
+    assert [row[1] for row in _rows(small, [1, 8], replace(GPUS["h100"], memory=2**30), NETWORK)] == ["none fits"] * 2
