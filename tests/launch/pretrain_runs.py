@@ -56,7 +56,7 @@ def rank_main(rank, world, argv, poisoned=()):
     from launch.training import arguments, runtime
 
     def interfere(loop):
-        inner, seen = loop.steps.loss, [-1]
+        inner, seen = getattr(loop.steps, "loss", None), [-1]  # none of pipeline stages
 
         def loss(engine, batch):
             value = inner(engine, batch)
