@@ -1,36 +1,46 @@
-"""Command lines of the programs: what is typed wrong is one line, from one rank, with what was meant most likely."""
+"""Command lines of the programs: options from the fields of a dataclass; errors are one line, from one rank."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
+import inspect
 import math
 import os
 import re
 import sys
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from types import NoneType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 __all__ = [
     "LARGEST",
     "DefaultsHelp",
+    "LocalPath",
     "Parser",
+    "RunOptions",
+    "add_options",
     "add_parallel_options",
     "add_pipeline_options",
     "local_path",
+    "micro_batch",
     "number",
     "one_stage_only",
+    "option",
+    "options_parser",
+    "out_of_range",
+    "parse_options",
     "whole_number",
 ]
 
-_ARGUMENT = re.compile(r"argument ([^:]+): (.*)", re.DOTALL)
-_SEVERAL = re.compile(r"expected (\d+) arguments")
-_CHOICE = re.compile(r"invalid choice: (.*) \(choose from (.*)\)", re.DOTALL)
-_REQUIRED = "the following arguments are required: "
 _NEGATIVE = re.compile(r"-(?:\.?\d|inf|nan)", re.IGNORECASE)
 LARGEST = 10**12
-"""Below which whole numbers of options are."""
+"""Upper bound of integer options."""
 
 
 class DefaultsHelp(argparse.ArgumentDefaultsHelpFormatter):
@@ -74,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         rank = _rank()
         if rank:
             time.sleep(10)  # rank 0 says the same, and then the launcher ends this rank before it repeats it
-        line = " ".join(self._in_our_words(message).split("\n"))
+        line = " ".join(message.removeprefix("argument ").split("\n"))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from coat_dist.ranks import tell_torchrun  # late: it brings torch, for which nobody waits without torchrun
 
@@ -111,29 +121,6 @@ class Parser(argparse.ArgumentParser):
             found = options[near[0]] if near else None
         return f" (did you mean {found}?)" if found else f", accepted: what {self.prog} --help lists"
 
-    def _names_of_values(self, option: str) -> str:
-        metavar = getattr(self._option_string_actions.get(option), "metavar", None)
-        return f" ({' '.join(metavar)})" if isinstance(metavar, tuple) else ""
-
-    def _in_our_words(self, message: str) -> str:
-        """argparse's message as "--option: got ..., accepted: ..."."""
-        if message.startswith(_REQUIRED):
-            names = [one.partition("/")[0] for one in message.removeprefix(_REQUIRED).split(", ")]
-            return f"{', '.join(names)}: missing, accepted: a value for each ({self.prog} --help)"
-        about = _ARGUMENT.fullmatch(message)
-        if about is None:
-            return message
-        option, what = about[1].partition("/")[0], about[2]
-        if choice := _CHOICE.fullmatch(what):
-            what = f"got {choice[1]}, accepted: {choice[2].replace(chr(39), '')}"
-        elif several := _SEVERAL.fullmatch(what):
-            what = f"got fewer values, accepted: {several[1]}{self._names_of_values(option)}"
-        elif what.startswith("expected "):
-            what = f"got no value, accepted: {'one or more' if 'at least' in what else 'one'}"
-        elif what.startswith("ignored explicit argument"):
-            what = f"got {what.rpartition(' ')[2]}, accepted: no value"
-        return f"{option}: {what}"
-
 
 def whole_number(text: str) -> int:
     """A whole number, as a type of an option."""
@@ -165,36 +152,202 @@ def _rank() -> int:
     return int(text) if text.isdigit() else 0
 
 
+def micro_batch(text: str) -> int | str:
+    """A positive whole number, or "auto", as a type of an option."""
+    if text == "auto":
+        return text
+    if text.isdecimal() and (count := whole_number(text)) >= 1:
+        return count
+    raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, below {LARGEST:.0e}, or auto")
+
+
+LocalPath = Annotated[str, local_path]
+_LEAST = {int: "an integer", float: "a number"}
+_TYPES = {int: whole_number, float: number, str: str}
+
+
+def option(
+    default: Any = MISSING,
+    *,
+    group: str = "",
+    flags: Sequence[str] = (),
+    metavar: str | None = None,
+    least: float | None = None,
+    meant: str = "",
+    **more: Any,
+) -> Any:
+    """A field that is an option: ``tensor_parallel`` is ``--tensor-parallel``. Its docstring is the help.
+
+    The annotation says how it is parsed: ``bool`` is a flag, ``Literal`` has choices, ``list`` takes several values,
+    and ``Annotated[str, function]`` is converted by the function.
+
+    Args:
+        default: absent where the option has to be given.
+        group: heading in the help.
+        flags: names in place of the field's.
+        least: smallest value that :func:`out_of_range` accepts.
+        meant: what other programs call it, without dashes, with spaces between: suggested where somebody types it.
+        more: of ``add_argument``.
+    """
+    known: dict[str, Any] = {"group": group, "flags": flags, "least": least, "meant": meant, "more": more}
+    if metavar is not None:
+        known["more"]["metavar"] = metavar
+    given: dict[str, Any] = {} if default is MISSING else {"default": default}
+    if isinstance(default, list):
+        given = {"default_factory": default.copy}
+    return field(**given, kw_only=True, metadata={"option": known})
+
+
+def _flags(one: Any) -> Sequence[str]:
+    return one.metadata["option"]["flags"] or (f"--{one.name.replace('_', '-')}",)
+
+
+def _options(cls: type) -> list[Any]:
+    return [one for one in fields(cls) if "option" in one.metadata]
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """The docstrings of a dataclass's fields, those of its bases too, by the fields' names."""
+    found: dict[str, str] = {}
+    for one in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0].body  # type: ignore[attr-defined]
+        for statement, text in zip(body, body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[statement.target.id] = inspect.cleandoc(ast.literal_eval(text.value))  # type: ignore
+    return found
+
+
+def add_options(parser: Any, cls: type, names: Iterable[str] | None = None) -> None:
+    """Add fields of a dataclass to a parser, under their headings, or to one group of it.
+
+    Args:
+        names: of the fields; None = all.
+    """
+    hints, help_of = get_type_hints(cls, include_extras=True), _docstrings(cls)
+    groups = {group.title: group for group in parser._action_groups}
+    for one in _options(cls):
+        if names is not None and one.name not in names:
+            continue
+        known, kind = one.metadata["option"], hints[one.name]
+        given: dict[str, Any] = {"dest": one.name, "help": help_of[one.name].replace("\n", " "), **known["more"]}
+        if kind is bool:
+            given["action"] = "store_true"
+        else:
+            given |= _of_type(kind)
+            given["default"] = one.default_factory() if one.default_factory is not MISSING else one.default
+            if given["default"] is MISSING:
+                given |= {"required": True, "default": None}
+        title, target = known["group"], parser
+        if isinstance(parser, argparse.ArgumentParser) and title:
+            target = groups[title] = groups.get(title) or parser.add_argument_group(title)
+        target.add_argument(*_flags(one), **given)
+
+
+def _of_type(kind: Any) -> dict[str, Any]:
+    """Arguments of ``add_argument`` for a value of this annotation."""
+    parts = [part for part in get_args(kind) if part is not NoneType]
+    if get_origin(kind) is Literal:
+        return {"choices": parts}
+    if get_origin(kind) is Annotated:
+        return {"type": parts[1]}
+    if get_origin(kind) is list:
+        return {"nargs": "+", **_of_type(parts[0])}
+    return {"type": _TYPES[kind]} if kind in _TYPES else _of_type(parts[0])
+
+
+def options_parser(cls: type, prog: str, meant: Mapping[str, str] | None = None) -> Parser:
+    """The parser of a dataclass of options, whose docstring describes the program.
+
+    Args:
+        meant: names of other programs for what is no field.
+    """
+    theirs = {name: _flags(one)[0] for one in _options(cls) for name in one.metadata["option"]["meant"].split()}
+    parser = Parser(
+        prog=prog, description=inspect.getdoc(cls), formatter_class=DefaultsHelp, meant={**(meant or {}), **theirs}
+    )
+    add_options(parser, cls)
+    return parser
+
+
+C = TypeVar("C")
+
+
+def parse_options(cls: type[C], parser: Parser, argv: Sequence[str] | None) -> C:
+    """A command line as an instance of ``cls``, from its :func:`options_parser`."""
+    return cls(**vars(parser.parse_args(argv)))
+
+
+def out_of_range(options: Any) -> list[str]:
+    """A line for each option that is below its least value."""
+    return [
+        f"{_flags(one)[0]}: got {value}, accepted: {_LEAST[type(least)]} >= {least:g}"
+        for one in _options(type(options))
+        if (least := one.metadata["option"]["least"]) is not None
+        and (value := getattr(options, one.name)) is not None
+        and value < least
+    ]
+
+
+_model, _memory = partial(option, group="model"), partial(option, group="memory")
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """Options of programs that train, plan or measure: how ranks share a model, and what it takes of their memory."""
+
+    tensor_parallel: int = _model(1, metavar="N", least=1, meant="tp tensor-model-parallel-size")
+    """ranks that share every layer"""
+    expert_parallel: int = _model(
+        1, metavar="N", least=1, meant="ep ep-size expert-model-parallel-size expert-parallel-size"
+    )
+    """data-parallel ranks that divide the experts of every layer among themselves"""
+    sequence_parallel: bool = _model(False)
+    """also share the tokens between layers"""
+    pipeline_parallel: int = _model(1, metavar="P", least=1, meant="pp pipeline-model-parallel-size")
+    """stages that the layers are divided over"""
+    virtual_stages: int = _model(
+        1,
+        metavar="V",
+        least=1,
+        meant="vpp virtual-pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage "
+        "num-virtual-stages-per-pipeline-rank",
+    )
+    """parts of the model in each stage (interleaved schedule): a smaller bubble, more communication"""
+    micro_batch: Annotated[int | str, micro_batch] | None = _memory(
+        None, metavar="N|auto", meant="micro-batch-size per-device-train-batch-size"
+    )
+    """samples of a forward pass on a rank, in place of train_micro_batch_size_per_gpu; auto = the largest that fits, by
+    the planner and a trial step"""
+    recompute_granularity: Literal["full", "selective"] | None = _memory(None, meant="recompute recompute-activations")
+    """compute whole layers again in backward, or parts of them (default: keep what backward needs)"""
+    recompute_method: Literal["uniform", "block"] | None = _memory(None)
+    """with full: units of so many layers, or only the first so many layers (default: uniform)"""
+    recompute_num_layers: int | None = _memory(None, metavar="N")
+    """with full: how many (default: 1)"""
+    recompute_modules: list[Literal["core_attn", "mlp", "layernorm"]] | None = _memory(None)
+    """with selective: which parts of a layer (default: core_attn)"""
+    gpus: int | None = _memory(None, metavar="N", least=1)
+    """number of GPUs, all of one kind"""
+    gpu: str | None = _memory(None, metavar="NAME")
+    """kind of GPU, such as h100 or h200 (default: the one here, else h100)"""
+    gpu_memory: str | None = _memory(None, metavar="SIZE")
+    """memory of a GPU, such as 80GiB (default: that of --gpu)"""
+    other_memory: str | None = _memory(None, metavar="SIZE")
+    """of it, what is not torch's: CUDA, NCCL, other programs (default: 2.2GiB, or 3.2GiB with several GPUs, and what
+    other programs use of the GPU here)"""
+
+
 def add_parallel_options(group: Any) -> None:
-    """How ranks share a model, of programs that train or plan."""
-    group.add_argument(
-        "--tensor-parallel", type=whole_number, default=1, metavar="N", help="ranks that share every layer"
-    )
-    group.add_argument(
-        "--expert-parallel",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="data-parallel ranks that divide the experts of every layer among themselves",
-    )
-    group.add_argument("--sequence-parallel", action="store_true", help="also share the tokens between layers")
+    """How ranks share a model, of programs that plan or measure."""
+    add_options(group, RunOptions, ("tensor_parallel", "expert_parallel", "sequence_parallel"))
 
 
 def add_pipeline_options(group: Any) -> None:
-    """How stages share the layers of a model, of programs that train or plan."""
-    group.add_argument(
-        "--pipeline-parallel", type=whole_number, default=1, metavar="P", help="stages that the layers are divided over"
-    )
-    group.add_argument(
-        "--virtual-stages",
-        type=whole_number,
-        default=1,
-        metavar="V",
-        help="parts of the model in each stage (interleaved schedule): a smaller bubble, more communication",
-    )
+    """How stages share the layers of a model, of programs that plan."""
+    add_options(group, RunOptions, ("pipeline_parallel", "virtual_stages"))
 
 
-def one_stage_only(args: argparse.Namespace, why: str) -> list[str]:
+def one_stage_only(args: Any, why: str) -> list[str]:
     """A line for each option of pipelines that a program does not honour."""
     return [
         f"--{name.replace('_', '-')}: got {getattr(args, name)}, accepted: 1 ({why})"

@@ -47,7 +47,7 @@ def train(
     stop: runtime.StopSignal | None = None,
     interfere: Callable[[Loop], None] | None = None,
 ) -> str:
-    """Read the conversations, train as ``pretrain.train`` does, export. torch.distributed is initialized before.
+    """Read the conversations, train as ``pretrain.py`` does, export. torch.distributed is initialized before.
 
     Returns:
         How it ended, a sentence.
@@ -55,24 +55,17 @@ def train(
     Raises:
         pretrain.USER_ERRORS, BadSteps: see :func:`pretrain.main`.
     """
-    a, seen = draft.args, list[Loop]()
+    a = draft.args
     if a.export_to is not None:
         check_export("--export-to", draft.settings)
     on_rank_0(lambda: export.check_target(a, draft.weights.path))
     p = plan.finish(draft, pretrain.say)
-
-    def look(loop: Loop) -> None:
-        seen.append(loop)
-        if interfere is not None:
-            interfere(loop)
-
-    ending = pretrain.train(p, device, stop, look, source_of_data=plan)
-    loop = seen[0]
-    if a.export_to is None or loop.progress.step < loop.total_steps:
-        return ending
-    last, said = loop.last_checkpoint, p.train.conversations
-    on_rank_0(lambda: export.export(last, a.export_to, p.tokenizer, draft.weights, said), patient=True)
-    return f"{ending}; exported to {a.export_to}"
+    ending = pretrain.start(p, device, plan.ChatData, stop, interfere)
+    if a.export_to is None or not ending.finished or ending.checkpoint is None:
+        return ending.text
+    last, target, said = ending.checkpoint, a.export_to, p.train.conversations
+    on_rank_0(lambda: export.export(last, target, p.tokenizer, draft.weights, said), patient=True)
+    return f"{ending.text}; exported to {a.export_to}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.interrupts import leave_quietly
-from launch.log_level import SlowPhase, set_log_level, shows
+from launch.log_level import SlowPhase, say, set_log_level, shows
 from launch.planning.allocator import expandable_segments
 
 if __name__ == "__main__":
@@ -27,9 +27,9 @@ if __name__ == "__main__":
     expandable_segments()  # read when torch's allocator begins
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 # Warnings of torch's C++ threads about a connection that has ended with its rank, in place of the line that says why.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
@@ -43,10 +43,10 @@ from coat_dist.deepspeed.config.agreement import make_folders
 from coat_dist.deepspeed.slurm import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch import failing
-from launch.data import dataset as data
 from launch.model.gpt import flops_per_token
 from launch.planning.arguments import silence_deepspeed
 from launch.planning.dry_run import dry_run
+from launch.prep import DataError
 from launch.training import (
     arguments,
     auto,
@@ -54,23 +54,30 @@ from launch.training import (
     checkpoint,
     exhausted,
     layout,
-    pipeline,
     runtime,
     stages,
 )
+from launch.training.data_source import DataSource, Progress, TokenData
 from launch.training.folders import Folders
-from launch.training.loop import BadSteps, Batch, Loop, Progress
+from launch.training.loop import BadSteps, Loop
 from launch.training.memory import MemoryReport
-from launch.training.metrics import MetricsLog
+from launch.training.metrics import open_reporters, step_profiler
 from launch.training.node_folders import open_on_nodes, team_of_checkpoints
 from launch.training.plan import Plan, plan
-from launch.training.profile import StepProfiler, parse_steps
 from launch.training.rank_times import RankTimes
-from launch.training.wandb_log import start_wandb
+from launch.training.steps import steps_of
 
-__all__ = ["USER_ERRORS", "main", "run", "say", "train"]
+__all__ = ["USER_ERRORS", "Ending", "main", "run", "say", "start", "train"]
 
-USER_ERRORS = (CoatConfigError, CheckpointError, data.DataError)
+USER_ERRORS = (CoatConfigError, CheckpointError, DataError)
+
+
+class Ending(NamedTuple):
+    """How a run ended."""
+
+    text: str
+    finished: bool
+    checkpoint: Path | None
 
 
 def train(
@@ -78,162 +85,136 @@ def train(
     device: torch.device,
     stop: runtime.StopSignal | None = None,
     interfere: Callable[[Loop], None] | None = None,
-    source_of_data: Any = build,
 ) -> str:
-    """Build everything, continue from a checkpoint if asked to, train. torch.distributed is initialized before.
+    """:func:`start` a run of ``pretrain.py``; how it ended, a sentence."""
+    return start(p, device, TokenData, stop, interfere).text
+
+
+def start(
+    p: Any,
+    device: torch.device,
+    open_data: Callable[[Any, Progress, int], DataSource],
+    stop: runtime.StopSignal | None = None,
+    interfere: Callable[[Loop], None] | None = None,
+) -> Ending:
+    """Set up groups and folders, find the micro-batch if it is "auto", and train. torch.distributed is initialized.
 
     Args:
-        source_of_data: has ``datasets`` and ``batch_iterator``, called as :mod:`launch.training.build` has them.
+        p: a :class:`Plan`, or a subclass.
+        open_data: makes the batches of the plan, of where the run is and of the data-parallel rank.
         interfere: called with the loop before it runs (tests).
-
-    Returns:
-        How it ended, a sentence.
 
     Raises:
         USER_ERRORS, BadSteps: see :func:`main`.
     """
     from megatron_patches import initialize_model_parallel
 
-    check_ranks_agree(p)
+    a = p.args
+    check_same_on_all_ranks({**p.identity(), "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}})
     heartbeat.start()  # a rank may also hang before there is an engine
-    runtime.seed_python_and_numpy(p.args.seed)
+    runtime.seed_python_and_numpy(a.seed)
     # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
-    experts = {"expert_model_parallel_size": p.args.expert_parallel} if p.args.expert_parallel > 1 else {}
+    experts = {"expert_model_parallel_size": a.expert_parallel} if a.expert_parallel > 1 else {}
     initialize_model_parallel(
-        p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False, **experts, **stages.groups(p.args)
+        a.tensor_parallel, seed=a.seed, create_gloo_process_groups=False, **experts, **stages.groups(a)
     )
-    with ExitStack() as locks:
-        folders = open_on_nodes(p.args, p.settings, locks)
+    with ExitStack() as stack:
+        folders = open_on_nodes(a, p.settings, stack)
         on_rank_0(lambda: make_folders(p.settings))
-        source = folders.source
-        p = auto.settle(p, device, source, say)
-        explain = exhausted.Explain(p)
-        locks.push(explain.leave)
-        team = team_of_checkpoints(p.settings)
-        examined = None if source is None else checkpoint.examine(layout.fitting(source, p), p.identity(), team)
-        begun = Progress() if examined is None else Progress(**examined.manifest["progress"])
-        with SlowPhase("indexing the data"):
-            sets = source_of_data.datasets(p, begun)
-        if p.warning is not None:
-            say(p.warning, "warning")
-        say(p.describe())
-        with SlowPhase("building the engine"):
-            engine = build.build_engine(
-                p,
-                say,
-                universal=examined is not None and examined.universal,
-                weights=p.weights if examined is None else None,
-            )
-        progress = Progress() if examined is None else resume(engine, examined)
-        loop = make_loop(p, device, engine, sets, progress, folders, source_of_data.batch_iterator)
-        locks.callback(loop.log.close)  # before the locks go
-        if loop.profiler is not None:
-            locks.callback(loop.profiler.close)  # a run that fails within the chosen steps has a trace, too
-        loop.stop, loop.last_checkpoint = stop, source
-        explain.watch(loop)
-        if interfere is not None:
-            interfere(loop)
-        try:
-            why = loop.run()
-        except BadSteps:
-            loop.log.finish("too many non-finite steps in a row", progress.step, loop.last_checkpoint, failed=True)
-            raise
-        ending = f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
-        loop.log.finish(ending, progress.step, loop.last_checkpoint if p.args.save else None)
-    return ending + (f"; checkpoint {loop.last_checkpoint}" if p.args.save else "; nothing saved (no --save)")
+        p = auto.settle(p, device, folders.source, say)
+        return _train(p, device, folders, open_data, stop, interfere, stack)
 
 
-def say(text: str, level: str = "info") -> None:
-    """Print on rank 0; a warning on stderr."""
-    if torch.distributed.get_rank() == 0 and shows(level):
-        print(text, file=sys.stderr if level == "warning" else sys.stdout, flush=True)
-
-
-def check_ranks_agree(p: Plan) -> None:
-    """Raise on every rank where one was started with other settings."""
-    shared = {k: v for k, v in vars(p.args).items() if k != "local_rank"}
-    check_same_on_all_ranks({**p.identity(), "arguments": shared})
-
-
-def resume(engine: Any, examined: checkpoint.Examined) -> Progress:
-    """Restore ``engine`` and random states; where the run is."""
-    saved = checkpoint.restore(engine, examined)
-    changed = [f"  changed: {line}" for line in examined.changed]
-    say("\n".join([f"continuing after step {saved['step']} from {examined.path}", *changed]))
-    return Progress(**saved)
-
-
-def make_loop(
+def _train(
     p: Plan,
     device: torch.device,
-    engine: Any,
-    sets: Sequence[Any],
-    progress: Progress,
     folders: Folders,
-    batches: Callable[..., Iterator[Batch]],
-) -> Loop:
-    """The training loop over train, valid and test ``sets`` (the last two may be None)."""
+    open_data: Callable[[Any, Progress, int], DataSource],
+    stop: runtime.StopSignal | None,
+    interfere: Callable[[Loop], None] | None,
+    stack: ExitStack,
+) -> Ending:
+    """Build data and engine, continue from a checkpoint if there is one, train; ``stack`` closes what is opened."""
     from megatron.core import parallel_state
 
-    a, dp_rank = p.args, parallel_state.get_data_parallel_rank()
-    superseded = list(folders.superseded)
-    active, continues = torch.distributed.get_rank() == 0, folders.source is not None and not a.overwrite
+    a, source, loops = p.args, folders.source, list[Loop]()
+    stack.enter_context(exhausted.explained(p, lambda: loops[0] if loops else None))
+    team = team_of_checkpoints(p.settings)
+    examined = None if source is None else checkpoint.examine(layout.fitting(source, p), p.identity(), team)
+    progress = Progress() if examined is None else Progress(**examined.manifest["progress"])
+    with SlowPhase("indexing the data"):
+        data_source = open_data(p, progress, parallel_state.get_data_parallel_rank())
+    if p.warning is not None:
+        say(p.warning, "warning")
+    say(p.describe())
+    with SlowPhase("building the engine"):
+        weights = p.weights if examined is None else None
+        engine = build.build_engine(p, say, universal=examined is not None and examined.universal, weights=weights)
+    if examined is not None:
+        checkpoint.restore(engine, examined)
+        changed = [f"  changed: {line}" for line in examined.changed]
+        say("\n".join([f"continuing after step {progress.step} from {examined.path}", *changed]))
+    continues = source is not None and not a.overwrite
+    reporters = open_reporters(a, progress.step, continues, p.identity())
+    stack.callback(reporters.close)  # before the locks go
+    profiler = None
+    if a.profile_steps is not None and torch.distributed.get_rank() == 0:
+        profiler = stack.enter_context(step_profiler(a.profile_steps, progress.step, str(a.output)))
+    whole_forward = a.tensor_parallel == a.expert_parallel == 1 and p.settings["zero_optimization"]["stage"] < 3
+    times = RankTimes(device, whole_forward=whole_forward)
+    loop = Loop(
+        engine=engine,
+        steps=steps_of(p, engine, device, times),
+        data=data_source,
+        schedule=p.schedule,
+        reporters=reporters,
+        options=a,
+        progress=progress,
+        times=times,
+        device=device,
+        samples_per_step=p.batch.total,
+        flops_per_token=flops_per_token(p.model, p.model.seq_length),
+        save=saving(p, engine, folders, progress) if a.save else None,
+        more=None if p.model.num_moe_experts is None else lambda: router_losses(p),
+        memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
+        profiler=profiler,
+        stop=stop,
+        last_checkpoint=source,
+    )
+    loops.append(loop)
+    if interfere is not None:
+        interfere(loop)
+    try:
+        why = loop.run()
+    except BadSteps:
+        reporters.finish("too many non-finite steps in a row", progress.step, loop.last_checkpoint, failed=True)
+        raise
+    text = f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
+    last = loop.last_checkpoint if a.save else None
+    reporters.finish(text, progress.step, last)
+    return Ending(f"{text}; checkpoint {last}" if a.save else f"{text}; nothing saved (no --save)", why is None, last)
+
+
+def saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Callable[[], Path]:
+    """What writes a checkpoint of a run and returns its path."""
+    a, superseded = p.args, list(folders.superseded)
     carried = p.carried(folders.source)  # read now: the source may be removed meanwhile
 
-    def evaluation(dataset: Any) -> Callable[[], Iterator[Batch]] | None:
-        return None if dataset is None else lambda: batches(p, dataset, dp_rank)
-
     def save() -> Path:
-        saved = checkpoint.save(engine, a.save, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
+        folder = str(a.save)
+        saved = checkpoint.save(engine, folder, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
         superseded.clear()  # from now on their names may be this run's
-        if active:
-            layout.forget(a.save)
+        if torch.distributed.get_rank() == 0:
+            layout.forget(folder)
         return saved
 
-    return Loop(
-        engine=engine,
-        loss=build.language_model_loss(a.tensor_parallel, device),
-        pipeline=pipeline.steps(p, engine, build.forward_step(a.tensor_parallel, device)),
-        train=batches(p, sets[0], dp_rank, progress.consumed_samples),
-        valid=evaluation(sets[1]),
-        test=evaluation(sets[2]),
-        schedule=p.schedule,
-        log=MetricsLog(
-            a.output,
-            a.tensorboard,
-            start_step=progress.step,
-            total_steps=a.train_steps,
-            stop_at_step=a.stop_at_step,
-            active=active,
-            continues=continues,
-            wandb=start_wandb(p, continues),
-        ),
-        times=RankTimes(
-            device,
-            whole_forward=a.tensor_parallel == a.expert_parallel == 1 and p.settings["zero_optimization"]["stage"] < 3,
-        ),
-        more=None
-        if p.model.num_moe_experts is None
-        else lambda: p.model.router_losses(
-            p.model.num_layers, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel
-        ),
-        memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
-        progress=progress,
-        total_steps=a.train_steps,
-        stop_at_step=a.stop_at_step,
-        accumulation=p.batch.accumulation,
-        samples_per_step=p.batch.total,
-        samples=p.samples,
-        tokens=p.tokens,
-        flops_per_token=flops_per_token(p.model, p.model.seq_length),
-        device=device,
-        eval_interval=a.eval_interval,
-        eval_steps=a.eval_steps,
-        save=save if a.save else None,
-        save_interval=a.save_interval,
-        max_bad_steps=a.max_bad_steps,
-        profiler=StepProfiler(parse_steps(a.profile_steps), a.output, active) if a.profile_steps else None,
-    )
+    return save
+
+
+def router_losses(p: Plan) -> dict[str, torch.Tensor]:
+    """Losses of the routers of a model with experts, in the step that is done."""
+    a = p.args
+    return p.model.router_losses(p.model.num_layers, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

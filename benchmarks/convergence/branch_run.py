@@ -52,15 +52,15 @@ class Watch:
             digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         self.digest = digest.hexdigest()[:12]
         self.mean = [torch.zeros_like(w, dtype=torch.float32) for w in self.weights]
-        log = loop.log.step
+        log = loop.reporters.step
 
         def step(record: Mapping[str, Any]) -> None:
             log(record)
-            if record["step"] > loop.total_steps - self.average:
+            if record["step"] > loop.options.train_steps - self.average:
                 self.averaged += 1
                 torch._foreach_lerp_(self.mean, [w.float() for w in self.weights], 1 / self.averaged)
 
-        loop.log.step = step  # type: ignore[method-assign]  # each step ends with it
+        loop.reporters.step = step  # type: ignore[method-assign]  # each step ends with it
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -79,16 +79,15 @@ class Watch:
         from megatron_patches import unpatch_model
 
         module, evaluate = self.loop.engine.module, self.loop.evaluate
-        assert self.loop.valid is not None
-        valid, patched = self.loop.valid, self.loop.engine.coat_patch_report is not None
+        patched = self.loop.engine.coat_patch_report is not None
         last, movement = [w.clone() for w in self.weights], self.sampled() - self.began
         self._write(self.mean)
-        found: dict[str, Any] = {"averaged_held_out_loss": evaluate(valid())}
+        found: dict[str, Any] = {"averaged_held_out_loss": evaluate("valid")}
         if patched:
             unpatch_model(module)
-        found["averaged_bf16_held_out_loss"] = evaluate(valid()) if patched else found["averaged_held_out_loss"]
+        found["averaged_bf16_held_out_loss"] = evaluate("valid") if patched else found["averaged_held_out_loss"]
         self._write(last)
-        found["bf16_held_out_loss"] = evaluate(valid())
+        found["bf16_held_out_loss"] = evaluate("valid")
         return {**found, "averaged_steps": self.averaged, "trunk": self.digest, "movement": movement}
 
     def _write(self, values: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ import numpy as np
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from launch import convert_hf
+from launch.chat.arguments import FinetuneOptions
 from launch.chat.store import Conversations
 from launch.hf.output import Output
 from launch.training.checkpoint import require_loadable
@@ -31,7 +31,7 @@ _LOOKED_AT = 1000
 _OF_A_RANK = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
-def check_target(args: argparse.Namespace, began_with: Path) -> None:
+def check_target(args: FinetuneOptions, began_with: Path) -> None:
     """Refuse a folder that an export would not replace, or must not, before anything is trained.
 
     Args:
@@ -51,7 +51,7 @@ def check_target(args: argparse.Namespace, began_with: Path) -> None:
             raise CoatConfigError(f"--export-to: got {target}, which is or holds {used}, accepted: another folder")
     replace = args.overwrite or require_loadable(args.load, args.save) is not None
     try:
-        Output("--export-to", target, replace).check(Path(args.save), 0)
+        Output("--export-to", target, replace).check(Path(str(args.save)), 0)
     except CheckpointError as problem:
         raise CoatConfigError(f"{problem} or --no-export") from None
     except OSError as problem:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_first_ranks, on_rank_0
-from launch.chat.arguments import LONGEST_DEFAULT, check_steps
+from launch.chat.arguments import LONGEST_DEFAULT, FinetuneOptions
 from launch.chat.batches import Layout, micro_batches
 from launch.chat.export import write_beside
 from launch.chat.files import find_files
@@ -28,21 +27,21 @@ from launch.model.gpt import ModelConfig
 from launch.prep import DataError
 from launch.training.arguments import UNKNOWN_STEPS
 from launch.training.checkpoint import require_loadable
-from launch.training.loop import Progress
+from launch.training.data_source import Batch, Progress
 from launch.training.node_folders import sharers
 from launch.training.plan import Plan, assemble
 from launch.training.settings import MICRO, load_settings
 from launch.weights import Weights, open_weights
 from launch.weights.source import files_in
 
-__all__ = ["Draft", "FinetunePlan", "batch_iterator", "datasets", "draft", "finish"]
+__all__ = ["ChatData", "Draft", "FinetunePlan", "draft", "finish"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     """What is known before the ranks have met: everything but the data."""
 
-    args: argparse.Namespace
+    args: FinetuneOptions
     settings: dict[str, Any]
     coat: CoatConfig | None
     model: ModelConfig
@@ -65,25 +64,19 @@ class Held:
 class FinetunePlan(Plan):
     """A :class:`Plan` over conversations."""
 
+    args: FinetuneOptions  # type: ignore[assignment]
     train: Held
     valid: Held | None
     tokenizer: Any
     held_out: str | None = None
     """Digest of what is held out of ``--data``; None = nothing is."""
 
-    @property
-    def samples(self) -> int | None:
-        return self.train.sequences.end
-
-    def tokens(self, start: int, stop: int) -> int:
-        return self.train.sequences.tokens(start, stop)
-
     def describe(self) -> str:
         """A few lines for the log."""
         lines = [super().describe(), _about(self.train, "train", self.model.seq_length)]
         if self.valid is not None:
             lines.append(_about(self.valid, "held out", self.model.seq_length))
-        steps, sequences = self.args.train_steps, self.train.sequences
+        steps, sequences = self.args.train_steps or 0, self.train.sequences
         taken = sequences.end or steps * self.batch.total
         lines.append(f"{steps} steps: {taken / sequences.per_epoch:.2f} epochs of {sequences.per_epoch:,} sequences")
         return "\n".join(lines)
@@ -105,7 +98,7 @@ class FinetunePlan(Plan):
         }
 
 
-def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
+def draft(args: FinetuneOptions, world: int) -> Draft | Plan:
     """Read and check what needs neither data nor the other ranks; with ``--dry-run`` a plan without data.
 
     Raises:
@@ -151,12 +144,11 @@ def draft(args: argparse.Namespace, world: int) -> Draft | Plan:
     )
 
 
-def _with_steps(args: argparse.Namespace) -> argparse.Namespace:
+def _with_steps(args: FinetuneOptions) -> FinetuneOptions:
     """A copy from which a plan can be made before the data are read."""
-    known = argparse.Namespace(**vars(args))
-    known.train_steps = args.train_steps or UNKNOWN_STEPS
-    known.eval_interval, known.eval_steps = args.eval_interval or 0, 1
-    return known
+    return replace(
+        args, train_steps=args.train_steps or UNKNOWN_STEPS, eval_interval=args.eval_interval or 0, eval_steps=1
+    )
 
 
 def _tokenizer_folder(weights: Weights) -> str:
@@ -203,7 +195,7 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
         args.eval_steps = a.eval_steps or math.ceil(valid_plan.sequences.per_epoch / ranks)
         if a.eval_interval is None:  # about once an epoch
             args.eval_interval = max(1, math.ceil(training.sequences.per_epoch / batch.total))
-    check_steps(args)
+    args.check()
     parts: dict[str, Any] = {"weights": d.weights, "train": training, "valid": valid_plan, "tokenizer": d.tokenizer}
     return assemble(*known, FinetunePlan, held_out=digest, **parts)
 
@@ -281,35 +273,48 @@ def _about(held: Held, name: str, seq_length: int) -> str:
     )
 
 
-def datasets(p: FinetunePlan, begun: Progress | None = None) -> list[Any]:
-    """Train and valid set, and no test set. Rank 0 writes the list of what was left out.
+class ChatData:
+    """Conversations as the batches of a run. Rank 0 writes the list of what was left out.
 
-    ``begun``, where the run continues, changes neither: the sequences' order has its end in it, or none.
+    Args:
+        begun: changes nothing: the order of the sequences has its end in it, or none.
+        dp_rank: this data-parallel rank.
+
+    Raises:
+        CoatConfigError: the list cannot be written.
     """
-    both = [p.train, *([] if p.valid is None else [p.valid])]
-    lists = dict.fromkeys(held.conversations.dropped() for held in both)  # both may be parts of the same files
-    on_rank_0(lambda: _write_list(Path(p.args.output, "dropped.jsonl"), "".join(lists)))
-    return [p.train, p.valid, None]
 
+    def __init__(self, p: FinetunePlan, begun: Progress, dp_rank: int) -> None:
+        self._plan, self._dp_rank, self.samples = p, dp_rank, p.train.sequences.end
+        both = [p.train, *([] if p.valid is None else [p.valid])]
+        lists = dict.fromkeys(held.conversations.dropped() for held in both)  # both may be parts of the same files
+        path = Path(p.args.output, "dropped.jsonl")
 
-def _write_list(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as problem:
-        raise CoatConfigError(f"--output: cannot write {path} ({problem})") from problem
+        def write() -> None:
+            try:
+                write_text(path, "".join(lists))
+            except OSError as problem:
+                raise CoatConfigError(f"--output: cannot write {path} ({problem})") from problem
 
+        on_rank_0(write)
 
-def batch_iterator(p: FinetunePlan, dataset: Held, dp_rank: int, consumed: int = 0) -> Iterator[Any]:
-    """Endless micro-batches of one data-parallel rank, after ``consumed`` sequences of all ranks."""
-    pad = p.tokenizer.pad_token_id
-    layout = Layout(
-        micro=p.batch.micro,
-        # An evaluation is one step of --eval-steps micro-batches.
-        accumulation=p.args.eval_steps if dataset is p.valid else p.batch.accumulation,
-        dp_rank=dp_rank,
-        dp_size=p.dp,
-        seq_length=p.model.seq_length,
-        packed=not p.args.no_packing,
-        pad=pad if pad is not None and pad < (p.model.vocab_size or 0) else 0,
-    )
-    return micro_batches(dataset.conversations, dataset.sequences, layout, consumed)
+    def tokens(self, start: int, stop: int) -> int:
+        return self._plan.train.sequences.tokens(start, stop)
+
+    def batches(self, split: str, consumed: int = 0) -> Iterator[Batch] | None:
+        p = self._plan
+        held = {"train": p.train, "valid": p.valid}.get(split)
+        if held is None:
+            return None
+        pad = p.tokenizer.pad_token_id
+        layout = Layout(
+            micro=p.batch.micro,
+            # An evaluation is one step of --eval-steps micro-batches.
+            accumulation=p.batch.accumulation if split == "train" else p.args.eval_steps or 1,
+            dp_rank=self._dp_rank,
+            dp_size=p.dp,
+            seq_length=p.model.seq_length,
+            packed=not p.args.no_packing,
+            pad=pad if pad is not None and pad < (p.model.vocab_size or 0) else 0,
+        )
+        return micro_batches(held.conversations, held.sequences, layout, consumed)

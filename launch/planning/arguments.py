@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -11,12 +10,14 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.command_line import (
-    LARGEST,
     DefaultsHelp,
     Parser,
+    RunOptions,
+    add_options,
     add_parallel_options,
     add_pipeline_options,
     local_path,
+    micro_batch,
     one_stage_only,
     whole_number,
 )
@@ -29,9 +30,8 @@ from .gpus import GPU, GPUS, find_gpu, memory_bytes
 from .recompute import add_recompute_options, check_recompute, recompute_options
 from .run import Run
 
-__all__ = ["add_gpu_options", "chosen_gpu", "micro_batch", "parse", "silence_deepspeed"]
+__all__ = ["chosen_gpu", "parse", "silence_deepspeed"]
 
-AUTO = "auto"
 _CONTEXT = 2**29
 """Of this process, which has asked."""
 _MEANT = {
@@ -61,32 +61,9 @@ MOST_LAYERS = 2000
 """Layers that are gone through, one by one, for each moment of a step: more would take minutes."""
 
 
-def micro_batch(text: str) -> int | str:
-    """A positive whole number, or "auto", as a type of an option."""
-    if text == AUTO:
-        return text
-    with contextlib.suppress(argparse.ArgumentTypeError):
-        if (number := whole_number(text)) >= 1:
-            return number
-    raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, below {LARGEST:.0e}, or auto")
-
-
 def add_gpu_options(group: Any) -> None:
     """Which GPUs are planned for."""
-    group.add_argument("--gpus", type=whole_number, default=None, metavar="N", help="number of GPUs, all of one kind")
-    group.add_argument(
-        "--gpu", default=None, metavar="NAME", help=f"kind of GPU: {', '.join(GPUS)} (default: the one here, else h100)"
-    )
-    group.add_argument(
-        "--gpu-memory", default=None, metavar="SIZE", help="memory of a GPU, such as 80GiB (default: that of --gpu)"
-    )
-    group.add_argument(
-        "--other-memory",
-        default=None,
-        metavar="SIZE",
-        help="of it, what is not torch's: CUDA, NCCL, other programs (default: 2.2GiB, or 3.2GiB with several "
-        "GPUs, and what other programs use of the GPU here)",
-    )
+    add_options(group, RunOptions, ("gpus", "gpu", "gpu_memory", "other_memory"))
 
 
 def chosen_gpu(args: argparse.Namespace) -> GPU:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from launch.command_line import whole_number
+from launch.command_line import RunOptions, add_options
 from launch.model.config import ModelConfig
 
 __all__ = ["MODULES", "add_recompute_options", "check_recompute", "recompute_options", "recompute_without_flow"]
@@ -18,31 +17,11 @@ MODULES = ("core_attn", "mlp", "layernorm")
 
 def add_recompute_options(group: Any) -> None:
     """Add Megatron's options to a group of a parser."""
-    group.add_argument(
-        "--recompute-granularity",
-        choices=["full", "selective"],
-        default=None,
-        help="compute whole layers again in backward, or parts of them (default: keep what backward needs)",
-    )
-    group.add_argument(
-        "--recompute-method",
-        choices=["uniform", "block"],
-        default=None,
-        help="with full: units of so many layers, or only the first so many layers (default: uniform)",
-    )
-    group.add_argument(
-        "--recompute-num-layers", type=whole_number, default=None, metavar="N", help="with full: how many (default: 1)"
-    )
-    group.add_argument(
-        "--recompute-modules",
-        nargs="+",
-        choices=MODULES,
-        default=None,
-        help="with selective: which parts of a layer (default: core_attn)",
-    )
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+    add_options(group, RunOptions, names)
 
 
-def check_recompute(args: argparse.Namespace) -> list[str]:
+def check_recompute(args: Any) -> list[str]:
     """A line for every option that does not fit the others."""
     problems = []
     for name, needs in (
@@ -73,7 +52,7 @@ def recompute_without_flow(options: Mapping[str, Any], model: ModelConfig) -> di
     return {**options, "recompute_modules": modules} if modules else {}
 
 
-def recompute_options(args: argparse.Namespace, model: ModelConfig, coat: CoatConfig | None) -> dict[str, Any]:
+def recompute_options(args: Any, model: ModelConfig, coat: CoatConfig | None) -> dict[str, Any]:
     """Arguments of Megatron's ``TransformerConfig``; none where nothing is computed again.
 
     Raises:

@@ -1,36 +1,33 @@
-"""Command line of ``pretrain.py``."""
+"""Options of the programs that train, and the command line of ``pretrain.py``."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib.util import find_spec
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
 
 from coat_dist import CoatConfigError
-from launch.command_line import (
-    DefaultsHelp,
-    Parser,
-    add_parallel_options,
-    add_pipeline_options,
-    local_path,
-    whole_number,
-)
+from launch.command_line import LocalPath, Parser, RunOptions, option, options_parser, out_of_range, parse_options
 from launch.data.dataset import without_suffix
-from launch.model.experts import ExpertsConfig
+from launch.model.config import ModelConfig
 from launch.planning.recompute import check_recompute
-from launch.training.options import MEANT, deepspeed_options, memory_options, output_options, schedule_options
-from launch.training.profile import parse_steps
 
-__all__ = ["UNKNOWN_STEPS", "check_arguments", "parse", "parser"]
+__all__ = ["DEEPSPEED_KEYS", "UNKNOWN_STEPS", "PretrainOptions", "TrainingOptions", "parse", "parser"]
 
 UNKNOWN_STEPS = 10**9
 """``train_steps`` of a run whose data have not been read: any number will do for checks and batch sizes."""
-
-_SAME = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "seq_length",
-         "vocab_size", "normalization", "rotary_base", "hidden_dropout", "attention_dropout")  # fmt: skip
-# Megatron-LM's options of a model, and what its description calls them here.
-_OF_THE_MODEL = {
-    **{name.replace("_", "-"): name for name in _SAME},
+DEEPSPEED_KEYS = {
+    **dict.fromkeys(("adam-beta1", "adam-beta2", "adam-eps", "weight-decay"), "optimizer.params in the DeepSpeed file"),
+    **dict.fromkeys(("clip-grad", "max-grad-norm"), "gradient_clipping in the DeepSpeed file"),
+    "global-batch-size": "train_batch_size in the DeepSpeed file",
+    "gradient-accumulation-steps": "gradient_accumulation_steps in the DeepSpeed file",
+    "use-distributed-optimizer": "zero_optimization.stage in the DeepSpeed file",
+}
+"""Other programs' options that are keys of the DeepSpeed file here."""
+_MODEL_KEYS = {
+    **{name.replace("_", "-"): name for name in ModelConfig.model_fields},
     "disable-bias-linear": "linear_bias",
     "group-query-attention": "num_query_groups",
     "init-method-std": "init_std",
@@ -39,190 +36,196 @@ _OF_THE_MODEL = {
     "max-position-embeddings": "seq_length",
     "norm-epsilon": "norm_eps",
     "num-experts": "num_moe_experts",
-    **{
-        name.replace("_", "-"): name
-        for name in ExpertsConfig.model_fields
-        if name.startswith("moe_") or name == "num_moe_experts"
-    },
     "qk-layernorm": "qk_norm",
     "swiglu": "activation",
     "untie-embeddings-and-output-weights": "tie_embeddings",
 }
+"""Megatron-LM's options of a model, and what its description calls them here."""
+
+_deepspeed, _memory, _data = (partial(option, group=name) for name in ("DeepSpeed", "memory", "data"))
+_model, _schedule, _output = (partial(option, group=name) for name in ("model", "schedule", "output"))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options, in the groups that ``--help`` shows."""
-    p = Parser(
-        prog="pretrain.py",
-        description="Pretrain a GPT with DeepSpeed and Megatron-core. Started by "
-        "`deepspeed launch/pretrain.py ...` or `torchrun launch/pretrain.py ...`.",
-        formatter_class=DefaultsHelp,
-        meant={**MEANT, **{name: f"--model-override {key}=..." for name, key in _OF_THE_MODEL.items()}},
+def step_range(text: str) -> tuple[int, int]:
+    """First and last step of "10-12" or "10", as a type of an option."""
+    first, dash, last = text.partition("-")
+    if first.isdecimal() and (last.isdecimal() or not dash) and 1 <= int(first) <= int(last or first):
+        return int(first), int(last or first)
+    raise argparse.ArgumentTypeError(f"got {text!r}, accepted: FIRST-LAST, such as 10-12, or one step, from 1")
+
+
+@dataclass(kw_only=True)
+class TrainingOptions(RunOptions):
+    """Options of every program that trains."""
+
+    deepspeed_config: LocalPath = _deepspeed(
+        flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE", meant="config"
     )
-    deepspeed_options(p)
-    _model_and_data(p)
-    schedule_options(p)
-    output_options(p)
-    return p
-
-
-def _model_and_data(p: argparse.ArgumentParser) -> None:
-    g = p.add_argument_group("model")
-    g.add_argument(
-        "--model",
-        type=local_path,
-        default=None,
-        metavar="FILE",
-        help="description: a path, or a name in configs/models such as llama2-7b (default: that of --init-from)",
+    """DeepSpeed JSON, with or without a "coat" block: a path, or a name in configs/deepspeed such as zero2"""
+    deepspeed: bool = _deepspeed(False)
+    """accepted for habit; DeepSpeed always runs"""
+    local_rank: int | None = _deepspeed(None, flags=("--local_rank", "--local-rank"))
+    """set by the launcher; LOCAL_RANK works as well"""
+    distributed_timeout_minutes: float | None = _deepspeed(None, metavar="MINUTES", least=0.1)
+    """how long ranks wait for one that does not come (default: torch's, 10 with NCCL and 30 with gloo)"""
+    seed: int = _model(1234, least=0)
+    """of initial weights, data order and dropout"""
+    dry_run: bool = _memory(False)
+    """print what the run needs (launch/planner.py), and end"""
+    json: bool = _memory(False)
+    """with --dry-run: as plain values"""
+    data_cache: LocalPath | None = _data(None, metavar="DIR")
+    """where sample indices (default: beside the data) or encoded conversations (default: prepared in --output) are
+    kept"""
+    train_steps: int = _schedule(least=1, meant="max-steps train-iters iterations steps")
+    """optimizer steps of the whole run"""
+    stop_at_step: int | None = _schedule(None, least=1)
+    """save and leave after this step; the schedule stays that of --train-steps"""
+    lr: float | None = _schedule(None, least=0.0, meant="learning-rate")
+    """peak learning rate (default: optimizer.params.lr)"""
+    min_lr: float = _schedule(0.0, least=0.0)
+    """learning rate at the end of the decay"""
+    lr_schedule: Literal["cosine", "linear", "constant"] = _schedule("cosine", meant="lr-decay-style lr-scheduler-type")
+    """shape after warm-up"""
+    warmup_steps: int = _schedule(0, least=0, meant="lr-warmup-iters")
+    """steps from 0 to the peak"""
+    lr_decay_steps: int | None = _schedule(None, least=1, meant="decay-steps lr-decay-iters")
+    """step at which --min-lr is reached (default: --train-steps, at least 2)"""
+    max_bad_steps: int = _schedule(5, least=1)
+    """stop after so many steps in a row with a non-finite loss or gradient norm"""
+    eval_interval: int = _schedule(0, least=0)
+    """steps between evaluations on the held-out data, which the last step is followed by, too; 0 = never"""
+    eval_steps: int = _schedule(10, least=1, meant="eval-iters")
+    """micro-batches a rank and evaluation"""
+    output: LocalPath | None = _output(
+        None, flags=("--output", "--run"), metavar="DIR", meant="out output-dir wandb-save-dir"
     )
-    g.add_argument(
-        "--init-from",
-        type=local_path,
-        default=None,
-        metavar="DIR",
-        help="weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that convert_hf.py "
-        "wrote, or a training checkpoint. With --load auto, where there is nothing to continue",
+    """folder for metrics.jsonl and memory.json (under torchrun write --output: it takes --run for its own)"""
+    tensorboard: LocalPath | None = _output(None, metavar="DIR", meant="logging-dir tensorboard-dir")
+    """also write TensorBoard events"""
+    wandb: str | None = _output(None, metavar="PROJECT", meant="report-to wandb-project")
+    """also log to Weights & Biases (pip install wandb)"""
+    wandb_name: str | None = _output(None, metavar="NAME", meant="run-name wandb-exp-name wandb-run-name")
+    """of the run there (default: W&B makes one up)"""
+    wandb_entity: str | None = _output(None, metavar="NAME")
+    """user or team there (default: yours)"""
+    wandb_mode: Literal["online", "offline"] | None = _output(None)
+    """offline: into files below --output, for `wandb sync` later (default: what WANDB_MODE says, else online)"""
+    profile_steps: Annotated[tuple[int, int], step_range] | None = _output(
+        None, metavar="FIRST-LAST", meant="profile profile-step-start profile-step-end"
     )
-    g.add_argument(
-        "--model-override",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="replace values of the description",
+    """write a trace of these steps of rank 0 into --output, for chrome://tracing or Perfetto"""
+    log_level: Literal["debug", "info", "warning", "error"] = _output("info", meant="logging-level verbosity")
+    """debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this program's lines, and libraries'
+    warnings; warning: warnings and errors only; error: errors only"""
+    save: LocalPath | None = _output(None, metavar="DIR")
+    """folder for checkpoints; also saves at the end and on SIGTERM, SIGINT"""
+    save_interval: int = _output(0, least=0, meant="save-steps")
+    """steps between checkpoints; 0 = only at the end"""
+    keep_last: int = _output(0, least=0, meant="save-total-limit")
+    """checkpoints kept in --save; 0 = all"""
+    load: LocalPath | None = _output(None, metavar="DIR|auto", meant="load-checkpoint resume resume-from-checkpoint")
+    """continue from this folder's latest checkpoint; auto = from --save where it has one, else start"""
+    overwrite: bool = _output(False)
+    """start anew where an earlier run has written: its checkpoints go when the first new one is complete, its
+    metrics.jsonl is kept under another name"""
+
+    def check(self) -> None:
+        """Refuse values that make no sense, all at once; ``train_steps`` may not be known yet.
+
+        Raises:
+            CoatConfigError: one line for each.
+        """
+        if problems := self.problems():
+            raise CoatConfigError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """A line for each value that makes no sense."""
+        known = self.train_steps or UNKNOWN_STEPS
+        steps, end = f"1 to the run's last step ({known})", self.lr_decay_steps or known
+        saves, several = self.save is not None, self.tensor_parallel > 1
+        found = [
+            (
+                "warmup_steps",
+                self.lr_schedule == "constant" or self.warmup_steps <= end,
+                f"0 to the end ({end})",
+            ),
+            ("stop_at_step", self.stop_at_step is None or self.stop_at_step <= known, steps),
+            ("save_interval", saves or not self.save_interval, "0 without --save"),
+            ("keep_last", saves or not self.keep_last, "0 without --save"),
+            ("load", saves or self.load != "auto", "auto only with --save"),
+            ("overwrite", not self.overwrite or self.load != "auto", "not with --load auto, which continues"),
+            ("sequence_parallel", several or not self.sequence_parallel, "only with --tensor-parallel 2 or more"),
+            ("virtual_stages", self.pipeline_parallel > 1 or self.virtual_stages <= 1, "1 with one pipeline stage"),
+            ("profile_steps", self.profile_steps is None or self.output is not None, "only with --output"),
+            *((one, self.dry_run or not getattr(self, one), "only with --dry-run") for one in ("json", "gpu", "gpus")),
+            *(
+                (one, getattr(self, one) is None or self.wandb is not None, "only with --wandb")
+                for one in ("wandb_name", "wandb_entity", "wandb_mode")
+            ),
+        ]
+        return [*out_of_range(self), *self.refused(*found), *check_recompute(self)]
+
+    def refused(self, *checks: tuple[str, object, str]) -> list[str]:
+        """A line for each option, by its field's name, that does not hold, and what would be accepted."""
+        return [
+            f"--{name.replace('_', '-')}: got {getattr(self, name)!r}, accepted: {accepted}"
+            for name, good, accepted in checks
+            if not good
+        ]
+
+
+@dataclass(kw_only=True)
+class PretrainOptions(TrainingOptions):
+    """Pretrain a GPT with DeepSpeed and Megatron-core. Started by `deepspeed launch/pretrain.py ...` or `torchrun
+    launch/pretrain.py ...`."""
+
+    model: LocalPath | None = _model(None, metavar="FILE", meant="model-config")
+    """description: a path, or a name in configs/models such as llama2-7b (default: that of --init-from)"""
+    init_from: LocalPath | None = _model(
+        None, metavar="DIR", meant="finetune-from from-pretrained init-from-hf model-name-or-path pretrained-checkpoint"
     )
-    add_parallel_options(g)
-    add_pipeline_options(g)
-    g.add_argument("--seed", type=whole_number, default=1234, help="of initial weights, data order and dropout")
+    """weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that convert_hf.py wrote, or a
+    training checkpoint. With --load auto, where there is nothing to continue"""
+    model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")
+    """replace values of the description"""
+    data: list[str] = _data(metavar="[WEIGHT ]PREFIX", meant="data-path")
+    """output prefix of prepare_data.py, .bin and .idx may follow, or a description of Dolma's token files (JSON, YAML;
+    docs/data.md); several are blended by weight"""
+    split: str = _data("950,40,10")
+    """parts of train, valid and test"""
+    separate_documents: bool = _data(False, meant="eod-mask-loss reset-attention-mask reset-position-ids")
+    """keep the documents of a sequence apart: attention within each, positions that begin again, no loss for what
+    follows the end of one"""
+    num_workers: int = _data(0, least=0)
+    """data loader processes of a rank"""
 
-    memory_options(p)
-    g = p.add_argument_group("data")
-    g.add_argument(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="[WEIGHT ]PREFIX",
-        help="output prefix of prepare_data.py, .bin and .idx may follow, or a description of Dolma's token files "
-        "(JSON, YAML; docs/data.md); several are blended by weight",
-    )
-    g.add_argument("--split", default="950,40,10", help="parts of train, valid and test")
-    g.add_argument(
-        "--data-cache",
-        type=local_path,
-        default=None,
-        metavar="DIR",
-        help="where sample indices are kept (default: beside the data)",
-    )
-    g.add_argument(
-        "--separate-documents",
-        action="store_true",
-        help="keep the documents of a sequence apart: attention within each, positions that begin again, no loss for "
-        "what follows the end of one",
-    )
-    g.add_argument("--num-workers", type=whole_number, default=0, help="data loader processes of a rank")
+    def problems(self) -> list[str]:
+        """Those of every program, and of where the model comes from."""
+        fresh = self.init_from is None or self.load in (None, "auto")
+        missing = self.model is None and self.init_from is None
+        return [
+            *super().problems(),
+            *self.refused(
+                ("init_from", fresh, f"absent with --load {self.load}, which continues with the weights there")
+            ),
+            *(["--model: missing, accepted: a description, or --init-from, which has one"] if missing else []),
+        ]
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse values that make no sense, all at once.
-
-    Raises:
-        CoatConfigError: one line for each argument.
-    """
-    problems = []
-
-    def require(name: str, good: bool, accepted: str) -> None:
-        if not good:
-            problems.append(f"--{name}: got {getattr(args, name.replace('-', '_'))!r}, accepted: {accepted}")
-
-    steps = f"--train-steps ({args.train_steps})"
-    if getattr(args, "epochs", None) is not None:  # of finetune.py, whose steps follow from the data
-        known = "" if args.train_steps == UNKNOWN_STEPS else f"{args.train_steps} "
-        steps = f"the {known}steps that --epochs makes"
-    for name in (
-        "tensor-parallel",
-        "pipeline-parallel",
-        "virtual-stages",
-        "expert-parallel",
-        "train-steps",
-        "max-bad-steps",
-        "eval-steps",
-    ):
-        require(name, getattr(args, name.replace("-", "_")) >= 1, "an integer >= 1")
-    minutes = args.distributed_timeout_minutes
-    require("distributed-timeout-minutes", minutes is None or 0.1 <= minutes <= 1e5, "minutes, 0.1 or more")
-    for name in ("warmup-steps", "eval-interval", "save-interval", "keep-last", "num-workers"):
-        require(name, getattr(args, name.replace("-", "_")) >= 0, "an integer >= 0")
-    for name in ("lr", "min-lr"):
-        value = getattr(args, name.replace("-", "_"))
-        require(name, value is None or value >= 0, "a number >= 0")
-    require("lr-decay-steps", args.lr_decay_steps is None or args.lr_decay_steps >= 1, "an integer >= 1")
-    end = args.lr_decay_steps or args.train_steps
-    require(
-        "warmup-steps",
-        args.lr_schedule == "constant" or args.warmup_steps <= max(end, 0),
-        f"0 to {f'--lr-decay-steps ({end})' if args.lr_decay_steps else steps}",
-    )
-    require("seed", 0 <= args.seed < 2**31, "an integer from 0 to 2^31 - 1")
-    require("stop-at-step", args.stop_at_step is None or 1 <= args.stop_at_step <= args.train_steps, f"1 to {steps}")
-    require("save-interval", not args.save_interval or args.save is not None, "0 without --save")
-    require("keep-last", not args.keep_last or args.save is not None, "0 without --save")
-    require("load", args.load != "auto" or args.save is not None, "auto only with --save")
-    require(
-        "init-from",
-        args.init_from is None or args.load in (None, "auto"),
-        f"absent with --load {args.load}, which continues with the weights there",
-    )
-    if args.model is None and args.init_from is None:
-        problems.append("--model: missing, accepted: a description, or --init-from, which has one")
-    require("overwrite", not args.overwrite or args.load != "auto", "not with --load auto, which continues")
-    require(
-        "sequence-parallel",
-        not args.sequence_parallel or args.tensor_parallel > 1,
-        "only with --tensor-parallel 2 or more",
-    )
-    require(
-        "virtual-stages",
-        args.virtual_stages <= 1 or args.pipeline_parallel > 1,
-        "1 without --pipeline-parallel 2 or more",
-    )
-    for name in ("tensorboard", "wandb"):
-        if getattr(args, name) is not None and not _installed(name):
-            problems.append(f"--{name}: needs the package of that name: pip install {name}")
-    for name in ("wandb-name", "wandb-entity", "wandb-mode"):
-        require(name, getattr(args, name.replace("-", "_")) is None or args.wandb is not None, "only with --wandb")
-    require("wandb", args.wandb is None or args.wandb.strip() != "", "the name of a project")
-    if args.profile_steps is not None:
-        require("profile-steps", args.output is not None, "only with --output")
-        try:
-            possible = parse_steps(args.profile_steps)[1] <= args.train_steps
-        except ValueError:
-            possible = False
-        require("profile-steps", possible, f"FIRST-LAST, such as 10-12, or one step, from 1 to {steps}")
-    problems += check_recompute(args)
-    require("json", not args.json or args.dry_run, "only with --dry-run")
-    require("gpu", args.gpu is None or args.dry_run, "only with --dry-run")
-    require("gpus", args.gpus is None or args.dry_run, "only with --dry-run (a launcher says how many there are)")
-    require("gpus", args.gpus is None or args.gpus >= 1, "an integer >= 1")
-    if problems:
-        raise CoatConfigError("\n".join(problems))
+def parser() -> Parser:
+    """The parser of ``pretrain.py``."""
+    overrides = {name: f"--model-override {key}=..." for name, key in _MODEL_KEYS.items()}
+    return options_parser(PretrainOptions, "pretrain.py", {**overrides, **DEEPSPEED_KEYS})
 
 
-def _installed(package: str) -> bool:
-    """Whether a package can be imported. A folder of its name is none: W&B leaves one where it has run."""
-    try:
-        spec = find_spec(package)
-    except ValueError:  # a module without one, put there by hand
-        return True
-    return spec is not None and spec.origin is not None
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> PretrainOptions:
     """Parse and check the command line. What is typed wrong is printed by rank 0, with status 2.
 
     Raises:
-        CoatConfigError: see :func:`check_arguments`.
+        CoatConfigError: see :meth:`TrainingOptions.check`.
     """
-    args = parser().parse_args(argv)
-    args.data = [without_suffix(given) for given in args.data]
-    check_arguments(args)
-    return args
+    options = parse_options(PretrainOptions, parser(), argv)
+    options.data = [without_suffix(given) for given in options.data]
+    options.check()
+    return options

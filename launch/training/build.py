@@ -1,4 +1,4 @@
-"""The parts of a run, built from its plan: engine, loss, data."""
+"""The engine and the loss of a run, built from its plan."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import torch
 
 from coat_dist.deepspeed.expert_parallel import mark_experts
 from coat_dist.deepspeed.optimizer_from_json import experts_apart
-from launch.data import dataset as data
 from launch.data.packed import packed_documents
 from launch.model.experts import scale_aux_loss
 from launch.model.gpt import build_model
-from launch.training.loop import Batch, Progress
-from launch.training.plan import Plan, as_typed
+from launch.training.data_source import Batch
+from launch.training.plan import Plan
 from launch.weights import fill
 
-__all__ = ["batch_iterator", "build_engine", "datasets", "forward_step", "language_model_loss"]
+__all__ = ["build_engine", "forward_step", "language_model_loss", "torch_adamw"]
 
 
 def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, weights: Any = None) -> Any:
@@ -125,35 +124,3 @@ def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
         return output, loss
 
     return step
-
-
-def datasets(p: Plan, begun: Progress | None = None) -> list[Any]:
-    """Train, valid and test set; the last two are None where there is no evaluation, the last where it has no share.
-
-    ``begun``: where the run continues; None = at its beginning. The training set ends where the run does, after the
-    samples that were used and those of the steps that are left: the steps before may have had more samples than these,
-    and a set of ``--train-steps`` times the present batch would then begin again within what was trained on.
-    """
-    a, begun = p.args, begun or Progress()
-    left = max(a.train_steps - begun.step, 0)
-    asked = a.eval_steps * p.batch.micro * p.dp if a.eval_interval else 0
-    with as_typed():
-        return list(
-            data.build_datasets(
-                a.data,
-                a.split,
-                p.model.seq_length,
-                train_samples=begun.consumed_samples + left * p.batch.total,
-                valid_samples=asked,
-                test_samples=asked if data.parse_split(a.split)[2] else 0,
-                seed=a.seed,
-                cache_dir=a.data_cache,
-                without="give --eval-interval 0",
-            )
-        )
-
-
-def batch_iterator(p: Plan, dataset: Any, dp_rank: int, consumed: int = 0) -> Iterator[Batch]:
-    """Endless micro-batches of one data-parallel rank, after ``consumed`` samples of all ranks."""
-    sampler = data.PretrainSampler(len(dataset), consumed, p.batch.micro, dp_rank, p.dp)
-    return data.batches(dataset, sampler, p.args.num_workers, p.eod)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from launch.planning.run import Run
 from launch.planning.search import savings
 from launch.training.plan import Plan
 
-__all__ = ["STATUS", "Explain", "OutOfMemory", "explanation", "is_out_of_memory"]
+__all__ = ["STATUS", "OutOfMemory", "explained", "explanation", "is_out_of_memory"]
 
 STATUS = 5
 GIB = 2**30
@@ -63,26 +64,19 @@ def explanation(p: Plan, doing: str, problem: BaseException, report: Any = None)
     return "\n".join(lines)
 
 
-class Explain:
-    """Turns running out of memory into :class:`OutOfMemory`: push :meth:`leave` on an ``ExitStack``."""
+@contextmanager
+def explained(p: Plan, loop: Callable[[], Any]) -> Iterator[None]:
+    """Turns running out of memory into :class:`OutOfMemory`.
 
-    def __init__(self, p: Plan) -> None:
-        self._plan, self._loop, self._report = p, None, None
-
-    def watch(self, loop: Any) -> None:
-        """From now on ``loop`` says what is going on."""
-        self._loop, self._report = loop, loop.memory
-
-    def leave(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """``__exit__`` of a context.
-
-        Raises:
-            OutOfMemory: in place of ``problem``, where that is what it means.
-        """
-        if is_out_of_memory(problem) and not isinstance(problem, OutOfMemory):
-            assert problem is not None
-            doing = "while the engine was built" if self._loop is None else self._loop.doing
-            message = explanation(self._plan, doing, problem, self._report)
-            raise OutOfMemory(message) from None
+    Args:
+        loop: gives the training loop, which says what is going on; None while the engine is built.
+    """
+    try:
+        yield
+    except RuntimeError as problem:
+        if isinstance(problem, OutOfMemory) or not is_out_of_memory(problem):
+            raise
+        doing, report = "while the engine was built", None
+        if (running := loop()) is not None:
+            doing, report = running.doing, running.first_report
+        raise OutOfMemory(explanation(p, doing, problem, report)) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from coat_dist.checkpoint.manifest import MANIFEST, read_manifest
 from coat_dist.checkpoint.write.durable import make_folder
 from coat_dist.checkpoint.write.lock import locked_folder
 from coat_dist.checkpoint.write.publish import LATEST, own_name, published
+from launch.training.arguments import TrainingOptions
 from launch.training.checkpoint import require_loadable
 from launch.training.metrics import read_metrics
 
@@ -32,7 +32,7 @@ class Folders:
     """Checkpoints of an earlier run in ``--save``, to be removed when the first new one is complete."""
 
 
-def open_folders(args: argparse.Namespace, locks: ExitStack) -> Folders:
+def open_folders(args: TrainingOptions, locks: ExitStack) -> Folders:
     """Find the checkpoint to load, make the folders to write to and lock them. Call it on one rank, before any writes.
 
     Args:
@@ -58,7 +58,7 @@ def open_folders(args: argparse.Namespace, locks: ExitStack) -> Folders:
     return _look(args)  # again: another run may have written until the lock was ours
 
 
-def _look(args: argparse.Namespace) -> Folders:
+def _look(args: TrainingOptions) -> Folders:
     source = require_loadable(args.load, args.save)
     with _readable("--save"):
         superseded = _check_save(args, source)
@@ -77,7 +77,7 @@ def _readable(option: str) -> Iterator[None]:
         raise CoatConfigError(f"{option}: cannot be read ({problem}), accepted: a folder to write to") from problem
 
 
-def _lock(args: argparse.Namespace, locks: ExitStack) -> None:
+def _lock(args: TrainingOptions, locks: ExitStack) -> None:
     mine = set()
     for name in ("save", "output"):
         folder = getattr(args, name)
@@ -86,7 +86,7 @@ def _lock(args: argparse.Namespace, locks: ExitStack) -> None:
             locks.enter_context(locked_folder(Path(folder), f"--{name}", CoatConfigError))
 
 
-def _check_save(args: argparse.Namespace, source: Path | None) -> list[Path]:
+def _check_save(args: TrainingOptions, source: Path | None) -> list[Path]:
     if args.save is None:
         return []
     folder = Path(args.save)
@@ -104,7 +104,7 @@ def _check_save(args: argparse.Namespace, source: Path | None) -> list[Path]:
     return [p.with_name(own_name(p)) for p in found]  # the first save gives them back their names
 
 
-def _check_output(args: argparse.Namespace, source: Path | None) -> None:
+def _check_output(args: TrainingOptions, source: Path | None) -> None:
     path = None if args.output is None else Path(args.output, "metrics.jsonl")
     if path is None or not path.exists() or args.overwrite or not (records := read_metrics(path)):
         return
@@ -126,7 +126,7 @@ def _check_output(args: argparse.Namespace, source: Path | None) -> None:
         )
 
 
-def _check_tensorboard(args: argparse.Namespace, source: Path | None) -> None:
+def _check_tensorboard(args: TrainingOptions, source: Path | None) -> None:
     if args.tensorboard is None or source is not None or args.load == "auto" or args.overwrite:
         return
     if any(Path(args.tensorboard).glob("events.out.tfevents.*")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import suppress
 from typing import Any
 
@@ -12,13 +11,14 @@ from launch.data.tokenizer import tokenizer_digest
 from launch.hf.config_out import function_of
 from launch.model.config import ModelConfig, described_model, load_model_config
 from launch.prep import DataError
+from launch.training.arguments import PretrainOptions
 from launch.weights import Weights, open_weights
 from launch.weights.checkpoint import CheckpointWeights
 
 __all__ = ["initial_weights", "length_note", "tokenizer_warning", "training_data"]
 
 
-def initial_weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights | None]:
+def initial_weights(args: PretrainOptions) -> tuple[ModelConfig, Weights | None]:
     """The model, and the weights that a fresh start begins with.
 
     Raises:
@@ -26,7 +26,7 @@ def initial_weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights | No
         CheckpointError: weights that cannot be used.
     """
     if args.init_from is None:
-        return load_model_config(args.model, args.model_override), None
+        return load_model_config(str(args.model), args.model_override), None
     weights = open_weights(args.init_from, tensors=not args.dry_run)
     if args.model is None:
         model = described_model(weights.model.model_dump(exclude_defaults=True), args.model_override)

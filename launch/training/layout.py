@@ -6,7 +6,6 @@ Its samples a step are kept, and rank 0 converts it to a universal checkpoint, i
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -23,6 +22,7 @@ from coat_dist.ranks import alone, on_rank_0
 from launch.log_level import say
 from launch.model.sizes import parameter_count
 from launch.training import checkpoint
+from launch.training.arguments import TrainingOptions
 from launch.training.settings import MICRO, STEPS, TOTAL
 
 __all__ = ["FOLDER", "KeptBatch", "fitting", "forget", "keep_batch"]
@@ -44,7 +44,7 @@ class KeptBatch(NamedTuple):
     """The three batch sizes of the configuration, which are not those of the run."""
 
 
-def keep_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int, auto: bool) -> KeptBatch | None:
+def keep_batch(args: TrainingOptions, settings: dict[str, Any], dp: int, auto: bool) -> KeptBatch | None:
     """Keep the samples of a step where ``--load auto`` continues a run of another number of data-parallel ranks.
 
     Or of as many, where that run had kept its samples and is started with the same configuration again.

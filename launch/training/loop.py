@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,85 +14,61 @@ import torch.distributed as dist
 
 from coat_dist.deepspeed.step import norm_known
 from coat_dist.flow.graph_pool import pool_bytes
+from launch.training.arguments import TrainingOptions
+from launch.training.data_source import DataSource, Progress
 from launch.training.memory import MemoryReport
-from launch.training.metrics import MetricsLog, peak_memory_bytes
-from launch.training.pipeline import PipelineSteps, nan_if_not_finite
-from launch.training.profile import StepProfiler
+from launch.training.metrics import Reporters, peak_memory_bytes
 from launch.training.rank_times import RankTimes
 from launch.training.runtime import StopSignal, mean_and_each, mean_over_ranks
 from launch.training.schedule import Schedule
+from launch.training.steps import MicroBatches, PipelineSteps
 
 __all__ = ["BadSteps", "Loop", "Progress"]
-
-Batch = dict[str, torch.Tensor]
 
 
 class BadSteps(RuntimeError):
     """Too many steps in a row had a non-finite loss or gradient norm."""
 
 
-@dataclass
-class Progress:
-    """Where a run is; saved with every checkpoint."""
-
-    step: int = 0
-    """Steps done, skipped ones included."""
-    consumed_samples: int = 0
-    skipped_steps: int = 0
-    bad_in_a_row: int = 0
-    loss: float | None = None
-    """Of the last step, None if not finite: tells whose ``metrics.jsonl`` it is."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 @dataclass(kw_only=True)
 class Loop:
-    """Everything :meth:`run` needs; plain callables where a test wants to interfere.
-
-    ``loss(engine, batch)`` is the mean loss of a micro-batch, fp32 scalar. ``valid`` and ``test`` make a new iterator
-    over their split each time they are called. ``save()`` writes a checkpoint and returns its path.
-    """
+    """Trains an engine to the last step of ``options``."""
 
     engine: Any
-    loss: Callable[[Any, Batch], torch.Tensor]
-    train: Iterator[Batch]
+    """DeepSpeed's."""
+    steps: MicroBatches | PipelineSteps
+    """Runs the engine's micro-batches."""
+    data: DataSource
     schedule: Schedule
-    log: MetricsLog
+    reporters: Reporters
+    options: TrainingOptions
+    """How many steps, when to evaluate, save and stop."""
     progress: Progress
-    total_steps: int
-    accumulation: int
-    samples_per_step: int
-    samples: int | None = None
-    """Of the whole run, where they end: the last step may have fewer than the others."""
-    tokens: Callable[[int, int], int]
-    """Of the samples from one up to another, of all ranks; padding is none."""
-    flops_per_token: float
-    device: torch.device
-    stop_at_step: int | None = None
-    valid: Callable[[], Iterator[Batch]] | None = None
-    test: Callable[[], Iterator[Batch]] | None = None
-    eval_interval: int = 0
-    """Steps between evaluations on ``valid``; the last step is followed by one wherever they fall."""
-    eval_steps: int = 1
-    save: Callable[[], Any] | None = None
-    save_interval: int = 0
-    max_bad_steps: int = 5
-    stop: StopSignal | None = None
-    memory: MemoryReport | None = None
-    """Measures the first step that changes the weights; its table is printed once."""
     times: RankTimes
-    last_checkpoint: Any = None
+    device: torch.device
+    samples_per_step: int
+    flops_per_token: float
+    save: Callable[[], Any] | None = None
+    """Writes a checkpoint and returns its path."""
     more: Callable[[], Mapping[str, torch.Tensor]] | None = None
     """Further numbers of a step that is done, by name, of this rank; their means over all ranks are recorded."""
-    profiler: StepProfiler | None = None
-    pipeline: PipelineSteps | None = None
-    """Runs micro-batches where the model is divided over stages; ``loss`` is not used then."""
+    memory: MemoryReport | None = None
+    """Measures the first step that changes the weights; it is reported once."""
+    first_report: MemoryReport | None = field(default=None, init=False)
+    """``memory``, also when it has been reported."""
+    profiler: Any = None
+    """``torch.profiler.profile``, in whose context the loop runs."""
+    stop: StopSignal | None = None
+    last_checkpoint: Any = None
     doing: str = "before the first step"
     """What is going on, for messages."""
+    _train: Any = field(default=None, init=False)
+    """Batches of the training split, from where the run is."""
     _numbers: Any = field(default=None, init=False)
     """The stream of :meth:`_beside_the_optimizer`."""
+
+    def __post_init__(self) -> None:
+        self.first_report = self.memory
 
     def run(self) -> str | None:
         """Train to the last step and evaluate on the valid and test splits.
@@ -103,39 +79,40 @@ class Loop:
         Raises:
             BadSteps: after ``max_bad_steps`` in a row; nothing was saved since ``last_checkpoint``.
         """
-        saved_step = self.progress.step if self.last_checkpoint else -1
-        why: str | None = None
-        if self.stop_at_step is not None and self.progress.step >= self.stop_at_step < self.total_steps:
-            why = "--stop-at-step"  # reached before: the same command was started again
-        while self.progress.step < self.total_steps and why is None:
-            with self.profiler.around(self.progress.step + 1) if self.profiler else contextlib.nullcontext():
-                record = self._step()
-            step = self.progress.step
-            at_end = step == self.total_steps
-            if self.valid is not None and (at_end or (self.eval_interval and step % self.eval_interval == 0)):
-                record["valid_loss"] = self.evaluate(self.valid())
-            if self.test is not None and at_end:
-                record["test_loss"] = self.evaluate(self.test())
+        a, progress = self.options, self.progress
+        saved_step = progress.step if self.last_checkpoint else -1
+        # Reached before: the same command was started again.
+        reached = a.stop_at_step is not None and progress.step >= a.stop_at_step < a.train_steps
+        why = "--stop-at-step" if reached else None
+        self._train = self.data.batches("train", progress.consumed_samples)
+        while progress.step < a.train_steps and why is None:
+            record = self._step()
+            if self.profiler is not None:
+                self.profiler.step()
+            step, at_end = progress.step, progress.step == a.train_steps
+            if at_end or (a.eval_interval and step % a.eval_interval == 0):
+                record |= self._held_out("valid")
+            if at_end:
+                record |= self._held_out("test")
             stopping = record.pop("stopping")
-            self.log.step(record)
+            self.reporters.step(record)
             self._check_bad(record)
-            if stopping and step < self.total_steps:
+            if stopping and not at_end:
                 why = (self.stop.name if self.stop else None) or "a signal on another rank"
-            elif step == self.stop_at_step and step < self.total_steps:
+            elif step == a.stop_at_step and not at_end:
                 why = "--stop-at-step"
-            if self.save is not None and (
-                why or step == self.total_steps or (self.save_interval and step % self.save_interval == 0)
-            ):
-                self.last_checkpoint, saved_step = self._saved(self.save), step
-        if self.profiler is not None:
-            self.profiler.close()
-        if self.save is not None and saved_step != self.progress.step:
-            self.last_checkpoint = self._saved(self.save)
+            if why or (a.save_interval and step % a.save_interval == 0):
+                saved_step = self._save()
+        if saved_step != progress.step:
+            self._save()
         return why
 
-    def _saved(self, save: Callable[[], Any]) -> Any:
-        self.doing = f"while the checkpoint of step {self.progress.step} was written"
-        return save()
+    def _save(self) -> int:
+        """Write a checkpoint, if the run is to; the step it is of."""
+        if self.save is not None:
+            self.doing = f"while the checkpoint of step {self.progress.step} was written"
+            self.last_checkpoint = self.save()
+        return self.progress.step
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; advances ``progress`` and returns the record, with ``stopping`` added."""
@@ -148,26 +125,23 @@ class Loop:
             torch.cuda.reset_peak_memory_stats()
         graphs = pool_bytes(self.device)  # before the step: in the one that makes them, torch counts what they take
         began = time.perf_counter()
-        if self.pipeline is None:
-            losses, count = self._micro_batches(), self.accumulation
-        else:
-            losses, count = self.pipeline.step(self.train, self.memory), 1
+        loss = self.steps.step(self._train, self.memory)
         applied = bool(self.engine.was_step_applied())
         requested = 1.0 if self.stop is not None and self.stop.requested() else 0.0
         with self._beside_the_optimizer():
             norm = float(self.engine.get_global_grad_norm())
             more = self.more() if self.more is not None else {}
             (mean_loss, stopping, *means), seconds = mean_and_each(
-                [losses / count, requested, *more.values()], self.times.seconds(), self.device
+                [loss, requested, *more.values()], self.times.seconds(), self.device
             )
         took = time.perf_counter() - began
 
         progress.step += 1
         began_at = progress.consumed_samples
         consumed = began_at + self.samples_per_step
-        progress.consumed_samples = consumed if self.samples is None else min(consumed, self.samples)
+        progress.consumed_samples = consumed if self.data.samples is None else min(consumed, self.data.samples)
         progress.loss = mean_loss if math.isfinite(mean_loss) else None
-        speed = self.tokens(began_at, began_at + self.samples_per_step) / took
+        speed = self.data.tokens(began_at, consumed) / took
         record: dict[str, Any] = {
             "step": progress.step,
             "loss": mean_loss,
@@ -185,32 +159,13 @@ class Loop:
         }
         if self.memory is not None and applied:
             self.memory.step_done()
-            self.log.note(self.memory.table())
-            self.log.write_json("memory.json", self.memory.to_dict())
+            self.reporters.memory(self.memory)
             self.memory = None
         if not applied:
             progress.skipped_steps += 1
             record["skipped"] = "non-finite loss" if not math.isfinite(mean_loss) else "non-finite gradient norm"
         progress.bad_in_a_row = 0 if applied else progress.bad_in_a_row + 1
         return record
-
-    def _micro_batches(self) -> torch.Tensor:
-        """Forward and backward of a step's micro-batches, and the engine's step. The sum of their losses, fp64."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index in range(self.accumulation):
-            self.times.begin()
-            batch = next(self.train)
-            self.times.batch_is_there()
-            watched = self.memory if index == 0 else None
-            with contextlib.nullcontext() if watched is None else watched.forward(batch["tokens"].numel()):
-                loss = self.loss(self.engine, batch)
-            self.times.forward_done()
-            total += loss.detach()
-            self.engine.backward(nan_if_not_finite(loss))
-            if self.memory is not None and index == self.accumulation - 1:
-                self.memory.backward_done()
-            self.engine.step()
-        return total
 
     @contextlib.contextmanager
     def _beside_the_optimizer(self) -> Iterator[None]:
@@ -227,24 +182,24 @@ class Loop:
             yield
 
     def _check_bad(self, record: dict[str, Any]) -> None:
-        if self.progress.bad_in_a_row >= self.max_bad_steps:
+        if self.progress.bad_in_a_row >= self.options.max_bad_steps:
             raise BadSteps(
                 f"{self.progress.bad_in_a_row} steps in a row, up to step {self.progress.step}, had a "
                 f"{record['skipped']}; "
                 f"last good checkpoint: {self.last_checkpoint or 'none was saved (--save, --save-interval)'}"
             )
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch]) -> float:
-        """Mean loss over ``eval_steps`` micro-batches of every rank."""
+    def _held_out(self, split: str) -> dict[str, float]:
         self.doing = f"in the evaluation after step {self.progress.step}"
+        loss = self.evaluate(split)
+        return {} if loss is None else {f"{split}_loss": loss}
+
+    @torch.no_grad()
+    def evaluate(self, split: str) -> float | None:
+        """Mean loss over ``eval_steps`` micro-batches of every rank; None where there is no such split."""
+        if (batches := self.data.batches(split)) is None:
+            return None
         self.engine.eval()
-        if self.pipeline is not None:
-            mean = self.pipeline.evaluate(batches, self.eval_steps)
-        else:
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for _ in range(self.eval_steps):
-                total += self.loss(self.engine, next(batches))
-            mean = total / self.eval_steps
+        mean = self.steps.evaluate(batches, self.options.eval_steps)
         self.engine.train()
         return mean_over_ranks([mean], self.device)[0]

@@ -6,9 +6,9 @@ of each node looks at that folder and locks it. Everything else that a run write
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from coat_dist.config import look_up
 from coat_dist.nodes import on_host, say_host
 from coat_dist.ranks import attempt, on_rank_0, rank_and_world
 from launch.prep import DataError
+from launch.training.arguments import TrainingOptions
 from launch.training.folders import Folders, open_folders
 
 __all__ = ["check_export", "node_local", "open_on_nodes", "sharers", "team_of_checkpoints"]
@@ -37,7 +38,7 @@ def team_of_checkpoints(settings: Any) -> Team:
     return _own(nodes_of_ranks()) if node_local(settings) else everyone()
 
 
-def open_on_nodes(args: argparse.Namespace, settings: Any, locks: ExitStack) -> Folders:
+def open_on_nodes(args: TrainingOptions, settings: Any, locks: ExitStack) -> Folders:
     """What :func:`launch.training.folders.open_folders` finds, on every rank; collective.
 
     Raises:
@@ -99,15 +100,15 @@ def _own(nodes: Sequence[Sequence[int]]) -> Team:
     return Team(next(ranks for ranks in nodes if rank in ranks), rank)
 
 
-def _open_on_each(args: argparse.Namespace, locks: ExitStack, nodes: Sequence[Sequence[int]]) -> Folders:
+def _open_on_each(args: TrainingOptions, locks: ExitStack, nodes: Sequence[Sequence[int]]) -> Folders:
     team = _own(nodes)
 
     def open_own() -> tuple[Folders, dict[str, int]]:
         if not team.leads:
             return Folders(None), {}
-        own = args
+        own = copy(args)
         if team.rank:  # what is written beside checkpoints is rank 0's
-            own = argparse.Namespace(**{**vars(args), "output": None, "tensorboard": None})
+            own.output = own.tensorboard = None
         found = open_folders(own, locks)
         there = [] if found.source is None else [*published(found.source.parent), found.source]
         return found, _steps(there)
@@ -130,7 +131,7 @@ def _steps(checkpoints: Sequence[Path]) -> dict[str, int]:
     return found
 
 
-def _common(args: argparse.Namespace, found: dict[int, tuple[Path | None, dict[str, int]]]) -> str | None:
+def _common(args: TrainingOptions, found: dict[int, tuple[Path | None, dict[str, int]]]) -> str | None:
     """The name of the checkpoint that all nodes continue from, of what each node's first rank found.
 
     A kill between the ``latest`` of one node and that of another leaves two names; of those, the checkpoint of the

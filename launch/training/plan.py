@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.planning.recompute import recompute_options
 from launch.training import checkpoint
+from launch.training.arguments import PretrainOptions, TrainingOptions
 from launch.training.initial import initial_weights, length_note, tokenizer_warning
 from launch.training.layout import KeptBatch, keep_batch
 from launch.training.schedule import Schedule
@@ -33,7 +33,7 @@ _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
 class Plan:
     """Everything that is decided before a device is touched; the same on all ranks."""
 
-    args: argparse.Namespace
+    args: PretrainOptions
     settings: dict[str, Any]
     """The DeepSpeed configuration, "coat" block included."""
     coat: CoatConfig | None
@@ -57,15 +57,6 @@ class Plan:
     """The micro-batch is to be found, or was."""
     recompute: dict[str, Any] = field(default_factory=dict)
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
-
-    @property
-    def samples(self) -> int | None:
-        """Of the whole run; None where every step has as many as the others."""
-        return None
-
-    def tokens(self, start: int, stop: int) -> int:
-        """Tokens of the samples from ``start`` up to ``stop``, of all ranks; what only pads them is none."""
-        return (stop - start) * self.model.seq_length
 
     def describe(self) -> str:
         """One line for the log, and another before it where there is another batch than was set."""
@@ -132,7 +123,7 @@ def as_typed() -> Iterator[None]:
         raise data.DataError(f"{_OPTIONS.get(name, name)}{colon}{rest}") from None
 
 
-def plan(args: argparse.Namespace, world: int) -> Plan:
+def plan(args: PretrainOptions, world: int) -> Plan:
     """Read and check every setting.
 
     Raises:
@@ -162,7 +153,7 @@ def plan(args: argparse.Namespace, world: int) -> Plan:
 
 
 def assemble(
-    args: argparse.Namespace,
+    args: TrainingOptions,
     world: int,
     settings: dict[str, Any],
     coat: CoatConfig | None,
@@ -202,17 +193,18 @@ def assemble(
     kept = keep_batch(args, settings, dp, auto)
     batch = batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, dp)
     check_micro_batches(args, batch)
+    initialized = getattr(args, "init_from", None) is not None  # of pretrain.py
     notes = {
         "--lr: 0, with which no weight changes": not lr,
         f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
-        "what the weights have learnt": args.init_from is not None and not args.warmup_steps and lr > FINE_TUNING_LR,
+        "what the weights have learnt": initialized and not args.warmup_steps and lr > FINE_TUNING_LR,
         f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so some of "
         "these are idle at any time": batch.accumulation < stages,
     }
     told = [more.get("warning"), *(f"note: {line}" for line, holds in notes.items() if holds)]
     more["warning"] = "\n".join(filter(None, told)) or None
     return kind(
-        args=args,
+        args=args,  # type: ignore[arg-type]
         settings=settings,
         coat=coat,
         model=model,

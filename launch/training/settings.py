@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,18 @@ from coat_dist.deepspeed.config.validate import check_deepspeed
 from launch.find_config import read_config
 
 __all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes", "load_settings", "peak_lr"]
+
+_ADAMW = ("lr", "betas", "eps", "weight_decay")
+_DEFAULT = (None, True)
+_ACCEPTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("optimizer.type", ("AdamW", "CoatAdamW"), '"CoatAdamW" (FP8 moments), or "AdamW" (torch\'s, fp32 moments)'),
+    ("bf16.enabled", (True,), "true: this program trains in bf16"),
+    ("bf16.check_grad_overflow", _DEFAULT, "true (its default): without it a NaN gradient would be applied"),
+    ("zero_optimization.stage", (1, 2, 3), "1, 2 or 3"),
+    ("zero_optimization.compute_grad_norm", _DEFAULT, "true (its default): the gradient norm is printed and checked"),
+    ("managed_gradient_accumulation", _DEFAULT, "true (its default)"),
+)
+"""Keys of the DeepSpeed configuration, their values that this program can run, and what an error says of these."""
 
 
 def load_settings(given: str, *, tp: int, stage: int | None = None) -> tuple[dict[str, Any], CoatConfig | None]:
@@ -34,39 +45,21 @@ def load_settings(given: str, *, tp: int, stage: int | None = None) -> tuple[dic
     checked = {**settings, **found_later}
     checked.pop("scheduler", None)  # refused below, whatever it says
     coat = check_deepspeed(checked, tp=tp)
-    problems = []
-
-    def require(key: str, good: bool, accepted: str) -> None:
-        if not good:
-            problems.append(f"{key}: got {look_up(settings, key)!r}, accepted: {accepted}")
-
-    require(
-        "optimizer.type",
-        look_up(settings, "optimizer.type") in ("AdamW", "CoatAdamW"),
-        '"CoatAdamW" (FP8 moments), or "AdamW" (torch\'s, fp32 moments)',
-    )
-    require("bf16.enabled", look_up(settings, "bf16.enabled") is True, "true: this program trains in bf16")
-    require(
-        "bf16.check_grad_overflow",
-        look_up(settings, "bf16.check_grad_overflow") is not False,
-        "true (its default): without it a NaN gradient would be applied",
-    )
-    require("zero_optimization.stage", look_up(settings, "zero_optimization.stage") in (1, 2, 3), "1, 2 or 3")
-    require(
-        "zero_optimization.compute_grad_norm",
-        look_up(settings, "zero_optimization.compute_grad_norm") is not False,
-        "true (its default): the gradient norm is printed and checked",
-    )
-    require(
-        "managed_gradient_accumulation",
-        look_up(settings, "managed_gradient_accumulation") is not False,
-        "true (its default)",
-    )
-    require("scheduler", "scheduler" not in settings, "absent: the schedule is set by --lr-schedule and its companions")
+    problems = [
+        f"{key}: got {value!r}, accepted: {accepted}"
+        for key, possible, accepted in _ACCEPTED
+        if (value := look_up(settings, key)) not in possible
+    ]
+    if "scheduler" in settings:
+        problems.append(
+            f"scheduler: got {settings['scheduler']!r}, accepted: absent (--lr-schedule and its companions)"
+        )
     if look_up(settings, "optimizer.type") == "AdamW":
-        known = ("lr", "betas", "eps", "weight_decay")
-        for key in look_up(settings, "optimizer.params") or {}:
-            require(f"optimizer.params.{key}", key in known, f"no such key; AdamW here takes {', '.join(known)}")
+        problems += [
+            f"optimizer.params.{key}: got {value!r}, accepted: no such key; AdamW here takes {', '.join(_ADAMW)}"
+            for key, value in (look_up(settings, "optimizer.params") or {}).items()
+            if key not in _ADAMW
+        ]
     if problems:
         raise CoatConfigError("\n".join(problems))
     return settings, coat
@@ -78,7 +71,7 @@ def _read(given: str) -> dict[str, Any]:
     return read_config("--deepspeed_config", given, "deepspeed")
 
 
-def auto_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int) -> bool:
+def auto_batch(args: Any, settings: dict[str, Any], dp: int) -> bool:
     """Whether the micro-batch is to be found; ``--micro-batch`` goes into ``settings``, which have 1 until it is found.
 
     Raises:
@@ -107,7 +100,7 @@ def auto_batch(args: argparse.Namespace, settings: dict[str, Any], dp: int) -> b
     return True
 
 
-def peak_lr(args: argparse.Namespace, settings: Mapping[str, Any]) -> float:
+def peak_lr(args: Any, settings: Mapping[str, Any]) -> float:
     """``--lr``, else ``optimizer.params.lr``.
 
     Raises:

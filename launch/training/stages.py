@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.deepspeed.config.validate import check_parallel
 from launch.model.config import ModelConfig
+from launch.training.arguments import TrainingOptions
 from launch.training.settings import STEPS, BatchSizes
 
 __all__ = ["check_micro_batches", "check_stages", "groups"]
 
 
-def check_stages(args: argparse.Namespace, world: int, settings: Mapping[str, Any], model: ModelConfig) -> int:
+def check_stages(args: TrainingOptions, world: int, settings: Mapping[str, Any], model: ModelConfig) -> int:
     """The number of pipeline stages, checked against ranks, layers and the DeepSpeed configuration.
 
     Raises:
@@ -43,7 +43,7 @@ def check_stages(args: argparse.Namespace, world: int, settings: Mapping[str, An
     return stages
 
 
-def check_micro_batches(args: argparse.Namespace, batch: BatchSizes) -> None:
+def check_micro_batches(args: TrainingOptions, batch: BatchSizes) -> None:
     """Refuse numbers of micro-batches that the interleaved schedule cannot run.
 
     Raises:
@@ -60,7 +60,7 @@ def check_micro_batches(args: argparse.Namespace, batch: BatchSizes) -> None:
             )
 
 
-def groups(args: argparse.Namespace) -> dict[str, int]:
+def groups(args: TrainingOptions) -> dict[str, int]:
     """Arguments of ``initialize_model_parallel`` for the stages; none for one."""
     if args.pipeline_parallel == 1:
         return {}

@@ -56,7 +56,7 @@ def rank_main(rank, world, argv, poisoned=()):
     from launch.training import arguments, runtime
 
     def interfere(loop):
-        inner, seen = loop.loss, [-1]
+        inner, seen = getattr(loop.steps, "loss", None), [-1]  # none of pipeline stages
 
         def loss(engine, batch):
             value = inner(engine, batch)
@@ -72,7 +72,7 @@ def rank_main(rank, world, argv, poisoned=()):
                 loop.stop.name = "SIGTERM"
             return value
 
-        loop.loss = loss
+        loop.steps.loss = loss
         loop.stop = runtime.StopSignal()
         before = weights(loop.engine)
         after = loop._step

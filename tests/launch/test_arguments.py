@@ -18,7 +18,7 @@ def test_launchers_arguments_are_taken():
     [
         (["--train-steps", "0"], "--train-steps: got 0, accepted: an integer >= 1"),
         (["--tensor-parallel", "0"], "--tensor-parallel: got 0"),
-        (["--stop-at-step", "101"], "--stop-at-step: got 101, accepted: 1 to --train-steps"),
+        (["--stop-at-step", "101"], "--stop-at-step: got 101, accepted: 1 to the run's last step"),
         (["--save-interval", "5"], "--save-interval: got 5, accepted: 0 without --save"),
         (["--load", "auto"], "--load: got 'auto', accepted: auto only with --save"),
         (["--sequence-parallel"], "--sequence-parallel: got True, accepted: only with --tensor-parallel 2"),

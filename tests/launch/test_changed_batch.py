@@ -7,15 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.training.build import batch_iterator, datasets
-from launch.training.loop import Progress
+from launch.training.data_source import Progress, TokenData
 from tests.launch.tiny_data import make, rows, train
 
 SEQ = 16
 
 
 def plan(data, micro, dp, accumulation, train_steps):
-    """What :mod:`launch.training.build` asks of a plan for its data."""
+    """What ``TokenData`` asks of a plan for its data."""
     args = {"data": data, "split": "90,10,0", "seed": 7, "data_cache": None, "num_workers": 0}
     return SimpleNamespace(
         args=SimpleNamespace(**args, train_steps=train_steps, eval_interval=0, eval_steps=1),
@@ -28,8 +27,7 @@ def plan(data, micro, dp, accumulation, train_steps):
 
 def read(p, begun, steps):
     """The samples of each of the next ``steps`` steps, in the order of their positions, of all ranks."""
-    dataset = datasets(p, begun)[0]
-    ranks = [batch_iterator(p, dataset, rank, begun.consumed_samples) for rank in range(p.dp)]
+    ranks = [TokenData(p, begun, rank).batches("train", begun.consumed_samples) for rank in range(p.dp)]
     found = []
     for _ in range(steps):
         micro_batches = [next(rank)["tokens"] for _ in range(p.batch.accumulation) for rank in ranks]
@@ -59,10 +57,10 @@ def test_the_training_set_ends_with_the_run(tmp_path):
     data = [make(tmp_path / "x")]
     p = plan(data, 4, 1, 2, 10)
     for begun, samples in (
-        (None, 80),
+        (Progress(), 80),
         (Progress(step=4, consumed_samples=32), 80),
         (Progress(step=4, consumed_samples=64), 112),
         (Progress(step=4, consumed_samples=8), 56),
         (Progress(step=12, consumed_samples=96), 96),
     ):
-        assert len(datasets(p, begun)[0]) == samples
+        assert len(TokenData(p, begun, 0).sets["train"]) == samples

@@ -48,10 +48,10 @@ def said(capsys, call, *argv):
         (["--eod-mask-loss"], "--eod-mask-loss: no such option (did you mean --separate-documents?)"),
         (["-lr", "1"], "-lr: no such option (did you mean --lr?)"),
         (["--nonsense"], "--nonsense: no such option, accepted: what pretrain.py --help lists"),
-        (["--lr"], "--lr: got no value, accepted: one"),
-        (["--data"], "--data: got no value, accepted: one or more"),
-        (["--overwrite=1"], "--overwrite: got '1', accepted: no value"),
-        (["--lr-schedule", "cosin"], "--lr-schedule: got 'cosin', accepted: cosine, linear, constant"),
+        (["--lr"], "--lr: expected one argument"),
+        (["--data"], "--data: expected at least one argument"),
+        (["--overwrite=1"], "--overwrite: ignored explicit argument '1'"),
+        (["--lr-schedule", "cosin"], "--lr-schedule: invalid choice: 'cosin'"),
         (["--train-steps", "1e6"], "--train-steps: got '1e6', accepted: a whole number in digits, below 1e+12"),
         (["--train-steps", "4k"], "--train-steps: got '4k', accepted: a whole number in digits, below 1e+12"),
         (["--train-steps", "9" * 30], f"--train-steps: got '{'9' * 30}', accepted: a whole number in digits"),
@@ -67,7 +67,8 @@ def test_pretrain_says_one_line(capsys, wrong, message):
 def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsys):
     line = said(capsys, parse, *REQUIRED[:-2], "--tran-steps", "4")
     assert line == "error: --tran-steps: no such option (did you mean --train-steps?)"
-    assert said(capsys, parse, *REQUIRED[2:]).startswith("error: --deepspeed_config: missing")
+    missing = said(capsys, parse, *REQUIRED[2:])
+    assert missing.startswith("error: the following arguments are required: --deepspeed_config")
 
 
 @pytest.mark.parametrize(
@@ -76,13 +77,13 @@ def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsy
         (prepare_data.main, ["--tokeniser", "x"], "prepare_data: error: --tokeniser: no such option (did you mean --t"),
         (prepare_data.main, ["--append_eod"], "prepare_data: error: --append_eod: no such option (did you mean --appe"),
         (plot.main, ["--smoth", "1"], "error: --smoth: no such option (did you mean --smooth?)"),
-        (evaluate.main, ["--compare", "a"], "error: --compare: got fewer values, accepted: 2 (BASELINE OTHER)"),
+        (evaluate.main, ["--compare", "a"], "error: --compare: expected 2 arguments"),
         (
             planner.main,
             ["--micro-batch", "Auto"],
             "error: --micro-batch: got 'Auto', accepted: a whole number from",
         ),
-        (plot.main, [], "error: RUN: missing, accepted: a value for each (plot.py --help)"),
+        (plot.main, [], "error: the following arguments are required: RUN"),
         (to_universal.main, ["--outptu", "x"], "error: --outptu: no such option (did you mean --output?)"),
         (to_universal.main, ["--load", "x"], "error: one of the arguments --output --output_folder"),
     ],
@@ -158,19 +159,12 @@ def test_a_home_folder_also_behind_an_equals_sign(monkeypatch):
     [
         (["--lr", "-1e-4"], "--lr: got -0.0001, accepted: a number >= 0"),
         (["--lr-decay-steps", "0"], "--lr-decay-steps: got 0, accepted: an integer >= 1"),
-        (["--warmup-steps", "101"], r"--warmup-steps: got 101, accepted: 0 to --train-steps \(100\)"),
+        (["--warmup-steps", "101"], r"--warmup-steps: got 101, accepted: 0 to the end \(100\)"),
     ],
 )
 def test_numbers_out_of_range(more, message):
     with pytest.raises(CoatConfigError, match=f"^{message}$"):
         parse([*REQUIRED, *more])
-
-
-def test_tensorboard_that_is_not_installed_is_named_before_anything_is_built(monkeypatch):
-    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
-    with pytest.raises(CoatConfigError, match="^--tensorboard: needs the package .*pip install tensorboard$"):
-        parse([*REQUIRED, "--tensorboard", "x"])
-    parse(REQUIRED)
 
 
 def test_files_of_a_data_set_are_its_prefix(tmp_path, monkeypatch):
@@ -272,6 +266,5 @@ def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
 
 def test_what_megatron_calls_a_models_values_are_fields_of_its_description():
     from launch.model.config import ModelConfig
-    from launch.training.arguments import _OF_THE_MODEL
 
-    assert set(_OF_THE_MODEL.values()) <= ModelConfig.model_fields.keys()
+    assert set(arguments._MODEL_KEYS.values()) <= ModelConfig.model_fields.keys()

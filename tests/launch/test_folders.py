@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):
         opened("--load", tmp_path)
     (tmp_path / "file").write_text("nonsense\n")
     os.replace(tmp_path / "file", tmp_path / "metrics.jsonl")
-    with pytest.raises(CoatConfigError, match="metrics.jsonl:1: not JSON"):
+    with pytest.raises(CoatConfigError, match="metrics.jsonl:1: got"):
         opened("--output", tmp_path)
 
 

@@ -6,11 +6,12 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.training.metrics import MetricsLog, duration, read_metrics
+from launch.training.metrics import Files, Lines, Reporters, TensorBoard, duration, open_reporters, read_metrics
 
 
 def record(step, **more):
@@ -28,9 +29,9 @@ def record(step, **more):
     }
 
 
-def log(folder, start=0, **more):
+def log(folder, start=0, end=None):
     stream = io.StringIO()
-    return MetricsLog(str(folder), None, start_step=start, total_steps=100, active=True, stream=stream, **more), stream
+    return Reporters(Lines(100, end, stream), Files(folder, start, True)), stream
 
 
 def test_one_object_a_step_with_all_digits(tmp_path):
@@ -56,7 +57,7 @@ def test_one_object_a_step_with_all_digits(tmp_path):
 
 
 def test_the_eta_is_that_of_stop_at_step(tmp_path):
-    writer, stream = log(tmp_path, stop_at_step=10)
+    writer, stream = log(tmp_path, end=10)
     writer.step(record(3))
     writer.close()
     assert "step   3/100 |" in stream.getvalue() and "ETA 0:14" in stream.getvalue()
@@ -90,8 +91,7 @@ def test_non_finite_is_null_and_named(tmp_path):
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    stream = io.StringIO()
-    writer = MetricsLog(None, str(tmp_path / "tb"), start_step=0, total_steps=3, active=True, stream=stream)
+    writer = Reporters(TensorBoard(str(tmp_path / "tb"), 0))
     for i in range(1, 4):
         writer.step(record(i, loss=float(i), valid_loss=2.0 * i))
     writer.close()
@@ -101,17 +101,20 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     assert events.Scalars("valid_loss")[2].value == 6.0
 
 
-def test_other_ranks_write_nothing(tmp_path):
-    stream = io.StringIO()
-    writer = MetricsLog(str(tmp_path), None, start_step=0, total_steps=3, active=False, stream=stream)
+def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
+    from launch.training import metrics
+
+    options = SimpleNamespace(train_steps=3, stop_at_step=None, output=str(tmp_path), tensorboard=None, wandb=None)
+    monkeypatch.setattr(metrics, "on_rank_0", lambda function: None)
+    writer = open_reporters(options, 0, True, {})
     writer.step(record(1))
     writer.close()
-    assert stream.getvalue() == "" and not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
 
 
 def test_damaged_file_names_the_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl:2: not JSON"):
+    with pytest.raises(ValueError, match="metrics.jsonl:2: got 'rubbish', accepted: one JSON object a line"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
     with pytest.raises(ValueError, match="metrics.jsonl:1: got"):
@@ -120,10 +123,11 @@ def test_damaged_file_names_the_line(tmp_path):
 
 def test_a_disk_without_room_is_one_line(tmp_path, monkeypatch):
     """In every file that is written, and closing the log afterwards does not raise again."""
-    writer, _ = log(tmp_path)
+    files = Files(tmp_path, 0, True)
+    files._file.close()
     full = Path("/dev/full")  # every flush fails with ENOSPC
-    writer._file.close()
-    writer._file = full.open("w")
+    files._file, files.where = full.open("w"), str(full)
+    writer = Reporters(files)
     with pytest.raises(CoatConfigError, match=r"^--output: cannot write /dev/full \(No space left on device\)$"):
         writer.step(record(1))
     writer.close()
@@ -132,10 +136,12 @@ def test_a_disk_without_room_is_one_line(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", replace)
+    other = Reporters(Files(tmp_path / "other", 0, True))
     with pytest.raises(CoatConfigError, match=r"^--output: cannot write \S+/memory.json \(No space"):
-        log(tmp_path / "other")[0].write_json("memory.json", {})
-    with pytest.raises(CoatConfigError, match=r"^--output: cannot write \S+/metrics.jsonl \(No space"):
-        log(tmp_path)
+        other.memory(SimpleNamespace(to_dict=dict))
+    options = SimpleNamespace(train_steps=3, stop_at_step=None, output=str(tmp_path), tensorboard=None, wandb=None)
+    with pytest.raises(CoatConfigError, match=r"^--output: cannot write \S+ \(No space"):
+        open_reporters(options, 0, True, {})
 
 
 def test_duration():

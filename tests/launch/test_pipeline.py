@@ -115,7 +115,7 @@ def poisoned_run(rank, world, argv):
     changed = []
 
     def interfere(loop):
-        inner, steps = loop.pipeline.forward_step, loop._step
+        inner, steps = loop.steps.forward_step, loop._step
 
         def forward_step(batches, model):
             output, loss_of = inner(batches, model)
@@ -133,7 +133,7 @@ def poisoned_run(rank, world, argv):
             changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
             return record
 
-        loop.pipeline.forward_step, loop._step = forward_step, step
+        loop.steps.forward_step, loop._step = forward_step, step
 
     device = runtime.start(rank)
     pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=interfere)

@@ -142,7 +142,7 @@ def saved_at_once(rank, world, argv):
 
     def interfere(loop):
         loop.save()
-        loop.total_steps = loop.progress.step
+        loop.options.train_steps = loop.progress.step
 
     device = runtime.start(rank)
     return pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=interfere)

@@ -1,6 +1,7 @@
 """The slowest rank is named in the metrics, and in one warning where the others wait for it in step after step."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -55,18 +56,20 @@ def test_the_line_names_it_where_it_matters():
 
 
 def one_sleeps(rank, world, argv):
-    from launch.training import build
+    from launch.training.data_source import TokenData
 
-    inner = build.batch_iterator
+    inner = TokenData.batches
 
-    def sleepy(*args):
-        for batch in inner(*args):
+    def sleepy(self, split, consumed=0):
+        for batch in inner(self, split, consumed):
             if rank == 1:
                 time.sleep(0.3)
             yield batch
 
-    build.batch_iterator = sleepy
-    return rank_main(rank, world, argv)
+    with mock.patch.object(
+        TokenData, "batches", lambda self, split, *args: sleepy(self, split, *args) if split == "train" else None
+    ):
+        return rank_main(rank, world, argv)
 
 
 def test_a_rank_that_sleeps_is_named(work, tmp_path):

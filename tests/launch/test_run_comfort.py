@@ -6,14 +6,12 @@ import sys
 import types
 
 import pytest
+import torch
 
 from coat_dist import CoatConfigError
 from launch import log_level
 from launch.training import arguments
-from launch.training.metrics import MetricsLog, read_metrics
-from launch.training.profile import StepProfiler
-from launch.training.summary import Summary
-from launch.training.wandb_log import WandbLog
+from launch.training.metrics import Files, Lines, Reporters, Summary, open_reporters, read_metrics, step_profiler
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import run_ranks
 
@@ -110,7 +108,8 @@ def test_a_run_and_its_continuation_at_wandb_with_trace_and_summary(work, tmp_pa
     assert summary["peak_memory_bytes"] == max(r["peak_memory_bytes"] for r in records)
     assert sorted(p.name for p in run.glob("*trace*")) == ["trace-steps3-4.json", "trace-steps5.json"]
     names = {e.get("name") for e in json.loads((run / "trace-steps3-4.json").read_text())["traceEvents"]}
-    assert {"step 3", "step 4"} <= names and not {"step 2", "step 5"} & names and any("aten::" in str(n) for n in names)
+    assert {"ProfilerStep#3", "ProfilerStep#4"} <= names and "ProfilerStep#2" not in names
+    assert any("aten::" in str(n) for n in names)
 
 
 def test_a_run_that_fails_and_one_that_wandb_refuses(work, tmp_path):
@@ -128,7 +127,7 @@ def test_a_run_that_fails_and_one_that_wandb_refuses(work, tmp_path):
     for end in run_ranks(2, with_wandb, argv, str(calls)):
         assert end == (
             "CoatConfigError: --wandb: got refused, which cannot be started (RuntimeError: api_key not configured run "
-            "wandb login), accepted: after `wandb login`, or with --wandb-mode offline"
+            "wandb login), accepted: after `pip install wandb` and `wandb login`, or with --wandb-mode offline"
         )
 
 
@@ -138,20 +137,21 @@ BASE = ["--deepspeed_config", "x", "--model", "y", "--data", "z", "--train-steps
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--wandb project", "--wandb: needs the package of that name: pip install wandb"),
         ("--wandb-mode offline", "--wandb-mode: got 'offline', accepted: only with --wandb"),
-        ("--profile-steps 10-12", "--profile-steps: got '10-12', accepted: only with --output"),
-        ("--profile-steps 12-10 --output o", "--profile-steps: got '12-10', accepted: FIRST-LAST, such as 10-12"),
-        ("--profile-steps 0 --output o", "--profile-steps: got '0'"),
-        ("--profile-steps 19-21 --output o", "--profile-steps: got '19-21'"),
-        ("--profile-steps ten --output o", "--profile-steps: got 'ten'"),
+        ("--profile-steps 10-12", "--profile-steps: got (10, 12), accepted: only with --output"),
     ],
 )
-def test_what_cannot_be_asked_for_is_one_line(monkeypatch, more, message):
-    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+def test_what_cannot_be_asked_for_is_one_line(more, message):
     with pytest.raises(CoatConfigError) as caught:
         arguments.parse([*BASE, *more.split()])
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["12-10", "0", "ten", "3-"])
+def test_steps_to_profile_are_a_range(capsys, wrong):
+    with pytest.raises(SystemExit):
+        arguments.parse([*BASE, "--profile-steps", wrong, "--output", "o"])
+    assert f"--profile-steps: got '{wrong}', accepted: FIRST-LAST" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("theirs", ["--wandb-project p", "--report-to wandb", "--profile", "--wandb_exp_name n"])
@@ -161,28 +161,20 @@ def test_other_programs_names(capsys, theirs):
     assert "no such option (did you mean --" in capsys.readouterr().err
 
 
-def test_steps_that_are_not_asked_for_are_not_profiled(tmp_path, monkeypatch):
-    profiler = StepProfiler((5, 6), tmp_path)
-    with profiler.around(4):
-        assert profiler._profile is None
-    with profiler.around(5):
-        assert profiler._profile is not None
-    with profiler.around(6):
-        pass
-    assert profiler._profile is None and [p.name for p in tmp_path.iterdir()] == ["trace-steps5-6.json"]
-    other = StepProfiler((7, 8), tmp_path / "missing", active=False)
-    with other.around(7):
-        assert other._profile is None
-    cannot = StepProfiler((1, 1), tmp_path / "missing")
-    with pytest.raises(CoatConfigError, match="--profile-steps: cannot write .*trace-steps1.json"), cannot.around(1):
-        pass
+def test_the_steps_that_were_asked_for_are_profiled(tmp_path):
+    def names(profiler, steps):
+        with profiler:
+            for _ in range(steps):
+                torch.ones(1)
+                profiler.step()
+        return sorted(p.name for p in tmp_path.iterdir())
 
-
-def test_a_folder_that_wandb_left_is_no_package(tmp_path, monkeypatch):
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(CoatConfigError, match="--wandb: needs the package of that name"):
-        arguments.parse([*BASE, "--wandb", "project"])
+    assert names(step_profiler((5, 6), 9, str(tmp_path)), 3) == [], "a run that continues after them"
+    assert names(step_profiler((5, 6), 3, str(tmp_path)), 1) == [], "a run that ends before them"
+    assert names(step_profiler((5, 6), 3, str(tmp_path)), 2) == ["trace-steps5.json"]
+    assert names(step_profiler((5, 6), 3, str(tmp_path)), 4) == ["trace-steps5-6.json", "trace-steps5.json"]
+    with pytest.raises(CoatConfigError, match="--profile-steps: cannot write .*trace-steps1.json"):
+        names(step_profiler((1, 1), 0, str(tmp_path / "missing")), 1)
 
 
 def test_summary_of_an_earlier_run_is_put_aside(tmp_path):
@@ -191,13 +183,13 @@ def test_summary_of_an_earlier_run_is_put_aside(tmp_path):
         for file in tmp_path.glob("summary*"):
             file.unlink()
         (tmp_path / "summary.json").write_text("{}")
-        MetricsLog(str(tmp_path), None, start_step=1, total_steps=2, active=True, continues=continues).close()
+        Files(tmp_path, 1, continues).close()
         assert [p.name for p in tmp_path.glob("summary*")] == names
 
 
 def test_steps_are_hidden_above_info(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("launch.log_level._level", "warning")
-    log = MetricsLog(str(tmp_path), None, start_step=0, total_steps=2, active=True)
+    log = Reporters(Lines(2), Files(tmp_path, 0, True))
     log.step({**record(1), "lr": 1.0, "grad_norm": 1.0, "tokens_per_second_per_gpu": 1.0, "tflops_per_gpu": 1.0})
     log.close()
     assert capsys.readouterr().out == "" and len(read_metrics(tmp_path)) == 1
@@ -208,10 +200,9 @@ def test_a_package_of_wandb_that_cannot_be_imported_is_one_line(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(CoatConfigError) as caught:
-        WandbLog("project", name=None, entity=None, mode=None, folder=None, continues=False, config={})
-    assert str(caught.value) == (
-        "--wandb: its package cannot be imported (ModuleNotFoundError: No module named 'something_that_wandb_needs'), "
-        "accepted: one that can, say after pip install --upgrade wandb"
+        open_reporters(arguments.parse([*BASE, "--wandb", "project"]), 0, False, {})
+    assert str(caught.value).startswith(
+        "--wandb: got project, which cannot be started (ModuleNotFoundError: No module named 'something_that_wandb_"
     )
 
 
@@ -225,5 +216,5 @@ def test_log_level_silences_wandb_unless_the_user_has_said_how_much(tmp_path, mo
     if own is None:
         monkeypatch.delenv("WANDB_SILENT")
     monkeypatch.setattr(log_level, "_level", level)
-    WandbLog("project", name=None, entity=None, mode=None, folder=None, continues=False, config={})
+    open_reporters(arguments.parse([*BASE, "--wandb", "project"]), 0, False, {})
     assert os.environ.get("WANDB_SILENT") == seen
