@@ -13,15 +13,22 @@ from .compat import (
 with quiet_imports():
     define_te_general_gemm()
     define_te_names_of_recompute()
-    from .engine import initialize
-    from .groups import MPUAdapter, initialize_model_parallel, rng_state, set_rng_state, tensor_parallel, zero_init
-    from .optimizer import get_megatron_optimizer
-    from .patch import PatchReport, patch_model, patched, unpatch_model
-    from .pipeline import eval_batch, train_batch
-    from .replicated_grads import check_replicas, install_replicated_grad_hooks
-    from .spec import gpt_layer_spec
-    from .step_jobs import attach_step_jobs, has_step_jobs
-    from .universal import universal_checkpoint_info
+    from .layers.spec import gpt_layer_spec
+    from .parallel.engine import initialize
+    from .parallel.groups import (
+        MPUAdapter,
+        initialize_model_parallel,
+        rng_state,
+        set_rng_state,
+        tensor_parallel,
+        zero_init,
+    )
+    from .parallel.optimizer import get_megatron_optimizer
+    from .parallel.pipeline import eval_batch, train_batch
+    from .parallel.replicated_grads import check_replicas, install_replicated_grad_hooks
+    from .parallel.step_jobs import attach_step_jobs, has_step_jobs
+    from .parallel.universal import universal_checkpoint_info
+    from .patch.patch import PatchReport, patch_model, patched, unpatch_model
 
 FOR_NEW_ENGINES.append((has_step_jobs, attach_step_jobs))
 

@@ -106,7 +106,7 @@ def alone(chunks: Sequence[Any], batch: dict[str, torch.Tensor], hidden: int, co
 def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dict[str, Any]]:
     """Rows of one kind of layers and one number of parts, for every number of micro-batches."""
     from megatron_patches import initialize, initialize_model_parallel, train_batch
-    from megatron_patches.pipeline import Losses, chunks_of, run_schedule
+    from megatron_patches.parallel.pipeline import Losses, chunks_of, run_schedule
 
     stages = dist.get_world_size()
     interleaved = {"virtual_pipeline_model_parallel_size": virtual} if virtual > 1 else {}

@@ -34,7 +34,7 @@ def token_losses(model: Any, device: torch.device, vocab_size: int | None = None
     from megatron.core import parallel_state
 
     from coat_dist.flow import TensorParallel, vocab_parallel_cross_entropy
-    from megatron_patches.loss import ChunkedLossGPTModel
+    from megatron_patches.layers.loss import ChunkedLossGPTModel
 
     group, rank = TensorParallel(), parallel_state.get_tensor_model_parallel_rank()
     if parallel_state.get_tensor_model_parallel_world_size() > 1:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["ExpertsConfig", "scale_aux_loss"]
+__all__ = ["ExpertsConfig"]
 
 _YOUNGER = (
     "moe_router_score_function",
@@ -165,14 +165,3 @@ class ExpertsConfig(BaseModel):
                 found[key] = values.sum() * (parts * stages / (self.expert_layers(num_layers) * accumulation))
                 values.zero_()
         return found
-
-
-def scale_aux_loss(accumulation: int) -> None:
-    """Divide the load-balancing loss by the micro-batches of a step, as DeepSpeed does with the loss itself.
-
-    Megatron adds its gradient inside backward, out of reach of the engine, times this factor.
-    """
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / accumulation, device=device))

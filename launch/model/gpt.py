@@ -27,7 +27,7 @@ def transformer_config(
     """Megatron's ``TransformerConfig`` for ``model``; ``extra`` goes to it as it is (recompute settings)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_patches.activations import megatron_activation
+    from megatron_patches.layers.activations import megatron_activation
 
     function, gated = megatron_activation(model.activation)
     return TransformerConfig(
@@ -62,7 +62,7 @@ def transformer_config(
 
 def layer_spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's layers of ``model``; ``config`` is its :func:`transformer_config`."""
-    from megatron_patches.spec import gpt_layer_spec
+    from megatron_patches.layers.spec import gpt_layer_spec
 
     return gpt_layer_spec(
         config,

@@ -12,7 +12,6 @@ import torch
 from coat_dist.deepspeed.expert_parallel import mark_experts
 from coat_dist.deepspeed.optimizer_from_json import experts_apart
 from launch.data.packed import packed_documents
-from launch.model.experts import scale_aux_loss
 from launch.model.gpt import build_model
 from launch.training.data_source import Batch
 from launch.training.plan import Plan
@@ -28,6 +27,7 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
     model starts from (:class:`launch.weights.Weights`); None = random ones.
     """
     import megatron_patches
+    from megatron_patches.parallel.pipeline import chunks_of
 
     a = p.args
     settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
@@ -40,11 +40,9 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
         )
     mark_experts(model, a.expert_parallel)
     if weights is not None:
-        for chunk in megatron_patches.pipeline.chunks_of(model):
+        for chunk in chunks_of(model):
             fill(chunk, weights)
         note(f"weights: {weights.kind} {weights.path}")
-    if p.model.num_moe_experts is not None and p.args.pipeline_parallel == 1:  # else Megatron's schedule does
-        scale_aux_loss(p.batch.accumulation)
     optimizer = torch_adamw(model, p.settings) if p.settings["optimizer"]["type"] == "AdamW" else None
     note(
         f"optimizer: {'torch AdamW, fp32 moments' if optimizer else 'CoatAdamW, FP8 moments'}; "
@@ -97,7 +95,7 @@ def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
     from megatron.core import parallel_state
 
     from coat_dist.flow import TensorParallel, vocab_parallel_cross_entropy
-    from megatron_patches.loss import ChunkedLossGPTModel
+    from megatron_patches.layers.loss import ChunkedLossGPTModel
 
     group = TensorParallel(parallel_state.get_tensor_model_parallel_group()) if tp > 1 else TensorParallel()
 

@@ -118,7 +118,7 @@ class PipelineSteps:
 
     def _read(self, batches: Iterator[Batch]) -> Any:
         """``batches`` for each part of the model that needs them: the first one and the last one."""
-        from megatron_patches.pipeline import chunks_of
+        from megatron_patches.parallel.pipeline import chunks_of
 
         chunks = chunks_of(self.engine.module)
         needed = [bool(self.documents or chunk.pre_process or chunk.post_process) for chunk in chunks]

@@ -8,7 +8,7 @@ from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
 from megatron_patches import patch_model
-from megatron_patches.activations import activation_name
+from megatron_patches.layers.activations import activation_name
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 # Parameter counts, to four digits: in the papers' tables (Llama 2 and 3, LLaMA 33B called 30B, OLMo), for the others

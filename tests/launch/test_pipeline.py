@@ -22,7 +22,7 @@ def weights_after(rank, world, argv):
     """Whole names and values of this rank's weights at the end of a run."""
     from launch import pretrain
     from launch.training import arguments, runtime
-    from megatron_patches.pipeline import whole_names
+    from megatron_patches.parallel.pipeline import whole_names
 
     kept = []
     device = runtime.start(rank)

@@ -16,10 +16,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_utils import RandomSTE
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import fields, gpt_layer_spec, patch_model, patched
+from megatron_patches import gpt_layer_spec, patch_model, patched
 from megatron_patches.compat import older_than
-from megatron_patches.core_attention import SDPA
-from megatron_patches.fields import FIELDS, Handled, Only
+from megatron_patches.layers.core_attention import SDPA
+from megatron_patches.patch import fields
+from megatron_patches.patch.fields import FIELDS, Handled, Only
 
 from .samples import CORE, DECLARED, EFFECT, EXPERTS, FULL, INERT, KERNELS, NEEDS, SELECTIVE, SEQ, SIZES, VOCAB
 from .tiny import tiny_config
@@ -82,14 +83,14 @@ def test_the_table_has_every_field_and_every_field_is_tried():
     new, gone = set(DECLARED) - set(FIELDS), set(FIELDS) - set(DECLARED)
     assert not new, (
         f"this megatron-core has fields that nobody has looked at: {sorted(new)}. For each one read in Megatron's "
-        "source what it does, put it into megatron_patches/fields.py (honoured, refused, or why it has no meaning), "
-        "and another value of it into tests/megatron_patches/samples.py"
+        "source what it does, put it into megatron_patches/patch/fields.py (honoured, refused, or why it has no "
+        "meaning), and another value of it into tests/megatron_patches/samples.py"
     )
     if NEWEST:
         assert not gone, (
             f"this megatron-core has dropped {sorted(gone)}. Fields that a supported version still has "
-            "(megatron_patches/compat.py, SUPPORTED) stay in megatron_patches/fields.py, and this test has to allow "
-            "them; all others go from fields.py and samples.py"
+            "(megatron_patches/compat.py, SUPPORTED) stay in megatron_patches/patch/fields.py, and this test has to "
+            "allow them; all others go from fields.py and samples.py"
         )
     tried = [*EFFECT, *CORE, *INERT, *FULL, *SELECTIVE, *(name for names in NEEDS.values() for name in names.split())]
     honoured = {

@@ -13,8 +13,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, patched
-from megatron_patches.grouped import FP8GroupedExperts, GroupedExperts
-from megatron_patches.local_dispatch import LOCAL, may_stay_local
+from megatron_patches.layers.grouped import FP8GroupedExperts, GroupedExperts
+from megatron_patches.layers.local_dispatch import LOCAL, may_stay_local
 
 from .tiny import HIDDEN, gradients, tiny_batch, tiny_gpt
 

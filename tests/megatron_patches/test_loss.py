@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, patched, tensor_parallel
-from megatron_patches.loss import ChunkedLossGPTModel
+from megatron_patches.layers.loss import ChunkedLossGPTModel
 
 from .tiny import BATCH, SEQ, VOCAB, tiny_batch, tiny_gpt
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, patched, unpatch_model
 from megatron_patches.compat import older_than
-from megatron_patches.core_attention import SDPA
-from megatron_patches.experts import ExpertMLP
+from megatron_patches.layers.core_attention import SDPA
+from megatron_patches.layers.experts import ExpertMLP
 
 from .tiny import HIDDEN, SEQ, TINY, VOCAB, gradients, tiny_batch, tiny_gpt
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, patched, universal_checkpoint_info
-from megatron_patches.norm import AllHeadsNorm
+from megatron_patches.layers.norm import AllHeadsNorm
 from tests.support import run_ranks
 
 from .tiny import BLOCKS, OLMO2, gradients, tiny_batch, tiny_config, tiny_gpt

@@ -12,7 +12,7 @@ from megatron.core.transformer.attention import SelfAttention
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
-from megatron_patches.core_attention import SDPA
+from megatron_patches.layers.core_attention import SDPA
 from tests.support import run_ranks
 
 from .tiny import VOCAB, tiny_gpt

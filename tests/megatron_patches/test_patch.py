@@ -12,7 +12,7 @@ from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.activation import ACTIVATIONS, FUNCTIONS
 from megatron_patches import patch_model, patched, unpatch_model
-from megatron_patches.activations import activation_name
+from megatron_patches.layers.activations import activation_name
 
 from .tiny import BLOCKS, gradients, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 

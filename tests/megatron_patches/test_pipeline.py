@@ -11,8 +11,8 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, patch_model, patched, unpatch_model
-from megatron_patches.loss import ChunkedLossGPTModel
-from megatron_patches.optimizer import _moments
+from megatron_patches.layers.loss import ChunkedLossGPTModel
+from megatron_patches.parallel.optimizer import _moments
 
 from .tiny import BATCH, HIDDEN, SEQ, VOCAB, tiny_batch, tiny_config, tiny_gpt
 

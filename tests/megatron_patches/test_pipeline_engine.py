@@ -45,7 +45,7 @@ def stage_of(whole, stages, stage, part=None, parts=1, **changes):
     from megatron.core.models.gpt import GPTModel
 
     from megatron_patches import gpt_layer_spec
-    from megatron_patches.pipeline import whole_names
+    from megatron_patches.parallel.pipeline import whole_names
 
     virtual = None if part is None else parts
     config = tiny_config(
@@ -110,7 +110,7 @@ def programs(rank, world, virtual):
     refused("count", lambda: mp.eval_batch(engine, read, forward_step, num_microbatches=0))
     with torch.no_grad():
         refused("no_grad", lambda: mp.train_batch(engine, read, forward_step))
-    config = mp.pipeline.get_model_config(mp.pipeline.chunks_of(engine.module)[0])
+    config = mp.parallel.pipeline.get_model_config(mp.parallel.pipeline.chunks_of(engine.module)[0])
     config.finalize_model_grads_func = print
     refused("finalize", lambda: mp.train_batch(engine, read, forward_step))
     config.finalize_model_grads_func = None

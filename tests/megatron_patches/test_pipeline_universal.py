@@ -58,7 +58,7 @@ def held(engine):
     from deepspeed.utils import safe_get_full_fp32_param
 
     import coat_dist
-    from megatron_patches.pipeline import chunks_of, whole_names
+    from megatron_patches.parallel.pipeline import chunks_of, whole_names
 
     names, found = whole_names(engine.module), {}
     for name, p in engine.module.named_parameters():

@@ -7,8 +7,8 @@ from torch import nn
 
 from coat_dist.config import CoatConfig, CoatConfigError
 from megatron_patches import patch_model, unpatch_model
-from megatron_patches.engine import _patch
-from megatron_patches.optimizer import _moments
+from megatron_patches.parallel.engine import _patch
+from megatron_patches.parallel.optimizer import _moments
 
 from .test_pipeline import stage
 from .tiny import tiny_gpt

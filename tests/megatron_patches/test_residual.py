@@ -13,8 +13,9 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from torch import nn
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import mlp, patch_model, patched, unpatch_model
-from megatron_patches.residual import AliasedAdd
+from megatron_patches import patch_model, patched, unpatch_model
+from megatron_patches.layers import mlp
+from megatron_patches.layers.residual import AliasedAdd
 from tests.support import Adds
 
 from .interplay import MODELS
@@ -110,7 +111,7 @@ def test_nothing_is_kept_alive_after_the_layer(monkeypatch, device):
         return original(x, alias)
 
     monkeypatch.setattr(mlp, "Residual", spy)
-    monkeypatch.setattr("megatron_patches.attention.Residual", spy)
+    monkeypatch.setattr("megatron_patches.layers.attention.Residual", spy)
     model = tiny_gpt()
     patch_model(model, SETTINGS)
     loss = tiny_loss(model, tiny_batch(0, device))

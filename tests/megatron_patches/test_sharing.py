@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import patch_model, patched, swap, unpatch_model
+from megatron_patches import patch_model, patched, unpatch_model
+from megatron_patches.patch import swap
 
 from .tiny import BLOCKS, gradients, tiny_batch, tiny_gpt
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_patches import gpt_layer_spec, rng_state
-from megatron_patches.core_attention import SDPA
-from megatron_patches.norm import Norm
+from megatron_patches.layers.core_attention import SDPA
+from megatron_patches.layers.norm import Norm
 
 from .tiny import SEQ, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from coat_dist import flow
 
-from .groups import tensor_parallel
+from ..parallel.groups import tensor_parallel
 
 __all__ = ["EXACT", "FOLDED", "AllHeadsNorm", "ExactNorm", "Folded", "Norm", "describe", "why_bf16_norm"]
 
@@ -42,7 +42,7 @@ class Norm(nn.Module):
 
     reduce_grad_over_tp = False
     """Sum parameter gradients over tensor-parallel ranks inside backward. See
-    :func:`~megatron_patches.replicated_grads.install_replicated_grad_hooks`, which sets it."""
+    :func:`~megatron_patches.parallel.replicated_grads.install_replicated_grad_hooks`, which sets it."""
 
     partial_by_heads = False
     """Whether each rank applies the norm to its own heads (norms on queries and keys). Then gradients are summed over

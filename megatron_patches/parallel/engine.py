@@ -18,13 +18,13 @@ from coat_dist.deepspeed.config.validate import read_block
 from coat_dist.deepspeed.engine import configurations
 from coat_dist.deepspeed.replicated_grads import SUMMED
 
+from ..patch.invariance import what_varies
+from ..patch.patch import patch_model, unpatch_model
+from ..patch.report import PatchReport, check_patched, reports_of
+from ..patch.stage_check import check_stage
 from .groups import MPUAdapter
-from .invariance import what_varies
-from .patch import patch_model, unpatch_model
 from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
-from .report import PatchReport, check_patched, reports_of
-from .stage_check import check_stage
 from .step_jobs import check_config
 from .universal import universal_checkpoint_info
 

@@ -23,8 +23,8 @@ from coat_dist.config import CoatConfigError
 from coat_dist.deepspeed.pipeline import accumulate, accumulated, reduce_gradients
 from coat_dist.ops.dispatch import use_kernels
 
-from .blocks import pipelined
-from .call_checks import check_count
+from ..patch.blocks import pipelined
+from ..patch.call_checks import check_count
 from .step_jobs import check_config
 
 __all__ = ["Losses", "chunks_of", "eval_batch", "mark_stage", "run_schedule", "train_batch", "whole_names"]

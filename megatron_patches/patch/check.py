@@ -10,10 +10,10 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 
-from .attention import why_no_fp8_attention
+from ..layers.attention import why_no_fp8_attention
+from ..layers.cuda_graphs import layers_to_graph, why_no_graphs
+from ..layers.loss import why_plain_loss
 from .blocks import configs_of, language_models, layers_of, pipelined
-from .cuda_graphs import layers_to_graph, why_no_graphs
-from .loss import why_plain_loss
 from .plan import Plan
 
 __all__ = ["check_model", "check_plan"]

@@ -11,12 +11,12 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from coat_dist import flow
 from coat_dist.formats import QuantizedTensor
 
-from .attached import Patch
-from .compiled import eager_under_zero3
-from .hooks import why_own_forward
+from ..patch.attached import Patch
+from ..patch.compiled import eager_under_zero3
+from ..patch.hooks import why_own_forward
+from ..patch.uncalled import check_whole
 from .norm import describe
 from .residual import Residual
-from .uncalled import check_whole
 
 __all__ = [
     "FP8RowParallelLinear",

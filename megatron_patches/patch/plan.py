@@ -11,11 +11,11 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 
+from ..layers.experts import has_experts
+from ..layers.linear import why_bf16_output_layer
+from ..layers.loss import why_plain_loss
 from .blocks import Block, blocks_of, configs_of, language_models, layers_of, pipelined
 from .config_check import why_bf16_config
-from .experts import has_experts
-from .linear import why_bf16_output_layer
-from .loss import why_plain_loss
 from .report import PatchReport
 from .why_bf16 import WHY_BF16, why_bf16_layer, why_bf16_sharing
 

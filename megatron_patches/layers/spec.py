@@ -31,9 +31,9 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from ..compat import check_version, fc1_params, field_or
+from ..patch.config_check import why_not_built
 from .attention import CompactSelfAttention
-from .compat import check_version, fc1_params, field_or
-from .config_check import why_not_built
 from .core_attention import SDPA
 from .grouped import GroupedExperts
 from .norm import AllHeadsNorm, Norm
@@ -55,9 +55,9 @@ def gpt_layer_spec(
     """The ``transformer_layer_spec`` of a ``GPTModel``, dense or with experts; or of a block of such layers.
 
     Args:
-        config: every field is honoured, refused, or without meaning here; :mod:`megatron_patches.fields` says which.
+        config: every field is honoured, refused, or has no meaning here: :mod:`megatron_patches.patch.fields`.
             Experts are a ``SequentialMLP``, or with ``moe_grouped_gemm`` a ``GroupedMLP`` that needs no other package
-            (:class:`~megatron_patches.grouped.GroupedExperts`).
+            (:class:`~megatron_patches.layers.grouped.GroupedExperts`).
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
         norm_placement: "post" for norms after attention and MLP, x + norm(f(x)) (OLMo-2), in place of those before.

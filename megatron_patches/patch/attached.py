@@ -30,7 +30,7 @@ class Patch:
     function: Any = None
     """The function that has this name: what ``config.activation_func`` must still be."""
     residual: bool = False
-    """Whether the block's output carries its :class:`~megatron_patches.residual.Residual`."""
+    """Whether the block's output carries its :class:`~megatron_patches.layers.residual.Residual`."""
     graphs: Any = None
     """Of a layer that runs as CUDA graphs, the :class:`~coat_dist.flow.cuda_graphs.GraphedFunction`."""
     recompute: bool = False

@@ -10,7 +10,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
-from .experts import has_experts
+from ..layers.experts import has_experts
 
 __all__ = ["NORMS", "Block", "blocks_of", "configs_of", "language_models", "layers_of", "pipelined"]
 

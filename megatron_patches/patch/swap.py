@@ -13,15 +13,15 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..layers.attention import PATCHED
+from ..layers.cuda_graphs import GRAPHED
+from ..layers.experts import ExpertMLP, SharedExperts
+from ..layers.grouped import GROUPED
+from ..layers.linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
+from ..layers.loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
+from ..layers.mlp import NormMLP
+from ..layers.norm import EXACT, FOLDED
 from .attached import Patch
-from .attention import PATCHED
-from .cuda_graphs import GRAPHED
-from .experts import ExpertMLP, SharedExperts
-from .grouped import GROUPED
-from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
-from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
-from .mlp import NormMLP
-from .norm import EXACT, FOLDED
 
 __all__ = ["Changes", "all_or_none", "original_classes"]
 

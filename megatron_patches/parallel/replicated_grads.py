@@ -25,7 +25,7 @@ from torch import nn
 
 from coat_dist.deepspeed.replicated_grads import SUMMED, is_head_norm, partial_over_tp
 
-from .norm import Norm
+from ..layers.norm import Norm
 
 __all__ = ["check_replicas", "install_replicated_grad_hooks"]
 
@@ -34,9 +34,9 @@ def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
     """Sum (or average, where Megatron does) gradients of TP-replicated parameters over TP ranks, inside backward.
 
     Call it once, on the built model, **before** ``deepspeed.initialize``: ZeRO reads gradients in hooks of its own,
-    which must run after these. Our own :class:`~megatron_patches.norm.Norm` sums inside its backward, before rounding;
-    every other parameter gets a tensor hook that sums in fp32. Not for Megatron's own training loop, which does this
-    itself.
+    which must run after these. Our own :class:`~megatron_patches.layers.norm.Norm` sums inside its backward, before
+    rounding; every other parameter gets a tensor hook that sums in fp32. Not for Megatron's own training loop, which
+    does this itself.
 
     Returns:
         Names of the parameters concerned; empty without tensor parallelism.

@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 
 from coat_dist.reference.activation import ACTIVATIONS
 
-from .compat import field_or, other_quick_gelus
+from ..compat import field_or, other_quick_gelus
 
 __all__ = ["FUNCTIONS", "activation_name", "megatron_activation"]
 

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from coat_dist.config import CoatConfigError
 
-from .blocks import language_models
-from .compat import loss_scalers, reset_counts
+from ..compat import loss_scalers, reset_counts
+from ..patch.blocks import language_models
 
 __all__ = ["attach_step_jobs", "check_config", "has_step_jobs"]
 

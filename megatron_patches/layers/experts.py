@@ -14,12 +14,12 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
-from .attached import Patch
-from .compiled import eager_under_zero3
+from ..patch.attached import Patch
+from ..patch.compiled import eager_under_zero3
+from ..patch.hooks import CALL, why_bf16_hooks
+from ..patch.uncalled import wait_for_parameters
 from .grouped import GROUPED, why_bf16_grouped
-from .hooks import CALL, why_bf16_hooks
 from .mlp import checked_activation, why_bf16_products
-from .uncalled import wait_for_parameters
 
 __all__ = ["ExpertMLP", "SharedExperts", "has_experts", "why_bf16_experts", "why_bf16_shared_experts"]
 

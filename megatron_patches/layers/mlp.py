@@ -12,14 +12,14 @@ from megatron.core.transformer.mlp import MLP
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
+from ..patch.attached import Patch
+from ..patch.compiled import eager_under_zero3
+from ..patch.hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
+from ..patch.uncalled import check_whole, wait_for_parameters
 from .activations import activation_name
-from .attached import Patch
-from .compiled import eager_under_zero3
-from .hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import whole_shape, why_bf16_linear, why_not_invariant_bias
 from .norm import describe, why_bf16_norm
 from .residual import Residual
-from .uncalled import check_whole, wait_for_parameters
 
 __all__ = ["NormMLP", "checked_activation", "why_bf16_mlp", "why_bf16_products"]
 

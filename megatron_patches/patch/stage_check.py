@@ -8,8 +8,8 @@ from torch import nn
 from coat_dist.config import CoatConfigError
 from coat_dist.ranks import gather
 
+from ..parallel.pipeline import chunks_of
 from .blocks import language_models
-from .pipeline import chunks_of
 
 __all__ = ["check_stage"]
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from coat_dist import flow
 from coat_dist.ops import one_by_one
 
-from .compat import field_or
+from ..compat import field_or
 
 __all__ = ["LOCAL", "LocalDispatcher", "may_stay_local"]
 

@@ -27,9 +27,9 @@ from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
 
-from .call_checks import check_tied
-from .report import check_patched, is_patched
-from .settings import Config, coat_block
+from ..patch.call_checks import check_tied
+from ..patch.report import check_patched, is_patched
+from ..patch.settings import Config, coat_block
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
 

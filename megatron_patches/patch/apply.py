@@ -17,24 +17,24 @@ from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel
 from coat_dist.flow.cuda_graphs import GraphedFunction
 
-from .activations import activation_name
+from ..layers.activations import activation_name
+from ..layers.attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
+from ..layers.cuda_graphs import GRAPHED, layers_to_graph
+from ..layers.dispatch import FP8AlltoAllDispatcher, may_send_fp8
+from ..layers.experts import ExpertMLP, SharedExperts
+from ..layers.grouped import GROUPED, grouped_activation
+from ..layers.linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
+from ..layers.local_dispatch import LOCAL, may_stay_local
+from ..layers.loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
+from ..layers.mlp import NormMLP
+from ..layers.norm import EXACT, FOLDED
+from ..layers.post_norm import post_norms
+from ..layers.residual import AliasedAdd, why_residual_unfused
+from ..parallel.groups import tensor_parallel
 from .attached import Patch
-from .attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
 from .blocks import NORMS, layers_of
-from .cuda_graphs import GRAPHED, layers_to_graph
-from .dispatch import FP8AlltoAllDispatcher, may_send_fp8
-from .experts import ExpertMLP, SharedExperts
-from .grouped import GROUPED, grouped_activation
-from .groups import tensor_parallel
-from .linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
-from .local_dispatch import LOCAL, may_stay_local
-from .loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
-from .mlp import NormMLP
-from .norm import EXACT, FOLDED
 from .plan import Plan
-from .post_norm import post_norms
 from .report import PatchReport
-from .residual import AliasedAdd, why_residual_unfused
 from .swap import Changes, all_or_none
 
 __all__ = ["apply_plan", "restore"]

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from coat_dist.config import ActivationConfig
 
-from .attention import why_bf16_attention
+from ..layers.attention import why_bf16_attention
+from ..layers.experts import why_bf16_experts, why_bf16_shared_experts
+from ..layers.mlp import why_bf16_mlp
+from ..layers.post_norm import PostNormTransformerLayer
 from .blocks import NORMS, Block
 from .config_check import why_bf16_config
-from .experts import why_bf16_experts, why_bf16_shared_experts
-from .mlp import why_bf16_mlp
-from .post_norm import PostNormTransformerLayer
 
 __all__ = ["WHY_BF16", "why_bf16_layer", "why_bf16_sharing"]
 

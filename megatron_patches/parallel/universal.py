@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import nn
 
-from .blocks import pipelined
+from ..patch.blocks import pipelined
 from .pipeline import prefixes_in_whole, whole_names
 
 __all__ = ["universal_checkpoint_info"]

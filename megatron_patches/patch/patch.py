@@ -16,10 +16,10 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 
+from ..compat import check_version
 from .apply import apply_plan, restore
 from .blocks import pipelined
 from .check import check_model, check_plan
-from .compat import check_version
 from .plan import make_plan
 from .report import PatchReport
 from .settings import Config, activation_settings

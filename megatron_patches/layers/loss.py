@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from coat_dist import flow
 from coat_dist.flow.function import outside_of_graphs
 
-from .attached import Patch
-from .compat import field_or
-from .config_check import why_bf16_config
-from .groups import tensor_parallel
-from .hooks import why_own_forward
+from ..compat import field_or
+from ..parallel.groups import tensor_parallel
+from ..patch.attached import Patch
+from ..patch.config_check import why_bf16_config
+from ..patch.hooks import why_own_forward
 from .linear import InvariantColumnParallelLinear, why_bf16_output_layer
 
 __all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "why_plain_loss"]

@@ -16,11 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
-from .attached import Patch
-from .compat import field_or, known_fields, rope_mscale
+from ..compat import field_or, known_fields, rope_mscale
+from ..parallel.groups import tensor_parallel
+from ..patch.attached import Patch
+from ..patch.hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .core_attention import SDPA
-from .groups import tensor_parallel
-from .hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .linear import why_bf16_linear, why_not_invariant_bias
 from .norm import EXACT, AllHeadsNorm, why_bf16_norm
 from .packed import Packed, packed

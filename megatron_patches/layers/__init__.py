@@ -1,0 +1,1 @@
+"""Classes that replace those of Megatron's layers, and the layer specification."""

@@ -1,0 +1,1 @@
+"""Process groups, engines of DeepSpeed, pipeline stages, and what ranks exchange beside DeepSpeed."""
