@@ -11,7 +11,6 @@ from .checkpoint.universal.convert import convert_to_universal
 from .config import CoatConfig, CoatConfigError
 from .deepspeed import hook
 from .deepspeed.coat_accessors import safe_get_full_moment, safe_set_full_moment
-from .deepspeed.registration import register_optimizer
 from .optim import CoatAdamW, param_groups
 
 __all__ = [
@@ -26,7 +25,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-register_optimizer(CoatAdamW)
+hook.register_optimizer(CoatAdamW)
 hook.install()
 
 

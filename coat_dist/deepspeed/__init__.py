@@ -10,7 +10,7 @@
   ``pipeline.py``, ``expert_parallel.py``, ``fp8_gather.py``, ``heartbeat.py`` (which names
   ranks that hang or have ended), and files of ``coat_dist/checkpoint``.
 - ``zero_init.py`` builds ZeRO-3 models in shards, before there is an engine.
-- ``reviewed.py`` knows which DeepSpeed was read; ``registration.py`` makes it know CoatAdamW by name.
+- ``reviewed.py`` lists the verified DeepSpeed builds, by file hash.
 
 No module here imports DeepSpeed when it is imported itself, so ``coat_dist`` works where DeepSpeed is not installed.
 """

@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,8 @@ import torch.distributed as dist
 
 from .. import nodes
 from ..ranks import gather, of_another_rank, rank_and_world, tell_torchrun
-from .timeouts import follow_default_group, group_timeout
 
-__all__ = ["SHARE", "STATUS", "Heartbeat", "start", "who"]
+__all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "start", "who"]
 
 SHARE = 0.8
 """Silence after which a rank counts as hung, as a share of the collectives' timeout."""
@@ -64,7 +64,7 @@ def start(engine: Any = None) -> None:
     a collective names the rank below its traceback. ``COAT_HEARTBEAT=0`` on all ranks turns the thread off.
     """
     global _running, _hook
-    follow_default_group()
+    _follow_default_group()
     rank, world = rank_and_world()
     if world == 1 or os.environ.get("COAT_HEARTBEAT") == "0":
         return
@@ -256,3 +256,30 @@ def _write(line: str) -> None:
 def _report(line: str) -> None:
     _write(line)
     tell_torchrun(line)
+
+
+def group_timeout(group: Any = None) -> float:
+    """Seconds after which collectives of a group (None: the default one) fail."""
+    group = group or dist.distributed_c10d._get_default_group()
+    for device in group._device_types:
+        options: Any = getattr(group._get_backend(device), "options", None)
+        if hasattr(options, "_timeout"):
+            return options._timeout.total_seconds()
+    return dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
+def _follow_default_group() -> None:
+    """Give groups with a default timeout that of the default group; any other was chosen, and stays.
+
+    Groups that DeepSpeed and Megatron make have torch's default or half an hour, whatever the program gave to
+    ``init_process_group``: a rank that does not come would keep the others that long.
+    """
+    c10d: Any = dist.distributed_c10d
+    if not dist.is_initialized() or not hasattr(c10d, "_set_pg_timeout"):
+        return
+    wanted = group_timeout()
+    defaults = {c10d.default_pg_timeout.total_seconds(), 600.0, 1800.0}  # torch's, of NCCL, and Megatron's
+    for group in list(c10d._world.pg_map):
+        if group is not dist.group.WORLD and group_timeout(group) in defaults - {wanted}:
+            with suppress(RuntimeError, ValueError):  # a backend without timeouts
+                c10d._set_pg_timeout(timedelta(seconds=wanted), group)

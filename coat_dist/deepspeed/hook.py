@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+import torch
+
 from .without_launcher import become_only_rank, leave_out_compiled_operation
 
-__all__ = ["KEPT", "honour", "install"]
+__all__ = ["KEPT", "honour", "install", "register_optimizer"]
 
 KEPT = "initialize_without_coat"
 """The attribute of the module ``deepspeed`` that is its own function. ``deepspeed.initialize`` may be replaced by
@@ -107,3 +109,21 @@ class _AfterImport:
 
             spec.loader.exec_module = execute_and_honour  # type: ignore[method-assign]
         return spec
+
+
+def register_optimizer(cls: Any) -> None:
+    """Make ``"optimizer": {"type": cls.__name__}`` work in a DeepSpeed configuration.
+
+    DeepSpeed looks up in ``torch.optim`` a type that it does not know.
+    """
+    setattr(torch.optim, cls.__name__, cls)
+    cls.when_built = _declare_to_zero
+
+
+def _declare_to_zero(cls: type) -> None:
+    """Put an optimizer class on DeepSpeed's list of those that ZeRO may drive: programs that name it in their JSON then
+    need no ``zero_allow_untested_optimizer``. Called by every new CoatAdamW, because DeepSpeed may be loaded late."""
+    zero = sys.modules.get("deepspeed.runtime.zero.utils")
+    tested = getattr(zero, "ZERO_SUPPORTED_OPTIMIZERS", None)
+    if isinstance(tested, list) and cls not in tested:
+        tested.append(cls)

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist.deepspeed import heartbeat
-from coat_dist.deepspeed.heartbeat import Heartbeat
-from coat_dist.deepspeed.timeouts import group_timeout
+from coat_dist.deepspeed.heartbeat import Heartbeat, group_timeout
 from coat_dist.ranks import of_another_rank
 from tests.support import run_ranks, start_ranks
 
