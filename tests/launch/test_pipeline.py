@@ -192,7 +192,7 @@ def test_weights_to_start_with_fill_every_stage(work, tmp_path):
         (2, ["--pipeline-parallel", "0"], {}, "--pipeline-parallel: got 0, accepted: an integer >= 1"),
         (3, ["--pipeline-parallel", "2"], {}, r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)"),
         (3, ["--pipeline-parallel", "3"], {}, r"accepted: a divisor of the model's layers \(2\)"),
-        (2, ["--virtual-stages", "2"], {}, "--virtual-stages: got 2, accepted: 1 without --pipeline-parallel"),
+        (2, ["--virtual-stages", "2"], {}, "--virtual-stages: got 2, accepted: 1 with one pipeline stage"),
         (2, ["--pipeline-parallel", "2", "--virtual-stages", "2"], {}, r"a divisor of the layers of a stage \(1\)"),
         (
             4,
