@@ -24,24 +24,28 @@ _SPEAKERS = {
 }
 _SILENT = ("assistant", "tool")
 """Roles whose turns may have no words."""
-LEARNT = ("weight", "train", "trainable", "loss", "loss_mask", "loss_scale")
+LEARNT = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_scale")
 """Keys of a turn by which layouts say whether it is learnt: OpenAI's, axolotl's, verl's, ms-swift's."""
 _LISTS = ("messages", "conversations")
-_SYSTEM = ("system", "system_prompt")
+_SYSTEM = ("system", "system_prompt", "system_message")
 _OF_RECORDS = {
     **dict.fromkeys(("chosen", "rejected", "rejected_response", "rejected_messages"), "no preferences"),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "text alone"),
     "history": "turns before, as messages",
     "documents": "their text, in a message",
-    "chat_template_kwargs": "a template that needs none (--chat-template)",
+    **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "a template that needs none (--chat-template)"),
 }
 """Keys beside the messages that say what a model is told or learns, and what is accepted in their place."""
 _OF_TURNS = {
     "train_detail": "turns that are learnt as a whole",
     "refusal": "the words as content",
+    "reasoning": "reasoning_content",
+    **dict.fromkeys(("tools", "functions"), "tools beside the messages"),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "text alone"),
 }
 """The same of a turn."""
+_MASKS = ("mask", "train", "loss", "weight")
+"""In the name of an unknown key that holds a boolean or a list, these say what is learnt, one way or the other."""
 _LAYOUTS = 'an object with "messages", with "prompt" and "completion", or with "conversations"'
 
 
@@ -94,6 +98,7 @@ def from_record(record: Any) -> Conversation | None:
     for key, accepted in _OF_RECORDS.items():
         if record.get(key):
             raise Malformed(f"{key}: got {_short(record[key])}, accepted: {accepted}")
+    _refuse_masks(record, "")
     for key in ("label", "kto_tag"):
         if record.get(key) in (False, "false"):
             raise Malformed(f"{key}: got {_short(record[key])}, accepted: what is to be learnt")
@@ -165,6 +170,7 @@ def _message(value: Any, key: str) -> tuple[dict[str, Any], bool]:
     for name, accepted in _OF_TURNS.items():
         if value.get(name):
             raise Malformed(f"{key}.{name}: got {_short(value[name])}, accepted: {accepted}")
+    _refuse_masks(value, f"{key}.", known=LEARNT)
     if "from" in value and "role" not in value:
         role = _SPEAKERS.get(value["from"]) if isinstance(value["from"], str) else None
         if role is None:
@@ -178,7 +184,12 @@ def _message(value: Any, key: str) -> tuple[dict[str, Any], bool]:
         if role not in ROLES:
             raise Malformed(f"{key}.role: got {_short(role)}, accepted: {', '.join(ROLES)}")
         content = value.get("content")
-    calls = _calls(value.get("tool_calls"), key) if role == "assistant" else []
+    for of_calls in ("tool_calls", "function_call"):
+        if role != "assistant" and value.get(of_calls):
+            raise Malformed(
+                f"{key}.{of_calls}: got {_short(value[of_calls])} of {role}, accepted: the assistant's calls"
+            )
+    calls = _calls(value.get("tool_calls"), key)
     if role == "assistant" and not calls and "function_call" in value:  # what one call was before
         calls = _calls([value["function_call"]], key)
     if content is None and role not in _SILENT:
@@ -192,6 +203,13 @@ def _message(value: Any, key: str) -> tuple[dict[str, Any], bool]:
         message["tool_calls"] = calls
     learnt = _is_learnt(value, role, key)
     return message, role == "assistant" and learnt and bool(message["content"] or calls)
+
+
+def _refuse_masks(value: Mapping[str, Any], where: str, known: Sequence[str] = ()) -> None:
+    """Refuse keys that say what is learnt in a way that is not known here."""
+    for name, one in value.items():
+        if name not in known and isinstance(one, bool | list) and any(word in str(name).lower() for word in _MASKS):
+            raise Malformed(f"{where}{name}: got {_short(one)}, accepted: {', '.join(LEARNT)} of turns, 0 or 1")
 
 
 def _is_learnt(value: Mapping[str, Any], role: str, key: str) -> bool:

@@ -27,7 +27,7 @@ from launch.prep import DataError
 
 __all__ = ["Conversations", "Reading", "prepare"]
 
-FORMAT = 2
+FORMAT = 3
 """Of the prepared folder; another one is made anew."""
 _ARRAYS = {"tokens": np.int32, "learnt": np.uint8, "ends": np.int64, "trained": np.int64, "places": np.int64}
 

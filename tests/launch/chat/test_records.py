@@ -43,7 +43,7 @@ def test_weight_zero_is_not_learnt():
     assert [learnt for *_, learnt in found] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "trainable", "loss", "loss_mask", "loss_scale"])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss", "loss_mask", "loss_scale"])
 def test_a_turn_that_its_data_masks_is_not_learnt(key):
     for no, yes in ((0, 1), (False, True), (0, None)):
         found = roles(json.dumps({"messages": [CHAT[0], {**CHAT[1], key: no}, CHAT[0], {**CHAT[1], key: yes}]}))
@@ -52,7 +52,7 @@ def test_a_turn_that_its_data_masks_is_not_learnt(key):
     assert [learnt for *_, learnt in roles(json.dumps({"conversations": turns}))] == [False, False, True]
 
 
-@pytest.mark.parametrize("key", ["system", "system_prompt"])
+@pytest.mark.parametrize("key", ["system", "system_prompt", "system_message"])
 def test_a_system_prompt_beside_the_turns_is_the_first_message(key):
     wanted = [("system", "S", False), ("user", "hi", False), ("assistant", "hello", True)]
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
@@ -87,6 +87,31 @@ def test_null_is_no_key():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     silent = [CHAT[0], call, {"role": "tool", "content": None}, {"role": "assistant", "content": None}, CHAT[1]]
     assert [learnt for *_, learnt in roles(json.dumps({"messages": silent}))] == [False, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("of_record", "of_turn", "named"),
+    [
+        ({"loss_mask": [0, 1]}, {}, "loss_mask"),
+        ({"train": False}, {}, "train"),
+        ({"enable_thinking": True}, {}, "enable_thinking"),
+        ({}, {"is_masked": True}, r"messages\[1\].is_masked"),
+        ({}, {"ignore_loss": False}, r"messages\[1\].ignore_loss"),
+        ({}, {"token_weights": [1, 0]}, r"messages\[1\].token_weights"),
+        ({}, {"reasoning": "so"}, r"messages\[1\].reasoning: .* accepted: reasoning_content"),
+        ({}, {"tools": [{"name": "f"}]}, r"messages\[1\].tools"),
+    ],
+)
+def test_keys_that_say_what_is_learnt_in_another_way_are_refused(of_record, of_turn, named):
+    with pytest.raises(Malformed, match=f"^{named}"):
+        parse(json.dumps({"messages": [CHAT[0], {**CHAT[1], **of_turn}], **of_record}))
+    metadata = {"loss": 0.5, "weight": 2, "train_split": "a", "id": 1}
+    assert roles(json.dumps({"messages": CHAT, **metadata}))[1] == ("assistant", "hello", True)
+
+
+def test_calls_are_of_the_assistant():
+    with pytest.raises(Malformed, match=r"messages\[0\].tool_calls: .* of user"):
+        parse(json.dumps({"messages": [{**CHAT[0], "tool_calls": [{"function": {"name": "f"}}]}, CHAT[1]]}))
 
 
 def test_arguments_of_tool_calls_are_objects():
