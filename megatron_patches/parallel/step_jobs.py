@@ -66,6 +66,8 @@ def attach_step_jobs(engine: Any) -> None:
     """Let a new engine do these jobs."""
     routers = [module for module in engine.module.modules() if isinstance(module, Router)]
     _set_scale(torch.ones(1, device=engine.device))
+    for router in routers:
+        router._maintain_float32_expert_bias()  # DeepSpeed has cast it, and a checkpoint may be loaded before a forward
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         _scale_before_backward(engine)
     step = engine.step

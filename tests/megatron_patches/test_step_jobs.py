@@ -143,6 +143,7 @@ def balanced(rank: int, world: int) -> list[Any]:
     for drive in (by_hand, by_schedule):
         engine, *_ = mp.initialize(model=model(**BIAS), config=settings(2))
         router = engine.module.decoder.layers[0].mlp.router
+        assert router.expert_bias.dtype == torch.float32, "a checkpoint that is loaded now would be rounded"
         drive(engine)
         counts = router.local_tokens_per_expert.tolist()
         moved = router.expert_bias.tolist()
