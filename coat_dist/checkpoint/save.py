@@ -103,11 +103,12 @@ def save_whole_checkpoints(engine: Any) -> None:
         *,
         extras: Extras | None = None,
     ) -> bool:
+        state = {} if client_state is None else client_state
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         save = _Save(engine, team_of(engine), save_dir, tag, save_latest, extras or Extras())
-        save.prepare(client_state or {}, exclude_frozen_parameters)
+        save.prepare(state, exclude_frozen_parameters)
         _warn_within_a_step(engine)
-        writes = save.write(original, client_state or {}, exclude_frozen_parameters)
+        writes = save.write(original, state, exclude_frozen_parameters)
         try:
             save.publish(writes)
         except CheckpointError as problem:  # on every rank

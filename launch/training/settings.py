@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -104,9 +105,9 @@ def peak_lr(args: Any, settings: Mapping[str, Any]) -> float:
     """``--lr``, else ``optimizer.params.lr``.
 
     Raises:
-        CoatConfigError: neither is given.
+        CoatConfigError: neither is given, or it is no finite number >= 0.
     """
     lr = args.lr if args.lr is not None else look_up(settings, "optimizer.params.lr")
-    if not isinstance(lr, int | float) or isinstance(lr, bool):
-        raise CoatConfigError(f"optimizer.params.lr: got {lr!r}, accepted: a number (or --lr)")
+    if not isinstance(lr, int | float) or isinstance(lr, bool) or not math.isfinite(lr) or lr < 0:
+        raise CoatConfigError(f"optimizer.params.lr: got {lr!r}, accepted: a finite number >= 0 (or --lr)")
     return float(lr)

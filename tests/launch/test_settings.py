@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,6 @@ def test_peak_lr():
     assert peak_lr(parse([*REQUIRED, "--lr", "0.5"]), GOOD) == 0.5
     with pytest.raises(CoatConfigError, match="optimizer.params.lr: got None"):
         peak_lr(args, {"optimizer": {"type": "AdamW"}})
+    for lr in (math.inf, math.nan, -1.0, True):
+        with pytest.raises(CoatConfigError, match="optimizer.params.lr: got .* accepted: a finite number >= 0"):
+            peak_lr(args, {"optimizer": {"type": "AdamW", "params": {"lr": lr}}})

@@ -26,6 +26,8 @@ SAVING = {
         f"client_state: got keys ds_version, global_steps, {ITSELF}",
     ),
     "not a dict": ({"client_state": [1]}, "client_state: got list, accepted: a dict"),
+    "empty, and not a dict": ({"client_state": []}, "client_state: got list, accepted: a dict"),
+    "a tensor": ({"client_state": torch.zeros(2)}, "client_state: got Tensor, accepted: a dict"),
     "latest": ({"save_latest": "no"}, "save_latest: got 'no', accepted: True or False"),
     "negative": ({"extras": Extras(keep_last=-1)}, f"extras.keep_last: got -1, {COUNT}"),
     "set": ({"extras": Extras(content={"x": {1, 2}})}, "extras.content: got Object of type set is not JSON"),
