@@ -12,8 +12,9 @@ from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from launch.model.gpt import build_model, load_model_config
 from launch.model.rope import checked_rope_scaling, rope_frequencies
-from megatron_patches import attention, compat, patch_model
+from megatron_patches import compat, patch_model
 from megatron_patches.compat import rope_mscale
+from megatron_patches.layers import attention
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny.json"
 LLAMA3 = {

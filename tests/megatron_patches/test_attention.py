@@ -10,8 +10,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.rope import Heads, rope_table, split_rope, split_rope_backward
-from megatron_patches import attention as module
 from megatron_patches import patch_model, patched
+from megatron_patches.layers import attention as module
 
 from .saved_bytes import layer_bytes
 from .tiny import BATCH, BLOCKS, FFN, HEADS, HIDDEN, SEQ, gradients, tiny_batch, tiny_config, tiny_gpt, tiny_loss
