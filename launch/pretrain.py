@@ -61,10 +61,10 @@ from launch.training.data_source import DataSource, Progress, TokenData
 from launch.training.folders import Folders
 from launch.training.loop import BadSteps, Loop
 from launch.training.memory import MemoryReport
-from launch.training.metrics import open_reporters, step_profiler
 from launch.training.node_folders import open_on_nodes, team_of_checkpoints
 from launch.training.plan import Plan, plan
 from launch.training.rank_times import RankTimes
+from launch.training.reporters import open_reporters, step_profiler
 from launch.training.steps import steps_of
 
 __all__ = ["USER_ERRORS", "Ending", "main", "run", "say", "start", "train"]

@@ -17,13 +17,14 @@ from coat_dist.flow.graph_pool import pool_bytes
 from launch.training.arguments import TrainingOptions
 from launch.training.data_source import DataSource, Progress
 from launch.training.memory import MemoryReport
-from launch.training.metrics import Reporters, peak_memory_bytes
+from launch.training.metrics import peak_memory_bytes
 from launch.training.rank_times import RankTimes
+from launch.training.reporters import Reporters
 from launch.training.runtime import StopSignal, mean_and_each, mean_over_ranks
 from launch.training.schedule import Schedule
 from launch.training.steps import MicroBatches, PipelineSteps
 
-__all__ = ["BadSteps", "Loop", "Progress"]
+__all__ = ["BadSteps", "Loop"]
 
 
 class BadSteps(RuntimeError):
