@@ -11,7 +11,8 @@ import torch
 from coat_dist import CoatConfigError
 from launch import log_level
 from launch.training import arguments
-from launch.training.metrics import Files, Lines, Reporters, Summary, open_reporters, read_metrics, step_profiler
+from launch.training.metrics import Summary, read_metrics
+from launch.training.reporters import Files, Lines, Reporters, open_reporters, step_profiler
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import run_ranks
 
@@ -210,7 +211,7 @@ def test_a_package_of_wandb_that_cannot_be_imported_is_one_line(tmp_path, monkey
     ("level", "own", "seen"), [("info", None, None), ("warning", None, "true"), ("error", "false", "false")]
 )
 def test_log_level_silences_wandb_unless_the_user_has_said_how_much(tmp_path, monkeypatch, level, own, seen):
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # afterwards it is as before, whatever is put there meanwhile
     fake_wandb(tmp_path / "calls")
     monkeypatch.setenv("WANDB_SILENT", own or "")
     if own is None:
