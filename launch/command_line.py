@@ -97,6 +97,11 @@ class Parser(argparse.ArgumentParser):
         print(f"{who}{self.prefix}error: {line}", file=sys.stderr, flush=True)
         sys.exit(2)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse what is no choice, in the words of all other errors and the same for every version of Python."""
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"got {value!r}, accepted: {', '.join(map(str, action.choices))}")
+
     def print_help(self, file: Any = None) -> None:
         """Print what the options are, on rank 0."""
         if _rank() == 0:
@@ -156,7 +161,7 @@ def micro_batch(text: str) -> int | str:
     """A positive whole number, or "auto", as a type of an option."""
     if text == "auto":
         return text
-    if text.isdecimal() and (count := whole_number(text)) >= 1:
+    if text.isdecimal() and 1 <= (count := int(text)) < LARGEST:
         return count
     raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, below {LARGEST:.0e}, or auto")
 

@@ -143,7 +143,7 @@ def test_pictures_are_the_seeds_and_show_their_captions(shapes):
         (["--steps", "0"], "--steps: got 0, accepted: 1 or more"),
         (["--tp", "2"], "--tp: got 2, accepted: a divisor of the number of ranks, 1, and of heads"),
         (["--block", "bf16", "--attention", "fp8"], "--attention: got fp8 with --block bf16, accepted: bf16"),
-        (["--block", "fp8"], "--block: invalid choice: 'fp8'"),
+        (["--block", "fp8"], "--block: got 'fp8', accepted: coat, bf16, both"),
         (["--step", "3"], "--step: no such option (did you mean --steps?)"),
         (["--output", "."], "--output: got ., a folder, accepted: a JSON file"),
         (["--checkpoint", __file__], f"--checkpoint: got {__file__}, accepted: a place to write to"),

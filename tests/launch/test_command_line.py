@@ -51,7 +51,7 @@ def said(capsys, call, *argv):
         (["--lr"], "--lr: expected one argument"),
         (["--data"], "--data: expected at least one argument"),
         (["--overwrite=1"], "--overwrite: ignored explicit argument '1'"),
-        (["--lr-schedule", "cosin"], "--lr-schedule: invalid choice: 'cosin'"),
+        (["--lr-schedule", "cosin"], "--lr-schedule: got 'cosin', accepted: cosine, linear, constant"),
         (["--train-steps", "1e6"], "--train-steps: got '1e6', accepted: a whole number in digits, below 1e+12"),
         (["--train-steps", "4k"], "--train-steps: got '4k', accepted: a whole number in digits, below 1e+12"),
         (["--train-steps", "9" * 30], f"--train-steps: got '{'9' * 30}', accepted: a whole number in digits"),

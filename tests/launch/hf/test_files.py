@@ -298,7 +298,9 @@ def test_the_command_line(sharded, tmp_path, capsys):
     assert "--max-shard-size: got '5XB', accepted: bytes, such as 5GB" in told(
         "--from", "x", "--to", "y", "--max-shard-size", "5XB"
     )
-    assert "--dtype: invalid choice: 'fp8'" in told("--from", "x", "--to", "y", "--dtype", "fp8")
+    assert "--dtype: got 'fp8', accepted: bfloat16, float16, float32" in told(
+        "--from", "x", "--to", "y", "--dtype", "fp8"
+    )
     assert "does not exist (nothing is downloaded)" in fails(capsys, tmp_path / "meta-llama", tmp_path / "out")
     assert "holds no weights, accepted: a Hugging Face folder" in fails(capsys, tmp_path, tmp_path.parent / "out")
     argv = ["--from", sharded / "hf", "--to", tmp_path / "out", "--tensor-parallel", 4]

@@ -355,4 +355,4 @@ def test_the_stage_is_that_of_the_option_also_where_the_file_has_none(tmp_path, 
 def test_a_micro_batch_beyond_all_bounds_is_told_the_bound(capsys) -> None:
     with pytest.raises(SystemExit):
         planner.main(["--model", "llama2-7b", "--micro-batch", "9" * 17])
-    assert f"got '{'9' * 17}', accepted: a whole number" in capsys.readouterr().err
+    assert f"got '{'9' * 17}', accepted: a whole number from 1, below 1e+12, or auto" in capsys.readouterr().err
