@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-__all__ = ["Problem", "did_you_mean", "explain", "got", "keys_of"]
+__all__ = ["Problem", "explain", "got", "keys_of"]
 
 
 class Problem(NamedTuple):
@@ -28,12 +27,6 @@ class Problem(NamedTuple):
 def got(value: Any) -> str:
     """A value as it stands in JSON, behind the word that messages have before it."""
     return f"got {json.dumps(value, default=str)}"
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """What follows an unknown name where a known one is near; else nothing."""
-    near = difflib.get_close_matches(given, [*known], 1)
-    return f' (did you mean "{near[0]}"?)' if near else ""
 
 
 def keys_of(model: type[BaseModel]) -> str:

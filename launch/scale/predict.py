@@ -45,7 +45,7 @@ class Link(NamedTuple):
 
 
 NVLINK = Link(240e9, 3e-6, 18e-6)
-"""Within a node. Two H200s: an all-gather of 8192 x 4096 takes 161 us in BF16 and 91 us in FP8 (docs/flow-speed.md)."""
+"""Within a node. Two H200s: an all-gather of 8192 x 4096 takes 161 us in BF16 and 91 us in FP8 (docs/flow.md)."""
 NIC = Link(40e9, 8e-6, 18e-6)
 """Between nodes: a 400 Gb/s card for each GPU (data sheets of DGX H100 and ConnectX-7), 80 % of it. Not measured."""
 
