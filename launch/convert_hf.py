@@ -43,7 +43,7 @@ from launch.hf.output import Output
 from launch.log_level import say, set_log_level, shows
 from launch.model.gpt import load_model_config
 from launch.prep import DataError
-from launch.training.initial import training_data
+from launch.train.initial import training_data
 from launch.weights import Weights, open_weights
 from launch.weights.checkpoint import CheckpointWeights
 from launch.weights.source import DTYPES

@@ -45,7 +45,7 @@ import coat_dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.write.durable import make_folder
-from coat_dist.deepspeed.slurm import in_a_step, take_ranks
+from coat_dist.deepspeed.build.slurm import in_a_step, take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch import failing
 from launch.evaluation import arguments, model, report, scoring
@@ -55,7 +55,7 @@ from launch.log_level import set_log_level, shows
 from launch.model.gpt import load_model_config
 from launch.outputs import checkpoint_at
 from launch.prep import DataError
-from launch.training import runtime
+from launch.train import runtime
 from launch.weights import open_weights
 from launch.weights.checkpoint import CheckpointWeights
 

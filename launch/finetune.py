@@ -18,7 +18,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 from launch.interrupts import leave_quietly
 from launch.log_level import SlowPhase
-from launch.planning.allocator import expandable_segments
+from launch.plan.allocator import expandable_segments
 
 if __name__ == "__main__":
     leave_quietly("finetune")
@@ -34,9 +34,9 @@ import torch  # isort: skip
 
 from coat_dist.ranks import on_rank_0
 from launch.chat import arguments, export, plan
-from launch.training import runtime
-from launch.training.loop import Loop
-from launch.training.node_folders import check_export
+from launch.train import runtime
+from launch.train.loop import Loop
+from launch.train.node_folders import check_export
 
 __all__ = ["main", "train"]
 

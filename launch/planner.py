@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.planning.arguments import as_json, parse
-from launch.planning.report import answer, text
+from launch.plan.arguments import as_json, parse
+from launch.plan.report import answer, text
 
 __all__ = ["main"]
 

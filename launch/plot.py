@@ -27,7 +27,7 @@ from coat_dist.checkpoint.write.durable import write_bytes
 from launch.command_line import Parser, local_path, number
 from launch.compare_runs import gap, series, smoothed
 from launch.log_level import add_log_level, say, set_log_level
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 
 __all__ = ["draw", "main"]
 

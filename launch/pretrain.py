@@ -19,7 +19,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 from launch.interrupts import leave_quietly
 from launch.log_level import SlowPhase, say, set_log_level, shows
-from launch.planning.allocator import expandable_segments
+from launch.plan.allocator import expandable_segments
 
 if __name__ == "__main__":
     leave_quietly("pretrain")
@@ -39,33 +39,24 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
+from coat_dist.deepspeed.build.slurm import take_ranks
 from coat_dist.deepspeed.config.agreement import make_folders
-from coat_dist.deepspeed.slurm import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch import failing
 from launch.model.gpt import flops_per_token
-from launch.planning.arguments import silence_deepspeed
-from launch.planning.dry_run import dry_run
+from launch.plan.arguments import silence_deepspeed
+from launch.plan.dry_run import dry_run
 from launch.prep import DataError
-from launch.training import (
-    arguments,
-    auto,
-    build,
-    checkpoint,
-    exhausted,
-    layout,
-    runtime,
-    stages,
-)
-from launch.training.data_source import DataSource, Progress, TokenData
-from launch.training.folders import Folders
-from launch.training.loop import BadSteps, Loop
-from launch.training.memory import MemoryReport
-from launch.training.node_folders import open_on_nodes, team_of_checkpoints
-from launch.training.plan import Plan, plan
-from launch.training.rank_times import RankTimes
-from launch.training.reporters import open_reporters, step_profiler
-from launch.training.steps import steps_of
+from launch.train import arguments, auto, build, checkpoint, exhausted, layout, runtime, stages
+from launch.train.data_source import DataSource, Progress, TokenData
+from launch.train.folders import Folders
+from launch.train.loop import BadSteps, Loop
+from launch.train.memory import MemoryReport
+from launch.train.node_folders import open_on_nodes, team_of_checkpoints
+from launch.train.plan import Plan, plan
+from launch.train.rank_times import RankTimes
+from launch.train.reporters import open_reporters, step_profiler
+from launch.train.steps import steps_of
 
 __all__ = ["USER_ERRORS", "Ending", "main", "run", "say", "start", "train"]
 

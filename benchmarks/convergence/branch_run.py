@@ -24,9 +24,9 @@ import torch
 from benchmarks.arguments import positive_int
 from coat_dist.flow import invalidate_weights
 from launch.pretrain import train
-from launch.training import arguments, runtime
-from launch.training.loop import Loop
-from launch.training.plan import plan
+from launch.train import arguments, runtime
+from launch.train.loop import Loop
+from launch.train.plan import plan
 
 __all__ = ["Watch", "main"]
 

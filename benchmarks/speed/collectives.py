@@ -28,7 +28,7 @@ from benchmarks.speed.layer import SEQUENCE, VARIANTS, stack
 from benchmarks.timing import union
 from coat_dist import CoatConfig
 from coat_dist.flow import products
-from coat_dist.flow.peer_memory import PeerMemory
+from coat_dist.flow.parallel.peer_memory import PeerMemory
 from launch.model.gpt import load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
@@ -61,7 +61,7 @@ KERNELS = {
 }
 """What a trace calls communication, by what it does. Copies within a GPU are of rooms that other GPUs read."""
 COPIES = " by copies"
-"""Said of what :mod:`coat_dist.flow.peer_memory` moves."""
+"""Said of what :mod:`coat_dist.flow.parallel.peer_memory` moves."""
 
 
 NCCL_ONLY = " over NCCL"

@@ -21,8 +21,8 @@ from benchmarks.arguments import positive_int
 from benchmarks.common import ROOT, argument_parser, write_result
 from benchmarks.timing import median, wall_ms
 from launch.model.gpt import build_model, load_model_config
-from launch.training.build import torch_adamw
-from launch.training.runtime import start
+from launch.train.build import torch_adamw
+from launch.train.runtime import start
 
 
 def settings(stage: int, coat: bool) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def settings(stage: int, coat: bool) -> dict[str, Any]:
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     import coat_dist
-    from coat_dist.deepspeed import step as coat_step
+    from coat_dist.deepspeed.step import step as coat_step
     from megatron_patches import MPUAdapter
 
     coat = name != "torch fused AdamW"

@@ -26,7 +26,7 @@ from benchmarks.speed.layer_memory import Peak, expected_peak
 from benchmarks.timing import stages_ms
 from coat_dist import CoatConfig
 from coat_dist.config import ActivationConfig
-from coat_dist.flow.graph_pool import pool_bytes
+from coat_dist.flow.graphs.graph_pool import pool_bytes
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.model.gpt import ModelConfig, build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched

@@ -12,7 +12,7 @@ Counted beyond what is there before forward (weights, the input, the gradient th
 * the gradient of the residual stream, 2 h a token: one tensor for both branches. Of the last layer's MLP it is the
   caller's own;
 * gradients of weights, of this layer as far as it got and of all layers after it: 2 bytes an element;
-* what the function that runs has made and not yet dropped (:func:`launch.planning.layer.coat_moments`).
+* what the function that runs has made and not yet dropped (:func:`launch.plan.layer.coat_moments`).
 
 The worst moment lies in the last layer's backward if a layer saves more bytes than its weights' gradients have (many
 tokens), otherwise in the first layer's. It is never in forward: what forward holds at most, in the last layer's MLP, is
@@ -30,7 +30,7 @@ from typing import Any
 
 from coat_dist.config import ActivationConfig
 from launch.model.gpt import ModelConfig
-from launch.planning.layer import Sizes, coat_moments, coat_saved
+from launch.plan.layer import Sizes, coat_moments, coat_saved
 
 __all__ = ["Peak", "expected_peak", "saved_bytes"]
 

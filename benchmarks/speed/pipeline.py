@@ -25,8 +25,8 @@ from benchmarks.arguments import positive_int
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.timing import median
 from launch.model.gpt import build_model, load_model_config
-from launch.training.build import forward_step, torch_adamw
-from launch.training.runtime import start
+from launch.train.build import forward_step, torch_adamw
+from launch.train.runtime import start
 
 
 def settings(coat: bool, micro: int, count: int) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def planned(case: dict[str, Any], ranks: int) -> Any:
     """The planner's run of a case."""
     from coat_dist import CoatConfig
     from launch.model.gpt import load_model_config
-    from launch.planning.run import Run
+    from launch.plan.run import Run
 
     settings, tp = settings_of(case), case.get("tp", 1)
     return Run(
@@ -114,8 +114,8 @@ def largest(case: dict[str, Any]) -> int:
     """The largest micro-batch that the planner says fits on this GPU as it is."""
     import torch
 
-    from launch.planning.gpus import GPUS
-    from launch.planning.search import largest_micro_batch, need
+    from launch.plan.gpus import GPUS
+    from launch.plan.search import largest_micro_batch, need
 
     free, total = torch.cuda.mem_get_info()
     run = planned({**case, "micro": 1}, torch.distributed.get_world_size())
@@ -125,9 +125,9 @@ def largest(case: dict[str, Any]) -> int:
 
 def predict(case: dict[str, Any], ranks: int, gpu: str) -> dict[str, float]:
     """The planner's bytes and seconds of a case."""
-    from launch.planning.gpus import find_gpu
-    from launch.planning.search import need
-    from launch.planning.speed import step_time
+    from launch.plan.gpus import find_gpu
+    from launch.plan.search import need
+    from launch.plan.speed import step_time
 
     run = planned(case, ranks)
     peak = need(run).peak

@@ -37,8 +37,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks.speed.whole_rank import batch_of, plan_of
     from launch.model.gpt import load_model_config
-    from launch.training import build, runtime
-    from launch.training.memory import MemoryReport
+    from launch.train import build, runtime
+    from launch.train.memory import MemoryReport
     from megatron_patches import initialize_model_parallel
 
     used: dict[str, int] = {}

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.arguments import positive_float, positive_int
 from benchmarks.common import argument_parser, options, write_result
 from benchmarks.timing import median, wall_ms
-from launch.training.runtime import start
+from launch.train.runtime import start
 
 
 def build(arguments: argparse.Namespace) -> Any:

@@ -35,7 +35,7 @@ from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import VARIANTS, batch_of, engine_of
 from benchmarks.timing import median
 from launch.model.gpt import load_model_config
-from launch.training import build, runtime
+from launch.train import build, runtime
 from megatron_patches import initialize_model_parallel
 
 __all__ = ["main", "measure", "parse"]

@@ -19,11 +19,11 @@ from benchmarks.common import ROOT
 from benchmarks.speed.te_train import RECIPES, te_layers
 from benchmarks.timing import median
 from coat_dist import CoatConfig
-from coat_dist.flow.graph_pool import pool_bytes
+from coat_dist.flow.graphs.graph_pool import pool_bytes
 from launch.model.gpt import ModelConfig, load_model_config
-from launch.training import build, runtime
-from launch.training.memory import MemoryReport
-from launch.training.settings import batch_sizes
+from launch.train import build, runtime
+from launch.train.memory import MemoryReport
+from launch.train.settings import batch_sizes
 from megatron_patches import initialize_model_parallel
 
 __all__ = ["OUT_OF_MEMORY", "VARIANTS", "batch_of", "engine_of", "plan_of", "settings_of"]
@@ -76,7 +76,7 @@ def settings_of(variant: str, stage: int) -> dict[str, Any]:
 def plan_of(
     model: ModelConfig, settings: dict[str, Any], tp: int = 1, recompute: Mapping[str, Any] | None = None
 ) -> Any:
-    """What ``launch.training.build.build_engine`` reads of `pretrain.py`'s plan."""
+    """What ``launch.train.build.build_engine`` reads of `pretrain.py`'s plan."""
     return SimpleNamespace(
         model=model,
         args=SimpleNamespace(tensor_parallel=tp, expert_parallel=1, pipeline_parallel=1, sequence_parallel=tp > 1),

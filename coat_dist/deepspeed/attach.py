@@ -21,17 +21,14 @@ from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig, CoatConfigError
 from ..optim import CoatAdamW
-from . import (
+from . import expert_parallel, heartbeat
+from .build import pipeline, pipeline_module, round_robin
+from .step import (
     cached_weights,
     coat_accessors,
     deepspeed_accessors,
-    expert_parallel,
     fp8_gather,
-    heartbeat,
     master_weights,
-    pipeline,
-    pipeline_module,
-    round_robin,
     step,
     step_gradients,
     step_weights,

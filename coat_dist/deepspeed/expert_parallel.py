@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..config import CoatConfigError
-from .pipeline import is_stage
+from .build.pipeline import is_stage
 
 __all__ = [
     "announced_experts",

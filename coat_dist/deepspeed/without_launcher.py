@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..nodes import free_port
-from .slurm import take_ranks
+from .build.slurm import take_ranks
 
 __all__ = ["become_only_rank", "leave_out_compiled_operation", "prepare", "store_of_restart"]
 

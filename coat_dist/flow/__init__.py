@@ -5,18 +5,18 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 """
 
 from ..ops import Heads, RopeTable, rope_table
-from .attention import attention, sdpa
-from .dispatch import dispatch_rows
-from .documents import Documents
-from .grouped import grouped_mlp
-from .linear import invariant_linear, linear
-from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
-from .mlp import mlp, norm_mlp, scale_rows
-from .norm import Norm, norm
-from .norm_linear import norm_linear, norm_qkv
-from .permute import TokenOrder, permute, token_order, unpermute
-from .split_norm import split_norm
-from .tensor_parallel import TensorParallel
+from .blocks.attention import attention, sdpa
+from .blocks.dispatch import dispatch_rows
+from .blocks.documents import Documents
+from .blocks.grouped import grouped_mlp
+from .blocks.linear import invariant_linear, linear
+from .blocks.loss import linear_cross_entropy, vocab_parallel_cross_entropy
+from .blocks.mlp import mlp, norm_mlp, scale_rows
+from .blocks.norm import Norm, norm
+from .blocks.norm_linear import norm_linear, norm_qkv
+from .blocks.permute import TokenOrder, permute, token_order, unpermute
+from .blocks.split_norm import split_norm
+from .parallel.tensor_parallel import TensorParallel
 from .weights import invalidate_weights
 
 __all__ = [

@@ -40,10 +40,10 @@ from ..ops import (
     quantize_tensor,
 )
 from ..ops import transpose as transposed
-from .norm import Norm, ParameterGrads, finish_grads
-from .overlap import Rows
+from .blocks.norm import Norm, ParameterGrads, finish_grads
+from .parallel.overlap import Rows
+from .parallel.tensor_parallel import Pending, TensorParallel
 from .scaling import gather_operand, reserve_codes, reserve_rows, row_operand, saved_format, shared_scale, whole
-from .tensor_parallel import Pending, TensorParallel
 
 __all__ = ["NormedInput", "PlainInput", "check_normed", "quantized_input", "residual_alias", "restore_input"]
 

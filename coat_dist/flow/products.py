@@ -7,8 +7,8 @@ import torch
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor
 from ..ops import code_products, scale_and_round, scaled_mm
-from .overlap import Rows, scattered_product
-from .tensor_parallel import Pending, TensorParallel
+from .parallel.overlap import Rows, scattered_product
+from .parallel.tensor_parallel import Pending, TensorParallel
 
 __all__ = ["check_input", "gemm", "summed_gemm"]
 

@@ -40,8 +40,8 @@ from ..ops import (
     tensor_scale,
     transpose,
 )
-from .overlap import Rows
-from .tensor_parallel import Pending, TensorParallel
+from .parallel.overlap import Rows
+from .parallel.tensor_parallel import Pending, TensorParallel
 
 __all__ = [
     "Operand",

@@ -39,10 +39,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops import quantize_tensor, transpose
-from .gathered import GatheredWeight
+from .parallel.gathered import GatheredWeight
+from .parallel.tensor_parallel import TensorParallel
 from .products import gemm
 from .scaling import Operand, quantize_input, row_operand
-from .tensor_parallel import TensorParallel
 
 __all__ = [
     "Weight",
@@ -158,7 +158,7 @@ def into_main_grad(
 
 
 def _gathered(parameter: torch.Tensor) -> GatheredWeight | None:
-    """The codes that stand for a parameter whose values this rank does not have (``flow/gathered.py``)."""
+    """The codes that stand for a parameter whose values this rank does not have (``flow/parallel/gathered.py``)."""
     return None if torch.compiler.is_compiling() else getattr(parameter, "coat_gathered", None)
 
 

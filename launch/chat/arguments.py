@@ -9,7 +9,7 @@ from typing import Literal
 
 from coat_dist import CoatConfigError
 from launch.command_line import LocalPath, Parser, one_stage_only, option, options_parser, parse_options
-from launch.training.arguments import DEEPSPEED_KEYS, TrainingOptions
+from launch.train.arguments import DEEPSPEED_KEYS, TrainingOptions
 
 __all__ = ["DEFAULT_EPOCHS", "LONGEST_DEFAULT", "FinetuneOptions", "parse", "parser"]
 

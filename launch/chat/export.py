@@ -20,7 +20,7 @@ from launch import convert_hf
 from launch.chat.arguments import FinetuneOptions
 from launch.chat.store import Conversations
 from launch.hf.output import Output
-from launch.training.checkpoint import require_loadable
+from launch.train.checkpoint import require_loadable
 from launch.weights import Weights
 
 __all__ = ["check_target", "export", "turn_ends", "write_beside"]

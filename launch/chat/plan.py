@@ -25,12 +25,12 @@ from launch.chat.store import Conversations, Reading, prepare
 from launch.chat.template import ChatTemplate, ids_of_text, load_tokenizer
 from launch.model.gpt import ModelConfig
 from launch.prep import DataError
-from launch.training.arguments import UNKNOWN_STEPS
-from launch.training.checkpoint import require_loadable
-from launch.training.data_source import Batch, Progress
-from launch.training.node_folders import sharers
-from launch.training.plan import Plan, assemble
-from launch.training.settings import MICRO, load_settings
+from launch.train.arguments import UNKNOWN_STEPS
+from launch.train.checkpoint import require_loadable
+from launch.train.data_source import Batch, Progress
+from launch.train.node_folders import sharers
+from launch.train.plan import Plan, assemble
+from launch.train.settings import MICRO, load_settings
 from launch.weights import Weights, open_weights
 from launch.weights.source import files_in
 

@@ -12,7 +12,7 @@ from launch.evaluation import choices, prepared, rows, tokens
 from launch.evaluation.rows import Row
 from launch.evaluation.text import Text, read_text
 from launch.prep.documents import ReadOptions
-from launch.training.initial import tokenizer_warning
+from launch.train.initial import tokenizer_warning
 from launch.weights import Weights
 
 __all__ = ["Inputs", "digests", "notes", "read_inputs"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from launch.data import dataset as data
 from launch.evaluation.rows import Row
-from launch.training.plan import as_typed
+from launch.train.plan import as_typed
 
 __all__ = ["check_data", "read_samples"]
 

@@ -11,7 +11,7 @@ from coat_dist import CoatConfigError
 from launch.data.tokenizer import HuggingFaceTokenizer, Tokenizer, for_data, load
 from launch.evaluation.rows import Row
 from launch.prep import DataError
-from launch.training.initial import training_data
+from launch.train.initial import training_data
 
 __all__ = ["begin_ids", "check_fits", "check_rows", "check_trained_with", "find_tokenizer"]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from coat_dist import CoatConfigError
 from launch.command_line import DefaultsHelp, Parser, add_parallel_options, local_path, whole_number
 from launch.log_level import add_log_level
-from launch.planning.gpus import GPUS
-from launch.planning.recompute import add_recompute_options, check_recompute
+from launch.plan.gpus import GPUS
+from launch.plan.recompute import add_recompute_options, check_recompute
 
 from .predict import NIC, NVLINK, Link
 

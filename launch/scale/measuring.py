@@ -12,9 +12,9 @@ from typing import Any
 from coat_dist import CoatConfig, CoatConfigError
 from launch.log_level import say
 from launch.model.gpt import load_model_config
-from launch.planning.run import Run
-from launch.planning.search import with_block, without_block
-from launch.training.settings import MICRO, STEPS, load_settings
+from launch.plan.run import Run
+from launch.plan.search import with_block, without_block
+from launch.train.settings import MICRO, STEPS, load_settings
 
 from .crew import Crew, Failed
 from .records import Records

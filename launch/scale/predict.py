@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from coat_dist import CoatConfig, CoatConfigError
 from launch.model.config import described_model
 from launch.model.gpt import flops_per_token
-from launch.planning.gpus import GPU, GPUS
-from launch.planning.run import Run, parameters
-from launch.planning.search import MARGIN, need
-from launch.planning.speed import step_time
-from launch.planning.zero import states
+from launch.plan.gpus import GPU, GPUS
+from launch.plan.run import Run, parameters
+from launch.plan.search import MARGIN, need
+from launch.plan.speed import step_time
+from launch.plan.zero import states
 
 from .bench import share
 from .measuring import runs_of

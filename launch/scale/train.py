@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from launch.training import arguments, build, runtime
-from launch.training.plan import Plan, assemble
-from launch.training.settings import MICRO, STEPS, TOTAL
+from launch.train import arguments, build, runtime
+from launch.train.plan import Plan, assemble
+from launch.train.settings import MICRO, STEPS, TOTAL
 
 __all__ = ["measure", "plan_of"]
 
@@ -22,7 +22,7 @@ def plan_of(spec: Mapping[str, Any], world: int) -> Plan:
         spec: ``options``, of pretrain.py; ``model``, ``settings``, ``micro`` and ``accumulations``.
 
     Raises:
-        CoatConfigError: as :func:`launch.training.plan.assemble`.
+        CoatConfigError: as :func:`launch.train.plan.assemble`.
     """
     from coat_dist import CoatConfig
     from launch.model.config import described_model

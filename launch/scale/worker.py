@@ -29,14 +29,14 @@ def main() -> int:
     _end_with_parent()
     job: dict[str, Any] = json.loads(sys.argv[1])
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from launch.planning.allocator import expandable_segments
+    from launch.plan.allocator import expandable_segments
 
     expandable_segments()  # read when torch's allocator begins
 
     import torch
 
     from launch.log_level import set_log_level
-    from launch.training import runtime
+    from launch.train import runtime
 
     set_log_level("error")
     if job["what"] == "collectives":  # needs torch alone

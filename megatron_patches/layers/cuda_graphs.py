@@ -1,6 +1,6 @@
 """Patched layers as CUDA graphs (``activation.cuda_graphs``): for models whose layers the host starts too slowly.
 
-``coat_dist/flow/cuda_graphs.py`` captures and replays. Here is which models and layers may, and which calls: training
+``flow/graphs/cuda_graphs.py`` captures and replays. Here is which models and layers may, and which calls: training
 on whole sequences with Megatron's causal mask. Without gradients a layer runs as without the key, and so does, with a
 warning, every other call.
 """
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from coat_dist.flow.graph_pool import run_without_graphs
+from coat_dist.flow.graphs.graph_pool import run_without_graphs
 
 from ..patch.attached import Patch
 from ..patch.blocks import Block

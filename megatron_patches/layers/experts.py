@@ -34,7 +34,7 @@ class ExpertMLP(MLP):
     coat: Patch
 
     def coat_flow_weights(self) -> list[torch.nn.Parameter]:
-        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
+        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.step.fp8_gather`."""
         return [self.linear_fc1.weight, self.linear_fc2.weight]
 
     @eager_under_zero3

@@ -39,7 +39,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     coat: Patch
 
     def coat_flow_weights(self) -> list[torch.nn.Parameter]:
-        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
+        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.step.fp8_gather`."""
         return [self.weight]
 
     @eager_under_zero3
@@ -77,7 +77,7 @@ class FP8RowParallelLinear(RowParallelLinear):
     coat: Patch
 
     def coat_flow_weights(self) -> list[torch.nn.Parameter]:
-        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.fp8_gather`."""
+        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.step.fp8_gather`."""
         return [self.weight]
 
     @eager_under_zero3

@@ -14,9 +14,9 @@ from torch import nn
 import coat_dist
 from coat_dist.checkpoint.zero_partitions import base_optimizer
 from coat_dist.config import CoatConfig, CoatConfigError, load_json
+from coat_dist.deepspeed.build.replicated_grads import SUMMED
 from coat_dist.deepspeed.config.validate import read_block
 from coat_dist.deepspeed.engine import configurations
-from coat_dist.deepspeed.replicated_grads import SUMMED
 
 from ..patch.invariance import what_varies
 from ..patch.patch import patch_model, unpatch_model

@@ -15,7 +15,7 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel
-from coat_dist.flow.cuda_graphs import GraphedFunction
+from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
 
 from ..layers.activations import activation_name
 from ..layers.attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused

@@ -32,7 +32,7 @@ class Patch:
     residual: bool = False
     """Whether the block's output carries its :class:`~megatron_patches.layers.residual.Residual`."""
     graphs: Any = None
-    """Of a layer that runs as CUDA graphs, the :class:`~coat_dist.flow.cuda_graphs.GraphedFunction`."""
+    """Of a layer that runs as CUDA graphs, the :class:`~coat_dist.flow.graphs.cuda_graphs.GraphedFunction`."""
     recompute: bool = False
     """Whether the MLP checkpoints itself, in the layer's place: so the residual's alias leaves the checkpoint too."""
 

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Documents, TensorParallel, attention, linear, sdpa
-from coat_dist.flow.documents import why_no_flash
+from coat_dist.flow.blocks.documents import why_no_flash
 from launch.data.packed import pack_lengths
 from megatron_patches import patch_model
 from tests.coat_dist.flow.common import relative_error

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Norm, TensorParallel, linear, norm_linear, norm_mlp
-from coat_dist.flow import peer_memory as module
-from coat_dist.flow.overlap import Rows, rows_of, scattered_product
-from coat_dist.flow.peer_memory import FEWEST, peer_memory
+from coat_dist.flow.parallel import peer_memory as module
+from coat_dist.flow.parallel.overlap import Rows, rows_of, scattered_product
+from coat_dist.flow.parallel.peer_memory import FEWEST, peer_memory
 from coat_dist.formats import E4M3
 from coat_dist.ops import quantize_rows, scaled_mm
 from tests.support import run_ranks

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs"
 def train(rank, world, stage, overlap, contiguous, plain=False, clip=0.5):
     """Losses, norms and weights of steps in which gradients of several sizes are reduced in many small buckets."""
     from coat_dist import initialize
-    from coat_dist.deepspeed import step as passes
-    from coat_dist.deepspeed.step import norm_known
+    from coat_dist.deepspeed.step import step as passes
+    from coat_dist.deepspeed.step.step import norm_known
 
     if plain:
         passes.may_leave_out_passes = lambda zero: False

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 
 MODEL = {
     "num_layers": 2,
@@ -53,7 +53,7 @@ def rank_main(rank, world, argv, poisoned=()):
         poisoned: (step, kind, rank) of what is to go wrong.
     """
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
 
     def interfere(loop):
         inner, seen = getattr(loop.steps, "loss", None), [-1]  # none of pipeline stages
@@ -97,7 +97,7 @@ def rank_main(rank, world, argv, poisoned=()):
 
 def without_a_model(rank, world, argv):
     """:func:`rank_main` of a run that is refused before a model is built, or fails here."""
-    from launch.training import build
+    from launch.train import build
 
     def build_engine(*args, **kwargs):
         raise AssertionError("a model was going to be built")
@@ -113,7 +113,7 @@ def hyperparameters(rank, world, argv):
     """Optimizer groups' hyperparameters at the start of a run, and how often it parsed the "coat" block."""
     from coat_dist import CoatConfig
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
 
     seen = []
     device = runtime.start(rank)

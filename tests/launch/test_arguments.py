@@ -3,7 +3,7 @@
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.training.arguments import parse
+from launch.train.arguments import parse
 
 REQUIRED = ["--deepspeed_config", "x.json", "--model", "m.json", "--data", "d", "--train-steps", "100"]
 

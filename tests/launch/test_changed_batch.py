@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.training.data_source import Progress, TokenData
+from launch.train.data_source import Progress, TokenData
 from tests.launch.tiny_data import make, rows, train
 
 SEQ = 16

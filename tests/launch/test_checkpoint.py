@@ -11,7 +11,7 @@ from coat_dist.checkpoint.manifest import CheckpointError, differences, read_man
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
 from coat_dist.checkpoint.write import publish
 from coat_dist.checkpoint.write.publish import find
-from launch.training import checkpoint
+from launch.train import checkpoint
 from tests.launch.saved_steps import Engine, progress, start
 from tests.support import run_ranks
 

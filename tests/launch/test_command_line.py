@@ -13,9 +13,9 @@ from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import parse_blend, read_info, without_suffix
 from launch.model.gpt import load_model_config
 from launch.prep import DataError
-from launch.training import arguments
-from launch.training.arguments import parse, parser
-from launch.training.plan import plan
+from launch.train import arguments
+from launch.train.arguments import parse, parser
+from launch.train.plan import plan
 from tests.launch.tiny_data import make
 
 REQUIRED = ["--deepspeed_config", "zero2", "--model", "tiny", "--data", "d", "--train-steps", "100"]

@@ -13,7 +13,7 @@ import torch
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, verify
 from coat_dist.checkpoint.write.engine_writes import watch_writes
 from coat_dist.checkpoint.write.publish import find
-from launch.training import checkpoint
+from launch.train import checkpoint
 from tests.launch.disk import PLACES, Failing
 from tests.launch.saved_steps import Engine, progress, start
 from tests.support import run_ranks

@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.launch.pretrain_runs import command, configuration
 from tests.launch.test_launchers import ENVIRONMENT, ROOT, output_of, wait_for_steps
 from tests.support import Program, free_port

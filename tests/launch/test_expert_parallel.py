@@ -26,7 +26,7 @@ def weights_after(rank, world, argv, own_experts=False, first=False):
 
     from coat_dist.checkpoint.expert_names import names_in_whole
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
     from megatron_patches import unpatch_model
 
     gating = TopKRouter.gating
@@ -188,8 +188,8 @@ def test_checkpoints_convert(work, tmp_path, model):
     ],
 )
 def test_what_cannot_be_run_is_named(work, tmp_path, given, stage, more, told):
-    from launch.training import arguments
-    from launch.training.plan import plan
+    from launch.train import arguments
+    from launch.train.plan import plan
 
     argv = command(work, tmp_path, settings(tmp_path, stage, **more), "--expert-parallel", given)
     with pytest.raises(CoatConfigError, match=told):

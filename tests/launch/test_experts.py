@@ -10,7 +10,7 @@ from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from launch import to_universal
 from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from megatron_patches import patch_model
 from tests.launch.pretrain_runs import command, configuration, losses, rank_main
 from tests.support import run_ranks
@@ -119,7 +119,7 @@ def report_and_gradients(rank, world, argv):
     from unittest import mock
 
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
 
     printed, grads = [], {}
     device = runtime.start(rank)
@@ -171,7 +171,7 @@ def router_losses(rank, world, argv):
     from megatron.core.transformer.moe.router import TopKRouter
 
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
 
     device, seen = runtime.start(rank), []
 

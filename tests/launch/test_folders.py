@@ -10,9 +10,9 @@ import pytest
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.write import lock, publish
-from launch.training import arguments
-from launch.training.folders import open_folders
-from launch.training.metrics import read_metrics
+from launch.train import arguments
+from launch.train.folders import open_folders
+from launch.train.metrics import read_metrics
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import held_elsewhere, run_ranks
 

@@ -30,7 +30,7 @@ def held():
 
 def looks(rank, world, argv, leak):
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
 
     found, kept = [], []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coat_dist.checkpoint.manifest import read_manifest
 from coat_dist.checkpoint.write.publish import find
-from launch.training import checkpoint
+from launch.train import checkpoint
 from tests.support import start_ranks
 
 KILLS = 20

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.common import python_path
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.launch.pretrain_runs import command, configuration
 from tests.support import Program, free_port
 

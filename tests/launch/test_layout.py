@@ -11,10 +11,10 @@ import coat_dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from launch.model.config import ModelConfig
-from launch.training import arguments, checkpoint, layout
-from launch.training.metrics import read_metrics
-from launch.training.plan import assemble
-from launch.training.settings import load_settings
+from launch.train import arguments, checkpoint, layout
+from launch.train.metrics import read_metrics
+from launch.train.plan import assemble
+from launch.train.settings import load_settings
 from tests.launch.pretrain_runs import FP32_GRADIENTS, MODEL, command, configuration, losses, rank_main
 from tests.support import run_ranks
 

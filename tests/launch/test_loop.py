@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from launch.training.loop import Loop
+from launch.train.loop import Loop
 
 
 def test_numbers_are_read_beside_the_optimizer(monkeypatch) -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from launch.training.memory import MemoryReport, saved_for_backward
+from launch.train.memory import MemoryReport, saved_for_backward
 
 
 class Model(torch.nn.Module):

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.training.metrics import duration, read_metrics
-from launch.training.reporters import Files, Lines, Reporters, TensorBoard, open_reporters
+from launch.train.metrics import duration, read_metrics
+from launch.train.reporters import Files, Lines, Reporters, TensorBoard, open_reporters
 
 
 def record(step, **more):
@@ -103,7 +103,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
-    from launch.training import reporters
+    from launch.train import reporters
 
     options = SimpleNamespace(train_steps=3, stop_at_step=None, output=str(tmp_path), tensorboard=None, wandb=None)
     monkeypatch.setattr(reporters, "on_rank_0", lambda function: None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from coat_dist.checkpoint.manifest import FORMAT
 from coat_dist.ranks import check_same_on_all_ranks
 from launch import to_universal
-from launch.training.node_folders import open_on_nodes, sharers, team_of_checkpoints
+from launch.train.node_folders import open_on_nodes, sharers, team_of_checkpoints
 from tests.coat_dist.checkpoint.test_team import error_of, on_a_node
 from tests.support import run_ranks
 

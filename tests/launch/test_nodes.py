@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.common import python_path
 from launch import to_universal
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.launch.pretrain_runs import command, configuration, losses
 from tests.support import Nodes, Program, free_port
 

@@ -11,9 +11,9 @@ import pytest
 from launch import index_tokens
 from launch.data.blend import read_info
 from launch.find_config import read_config
-from launch.training import arguments
-from launch.training.metrics import read_metrics
-from launch.training.plan import plan
+from launch.train import arguments
+from launch.train.metrics import read_metrics
+from launch.train.plan import plan
 from tests.launch.pretrain_runs import losses, rank_main
 from tests.support import run_ranks
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.training import checkpoint
+from launch.train import checkpoint
 from tests.launch.pretrain_runs import command as pretrain_command
 from tests.launch.pretrain_runs import configuration, losses, rank_main
 from tests.launch.saved_steps import Engine, progress, start

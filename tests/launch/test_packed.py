@@ -10,7 +10,7 @@ import torch
 from launch.data.dataset import DataError
 from launch.data.packed import document_lengths, pack_lengths, packed_documents, separate_documents
 from launch.data.sampler import PretrainSampler, batches
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.launch.pretrain_runs import command, configuration, losses, rank_main
 from tests.launch.tiny_data import make, train
 from tests.support import run_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist import CoatConfigError
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses, rank_main
 from tests.support import run_ranks
 
@@ -21,7 +21,7 @@ DROP_NOTHING = ["--model-override", "hidden_dropout=0", "num_layers=4"]
 def weights_after(rank, world, argv):
     """Whole names and values of this rank's weights at the end of a run."""
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
     from megatron_patches.parallel.pipeline import whole_names
 
     kept = []
@@ -110,7 +110,7 @@ def test_resuming_is_exact_and_other_layouts_are_refused(work, tmp_path):
 def poisoned_run(rank, world, argv):
     """A run whose last stage has an infinite loss in step 2 and whose first stage has a NaN gradient in step 3."""
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
 
     changed = []
 
@@ -216,7 +216,7 @@ def test_weights_to_start_with_fill_every_stage(work, tmp_path):
 )
 def test_what_cannot_be_divided_is_refused(work, tmp_path, world, more, changes, said):
     from launch import pretrain
-    from launch.training import arguments
+    from launch.train import arguments
 
     config = configuration(tmp_path, 1, **changes)
     with pytest.raises(CoatConfigError, match=said):
@@ -245,7 +245,7 @@ def test_what_cannot_be_divided_is_refused(work, tmp_path, world, more, changes,
 def test_layers_to_recompute_are_a_stages(work, tmp_path, parallel, more, said):
     """Megatron counts them in each stage, and its uniform method must not end within a unit."""
     from launch import pretrain
-    from launch.training import arguments
+    from launch.train import arguments
 
     given = ["--model-override", "num_layers=6", *parallel, "--recompute-granularity", "full", "--recompute-num-layers"]
     line = command(work, tmp_path / "run", configuration(tmp_path, 1), *given, *more)
@@ -259,7 +259,7 @@ def test_layers_to_recompute_are_a_stages(work, tmp_path, parallel, more, said):
 def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monkeypatch):
     from megatron.core import parallel_state
 
-    from launch.training.runtime import get_random_state, reseed, set_random_state
+    from launch.train.runtime import get_random_state, reseed, set_random_state
 
     before, drawn = get_random_state(), []
     for stage in (0, 1, 0):
@@ -273,7 +273,7 @@ def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monke
 @pytest.mark.parametrize(("accumulation", "noted"), [(1, True), (2, False)])
 def test_fewer_micro_batches_than_stages_are_noted(work, tmp_path, accumulation, noted):
     from launch import pretrain
-    from launch.training import arguments
+    from launch.train import arguments
 
     config = configuration(tmp_path, 1, gradient_accumulation_steps=accumulation)
     p = pretrain.plan(arguments.parse(command(work, tmp_path / "run", config, "--pipeline-parallel", "2")), 2)

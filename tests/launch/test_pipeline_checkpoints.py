@@ -138,7 +138,7 @@ def tensors(universal_checkpoint):
 def saved_at_once(rank, world, argv):
     """What a run saves that has loaded a checkpoint and not begun to train."""
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
 
     def interfere(loop):
         loop.save()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.launch.pretrain_runs import (
     FP32_GRADIENTS,
     command,
@@ -239,7 +239,7 @@ def test_evaluation_without_a_valid_split_is_refused(work, tmp_path):
 
 
 def builds_nothing(rank, world, argv):
-    from launch.training import build
+    from launch.train import build
 
     build.build_engine = None  # calling it would be another error
     return rank_main(rank, world, argv)

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from launch.training import rank_times
-from launch.training.metrics import format_line, read_metrics
-from launch.training.rank_times import REPORTS, RankTimes
+from launch.train import rank_times
+from launch.train.metrics import format_line, read_metrics
+from launch.train.rank_times import REPORTS, RankTimes
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.launch.test_metrics import record
 from tests.support import run_ranks
@@ -56,7 +56,7 @@ def test_the_line_names_it_where_it_matters():
 
 
 def one_sleeps(rank, world, argv):
-    from launch.training.data_source import TokenData
+    from launch.train.data_source import TokenData
 
     inner = TokenData.batches
 

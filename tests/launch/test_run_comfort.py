@@ -10,9 +10,9 @@ import torch
 
 from coat_dist import CoatConfigError
 from launch import log_level
-from launch.training import arguments
-from launch.training.metrics import Summary, read_metrics
-from launch.training.reporters import Files, Lines, Reporters, open_reporters, step_profiler
+from launch.train import arguments
+from launch.train.metrics import Summary, read_metrics
+from launch.train.reporters import Files, Lines, Reporters, open_reporters, step_profiler
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import run_ranks
 

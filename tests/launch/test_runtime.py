@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coat_dist import CoatConfigError
-from launch.training import runtime
+from launch.train import runtime
 from tests.support import run_ranks
 
 
@@ -44,7 +44,7 @@ def test_rank_0_says_at_once_that_it_was_asked_to_stop(rank, monkeypatch, capfd)
 def test_a_later_signal_ends_at_once():
     program = """
         import os, signal, time
-        from launch.training.runtime import StopSignal
+        from launch.train.runtime import StopSignal
         stop = StopSignal(echo_seconds=0.05)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
@@ -60,7 +60,7 @@ def test_a_dead_launcher_is_a_request():
     """The parent of the watching process dies, as a killed launcher does."""
     program = """
         import os, time
-        from launch.training.runtime import StopSignal
+        from launch.train.runtime import StopSignal
         read, write = os.pipe()
         if os.fork() == 0:
             if os.fork() == 0:

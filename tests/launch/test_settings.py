@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.training.arguments import parse
-from launch.training.settings import batch_sizes, load_settings, peak_lr
+from launch.train.arguments import parse
+from launch.train.settings import batch_sizes, load_settings, peak_lr
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "deepspeed"
 REQUIRED = ["--deepspeed_config", "x.json", "--model", "m.json", "--data", "d", "--train-steps", "100"]

@@ -6,7 +6,7 @@ import pytest
 
 from coat_dist.checkpoint.manifest import read_manifest
 from launch import to_universal
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses, rank_main
 from tests.support import run_ranks
 

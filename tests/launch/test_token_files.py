@@ -13,8 +13,8 @@ from launch.data.dataset import build_datasets
 from launch.data.endless_blend import EndlessBlend
 from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
-from launch.training import arguments
-from launch.training.plan import plan
+from launch.train import arguments
+from launch.train.plan import plan
 from tests.launch.pretrain_runs import configuration
 from tests.launch.tiny_data import rows
 from tests.support import run_ranks

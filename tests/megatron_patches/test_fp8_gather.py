@@ -61,7 +61,7 @@ class _Sent:
     def __init__(self):
         from deepspeed.runtime.zero import partition_parameters as deepspeeds
 
-        from coat_dist.flow import gathered
+        from coat_dist.flow.parallel import gathered
 
         self.plain = self.codes = 0
         gather_into, allgather = gathered.gather_into, deepspeeds._dist_allgather_fn

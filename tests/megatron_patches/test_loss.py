@@ -48,7 +48,7 @@ def from_logits(model, tokens, labels, positions):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    from coat_dist.flow import loss
+    from coat_dist.flow.blocks import loss
 
     monkeypatch.setattr(loss, "_BLOCK", BATCH * SEQ * 128)
 

@@ -257,7 +257,7 @@ def _same_bits(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
 
 
 def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
-    """DeepSpeed alone records wrong places with round-robin gradients (``deepspeed/round_robin.py``)."""
+    """DeepSpeed alone records wrong places with round-robin gradients (``deepspeed/build/round_robin.py``)."""
     for name in row[0].names:
         low = model["module"][name].reshape(-1)
         # A bfloat16 partition is what the model holds; what it makes with its remainder would round to another number

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from ... import nodes
 from ...config import CoatConfigError, Problem, look_up
 from ...ranks import check_same_on_all_ranks, rank_and_world, say_ranks
+from ..build.pipeline import check_one_model_a_stage, stages
+from ..build.slurm import in_a_step
 from ..heartbeat import group_timeout
-from ..pipeline import check_one_model_a_stage, stages
-from ..slurm import in_a_step
 from ..without_launcher import prepare
 from .batch_sizes import batch_sizes, data_parallel_ranks
 from .table import as_read

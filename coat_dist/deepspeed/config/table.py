@@ -103,7 +103,7 @@ class Facts:
     def remainder(self) -> bool:
         """Master weights are going to be bfloat16 weights and remainders."""
         if self.ours is not None:
-            return self.ours.param_groups[0]["master_weights"] == "bf16_remainder"  # all: deepspeed/master_weights.py
+            return self.ours.param_groups[0]["master_weights"] == "bf16_remainder"  # all: step/master_weights.py
         named = self["optimizer.params.master_weights"] or (self.coat and self.coat.optimizer.master_weights)
         return self.compressed and named == "bf16_remainder"
 

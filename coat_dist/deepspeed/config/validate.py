@@ -13,11 +13,11 @@ import torch
 from ...config import CoatConfig, CoatConfigError, Problem, load_json, look_up, without_comments
 from ...config_errors import got
 from ...optim import CoatAdamW
+from ..build.pipeline import stages
+from ..build.pipeline_module import check_tied, tied_apart, tied_weights
+from ..build.replicated_grads import check_replicated_grads
 from ..expert_parallel import of_one_kind
 from ..optimizer_from_json import build_coat_adamw, list_parameters, wrong_params
-from ..pipeline import stages
-from ..pipeline_module import check_tied, tied_apart, tied_weights
-from ..replicated_grads import check_replicated_grads
 from .misspellings import misspellings
 from .schema import check_blocks, check_keys
 from .table import EXPERTS, RULES, STAGES, TYPES, Facts, as_read, refused

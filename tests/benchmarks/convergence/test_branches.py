@@ -16,7 +16,7 @@ from benchmarks.convergence import branches, runs
 from benchmarks.convergence.branch_report import KEYS, by_trunk, noise, report
 from benchmarks.convergence.flow import BF16, TINY, Job, pretrain, settings
 from launch import prepare_data, to_universal
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.support import run_ranks
 
 STEPS, AT = 6, 3
@@ -33,8 +33,8 @@ def program(rank: int, world: int, name: str, words: list[str]) -> None:
         branch_run.main(words)
     else:
         from launch.pretrain import train
-        from launch.training import arguments
-        from launch.training.plan import plan
+        from launch.train import arguments
+        from launch.train.plan import plan
 
         train(plan(arguments.parse(words), 1), torch.device("cpu"))
 

@@ -14,8 +14,8 @@ from benchmarks.common import ROOT
 from benchmarks.convergence import long
 from benchmarks.convergence.long_report import held_out_gaps, plot, report
 from launch.model.gpt import parameter_count
-from launch.training import arguments as pretrain_arguments
-from launch.training.plan import plan
+from launch.train import arguments as pretrain_arguments
+from launch.train.plan import plan
 
 ARGUMENTS = argparse.Namespace(tiny=False, steps=1200, seed=0, lr=6e-4)
 

@@ -11,7 +11,7 @@ from benchmarks.speed.collectives import hidden, recorded
 from coat_dist import CoatConfig
 from coat_dist.flow import TensorParallel
 from launch.model.gpt import load_model_config
-from launch.planning.run import Run
+from launch.plan.run import Run
 from launch.scale.predict import tensor_parallel
 from megatron_patches import initialize_model_parallel
 from tests.support import run_ranks

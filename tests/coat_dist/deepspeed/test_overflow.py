@@ -153,7 +153,7 @@ def tensor_parallel(rank, world):
     import deepspeed
 
     import coat_dist
-    from coat_dist.deepspeed import step
+    from coat_dist.deepspeed.step import step
     from megatron_patches import MPUAdapter, initialize_model_parallel
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from coat_dist import CoatConfigError
-from coat_dist.deepspeed import slurm, without_launcher
+from coat_dist.deepspeed import without_launcher
+from coat_dist.deepspeed.build import slurm
 
 SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TASK = {

@@ -5,7 +5,7 @@ import types
 import torch
 import torch.distributed as dist
 
-from coat_dist.deepspeed.pipeline import check_noise_of_tied
+from coat_dist.deepspeed.build.pipeline import check_noise_of_tied
 from tests.support import run_ranks
 
 

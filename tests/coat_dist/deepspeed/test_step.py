@@ -16,7 +16,7 @@ def train(rank, world, stage, clip, fused):
     import deepspeed
 
     from coat_dist import CoatAdamW, initialize
-    from coat_dist.deepspeed import step as passes
+    from coat_dist.deepspeed.step import step as passes
     from coat_dist.optim import adamw
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -88,7 +88,7 @@ def reduced(rank, world, averaged, in_a_row, slices, partition):
     import deepspeed
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero
 
-    from coat_dist.deepspeed import step_gradients
+    from coat_dist.deepspeed.step import step_gradients
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
@@ -134,7 +134,7 @@ def test_buckets_are_reduced_where_they_are(averaged, in_a_row, slices, partitio
 
 
 def test_what_lies_in_a_row():
-    from coat_dist.deepspeed.step_gradients import _in_a_row
+    from coat_dist.deepspeed.step.step_gradients import _in_a_row
 
     memory = torch.arange(64, dtype=torch.bfloat16)
     whole = _in_a_row([memory[3:20], memory[20:21], memory[21:60]])
@@ -152,7 +152,7 @@ def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
     """Zeros of a step before are forgotten where a new partition lies in their memory."""
     from types import SimpleNamespace
 
-    from coat_dist.deepspeed.step_gradients import add_without_a_copy
+    from coat_dist.deepspeed.step.step_gradients import add_without_a_copy
 
     memory = torch.zeros(100)
 
@@ -221,7 +221,7 @@ def norms(rank, world):
     import deepspeed
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero
 
-    from coat_dist.deepspeed.step import read_gradients_once
+    from coat_dist.deepspeed.step.step import read_gradients_once
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
@@ -270,7 +270,7 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
 
     from deepspeed.accelerator import get_accelerator
 
-    from coat_dist.deepspeed.step_gradients import has_reduction_stream, wait_on_the_gpu
+    from coat_dist.deepspeed.step.step_gradients import has_reduction_stream, wait_on_the_gpu
 
     accelerator, order = get_accelerator(), []
     current = SimpleNamespace(wait_stream=lambda other: order.append(other))
@@ -302,7 +302,7 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
     zero.fails = zero.boundary = False
     zero.independent_gradient_partition_epilogue()
     assert order[-3:] == ["reduce", "host", "free"], "after a micro-batch that is not a step's last"
-    with mock.patch("coat_dist.deepspeed.step.may_leave_out_passes", lambda _: True):
+    with mock.patch("coat_dist.deepspeed.step.step.may_leave_out_passes", lambda _: True):
         for overlap, contiguous, stream in itertools.product((True, False), (True, False), ("s", None)):
             given = SimpleNamespace(overlap_comm=overlap, contiguous_gradients=contiguous, reduction_stream=stream)
             assert has_reduction_stream(given) == (overlap and contiguous and stream is not None)
@@ -312,7 +312,7 @@ def test_when_the_norm_is_known() -> None:
     """Of the step before, no event is left: a norm forgets it, and after a call that changed nothing there is none."""
     from types import SimpleNamespace
 
-    from coat_dist.deepspeed.step import _norm, norm_known
+    from coat_dist.deepspeed.step.step import _norm, norm_known
 
     zero, applied = SimpleNamespace(coat_norm_known="event", device="cpu"), [True]
     engine = SimpleNamespace(optimizer=zero, was_step_applied=lambda: applied[0])

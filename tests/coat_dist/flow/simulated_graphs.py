@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from coat_dist.flow import cuda_graphs, graph_pool
+from coat_dist.flow.graphs import cuda_graphs, graph_pool
 
 ALIGNMENT = 64
 
@@ -124,7 +124,7 @@ class Graph:
 
 
 class SimulatedPool(graph_pool.Pool):
-    """:class:`~coat_dist.flow.graph_pool.Pool` with an arena in the place of a GPU."""
+    """:class:`~coat_dist.flow.graphs.graph_pool.Pool` with an arena in the place of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -193,7 +193,7 @@ def test_no_gradients_and_frozen_inputs():
 
 def test_nothing_outlives_the_graph():
     """The graph inside holds hooks that must not refer back to it: such a circle is never collected."""
-    module = importlib.import_module("coat_dist.flow.sdpa_node")
+    module = importlib.import_module("coat_dist.flow.blocks.sdpa_node")
     gc.disable()
     try:
         out = first(*qkv())

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-from coat_dist.flow.cuda_graphs import GraphedFunction
-from coat_dist.flow.graph_pool import Pass, Waiting, without_filling
+from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
+from coat_dist.flow.graphs.graph_pool import Pass, Waiting, without_filling
 
 
 def begin(waiting: Waiting, *owners: int) -> list[Pass]:

@@ -28,7 +28,7 @@ def _weights(dtype):
 
 
 def _gathered(rank, world):
-    from coat_dist.flow.gathered import Shard, gather
+    from coat_dist.flow.parallel.gathered import Shard, gather
     from coat_dist.ops import amax, quantize_rows, quantize_tensor, tensor_scale
 
     wrong = []

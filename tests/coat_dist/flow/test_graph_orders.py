@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
-from coat_dist.flow import graph_pool
-from coat_dist.flow.cuda_graphs import GraphedFunction
+from coat_dist.flow.graphs import graph_pool
+from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
 
 from .simulated_graphs import simulate
 
@@ -210,7 +210,7 @@ def test_a_step_of_the_optimizer_before_backward_is_captured(when):
 
 def test_the_simulation_sees_what_is_overwritten(monkeypatch):
     """Graphs that do not look at who waits give other numbers."""
-    monkeypatch.setattr("coat_dist.flow.cuda_graphs._Graph._waits_as_before", lambda self: True)
+    monkeypatch.setattr("coat_dist.flow.graphs.cuda_graphs._Graph._waits_as_before", lambda self: True)
     monkeypatch.setattr(graph_pool.Waiting, "finish", lambda self, one: None)
     both = Both(3)
     with pytest.raises((AssertionError, RuntimeError)):

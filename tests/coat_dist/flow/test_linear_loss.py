@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import invariant_linear, linear_cross_entropy, loss, vocab_parallel_cross_entropy
+from coat_dist.flow import invariant_linear, linear_cross_entropy, vocab_parallel_cross_entropy
+from coat_dist.flow.blocks import loss
 
 from .common import ONE, relative_error
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_dist.flow import loss, vocab_parallel_cross_entropy
+from coat_dist.flow import vocab_parallel_cross_entropy
+from coat_dist.flow.blocks import loss
 from coat_dist.reference import cross_entropy
 
 from .common import ONE

@@ -87,7 +87,7 @@ def deepspeed_losses(rank, world, stage, tied):
     import deepspeed
 
     from coat_dist.config import ActivationConfig
-    from coat_dist.flow import loss
+    from coat_dist.flow.blocks import loss
     from megatron_patches import MPUAdapter, initialize_model_parallel, install_replicated_grad_hooks, patch_model
     from tests.megatron_patches.tiny import tiny_batch, tiny_gpt
 

@@ -21,8 +21,8 @@ from coat_dist.flow import (
     norm_qkv,
     rope_table,
 )
-from coat_dist.flow.overlap import Rows, scattered_product
-from coat_dist.flow.peer_memory import Fetched, PeerMemory, check_switch
+from coat_dist.flow.parallel.overlap import Rows, scattered_product
+from coat_dist.flow.parallel.peer_memory import Fetched, PeerMemory, check_switch
 from coat_dist.formats import QuantizedTensor
 from coat_dist.ops import scaled_mm
 from tests.support import run_ranks

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import Norm, TensorParallel, norm_mlp, peer_memory
-from coat_dist.flow.peer_memory import PeerMemory
+from coat_dist.flow import Norm, TensorParallel, norm_mlp
+from coat_dist.flow.parallel import peer_memory
+from coat_dist.flow.parallel.peer_memory import PeerMemory
 from tests.support import run_ranks
 
 from .test_overlap import B, F, H, layer

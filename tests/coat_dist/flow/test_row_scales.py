@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist.flow import Norm, linear, mlp, norm_linear
-from coat_dist.flow.overlap import rows_of
+from coat_dist.flow.parallel.overlap import rows_of
 from coat_dist.flow.scaling import row_operand, saved_format, share_rows
 from coat_dist.formats import E4M3, QuantizedTensor, fp8_format
 from coat_dist.reference.activation import ACTIVATIONS, activation_apply

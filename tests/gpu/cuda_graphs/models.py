@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import graph_pool
+from coat_dist.flow.graphs import graph_pool
 from megatron_patches import patch_model
 from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
 

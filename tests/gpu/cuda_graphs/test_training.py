@@ -9,8 +9,8 @@ import torch
 
 import megatron_patches
 from coat_dist.config import ActivationConfig
-from coat_dist.flow.cuda_graphs import GraphedFunction
-from coat_dist.flow.graph_pool import pool_bytes
+from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
+from coat_dist.flow.graphs.graph_pool import pool_bytes
 from megatron_patches import patch_model, unpatch_model
 from tests.gpu.cuda_graphs.models import GRAPHS, batch, captured, gradients, heals, loss_of, pair, same, train
 from tests.gpu.test_megatron import BATCH, SEQ, SHAPE, _loss, _model

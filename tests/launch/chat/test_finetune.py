@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from launch.chat.template import PLAIN_TEMPLATE
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.launch.chat.support import chat, make_llama, make_tokenizer
 from tests.launch.pretrain_runs import configuration, losses
 from tests.support import forked_programs, run_ranks
@@ -24,7 +24,7 @@ def starting_processes(rank, world, argv):
     """``finetune.train`` in a process group that exists; how it ended, or the error."""
     from launch import finetune, pretrain
     from launch.chat import arguments, plan
-    from launch.training import runtime
+    from launch.train import runtime
 
     try:
         device = runtime.start(rank)

@@ -11,7 +11,7 @@ from launch.chat.packing import Sequences
 from launch.chat.store import Conversations, Reading, prepare
 from launch.chat.template import ChatTemplate
 from launch.model.gpt import build_model
-from launch.training.build import language_model_loss
+from launch.train.build import language_model_loss
 from launch.weights import fill, open_weights
 from tests.launch.chat.support import chat, make_llama, make_tokenizer
 

@@ -7,7 +7,7 @@ from tests.support import run_ranks
 
 def rank_main(rank, world, argv):
     """``evaluate`` in a process group that exists: its result, or the error."""
-    from launch.training import runtime
+    from launch.train import runtime
 
     try:
         device = runtime.start(rank)

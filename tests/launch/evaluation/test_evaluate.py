@@ -12,7 +12,7 @@ import torch
 
 from launch import evaluate as program
 from launch.evaluation import arguments
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from tests.launch import pretrain_runs
 from tests.launch.evaluation import of_transformers
 from tests.launch.evaluation.conftest import sentence

@@ -6,12 +6,12 @@ import pytest
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.model.gpt import load_model_config
-from launch.planning.gpus import GPUS
-from launch.planning.run import Run
-from launch.planning.search import with_block, without_block
-from launch.planning.zero import states
+from launch.plan.gpus import GPUS
+from launch.plan.run import Run
+from launch.plan.search import with_block, without_block
+from launch.plan.zero import states
 from launch.scale.predict import Link, Network, _rows, data_parallel, network_of, predictions, tensor_parallel
-from launch.training.settings import load_settings
+from launch.train.settings import load_settings
 
 INSIDE, BETWEEN = Link(200e9, 1e-6), Link(50e9, 10e-6)
 NETWORK = Network(INSIDE, BETWEEN, 8)

@@ -19,7 +19,7 @@ def held(engine) -> dict[str, torch.Tensor]:
 def train(rank, world, argv):
     """``pretrain.train``; how it ended, the weights before the first step and after the last."""
     from launch import pretrain
-    from launch.training import arguments, runtime
+    from launch.train import arguments, runtime
 
     seen = {}
 

@@ -13,7 +13,7 @@ import torch
 from coat_dist.reference.master import split
 from launch import convert_hf, to_universal
 from launch.model.gpt import load_model_config
-from launch.training.metrics import read_metrics
+from launch.train.metrics import read_metrics
 from launch.weights import open_weights
 from launch.weights.checkpoint import find_checkpoint
 from launch.weights.source import CheckpointError
@@ -171,9 +171,9 @@ def test_contradictions_are_named(work, tmp_path):
 
 
 def test_sequences_longer_than_the_weights_are_made_for_are_told(work, tmp_path):
-    from launch.planning.run import Run
-    from launch.training import arguments
-    from launch.training.plan import plan
+    from launch.plan.run import Run
+    from launch.train import arguments
+    from launch.train.plan import plan
 
     make("llama3", tmp_path / "hf", vocab_size=300)
     base = ["--deepspeed_config", configuration(tmp_path, 2), "--init-from", str(tmp_path / "hf"), "--train-steps", "1"]
@@ -197,8 +197,8 @@ def heard(rank, world, argv):
 
 def test_trained_weights_at_a_pretraining_rate_without_warm_up_are_noted(work, tmp_path):
     """Once, by rank 0, on stderr."""
-    from launch.training import arguments
-    from launch.training.plan import plan
+    from launch.train import arguments
+    from launch.train.plan import plan
 
     make("llama3", tmp_path / "hf", vocab_size=300)
     argv = options(work, tmp_path / "run", configuration(tmp_path, 2), "seq_length=32", "--warmup-steps", "0", steps=1)
@@ -213,7 +213,7 @@ def test_trained_weights_at_a_pretraining_rate_without_warm_up_are_noted(work, t
 def test_another_tokenizer_is_told(tmp_path):
     from launch.data.blend import DataInfo, telling
     from launch.data.tokenizer import tokenizer_digest
-    from launch.training.initial import tokenizer_warning
+    from launch.train.initial import tokenizer_warning
 
     make("llama3", tmp_path / "hf")
     weights, same = open_weights(tmp_path / "hf"), tokenizer_digest(tmp_path / "hf" / "tokenizer.json", 2)

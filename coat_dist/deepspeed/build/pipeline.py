@@ -1,0 +1,255 @@
+"""An engine whose model is one stage of a pipeline: what it refuses, and what it does over all stages.
+
+Somebody else runs the micro-batches of a step through the stages (``megatron_patches.train_batch``: Megatron's
+schedules) and lets gradients accumulate in the parameters. Then :func:`reduce_gradients` hands them to ZeRO-1, and
+``engine.step()`` does the rest. A stage's own ``forward`` and ``backward`` would compute a part of a model, so calling
+them is an error. DeepSpeed's ``PipelineModule`` has an engine of its own and does not come here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ...checkpoint.zero_partitions import members
+from ...config import CoatConfigError
+from ...ranks import gather
+from ..step.step import by_what_the_norm_counts
+
+__all__ = [
+    "check_noise_of_tied",
+    "TIED",
+    "accumulate",
+    "accumulated",
+    "attach_stage",
+    "check_one_model_a_stage",
+    "has_groups_of_norms",
+    "is_stage",
+    "norm_over_stages",
+    "reduce_gradients",
+    "refuse_unreduced_steps",
+    "stages",
+]
+
+TIED = "/tied"
+"""End of the name of the parameter group of a weight that two stages hold (``coat_dist.optim.param_groups``)."""
+
+
+def stages(mpu: Any) -> int:
+    """Pipeline stages that an mpu of this project tells of; 1 of every other, and without one."""
+    if not getattr(mpu, "coat_mpu", False) or not hasattr(mpu, "get_pipeline_model_parallel_world_size"):
+        return 1
+    return int(mpu.get_pipeline_model_parallel_world_size())
+
+
+def is_stage(engine: Any) -> bool:
+    """Whether an engine's model is one stage of several."""
+    return stages(getattr(engine, "mpu", None)) > 1
+
+
+def check_one_model_a_stage(model: torch.nn.Module, mpu: Any) -> None:
+    """Refuse ranks of one stage that hold different models; collective over all ranks of several stages.
+
+    Raises:
+        CoatConfigError: on every rank; names the stage.
+    """
+    if stages(mpu) == 1:
+        return
+    here = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    found: dict[int, list[Any]] = {}
+    for stage, parameters in gather((mpu.get_pipeline_model_parallel_rank(), json.dumps(here))):
+        found.setdefault(stage, []).append(parameters)
+    different = [stage for stage, one in sorted(found.items()) if len(set(one)) > 1]
+    if different:
+        raise CoatConfigError(
+            f"model: got different parameters on ranks of pipeline stage {different[0]}, accepted: the same on all "
+            "ranks of a stage"
+        )
+
+
+def attach_stage(engine: Any) -> None:
+    """Make an engine one of a stage.
+
+    Raises:
+        ValueError: a weight that two stages hold shares its groups of FP8 moments with others, so that its copies would
+            drift apart.
+    """
+    zero = engine.optimizer
+    _check_tied(zero)
+    for hook in getattr(zero, "_grad_acc_hooks", []):  # they reduce within `engine.backward`, and cost time in each
+        hook.remove()
+    if not has_groups_of_norms(zero):
+        _accumulate_in_fp32(zero)
+    engine.forward = types.MethodType(_refuse("forward"), engine)
+    engine.backward = types.MethodType(_refuse("backward"), engine)
+
+
+def has_groups_of_norms(zero: Any) -> bool:
+    """Whether ZeRO makes a norm of each of its groups. BF16_Optimizer sums all gradients of a rank at once."""
+    return hasattr(zero, "scaled_global_norm")
+
+
+def norm_over_stages(engine: Any) -> None:
+    """Let ZeRO-1's gradient norm be that of the whole model.
+
+    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold no vectors. Sums
+    over stages are made in fp64, as ZeRO sums within a rank, so that the norm is that of one stage.
+    """
+    engine.optimizer.scaled_global_norm = types.MethodType(_norm_over_stages(engine), engine.optimizer)
+
+
+def _refuse(name: str) -> Any:
+    def refuse(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"engine.{name}: called on stage {engine.mpu.get_pipeline_model_parallel_rank()} of "
+            f"{stages(engine.mpu)} pipeline stages, which is a part of a model; accepted: "
+            "megatron_patches.train_batch(engine, data_iterator, forward_step) for a whole step and "
+            "megatron_patches.eval_batch for an evaluation"
+        )
+
+    return refuse
+
+
+def _check_tied(zero: Any) -> None:
+    groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
+    for params, options in zip(groups, zero.optimizer.param_groups, strict=True):
+        tied = any(getattr(p, "shared_embedding", False) for p in params)
+        if tied and len(params) > 1 and options.get("moments") == "fp8":
+            raise ValueError(
+                "model_parameters: got a group with FP8 moments that holds the tied embedding among other weights, "
+                'whose copies on the first and the last pipeline stage would drift apart; accepted: "moments": "fp32", '
+                "or a group of its own (coat_dist.param_groups makes one)"
+            )
+
+
+def _norm_over_stages(engine: Any) -> Any:
+    """``scaled_global_norm`` by the groups of the whole model."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups, mask_nan_or_inf_with_val_inplace
+    from deepspeed.runtime.zero.utils import get_norm_dtype
+
+    mpu = engine.mpu
+    over_stages = mpu.get_pipeline_model_parallel_group()
+    over_tensors = mpu.get_tensor_model_parallel_group()
+    own = [str(g.get("name", i)).removesuffix(TIED) for i, g in enumerate(engine.optimizer.optimizer.param_groups)]
+    every: list[Any] = [None] * over_stages.size()
+    dist.all_gather_object(every, own, group=over_stages)
+    labels = sorted({x for one in every for x in one}, key=lambda x: (max(o.index(x) for o in every if x in o), x))
+    places = [labels.index(label) for label in own]
+
+    def scaled_global_norm(zero: Any, norm_type: float = 2) -> torch.Tensor:
+        squares: list[list[torch.Tensor]] = [[] for _ in labels]
+        for i, place in enumerate(places):
+            counted, _ = by_what_the_norm_counts(zero, zero.averaged_gradients[i], zero.params_in_partition[i])
+            squares[place] += [torch.linalg.vector_norm(gradient.to(get_norm_dtype())) for gradient in counted]
+        nothing = torch.zeros((), dtype=get_norm_dtype(), device=zero.device)
+        sums = torch.stack([torch.stack(one).pow(2.0).sum() if one else nothing for one in squares])
+        dist.all_reduce(sums, group=over_stages)
+        totals = sums.float()
+        dist.all_reduce(totals, group=zero.dp_process_group)
+        if over_tensors.size() > 1:
+            dist.all_reduce(totals, group=over_tensors)
+        norms = totals.pow(0.5)
+        mask_nan_or_inf_with_val_inplace(norms, device=norms.device)
+        return combine_grad_norm_groups(list(norms.unbind()), norm_type=norm_type)
+
+    return scaled_global_norm
+
+
+def _accumulate_in_fp32(zero: Any) -> None:
+    """BF16_Optimizer (``grad_accum_dtype: "fp32"``): add each gradient to its fp32 sum as soon as it is there."""
+    for i, params in enumerate(zero.bf16_groups):
+        for j, param in enumerate(params):
+
+            def add(param: Any, i: int = i, j: int = j) -> None:
+                if not hasattr(param, "coat_collected"):
+                    zero._update_hp_grad(param, i, j, clear_lp_grads=False)
+                    param.grad = None
+
+            param.coat_add_gradient = add
+            zero._grad_acc_hooks.append(param.register_post_accumulate_grad_hook(add))
+
+
+def accumulated(param: Any) -> torch.Tensor | None:
+    """The sum of a parameter's gradients over the micro-batches so far; changing it in place changes the step."""
+    return param._hp_grad if hasattr(param, "coat_add_gradient") else param.grad
+
+
+def accumulate(param: Any, gradient: torch.Tensor) -> None:
+    """Add a micro-batch's gradient, as backward does, unless the parameter has ``coat_collected``."""
+    if hasattr(param, "coat_add_gradient"):
+        param.grad = gradient
+        param.coat_add_gradient(param)
+    else:
+        param.grad = gradient if param.grad is None else param.grad.add_(gradient)
+
+
+def reduce_gradients(engine: Any) -> None:
+    """Give ZeRO the gradients that a whole step's micro-batches have left, and count these; ``engine.step()`` follows.
+
+    Gradients are sums over micro-batches of losses that were divided by their number.
+    """
+    zero = engine.optimizer
+    if hasattr(zero, "reduce_gradients"):
+        zero.set_gradient_accumulation_boundary(True)
+        zero.setup_buckets()
+        zero.reduce_gradients()
+    else:
+        engine.buffered_allreduce_fallback()
+    engine.micro_steps += engine.gradient_accumulation_steps() - 1  # `step` counts the last one
+
+
+def refuse_unreduced_steps(engine: Any, owner: Any, name: str) -> None:
+    """Let ``engine.step`` raise RuntimeError where ``owner.name``, which reduces, was not called before it."""
+    reduce, step, reduced = getattr(owner, name), engine.step, [False]
+
+    @functools.wraps(reduce)
+    def reduce_and_note(*args: Any, **kwargs: Any) -> Any:
+        reduced[0] = True
+        return reduce(*args, **kwargs)
+
+    @functools.wraps(step)
+    def checked_step(*args: Any, **kwargs: Any) -> Any:
+        if not reduced[0]:
+            raise RuntimeError(
+                f"engine.step: called on stage {engine.mpu.get_pipeline_model_parallel_rank()} of "
+                f"{stages(engine.mpu)} pipeline stages, whose gradients nothing has reduced; accepted: "
+                "megatron_patches.train_batch(engine, data_iterator, forward_step), which runs the schedule, reduces "
+                "and steps"
+            )
+        reduced[0] = False
+        return step(*args, **kwargs)
+
+    setattr(owner, name, reduce_and_note)
+    engine.step = checked_step
+
+
+def check_noise_of_tied(engine: Any) -> None:
+    """Refuse a tied embedding whose copies would draw other noise; collective over stages.
+
+    A shard draws by the number of shards with FP8 moments before it. A last stage without a layer of its own, or with
+    frozen ones, has none before its copy, where the first stage has one.
+
+    Raises:
+        ValueError: on every stage.
+    """
+    zero = engine.optimizer
+    drawing = [
+        any(getattr(p, "shared_embedding", False) for p in params)
+        for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True)
+        if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False
+    ]
+    stage_group = engine.mpu.get_pipeline_model_parallel_group()
+    places: list[Any] = [None] * stage_group.size()
+    dist.all_gather_object(places, drawing.index(True) if True in drawing else None, group=stage_group)
+    if len(places_of_copies := {place for place in places if place is not None}) > 1:
+        raise ValueError(
+            "model_parameters: got a tied embedding behind another number of groups with FP8 moments on the first "
+            f"pipeline stage than on the last ({', '.join(map(str, sorted(places_of_copies)))}), so that its copies "
+            'would draw other noise and drift apart; accepted: layers to train on both stages, "moments": "fp32" for '
+            'the embedding, or "stochastic_rounding": false'
+        )

@@ -1,0 +1,81 @@
+"""Tensor-parallel models that DeepSpeed would let drift apart: refused before an engine is built.
+
+DeepSpeed reduces gradients over data-parallel ranks only. Of a parameter that every tensor-parallel (TP) rank holds,
+but sees only a part of the data for, somebody has to sum the gradient over TP ranks as well. Without that the copies
+drift apart and no error tells. This file knows the marks that Megatron puts on parameters, and imports no Megatron.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from ...config import CoatConfigError
+
+__all__ = ["SUMMED", "check_replicated_grads", "is_head_norm", "partial_over_tp"]
+
+SUMMED = "coat_replicated_grad"
+"""The attribute of a parameter whose gradient is summed over TP ranks before DeepSpeed sees it.
+``megatron_patches.install_replicated_grad_hooks`` sets it; a program that sums gradients itself sets it to True."""
+
+
+def partial_over_tp(name: str, parameter: torch.Tensor) -> Literal["sum", "average"] | None:
+    """How TP ranks have to put the gradient of a parameter together, or None where each rank's is whole.
+
+    Args:
+        name: its name in the model: norms on queries and keys have no other mark.
+        parameter: with the attributes that Megatron gives it.
+    """
+    if getattr(parameter, "tensor_model_parallel", False):
+        return None
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        return "average"
+    return "sum" if is_head_norm(name) or getattr(parameter, "sequence_parallel", False) else None
+
+
+def is_head_norm(name: str) -> bool:
+    """Whether a parameter or module belongs to a norm on queries or keys, which sees the heads of one rank."""
+    return any(part in ("q_layernorm", "k_layernorm") for part in name.split("."))
+
+
+def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
+    """Refuse a model over several TP ranks whose replicated gradients nobody sums.
+
+    Args:
+        model: what DeepSpeed is going to get.
+        mpu: what DeepSpeed is going to get beside it, or None.
+        tp: the tensor-parallel size that ``mpu`` tells; 1 without one.
+
+    Raises:
+        CoatConfigError: no ``mpu`` for a model that is divided over TP ranks, whose gradients DeepSpeed would average
+            over all ranks; or parameters without the mark :data:`SUMMED` that need the sum.
+    """
+    if mpu is None:
+        tp = max((_configured_tp(module) for module in model.modules()), default=1)
+        if tp > 1:
+            raise CoatConfigError(
+                f"mpu: got none for a model with tensor_model_parallel_size {tp}, whose gradients DeepSpeed would "
+                "average over tensor-parallel ranks; accepted: megatron_patches.MPUAdapter(), or "
+                "megatron_patches.initialize, which makes one"
+            )
+    if tp == 1:
+        return
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and partial_over_tp(name, parameter) and not getattr(parameter, SUMMED, False)
+    ]
+    if missing:
+        raise CoatConfigError(
+            f"model: got {len(missing)} parameters ({missing[0]}{', ...' if len(missing) > 1 else ''}) that the {tp} "
+            "tensor-parallel ranks each hold and whose gradients nobody sums over these ranks, so that their copies "
+            "would drift apart; accepted: call megatron_patches.install_replicated_grad_hooks(model) before "
+            "initialize, or megatron_patches.initialize, which does; or, if this program sums them itself, set "
+            f"parameter.{SUMMED} = True on each"
+        )
+
+
+def _configured_tp(module: torch.nn.Module) -> int:
+    size = getattr(getattr(module, "config", None), "tensor_model_parallel_size", 1)
+    return size if isinstance(size, int) else 1

@@ -1,0 +1,67 @@
+"""Where parameters lie under ``"round_robin_gradients": true``, which DeepSpeed 0.19 gets wrong.
+
+The option deals the parameters of a group out to the ranks in turn before they are flattened. DeepSpeed's links from
+parameters to their fp32 shard, its accessors (``safe_get_full_fp32_param`` and the like) and the
+``param_slice_mappings`` that it saves nevertheless count in the order of the group, so all of them silently name
+elements of other parameters. Training itself is right. :func:`relink` makes the links anew, in the order of the flat
+tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from ..step.links import after_linking
+
+__all__ = ["deals_out", "relink"]
+
+
+def deals_out(zero: Any) -> bool:
+    """Whether one of DeepSpeed's ZeRO-1 and 2 optimizers deals parameters out in turn."""
+    return bool(getattr(zero, "round_robin_gradients", False)) and hasattr(zero, "round_robin_bit16_groups")
+
+
+def relink(zero: Any) -> None:
+    """Correct the links of an optimizer that :func:`deals_out`, now and whenever it makes them again.
+
+    Args:
+        zero: ``engine.optimizer``.
+
+    Raises:
+        ValueError: this DeepSpeed does not say where it put the parameters.
+    """
+    needed = ("round_robin_bit16_offsets", "_link_all_hp_params", "_create_param_mapping", "_param_slice_mappings")
+    if not all(hasattr(zero, name) for name in needed):
+        import deepspeed
+
+        raise ValueError(
+            f"zero_optimization.round_robin_gradients: got true, accepted: false with DeepSpeed {deepspeed.__version__}"
+            ", whose links from parameters to their shards would name elements of other parameters"
+        )
+    after_linking(zero, _link_all)
+    zero._param_slice_mappings = zero._create_param_mapping()
+
+
+def _link_all(zero: Any) -> None:
+    """What DeepSpeed's ``_link_all_hp_params`` does, with the offsets that parameters have in the flat tensor."""
+    from deepspeed.utils import link_hp_params
+
+    for i, params in enumerate(zero.bit16_groups):
+        group = zero.real_dp_process_group[i]
+        size = zero.bit16_groups_flat[i].numel() // dist.get_world_size(group)
+        starts = zip(zero.round_robin_bit16_groups[i], zero.round_robin_bit16_offsets[i], strict=True)
+        offset = {id(p): start for p, start in starts}
+        link_hp_params(
+            lp_param_list=params,
+            flat_hp_partition=zero.single_partition_of_fp32_groups[i],
+            gradient_dict=zero.averaged_gradients,
+            offload_gradient_dict=zero.offload_gradient_dict,
+            use_offload=zero.cpu_offload,
+            param_group_index=i,
+            partition_start=dist.get_rank(group) * size,
+            partition_size=size,
+            dp_group=group,
+            param_offsets=[offset[id(p)] for p in params],
+        )

@@ -1,0 +1,265 @@
+"""ZeRO-3 gathers the weights of patched layers as FP8 codes (``coat.activation.fp8_weight_gather``).
+
+DeepSpeed fetches parameters, in advance where it knows the order, through one method that it hangs on each of them:
+``all_gather_coalesced``. Here it leaves the weights that only the flow reads to ``gathered.py``; biases, norms,
+embeddings, routers and all others go DeepSpeed's own way. While such a weight is "available", its codes are in its
+attribute ``coat_gathered`` and its data are NaN, of the right shape and no memory. Whoever gathers it by name
+(``GatheredParameters``, exports) calls ``all_gather``, which brings the values; and ``partition`` lets go of either.
+
+A module says which weights only the flow reads, by a method ``coat_flow_weights``, and in which settings, by its
+attribute ``coat``. A weight that any other module holds is not among them.
+
+A pass over the model fetches a weight once, if ZeRO-3 keeps it from forward to backward, or more often. What a fetch
+brings is what was used of the fetch of the same number in the pass before: codes for forward, for dgrad, or both. What
+is missing, as in a first pass, is gathered when it is asked for. Ranks run the same modules in the same order, which
+ZeRO-3 itself relies on, so they agree.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...config import ActivationConfig
+from ...flow.parallel.gathered import GatheredWeight, Pending, Shard, gather
+from ...formats import QuantizedTensor, fp8_format
+
+__all__ = ["gather_codes", "has_flow_weights", "let_go"]
+
+
+def has_flow_weights(module: nn.Module) -> bool:
+    """Whether there is a weight that could be gathered as codes."""
+    return bool(_flow_weights(module))
+
+
+def gather_codes(module: nn.Module) -> None:
+    """Replace the three methods on every parameter of an engine's module."""
+    passes = _Passes()
+    for parameter, (owner, settings) in _flow_weights(module).items():
+        parameter.coat_fetch = _Fetch(parameter, owner, settings, passes)
+        passes.weights.append(parameter)
+    # Before the hook by which DeepSpeed fetches the first parameters of a pass.
+    module.register_forward_pre_hook(passes.begin, prepend=True)
+    for parameter in module.parameters():
+        parameter.coat_gathered = None  # type: ignore[attr-defined]
+        for name, replacement in (
+            ("all_gather_coalesced", _all_gather_coalesced),
+            ("all_gather", _all_gather),
+            ("partition", _partition),
+        ):
+            original = getattr(parameter, name)
+            replaced = functools.partial(replacement, parameter, original)
+            setattr(parameter, name, functools.wraps(original)(replaced))
+
+
+def let_go(parameter: Any) -> None:
+    """Drop the codes that stand for a parameter, if there are any: it is then as one that is not gathered."""
+    if (gathered := getattr(parameter, "coat_gathered", None)) is None:
+        return
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    parameter.coat_fetch.learn(gathered)
+    for q8 in gathered.codes.values():
+        for t in (q8.codes, q8.scales):
+            if t.is_cuda:  # made on the stream of gathers, used on this one
+                t.record_stream(torch.cuda.current_stream())
+    parameter.coat_gathered = None
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+class _Passes:
+    """Counts passes over the model."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.weights: list[Any] = []
+
+    def begin(self, *_: Any) -> None:
+        self.number += 1
+        for weight in self.weights:
+            if weight.coat_gathered is not None and not weight.coat_fetch.patched:
+                let_go(weight)  # kept from the last pass, and the module has been unpatched since
+
+
+class _Fetch:
+    """How one weight is fetched."""
+
+    def __init__(self, parameter: Any, owner: nn.Module, settings: ActivationConfig, passes: _Passes) -> None:
+        self._parameter, self._owner, self._passes = weakref.ref(parameter), weakref.ref(owner), passes
+        self.format = fp8_format(settings.format)
+        self._layouts: dict[int, list[str]] = {0: [settings.forward_scales]}  # by the number of the fetch in its pass
+        self._pass, self._fetched = 0, -1
+
+    def count(self) -> list[str]:
+        """Another fetch; the layouts that it is to bring."""
+        if self._pass != self._passes.number:
+            self._pass, self._fetched = self._passes.number, -1
+        self._fetched += 1
+        return self._layouts.get(self._fetched, ["tensor"])
+
+    def learn(self, gathered: GatheredWeight) -> None:
+        """What was used of the last fetch, the next of its number brings."""
+        if gathered.used:
+            self._layouts[self._fetched] = sorted(gathered.used)
+
+    @property
+    def patched(self) -> bool:
+        """Whether the module that uses the weight still runs the flow."""
+        return hasattr(type(self._owner()), "coat_flow_weights")
+
+    @property
+    def possible(self) -> bool:
+        """Whether codes will do now: the module is still patched, and the shard is where codes are made."""
+        p: Any = self._parameter()
+        if not self.patched or p.ds_persist or hasattr(p, "comm_dtype"):  # of autocast
+            return False
+        shard, _, world = _shard_of(p)
+        return shard is not None and world > 1 and shard.device == p.device and not hasattr(shard, "ds_quant_scale")
+
+    def shards(self, layouts: Iterable[str]) -> list[Shard]:
+        """This rank's, one a layout."""
+        p: Any = self._parameter()
+        tensor, group, _ = _shard_of(p)
+        room = tensor.numel()
+        first = min(room * dist.get_rank(group), p.ds_numel)
+        values = tensor.data[: max(0, min(room, p.ds_numel - first))]
+        return [Shard(values, first, room, p.ds_shape, layout) for layout in layouts]
+
+    @property
+    def group(self) -> Any:
+        return _shard_of(self._parameter())[1]
+
+    def bring(self, layout: str) -> QuantizedTensor:
+        """Gather at once what the fetch has not brought."""
+        return gather(self.shards([layout]), self.format, self.group).wait()[0]
+
+
+def _shard_of(p: Any) -> tuple[Any, Any, int]:
+    """What this rank has of a parameter, and the ranks that have the rest: with hpZ's second shards those of the node,
+    and None before there are any, since DeepSpeed makes them of gathered values."""
+    if p.ds_zero_param_process_group is None:
+        return p.ds_tensor, p.ds_process_group, p.ds_zero_partition_world_size
+    return p.ds_secondary_tensor, p.ds_zero_param_process_group, p.ds_secondary_tensor_group_size
+
+
+class _Handle:
+    """What DeepSpeed waits for."""
+
+    def __init__(self, params: list[Any], layouts: list[list[str]], pending: Pending) -> None:
+        self._params, self._layouts, self._pending = params, layouts, pending
+        self._complete = False
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        if self._complete:
+            return
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        found = iter(self._pending.wait())
+        for p, layouts in zip(self._params, self._layouts, strict=True):
+            p.coat_gathered = GatheredWeight({layout: next(found) for layout in layouts}, p.coat_fetch.bring)
+            p.data = _not_a_number(p.dtype, p.device).expand(p.ds_shape)
+            p.ds_status = ZeroParamStatus.AVAILABLE
+        self._complete = True
+
+
+@functools.cache
+def _not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
+def _all_gather_coalesced(
+    _: Any, original: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
+) -> Any:
+    from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+
+    params = list(params)
+    wanted = {p: p.coat_fetch.count() for p in params if hasattr(p, "coat_fetch")}
+    ours = [p for p in wanted if p.coat_fetch.possible]
+    if not ours:
+        return original(params, safe_mode=safe_mode, quantize=quantize)
+    chosen = {id(p) for p in ours}
+    others = [p for p in params if id(p) not in chosen]
+    handles = [original(others, safe_mode=safe_mode, quantize=quantize)] if others else []
+    groups: dict[tuple[Any, str], list[Any]] = {}
+    for p in sorted(ours, key=lambda p: p.ds_id):  # sets have another order on every rank
+        if p.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+            raise RuntimeError(p.ds_summary())
+        p.ds_status = ZeroParamStatus.INFLIGHT
+        groups.setdefault((p.coat_fetch.group, p.coat_fetch.format.name), []).append(p)
+    for (group, name), together in groups.items():
+        layouts = [wanted[p] for p in together]
+        shards = [s for p, ls in zip(together, layouts, strict=True) for s in p.coat_fetch.shards(ls)]
+        handles.append(_Handle(together, layouts, gather(shards, fp8_format(name), group)))
+    return MultipleAllGatherHandles(handles)
+
+
+def _all_gather(
+    parameter: Any, original: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+) -> Any:
+    params = [parameter] if param_list is None else list(param_list)
+    for p in params:
+        let_go(p)  # codes will not do: whoever asks wants values
+        if hasattr(p, "coat_fetch"):
+            p.coat_fetch.count()
+    return original(params, async_op=async_op, hierarchy=hierarchy)
+
+
+def _partition(
+    parameter: Any,
+    original: Any,
+    param_list: Any = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    free_data: bool = True,
+) -> None:
+    params = [parameter] if param_list is None else list(param_list)
+    for p in params:
+        let_go(p)
+    original(params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+
+
+def _flow_weights(model: nn.Module) -> dict[Any, tuple[nn.Module, ActivationConfig]]:
+    """Weights that nothing but the flow reads, each with a module that says so and its settings."""
+    claims: dict[Any, list[Any]] = {}
+    module: Any
+    for module in model.modules():
+        settings = getattr(getattr(module, "coat", None), "settings", None)
+        if not hasattr(type(module), "coat_flow_weights") or settings is None:
+            continue
+        if settings.fp8_weight_gather and not settings.tp_invariant:
+            for parameter in module.coat_flow_weights():
+                claims.setdefault(parameter, []).append(module)
+    readers = _readers(model)
+    return {
+        p: (owners[0], owners[0].coat.settings)
+        for p, owners in claims.items()
+        if hasattr(p, "ds_id")
+        and len({(o.coat.settings.format, o.coat.settings.forward_scales) for o in owners}) == 1
+        and all(any(reader is owner for owner in owners) for reader in readers(p))
+    }
+
+
+def _readers(model: nn.Module) -> Any:
+    """By parameter: the modules that may read it. Of a holder that does not say so itself, those that hold it do."""
+    holders: dict[Any, list[nn.Module]] = {}
+    parents: dict[nn.Module, list[nn.Module]] = {}
+    for module in model.modules():
+        for child in module._modules.values():
+            if child is not None:
+                parents.setdefault(child, []).append(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(module)
+
+    def of(parameter: Any) -> Iterator[nn.Module]:
+        for holder in holders.get(parameter, []):
+            yield from [holder] if hasattr(type(holder), "coat_flow_weights") else parents.get(holder, [])
+
+    return of

@@ -1,0 +1,71 @@
+"""Master weights as bfloat16 weights and remainders under ZeRO: one copy of the weights.
+
+With ``bf16_master_weights_and_grads`` ZeRO hands the optimizer a bfloat16 copy of its bfloat16 partition.
+:func:`share_memory` makes the two the same memory, so that master weight and weight take 4 bytes; what DeepSpeed then
+copies from one to the other is a tensor onto itself, which torch skips. DeepSpeed takes the bfloat16 partition for the
+master weight, so its accessors of master weights are answered in ``deepspeed_accessors.py``, and loading of weights
+without optimizer states is replaced here.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from ...checkpoint.zero_partitions import partitions
+from ...optim.state import has_remainder
+from ..reviewed import is_verified_build
+
+__all__ = ["check_master_weights", "keeps_remainders", "share_memory"]
+
+
+def check_master_weights(zero: Any) -> None:
+    """Compare the options of a CoatAdamW with the weights that a ZeRO optimizer hands it.
+
+    Raises:
+        ValueError: names the parameter group, what its weights are and what its option says.
+    """
+    for part in partitions(zero):
+        if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
+            raise ValueError(
+                f"CoatAdamW master_weights: got {part.group['master_weights']!r} in group "
+                f"{part.group.get('name', '')!r}, and {part.flat.dtype} from {type(zero).__name__}, accepted: "
+                "'bf16_remainder' with bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, or "
+                "'parameter' without them"
+            )
+
+
+def keeps_remainders(zero: Any) -> bool:
+    """Whether the master weights of a ZeRO-1, 2 or 3 optimizer with a CoatAdamW are bfloat16 weights and remainders."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if type(zero) not in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        return False
+    return all(has_remainder(part.group) for part in partitions(zero))
+
+
+def share_memory(zero: Any) -> None:
+    """Make weights and the partitions that are stepped one copy, right after a ZeRO optimizer was built.
+
+    With a DeepSpeed that was not read (``reviewed.py``) they stay two copies; all else is the same.
+    """
+    if is_verified_build():
+        if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
+            pairs = list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
+        else:
+            flats = zero.single_partition_of_fp32_groups
+            pairs = [(flat, zero.get_bit16_param_group(i)[0]) for i, flat in enumerate(flats)]
+        for flat, weights in pairs:
+            flat.data = weights.data
+    zero._restore_from_bit16_weights = types.MethodType(_restore_from_bit16_weights, zero)
+
+
+def _restore_from_bit16_weights(zero: Any) -> None:
+    """Weights were loaded without optimizer states: they are the master weights."""
+    type(zero)._restore_from_bit16_weights(zero)
+    for state in zero.optimizer.state.values():
+        if "coat_p_low" in state:
+            state["coat_p_low"].zero_()

@@ -1,0 +1,270 @@
+"""fc1 → activation → fc2 of all experts of a layer in one autograd function, with grouped products.
+
+What each expert computes and saves is what :func:`~coat_dist.flow.mlp` computes and saves of its tokens alone, to the
+bit on the reference path: forward has scales of rows (or of an expert), backward one scale an expert. The rows of all
+experts are one matrix, in which each expert's begin at a multiple of 32 (``reference/grouped.py``).
+
+Saved: x in FP8 with a scale an expert, the pre-activation in groups of 8 bits, where the rows lie (8 bytes a row);
+with ``probs`` the output in groups, as :func:`~coat_dist.flow.scale_rows` saves it. No copy of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...config import ActivationConfig
+from ...formats import QuantizedTensor, fp8_format
+from ...ops import (
+    SMALLEST_SCALE,
+    ExpertRows,
+    activation_backward_experts,
+    activation_compress_rows,
+    activation_grad_amax_experts,
+    activation_quantize,
+    amax_experts,
+    apart,
+    check_activation,
+    dequantize,
+    expert_rows,
+    grouped_mm,
+    grouped_wgrad,
+    largest_rows,
+    quantize_columns,
+    quantize_experts,
+    quantize_experts_both,
+    quantize_groups,
+    quantize_rows,
+    spread_gradient,
+    take_rows,
+    tensor_scale,
+    transpose,
+)
+from ..function import check_settings, shaped, without_autocast
+from ..scaling import Operand, saved_format
+from ..weights import cacheable, from_cache, into_main_grad, row_blocks
+
+__all__ = ["grouped_mlp"]
+
+
+def grouped_mlp(
+    x: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    settings: ActivationConfig,
+    probs: torch.Tensor | None = None,
+    quantized: QuantizedTensor | None = None,
+) -> torch.Tensor:
+    """The experts of a layer on tokens that are sorted by expert, with FP8 products; each rank works by itself.
+
+    Args:
+        x: ``[tokens, h]``, bfloat16 or float32; any number of tokens.
+        tokens_per_expert: int ``[experts]``, on the CPU or x's device; they add up to ``tokens``. On a GPU nothing
+            waits for it where torch has the product (``ops/grouped_gemm.py``).
+        fc1_weight: contiguous, read as ``[experts, h, parts f]``, whatever its shape: x is multiplied by it as it is,
+            gate columns first. So Megatron's ``GroupedMLP`` stores ``weight1``, ``[h, experts * parts f]``.
+        fc2_weight: contiguous, read as ``[experts, f, h]``; ``weight2``.
+        activation: as in :func:`~coat_dist.flow.norm_mlp`.
+        probs: ``[tokens]``, any floating dtype: what each token's output is multiplied by.
+        quantized: x in FP8 where it arrived so: codes ``[tokens, h]`` with scales of rows that are powers of two. Then
+            values of x are not read; it says shape and dtype and gets the gradient.
+
+    Returns:
+        ``[tokens, h]`` of x's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or option that does not fit; names the argument.
+    """
+    experts = tokens_per_expert.numel()
+    _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs, quantized)
+    rows = expert_rows(tokens_per_expert, x.shape[0], x.device)
+    codes, scales = (None, None) if quantized is None else (quantized.codes, quantized.scales)
+    return _GroupedMLP.apply(x, fc1_weight, fc2_weight, probs, codes, scales, rows, activation, settings)
+
+
+def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs, quantized) -> None:
+    check_settings(settings)
+    parts = check_activation(activation).parts
+    for name, t in (("x", x), ("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
+        if t.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{name}: got {t.dtype}, accepted: torch.bfloat16, torch.float32")
+    if x.dim() != 2:
+        raise ValueError(f"x: got shape {list(x.shape)}, accepted: [tokens, h]")
+    if not experts:
+        raise ValueError("tokens_per_expert: got none, accepted: a number for each expert")
+    h = x.shape[1]
+    for name, t, form, unit in (
+        ("fc1_weight", fc1_weight, "[experts, h, parts f]", experts * h * parts),
+        ("fc2_weight", fc2_weight, "[experts, f, h]", experts * h),
+    ):
+        if not t.is_contiguous() or t.numel() % unit:
+            raise ValueError(
+                f"{name}: got shape {list(t.shape)}, accepted: contiguous, the elements of {form} with {experts} "
+                f"experts, h {h} and {parts} parts ({activation!r})"
+            )
+    if fc1_weight.numel() != parts * fc2_weight.numel():
+        raise ValueError(
+            f"fc2_weight: got {fc2_weight.numel()} elements, accepted: {fc1_weight.numel()}/{parts}, those of "
+            f"fc1_weight for each of the {parts} tensors that {activation!r} takes"
+        )
+    if settings.tp_invariant:
+        raise ValueError("tp_invariant: got true, accepted: false with grouped experts")
+    if probs is not None and probs.shape != x.shape[:1]:
+        raise ValueError(f"probs: got shape {list(probs.shape)}, accepted: {list(x.shape[:1])}")
+    if quantized is not None:
+        if quantized.layout != "row" or quantized.codes.shape != x.shape:
+            given = f"layout {quantized.layout!r} of shape {list(quantized.codes.shape)}"
+            raise ValueError(f"quantized: got {given}, accepted: layout 'row' of x's shape {list(x.shape)}")
+        fmt = fp8_format(settings.format)
+        if quantized.codes.dtype != fmt.dtype:
+            raise ValueError(f"quantized: got codes of {quantized.codes.dtype}, accepted: {fmt.dtype}")
+
+
+class _Weight:
+    """The weights of all experts, ``[experts, in, out]``, in one call, as :class:`~coat_dist.flow.weights.Weight`."""
+
+    def __init__(self, parameter: torch.Tensor, experts: int, inputs: int, settings: ActivationConfig) -> None:
+        self.parameter = parameter
+        self.shape = (experts, inputs, parameter.numel() // (experts * inputs))
+        self.settings = settings
+
+    def quantized(self) -> Operand:
+        """For forward, codes ``[experts, out, in]``; the scale, fp32 ``[experts]``, is to be saved."""
+        if self.settings.weights == "cached" and cacheable(self.parameter):
+            return from_cache(self.parameter, self.settings, self.shape, self._quantize)
+        return self._quantize()
+
+    def _quantize(self) -> Operand:
+        fmt = fp8_format(self.settings.format)
+        q8 = quantize_columns(self.parameter.detach().view(self.shape), fmt)
+        scale = q8.scales.flatten(1).amax(1)
+        if self.settings.forward_scales == "row":
+            return Operand(q8, scale)
+        turned = self.parameter.detach().view(self.shape).transpose(1, 2).contiguous()
+        return Operand(quantize_experts(turned, fmt, scale, None), scale)
+
+    def straight(self, weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """For dgrad, codes ``[experts, in, out]`` with forward's scale; ``weight`` as ``saved_tensors`` returns it."""
+        return quantize_experts(weight.view(self.shape), fp8_format(self.settings.format), scale, None)
+
+    def gradient(self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows) -> torch.Tensor | None:
+        """wgrad; see :meth:`coat_dist.flow.weights.Weight.gradient`. Operands ``[in, rows]`` and ``[out, rows]``."""
+        if self.settings.wgrad == "main_grad":
+            return into_main_grad(self.parameter, lambda out: self._products(out, x8_t, d8_t, rows))
+        return grouped_wgrad(x8_t, d8_t, rows, self.parameter.dtype).view(self.parameter.shape)
+
+    def _products(self, out, x8_t, d8_t, rows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        out, missing = out.view(self.shape), set(range(self.shape[0]))
+        scales = apart(x8_t.scales), apart(d8_t.scales)
+        for expert, at in rows.pieces():
+            missing.remove(expert)
+            left, right = (
+                QuantizedTensor(q.codes[:, at].contiguous(), s[expert], "tensor")
+                for q, s in zip((x8_t, d8_t), scales, strict=True)
+            )
+            yield from row_blocks(out[expert], left, right, self.settings)
+        for expert in missing:
+            yield out[expert], out.new_zeros((), dtype=torch.float32).expand(self.shape[1:])
+
+
+class _GroupedMLP(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any, x, fc1_weight, fc2_weight, probs, codes, scales, rows: ExpertRows, activation: str, settings
+    ) -> torch.Tensor:
+        fmt, width = fp8_format(settings.format), x.shape[1]
+        fc1 = _Weight(fc1_weight, rows.experts, width, settings)
+        fc2 = _Weight(fc2_weight, rows.experts, fc2_weight.numel() // (rows.experts * width), settings)
+        y8, x8 = _input(x, codes, scales, rows, settings)
+        w1, w1_scale = fc1.quantized()
+        pre = grouped_mm(y8, w1, rows, x.dtype, fast_accum=True)
+        del y8, w1
+        pre8, a8, a_scale = _activate(pre, activation, fmt, rows, settings)
+        del pre
+        w2, w2_scale = fc2.quantized()
+        out = grouped_mm(a8, w2, rows, x.dtype, fast_accum=True)
+        del a8, w2
+        out8 = None
+        if ctx.needs_input_grad[3]:
+            out8 = quantize_groups(out, saved_format(settings), settings.group_size, settings.scale)
+        ctx.save_for_backward(
+            x8.codes, x8.scales, pre8.codes, pre8.scales, a_scale, fc1_weight, w1_scale, fc2_weight, w2_scale,
+            probs, *((None, None) if out8 is None else (out8.codes, out8.scales)), *rows[:4],
+        )  # fmt: skip
+        ctx.args = fc1, fc2, rows.known, activation, settings, x.dtype
+        return shaped(take_rows(out, rows.place, probs), *x.shape)
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, dout: torch.Tensor):
+        *saved, w1, w1_scale, w2, w2_scale, probs, y_codes, y_scales, source, place, blocks, ends = ctx.saved_tensors
+        x_codes, x_scales, pre_codes, pre_scales, a_scale = saved
+        fc1, fc2, known, activation, settings, dtype = ctx.args
+        rows = ExpertRows(source, place, blocks, ends, known)
+        fmt, grad_fmt = fp8_format(settings.format), fp8_format(settings.grad_format)
+        pre8 = QuantizedTensor(pre_codes, pre_scales, "group", settings.group_size)
+        dx = dfc1 = dfc2 = None
+
+        y8 = None if y_codes is None else QuantizedTensor(y_codes, y_scales, "group", settings.group_size)
+        d, top, dprobs = spread_gradient(dout, rows, probs, y8)
+        assert top is not None
+        d8, d8_t = quantize_experts_both(d, grad_fmt, tensor_scale(top, grad_fmt), rows)
+        del d
+        da = grouped_mm(d8, fc2.straight(w2, w2_scale), rows, dtype)
+        del d8
+        scale = tensor_scale(activation_grad_amax_experts(da, pre8, activation, rows), grad_fmt)
+        inner = activation_backward_experts(da, pre8, activation, grad_fmt, scale, fmt, a_scale, rows)
+        del da
+        if ctx.needs_input_grad[2]:
+            dfc2 = fc2.gradient(inner.a8_t, d8_t, rows)
+        d8, d8_t = inner.d8, inner.d8_t
+        del inner
+        if ctx.needs_input_grad[0]:
+            dy = grouped_mm(d8, fc1.straight(w1, w1_scale), rows, dtype)
+            dx = take_rows(dy, rows.place)
+            del dy
+        del d8
+        if ctx.needs_input_grad[1]:
+            dfc1 = fc1.gradient(transpose(QuantizedTensor(x_codes, x_scales, "expert")), d8_t, rows)
+        return dx, dfc1, dfc2, dprobs, None, None, None, None, None
+
+
+def _input(x, codes, scales, rows: ExpertRows, settings: ActivationConfig) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """What fc1 multiplies, and x in FP8 with a scale an expert for backward; the same where scales are per tensor."""
+    fmt = fp8_format(settings.format)
+    if codes is None:
+        values, y8 = take_rows(x, rows.source), None
+    else:
+        taken = take_rows(codes.view(torch.uint8), rows.source).view(codes.dtype)
+        y8 = QuantizedTensor(taken, take_rows(scales, rows.source), "row")
+        values = dequantize(y8, x.dtype)
+    if settings.forward_scales != "row":
+        x8 = quantize_experts(values, fmt, tensor_scale(amax_experts(values, rows), fmt, True), rows)
+        return x8, x8
+    if y8 is None:
+        y8 = quantize_rows(values, fmt, aligned=True)
+    return y8, quantize_experts(values, fmt, largest_rows(y8.scales, rows, SMALLEST_SCALE), rows)
+
+
+def _activate(
+    pre: torch.Tensor, activation: str, fmt, rows: ExpertRows, settings: ActivationConfig
+) -> tuple[QuantizedTensor, QuantizedTensor, torch.Tensor]:
+    """From fc1's output: what is saved of it, the input of fc2, and that one's scales for backward."""
+    exact, saved = settings.forward == "exact", saved_format(settings, pre_activation=True)
+    pre8, a8 = activation_compress_rows(
+        pre, activation, fmt, settings.group_size, settings.scale, exact, None, saved
+    )  # fmt: skip
+    scale = largest_rows(a8.scales, rows, SMALLEST_SCALE)
+    if settings.forward_scales != "row":
+        for expert, at in rows.pieces():
+            part = pre[at] if exact else QuantizedTensor(pre8.codes[at], pre8.scales[at], "group", pre8.group_size)
+            a8.codes[at] = activation_quantize(part, activation, fmt, scale[expert]).codes
+        a8 = QuantizedTensor(a8.codes, scale, "expert")
+    return pre8, a8, scale

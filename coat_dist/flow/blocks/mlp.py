@@ -1,0 +1,292 @@
+"""(norm →) fc1 → activation → fc2, as one autograd function, and what an expert does with its result.
+
+Saved per token: x8 (with group scales and rstd, if there is a norm), the pre-activation in per-group FP8 (gate and up,
+or one tensor without a gate); per call: four scales. Not saved: fc1's output, the activation, any copy of the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...config import ActivationConfig
+from ...formats import QuantizedTensor, fp8_format
+from ...ops import (
+    activation_apply,
+    activation_backward,
+    activation_compress,
+    activation_compress_rows,
+    activation_grad_amax,
+    activation_quantize,
+    check_activation,
+    quantize_groups,
+    spread_gradient,
+    take_rows,
+)
+from ..function import check_settings, shaped, without_autocast
+from ..inputs import check_normed, quantized_input, residual_alias, restore_input
+from ..parallel.overlap import Rows
+from ..parallel.tensor_parallel import TensorParallel
+from ..products import check_input, gemm, summed_gemm
+from ..scaling import Operand, gradient_amax, quantize_gradient, row_operand, saved_format, share_rows, shared_scale
+from ..weights import Weight
+from .norm import Norm
+
+__all__ = ["mlp", "norm_mlp", "scale_rows"]
+
+
+@overload
+def norm_mlp(
+    x: torch.Tensor,
+    norm: Norm,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fc1_bias: torch.Tensor | None = None,
+    residual: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def norm_mlp(
+    x: torch.Tensor,
+    norm: Norm,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fc1_bias: torch.Tensor | None = None,
+    *,
+    residual: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def norm_mlp(
+    x: torch.Tensor,
+    norm: Norm,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fc1_bias: torch.Tensor | None = None,
+    residual: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """An MLP and the norm before it, with FP8 products, split over ranks by intermediate features.
+
+    A bias of fc2 is not added: it is replicated over ranks, and belongs to the dropout and residual that follow.
+
+    Args:
+        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
+        fc1_weight: this rank's ``[2 f / tp, h]``: its gate rows, then its up rows; ``[f / tp, h]`` without a gate.
+        fc2_weight: this rank's ``[h, f / tp]``.
+        activation: with a gate "swiglu", "geglu" (erf), "geglu_tanh" or "quick_geglu"; without "gelu" (erf),
+            "gelu_tanh", "quick_gelu" or "squared_relu".
+        fc1_bias: this rank's ``[2 f / tp]`` or ``[f / tp]``; added in fp32.
+        residual: also return x's alias for the residual connection, as :func:`~coat_dist.flow.norm_linear` does.
+
+    Returns:
+        The shape and dtype of x; with ``residual`` also the alias.
+
+    Raises:
+        ValueError: a shape, dtype or option that does not fit; names the argument.
+    """
+    check_normed(x, norm, tp)
+    _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
+    alias, weights = residual_alias(x, residual), (fc1_weight, fc1_bias, fc2_weight)
+    out = _MLP.apply(x, norm.weight, norm.bias, *weights, norm, activation, tp, settings, alias)
+    return out if alias or not residual else (out, x)
+
+
+def mlp(
+    x: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fc1_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router, and norms after the MLP.
+
+    Saves x in per-tensor FP8; with per-tensor scales these are the codes that fc1 multiplied. Any number of tokens will
+    do, also none.
+    """
+    _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
+    return _MLP.apply(x, None, None, fc1_weight, fc1_bias, fc2_weight, None, activation, tp, settings, False)
+
+
+def _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias) -> None:
+    check_settings(settings)
+    check_input(x, fc1_weight, "fc1_weight")
+    parts = check_activation(activation).parts
+    rows, width = fc1_weight.shape[0], fc2_weight.shape[-1]
+    if fc2_weight.dim() != 2 or rows != parts * width:
+        raise ValueError(
+            f"fc2_weight: got shape {list(fc2_weight.shape)}, accepted: [out, {rows}/{parts}], as many columns as "
+            f"fc1_weight has rows for each of the {parts} tensors that {activation!r} takes"
+        )
+    if fc1_bias is not None and fc1_bias.shape != (rows,):
+        raise ValueError(f"fc1_bias: got shape {list(fc1_bias.shape)}, accepted: [{rows}]")
+    if settings.tp_invariant and tp.size > 1 and width % settings.group_size:
+        raise ValueError(
+            f"fc2_weight: got {width} input features a rank, accepted with tp_invariant: a multiple of group_size "
+            f"{settings.group_size}, or groups would depend on the number of ranks"
+        )
+
+
+def _activate(
+    pre: torch.Tensor, bias: torch.Tensor | None, activation: str, tp: TensorParallel, settings: ActivationConfig
+) -> tuple[QuantizedTensor, Operand]:
+    """From fc1's output ``[rows, parts f / tp]``: what is saved of it, and a, the input of fc2."""
+    fmt, exact = fp8_format(settings.format), settings.forward == "exact"
+    saved = saved_format(settings, pre_activation=True)
+    given = pre, activation, fmt, settings.group_size, settings.scale, exact, bias, saved
+    if settings.forward_scales == "row":
+        pre8, a8 = activation_compress_rows(*given)
+        source, bias = (pre, bias) if exact else (pre8, None)
+        a8 = share_rows(a8, lambda: activation_apply(source, activation, bias), tp, settings)
+        return pre8, row_operand(a8, tp, settings)
+    pre8, top = activation_compress(*given)
+    scale = shared_scale(top, fmt, tp, settings.tp_invariant)
+    source, bias = (pre, bias) if exact else (pre8, None)
+    return pre8, Operand(activation_quantize(source, activation, fmt, scale, bias=bias), scale)
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any,
+        x,
+        norm_weight,
+        norm_bias,
+        fc1_weight,
+        fc1_bias,
+        fc2_weight,
+        norm: Norm | None,
+        activation: str,
+        tp: TensorParallel,
+        settings: ActivationConfig,
+        alias: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
+        ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings, split=True)
+        w1, w1_scale = ctx.fc1.quantized()
+        pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
+        if isinstance(y8, Rows):
+            block_input.received(y8)
+        del y8
+        pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
+        del pre
+        w2, w2_scale = ctx.fc2.quantized()
+        out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
+        ctx.save_for_backward(
+            *block_input.save(),
+            pre8.codes,
+            pre8.scales,
+            a_scale,
+            fc1_weight,
+            w1_scale,
+            fc1_bias,
+            fc2_weight,
+            w2_scale,
+        )
+        ctx.args = block_input.options(), activation, x.shape
+        ctx.set_materialize_grads(False)
+        out = shaped(out, *x.shape[:-1], fc2_weight.shape[0])
+        return (out, x.view_as(x)) if alias else out
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, dout: torch.Tensor | None, residual: torch.Tensor | None = None):
+        if dout is None:  # the alias alone was used
+            return residual, *[None] * 10
+        *saved, codes, scales, a_scale, fc1_weight, w1_scale, fc1_bias, fc2_weight, w2_scale = ctx.saved_tensors
+        options, activation, shape = ctx.args
+        block_input = restore_input(saved, *options)
+        tp, settings, dtype = block_input.tp, block_input.settings, block_input.dtype
+        fmt, grad_fmt = fp8_format(settings.format), fp8_format(settings.grad_format)
+        pre8 = QuantizedTensor(codes, scales, "group", settings.group_size)
+        dx = dnorm_weight = dnorm_bias = dfc1 = dfc1_bias = dfc2 = None
+
+        dout = dout.reshape(-1, fc2_weight.shape[0])
+        agreed = gradient_amax(dout, tp, settings, gather=True)
+        w2_t = ctx.fc2.transposed(fc2_weight, w2_scale)  # while ranks agree on the scale
+        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=agreed)
+        da = gemm(d8, w2_t, dtype, settings)
+        del w2_t, d8  # like all that follow: the peak of a step is in this function
+        top = activation_grad_amax(da, pre8, activation)
+        d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, aligned=False)
+        bias_sum = None
+        if ctx.needs_input_grad[4]:
+            bias_sum = torch.float64 if settings.tp_invariant else torch.float32
+        inner = activation_backward(da, pre8, activation, grad_fmt, d_scale, fmt, a_scale, bias_sum)
+        del da
+        if inner.dbias is not None:
+            dfc1_bias = inner.dbias.to(fc1_bias.dtype)
+        # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while wgrad is.
+        y8_t = block_input.y8(block_input.x8, transpose=True) if ctx.needs_input_grad[3] else None
+        if ctx.needs_input_grad[5]:
+            dfc2 = ctx.fc2.gradient(d8_t, inner.a8_t)
+        d8, d8_t = inner.d8, inner.d8_t
+        del inner
+        dinput = None
+        if any(wanted := ctx.needs_input_grad[:3]):
+            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
+            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
+            del dy
+        del d8
+        if y8_t is not None:
+            dfc1 = ctx.fc1.gradient(d8_t, y8_t.wait())
+        if dinput is not None:
+            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
+            dx = None if dx is None else dx.view(shape)
+        return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None, None
+
+
+def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:
+    """``y * factor[..., None]``: an expert's output times the probability that its router gave each token.
+
+    The product with fc2 is linear and a bias apart, so this is what multiplying the activation by ``factor`` gives,
+    and per-tensor FP8 never sees its spread. Saves y in per-group FP8, for the gradient of ``factor`` alone.
+
+    Args:
+        y: ``[..., n]``.
+        factor: ``[...]``, any floating dtype.
+
+    Returns:
+        ``[..., n]`` of y's dtype.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    check_settings(settings)
+    if factor.shape != y.shape[:-1]:
+        raise ValueError(f"factor: got shape {list(factor.shape)}, accepted: {list(y.shape[:-1])}")
+    return _ScaleRows.apply(y, factor, settings)
+
+
+class _ScaleRows(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, y, factor, settings: ActivationConfig) -> torch.Tensor:
+        codes, scales, ctx.group_size = None, None, settings.group_size
+        if ctx.needs_input_grad[1]:
+            y8 = quantize_groups(y, saved_format(settings), settings.group_size, settings.scale)
+            codes, scales = y8.codes, y8.scales
+        ctx.save_for_backward(codes, scales, factor)
+        return shaped(take_rows(y.reshape(-1, y.shape[-1]), None, factor.reshape(-1)).contiguous(), *y.shape)
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, dout: torch.Tensor):
+        codes, scales, factor = ctx.saved_tensors
+        n, y8 = dout.shape[-1], None
+        if ctx.needs_input_grad[1]:
+            y8 = QuantizedTensor(codes.view(-1, n), scales.view(-1, scales.shape[-1]), "group", ctx.group_size)
+        dy, _, dfactor = spread_gradient(dout.reshape(-1, n), None, factor.reshape(-1), y8)
+        return dy.view(dout.shape), None if dfactor is None else dfactor.view(factor.shape), None

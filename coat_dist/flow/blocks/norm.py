@@ -1,0 +1,111 @@
+"""A norm on its own in BF16; with a linear behind it, it is part of what ``inputs.py`` describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...ops import NormStats, norm_backward, norm_forward
+from ..function import shaped, without_autocast
+from ..parallel.tensor_parallel import TensorParallel
+
+__all__ = ["Norm", "ParameterGrads", "finish_grads", "norm"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One normalization and its parameters."""
+
+    kind: Literal["rmsnorm", "layernorm"]
+    eps: float
+    weight: torch.Tensor | None = None
+    """``[h]``; None = no affine part."""
+    bias: torch.Tensor | None = None
+    reduce_grad: bool = False
+    """Sum the gradients of weight and bias over ``tp.group`` inside backward, before they are rounded: for parameters
+    that every rank holds while each sees only some of the rows."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("rmsnorm", "layernorm"):
+            raise ValueError(f"norm.kind: got {self.kind!r}, accepted: 'rmsnorm', 'layernorm'")
+
+    def without_parameters(self) -> Norm:
+        """Its kind and options alone, for an autograd context: tensors belong into ``save_for_backward``."""
+        return replace(self, weight=None, bias=None)
+
+    def check(self, hidden: int) -> None:
+        """Raises ValueError where weight or bias do not fit x ``[..., hidden]``."""
+        if self.bias is not None and self.weight is None:
+            raise ValueError("norm.bias: got a bias without a weight, accepted: both, or a weight alone, or neither")
+        for name, t in (("weight", self.weight), ("bias", self.bias)):
+            if t is not None and t.shape != (hidden,):
+                raise ValueError(f"norm.{name}: got shape {list(t.shape)}, accepted: [{hidden}]")
+
+
+class ParameterGrads(NamedTuple):
+    """Gradients of a norm's weight and bias, each None where not wanted."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def norm(x: torch.Tensor, norm: Norm, tp: TensorParallel, exact: bool = False) -> torch.Tensor:
+    """Normalize x ``[..., h]`` without FP8; returns the dtype of x.
+
+    Saves an alias of x and the row statistics.
+
+    Args:
+        exact: sum the parameters' gradients in fp64, so that they do not depend on how rows are spread over ranks.
+
+    Raises:
+        ValueError: the norm's parameters do not fit x.
+    """
+    norm.check(x.shape[-1])
+    return _NormFunction.apply(x, norm.weight, norm.bias, norm, tp, exact)
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, x, weight, bias, norm: Norm, tp: TensorParallel, exact: bool) -> torch.Tensor:
+        y, stats = norm_forward(x, norm.kind, norm.eps, weight, bias)
+        ctx.save_for_backward(x, weight, bias, *stats)
+        ctx.args = norm.without_parameters(), tp, exact
+        return shaped(y.contiguous(), *x.shape)
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, dy: torch.Tensor):
+        x, weight, bias, *stats = ctx.saved_tensors
+        norm, tp, exact = ctx.args
+        sum_dtype = torch.float64 if exact else torch.float32
+        dx, dweight, dbias = norm_backward(
+            dy, x, norm.kind, NormStats(*stats), weight, sum_dtype, x.dtype, bias is not None
+        )
+        grads = finish_grads(dweight, dbias, weight, bias, ctx.needs_input_grad[1:3], norm, tp)
+        return dx if ctx.needs_input_grad[0] else None, *grads, None, None, None
+
+
+def finish_grads(
+    dweight: torch.Tensor,
+    dbias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    wanted: tuple[bool, ...],
+    norm: Norm,
+    tp: TensorParallel,
+) -> ParameterGrads:
+    """Sum gradients over ranks where the norm asks for it, in one collective; round them to the parameters' dtypes."""
+    if norm.reduce_grad and any(wanted):
+        if dbias is None:
+            dweight = tp.sum(dweight)
+        else:
+            dweight, dbias = tp.sum(torch.stack([dweight, dbias])).unbind()
+    return ParameterGrads(
+        dweight.to(weight.dtype) if weight is not None and wanted[0] else None,
+        dbias.to(bias.dtype) if dbias is not None and bias is not None and wanted[1] else None,
+    )

@@ -1,0 +1,1 @@
+"""CUDA graphs of layers, and the memory they share."""

@@ -1,0 +1,208 @@
+"""What the planner needs to know of a run; nothing of it needs a device, data or Megatron."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from coat_dist import CoatConfig, CoatConfigError
+from coat_dist.config import ActivationConfig, look_up
+from coat_dist.reference.activation import ACTIVATIONS
+from launch.model.gpt import ModelConfig
+
+__all__ = ["Parameter", "Run", "parameters"]
+
+_FREE = {"init_std", "norm_eps", "rotary_base", "rope_scaling", "vocab_multiple", "sliding_window"}
+_COUNTED = {
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_size"),
+    *("seq_length", "vocab_size", "activation", "linear_bias", "qkv_bias", "attention_output_bias", "normalization"),
+    *("norm_affine", "norm_placement", "qk_norm", "tie_embeddings", "hidden_dropout", "attention_dropout"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One configuration of one model on so many GPUs."""
+
+    model: ModelConfig
+    settings: Mapping[str, Any]
+    """The DeepSpeed configuration."""
+    coat: CoatConfig | None
+    dp: int = 1
+    """Data-parallel ranks."""
+    tp: int = 1
+    sequence_parallel: bool = False
+    micro: int = 1
+    """Samples of a forward pass on one rank."""
+    accumulation: int = 1
+    recompute: Mapping[str, Any] = field(default_factory=dict)
+    """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
+    told: tuple[str, ...] = ()
+    """What the run's own plan says, for :meth:`notes`."""
+
+    def __post_init__(self) -> None:
+        if self.model.num_moe_experts is not None:
+            raise CoatConfigError(
+                f"model.num_moe_experts: got {self.model.num_moe_experts}, accepted: null (what experts keep depends "
+                "on the tokens that are routed to them, so no plan can be made)"
+            )
+        for key in ("offload_param", "offload_optimizer"):
+            device = look_up(self.settings, f"zero_optimization.{key}.device") or "none"
+            if device != "none":
+                raise CoatConfigError(
+                    f"zero_optimization.{key}: got {json.dumps(device)}, accepted: absent (the planner knows states "
+                    "on the GPU only)"
+                )
+
+    @classmethod
+    def of_plan(cls, p: Any) -> Run:
+        """What the planner needs of a ``launch.train`` plan.
+
+        Raises:
+            CoatConfigError: it cannot plan this one; names the key.
+        """
+        if p.args.pipeline_parallel > 1:
+            raise CoatConfigError(
+                f"--pipeline-parallel: got {p.args.pipeline_parallel}, accepted: 1 with --dry-run and "
+                "--micro-batch auto (the planner knows runs of one stage)"
+            )
+        return cls(
+            model=p.model,
+            settings=p.settings,
+            coat=p.coat,
+            dp=p.dp,
+            tp=p.args.tensor_parallel,
+            sequence_parallel=p.args.sequence_parallel,
+            micro=p.batch.micro,
+            accumulation=p.batch.accumulation,
+            recompute=p.recompute,
+            told=tuple(line.partition(": ")[2] for line in (p.warning or "").splitlines()),
+        )
+
+    def but(self, **changes: Any) -> Run:
+        """This run with other values."""
+        return replace(self, **changes)
+
+    @property
+    def flow(self) -> ActivationConfig | None:
+        """Settings of the FP8 flow; None where layers are BF16."""
+        return self.coat.activation if self.coat is not None and self.coat.activation.enabled else None
+
+    @property
+    def bf16_layers(self) -> set[int]:
+        """Indices of layers that the flow leaves in BF16."""
+        n = self.model.num_layers
+        return set(range(n)) if self.flow is None else {i % n for i in self.flow.bf16_layers}
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the loss is computed without all logits."""
+        return self.flow is not None and self.flow.loss == "chunked"
+
+    @property
+    def fp8_moments(self) -> bool:
+        return look_up(self.settings, "optimizer.type") == "CoatAdamW"
+
+    @property
+    def remainder(self) -> bool:
+        """Whether master weights are bfloat16 weights and remainders."""
+        if self.coat is not None and self.coat.optimizer.master_weights == "bf16_remainder":
+            return True
+        return look_up(self.settings, "optimizer.params.master_weights") == "bf16_remainder"
+
+    @property
+    def group_size(self) -> int:
+        """Elements of a group of moments."""
+        if (given := look_up(self.settings, "optimizer.params.group_size")) is not None:
+            return int(given)
+        return self.coat.optimizer.group_size if self.coat is not None else 128
+
+    @property
+    def stage(self) -> int:
+        return int(look_up(self.settings, "zero_optimization.stage") or 0)
+
+    def zero(self, key: str, default: Any) -> Any:
+        """A key of ``zero_optimization``, also by its name for stage 3."""
+        block = self.settings.get("zero_optimization") or {}
+        given = block.get(key, block.get(f"stage3_{key}"))
+        return default if given is None else given
+
+    @property
+    def overlap(self) -> bool:
+        """Whether gradients are reduced on a stream of their own."""
+        return bool(self.zero("overlap_comm", self.stage == 3))
+
+    @property
+    def fp32_gradients(self) -> bool:
+        return look_up(self.settings, "data_types.grad_accum_dtype") in ("fp32", "float32", "float")
+
+    @property
+    def fp32_gradients_whole(self) -> bool:
+        """Whether every rank sums all gradients in fp32: DeepSpeed's ``BF16_Optimizer``, ZeRO-1 with such sums."""
+        return self.stage == 1 and self.fp32_gradients
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a forward pass on one rank, before sequence parallelism shares them."""
+        return self.micro * self.model.seq_length
+
+    @property
+    def shared(self) -> int:
+        """Ranks over which the residual stream is shared."""
+        return self.tp if self.sequence_parallel else 1
+
+    def notes(self) -> list[str]:
+        """What the run is told anyway, and what this model has that is not counted."""
+        given = self.model.model_dump(exclude_unset=True)
+        default = {key: one.get_default() for key, one in type(self.model).model_fields.items()}
+        return [*self.told] + [
+            f"model.{key}: {json.dumps(value)} is not counted"
+            for key, value in given.items()
+            if key not in _FREE | _COUNTED and value != default[key]
+        ]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as one rank holds it before ZeRO shards it."""
+
+    name: str
+    numel: int
+    matrix: bool
+    layer: int | None = None
+
+
+def parameters(run: Run) -> list[Parameter]:
+    """The parameters of one tensor-parallel rank, in the order of Megatron's model."""
+    m, tp = run.model, run.tp
+    h, d = m.hidden_size, m.head_channels
+    q, kv = m.num_attention_heads * d // tp, m.kv_heads * d // tp
+    f, wide = m.ffn_hidden_size // tp, m.ffn_hidden_size * ACTIVATIONS[m.activation].parts // tp
+    two = 2 if m.normalization == "layernorm" else 1
+    norm = h * two if m.norm_affine else 0
+    qk = 2 * d * two if m.qk_norm is True else (q + kv) * two if m.qk_norm else 0
+    out_bias = m.linear_bias or getattr(m, "attention_output_bias", False)
+    layer = [
+        ("input_layernorm", norm, False),
+        ("self_attention.linear_proj.weight", h * q, True),
+        ("self_attention.linear_proj.bias", h if out_bias else 0, False),
+        ("self_attention.linear_qkv.weight", h * (q + 2 * kv), True),
+        ("self_attention.linear_qkv.bias", q + 2 * kv if m.linear_bias or m.qkv_bias else 0, False),
+        ("self_attention.qk_layernorm", qk, False),
+        ("pre_mlp_layernorm", norm, False),
+        ("mlp.linear_fc1.weight", h * wide, True),
+        ("mlp.linear_fc1.bias", wide if m.linear_bias else 0, False),
+        ("mlp.linear_fc2.weight", f * h, True),
+        ("mlp.linear_fc2.bias", h if m.linear_bias else 0, False),
+    ]
+    vocabulary = m.padded_vocab // tp * h
+    found = [Parameter("embedding.word_embeddings.weight", vocabulary, True)]
+    for i in range(m.num_layers):
+        found += [Parameter(f"decoder.layers.{i}.{name}", n, matrix, i) for name, n, matrix in layer if n]
+    if norm:
+        found.append(Parameter("decoder.final_layernorm", norm, False))
+    if not m.tie_embeddings:
+        found.append(Parameter("output_layer.weight", vocabulary, True))
+    return found

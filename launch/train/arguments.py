@@ -1,0 +1,231 @@
+"""Options of the programs that train, and the command line of ``pretrain.py``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+from coat_dist import CoatConfigError
+from launch.command_line import LocalPath, Parser, RunOptions, option, options_parser, out_of_range, parse_options
+from launch.data.dataset import without_suffix
+from launch.model.config import ModelConfig
+from launch.plan.recompute import check_recompute
+
+__all__ = ["DEEPSPEED_KEYS", "UNKNOWN_STEPS", "PretrainOptions", "TrainingOptions", "parse", "parser"]
+
+UNKNOWN_STEPS = 10**9
+"""``train_steps`` of a run whose data have not been read: any number will do for checks and batch sizes."""
+DEEPSPEED_KEYS = {
+    **dict.fromkeys(("adam-beta1", "adam-beta2", "adam-eps", "weight-decay"), "optimizer.params in the DeepSpeed file"),
+    **dict.fromkeys(("clip-grad", "max-grad-norm"), "gradient_clipping in the DeepSpeed file"),
+    "global-batch-size": "train_batch_size in the DeepSpeed file",
+    "gradient-accumulation-steps": "gradient_accumulation_steps in the DeepSpeed file",
+    "use-distributed-optimizer": "zero_optimization.stage in the DeepSpeed file",
+}
+"""Other programs' options that are keys of the DeepSpeed file here."""
+_MODEL_KEYS = {
+    **{name.replace("_", "-"): name for name in ModelConfig.model_fields},
+    "disable-bias-linear": "linear_bias",
+    "group-query-attention": "num_query_groups",
+    "init-method-std": "init_std",
+    "kv-channels": "head_size",
+    "make-vocab-size-divisible-by": "vocab_multiple",
+    "max-position-embeddings": "seq_length",
+    "norm-epsilon": "norm_eps",
+    "num-experts": "num_moe_experts",
+    "qk-layernorm": "qk_norm",
+    "swiglu": "activation",
+    "untie-embeddings-and-output-weights": "tie_embeddings",
+}
+"""Megatron-LM's options of a model, and what its description calls them here."""
+
+_deepspeed, _memory, _data = (partial(option, group=name) for name in ("DeepSpeed", "memory", "data"))
+_model, _schedule, _output = (partial(option, group=name) for name in ("model", "schedule", "output"))
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """First and last step of "10-12" or "10", as a type of an option."""
+    first, dash, last = text.partition("-")
+    if first.isdecimal() and (last.isdecimal() or not dash) and 1 <= int(first) <= int(last or first):
+        return int(first), int(last or first)
+    raise argparse.ArgumentTypeError(f"got {text!r}, accepted: FIRST-LAST, such as 10-12, or one step, from 1")
+
+
+@dataclass(kw_only=True)
+class TrainingOptions(RunOptions):
+    """Options of every program that trains."""
+
+    deepspeed_config: LocalPath = _deepspeed(
+        flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE", meant="config"
+    )
+    """DeepSpeed JSON, with or without a "coat" block: a path, or a name in configs/deepspeed such as zero2"""
+    deepspeed: bool = _deepspeed(False)
+    """accepted for habit; DeepSpeed always runs"""
+    local_rank: int | None = _deepspeed(None, flags=("--local_rank", "--local-rank"))
+    """set by the launcher; LOCAL_RANK works as well"""
+    distributed_timeout_minutes: float | None = _deepspeed(None, metavar="MINUTES", least=0.1)
+    """how long ranks wait for one that does not come (default: torch's, 10 with NCCL and 30 with gloo)"""
+    seed: int = _model(1234, least=0)
+    """of initial weights, data order and dropout"""
+    dry_run: bool = _memory(False)
+    """print what the run needs (launch/planner.py), and end"""
+    json: bool = _memory(False)
+    """with --dry-run: as plain values"""
+    data_cache: LocalPath | None = _data(None, metavar="DIR")
+    """where sample indices (default: beside the data) or encoded conversations (default: prepared in --output) are
+    kept"""
+    train_steps: int = _schedule(least=1, meant="max-steps train-iters iterations steps")
+    """optimizer steps of the whole run"""
+    stop_at_step: int | None = _schedule(None, least=1)
+    """save and leave after this step; the schedule stays that of --train-steps"""
+    lr: float | None = _schedule(None, least=0.0, meant="learning-rate")
+    """peak learning rate (default: optimizer.params.lr)"""
+    min_lr: float = _schedule(0.0, least=0.0)
+    """learning rate at the end of the decay"""
+    lr_schedule: Literal["cosine", "linear", "constant"] = _schedule("cosine", meant="lr-decay-style lr-scheduler-type")
+    """shape after warm-up"""
+    warmup_steps: int = _schedule(0, least=0, meant="lr-warmup-iters")
+    """steps from 0 to the peak"""
+    lr_decay_steps: int | None = _schedule(None, least=1, meant="decay-steps lr-decay-iters")
+    """step at which --min-lr is reached (default: --train-steps, at least 2)"""
+    max_bad_steps: int = _schedule(5, least=1)
+    """stop after so many steps in a row with a non-finite loss or gradient norm"""
+    eval_interval: int = _schedule(0, least=0)
+    """steps between evaluations on the held-out data, which the last step is followed by, too; 0 = never"""
+    eval_steps: int = _schedule(10, least=1, meant="eval-iters")
+    """micro-batches a rank and evaluation"""
+    output: LocalPath | None = _output(
+        None, flags=("--output", "--run"), metavar="DIR", meant="out output-dir wandb-save-dir"
+    )
+    """folder for metrics.jsonl and memory.json (under torchrun write --output: it takes --run for its own)"""
+    tensorboard: LocalPath | None = _output(None, metavar="DIR", meant="logging-dir tensorboard-dir")
+    """also write TensorBoard events"""
+    wandb: str | None = _output(None, metavar="PROJECT", meant="report-to wandb-project")
+    """also log to Weights & Biases (pip install wandb)"""
+    wandb_name: str | None = _output(None, metavar="NAME", meant="run-name wandb-exp-name wandb-run-name")
+    """of the run there (default: W&B makes one up)"""
+    wandb_entity: str | None = _output(None, metavar="NAME")
+    """user or team there (default: yours)"""
+    wandb_mode: Literal["online", "offline"] | None = _output(None)
+    """offline: into files below --output, for `wandb sync` later (default: what WANDB_MODE says, else online)"""
+    profile_steps: Annotated[tuple[int, int], step_range] | None = _output(
+        None, metavar="FIRST-LAST", meant="profile profile-step-start profile-step-end"
+    )
+    """write a trace of these steps of rank 0 into --output, for chrome://tracing or Perfetto"""
+    log_level: Literal["debug", "info", "warning", "error"] = _output("info", meant="logging-level verbosity")
+    """debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this program's lines, and libraries'
+    warnings; warning: warnings and errors only; error: errors only"""
+    save: LocalPath | None = _output(None, metavar="DIR")
+    """folder for checkpoints; also saves at the end and on SIGTERM, SIGINT"""
+    save_interval: int = _output(0, least=0, meant="save-steps")
+    """steps between checkpoints; 0 = only at the end"""
+    keep_last: int = _output(0, least=0, meant="save-total-limit")
+    """checkpoints kept in --save; 0 = all"""
+    load: LocalPath | None = _output(None, metavar="DIR|auto", meant="load-checkpoint resume resume-from-checkpoint")
+    """continue from this folder's latest checkpoint; auto = from --save where it has one, else start"""
+    overwrite: bool = _output(False)
+    """start anew where an earlier run has written: its checkpoints go when the first new one is complete, its
+    metrics.jsonl is kept under another name"""
+
+    def check(self) -> None:
+        """Refuse values that make no sense, all at once; ``train_steps`` may not be known yet.
+
+        Raises:
+            CoatConfigError: one line for each.
+        """
+        if problems := self.problems():
+            raise CoatConfigError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """A line for each value that makes no sense."""
+        known = self.train_steps or UNKNOWN_STEPS
+        steps, end = f"1 to the run's last step ({known})", self.lr_decay_steps or known
+        saves, several = self.save is not None, self.tensor_parallel > 1
+        found = [
+            (
+                "warmup_steps",
+                self.lr_schedule == "constant" or self.warmup_steps <= end,
+                f"0 to the end ({end})",
+            ),
+            ("stop_at_step", self.stop_at_step is None or self.stop_at_step <= known, steps),
+            ("save_interval", saves or not self.save_interval, "0 without --save"),
+            ("keep_last", saves or not self.keep_last, "0 without --save"),
+            ("load", saves or self.load != "auto", "auto only with --save"),
+            ("overwrite", not self.overwrite or self.load != "auto", "not with --load auto, which continues"),
+            ("sequence_parallel", several or not self.sequence_parallel, "only with --tensor-parallel 2 or more"),
+            ("virtual_stages", self.pipeline_parallel > 1 or self.virtual_stages <= 1, "1 with one pipeline stage"),
+            ("profile_steps", self.profile_steps is None or self.output is not None, "only with --output"),
+            *((one, self.dry_run or not getattr(self, one), "only with --dry-run") for one in ("json", "gpu", "gpus")),
+            *(
+                (one, getattr(self, one) is None or self.wandb is not None, "only with --wandb")
+                for one in ("wandb_name", "wandb_entity", "wandb_mode")
+            ),
+        ]
+        return [*out_of_range(self), *self.refused(*found), *check_recompute(self)]
+
+    def refused(self, *checks: tuple[str, object, str]) -> list[str]:
+        """A line for each option, by its field's name, that does not hold, and what would be accepted."""
+        return [
+            f"--{name.replace('_', '-')}: got {getattr(self, name)!r}, accepted: {accepted}"
+            for name, good, accepted in checks
+            if not good
+        ]
+
+
+@dataclass(kw_only=True)
+class PretrainOptions(TrainingOptions):
+    """Pretrain a GPT with DeepSpeed and Megatron-core. Started by `deepspeed launch/pretrain.py ...` or `torchrun
+    launch/pretrain.py ...`."""
+
+    model: LocalPath | None = _model(None, metavar="FILE", meant="model-config")
+    """description: a path, or a name in configs/models such as llama2-7b (default: that of --init-from)"""
+    init_from: LocalPath | None = _model(
+        None, metavar="DIR", meant="finetune-from from-pretrained init-from-hf model-name-or-path pretrained-checkpoint"
+    )
+    """weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that convert_hf.py wrote, or a
+    training checkpoint. With --load auto, where there is nothing to continue"""
+    model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")
+    """replace values of the description"""
+    data: list[str] = _data(metavar="[WEIGHT ]PREFIX", meant="data-path")
+    """output prefix of prepare_data.py, .bin and .idx may follow, or a description of Dolma's token files (JSON, YAML;
+    docs/data.md); several are blended by weight"""
+    split: str = _data("950,40,10")
+    """parts of train, valid and test"""
+    separate_documents: bool = _data(False, meant="eod-mask-loss reset-attention-mask reset-position-ids")
+    """keep the documents of a sequence apart: attention within each, positions that begin again, no loss for what
+    follows the end of one"""
+    num_workers: int = _data(0, least=0)
+    """data loader processes of a rank"""
+
+    def problems(self) -> list[str]:
+        """Those of every program, and of where the model comes from."""
+        fresh = self.init_from is None or self.load in (None, "auto")
+        missing = self.model is None and self.init_from is None
+        return [
+            *super().problems(),
+            *self.refused(
+                ("init_from", fresh, f"absent with --load {self.load}, which continues with the weights there")
+            ),
+            *(["--model: missing, accepted: a description, or --init-from, which has one"] if missing else []),
+        ]
+
+
+def parser() -> Parser:
+    """The parser of ``pretrain.py``."""
+    overrides = {name: f"--model-override {key}=..." for name, key in _MODEL_KEYS.items()}
+    return options_parser(PretrainOptions, "pretrain.py", {**overrides, **DEEPSPEED_KEYS})
+
+
+def parse(argv: Sequence[str] | None = None) -> PretrainOptions:
+    """Parse and check the command line. What is typed wrong is printed by rank 0, with status 2.
+
+    Raises:
+        CoatConfigError: see :meth:`TrainingOptions.check`.
+    """
+    options = parse_options(PretrainOptions, parser(), argv)
+    options.data = [without_suffix(given) for given in options.data]
+    options.check()
+    return options

@@ -1,0 +1,95 @@
+"""Where a run's batches come from: the protocol, and prepared data sets as ``pretrain.py`` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+from launch.data import dataset as data
+from launch.train.plan import Plan, as_typed
+
+__all__ = ["Batch", "DataSource", "Progress", "TokenData"]
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with every checkpoint."""
+
+    step: int = 0
+    """Steps done, skipped ones included."""
+    consumed_samples: int = 0
+    skipped_steps: int = 0
+    bad_in_a_row: int = 0
+    loss: float | None = None
+    """Of the last step, None if not finite: identifies its ``metrics.jsonl``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class DataSource(Protocol):
+    """Batches of one data-parallel rank. Their order is fixed, so that a run can continue in it."""
+
+    @property
+    def samples(self) -> int | None:
+        """Of the whole run, where they end: the last step may have fewer than the others; None = they do not."""
+
+    def tokens(self, start: int, stop: int) -> int:
+        """Tokens of the samples from ``start`` up to ``stop``, of all ranks, without padding."""
+
+    def batches(self, split: str, consumed: int = 0) -> Iterator[Batch] | None:
+        """Endless micro-batches of "train", "valid" or "test"; None where there is no such part.
+
+        Args:
+            consumed: samples of all ranks that are skipped.
+        """
+
+
+class TokenData:
+    """Prepared data sets.
+
+    The training set ends where the run does, after the samples that were used and those of the steps that are left: the
+    steps before may have had more samples than these, and a set of ``--train-steps`` times the present batch would then
+    begin again within what was trained on.
+
+    Args:
+        begun: where the run continues.
+        dp_rank: this data-parallel rank.
+
+    Raises:
+        DataError: a data set that cannot be read.
+    """
+
+    samples: int | None = None
+
+    def __init__(self, p: Plan, begun: Progress, dp_rank: int) -> None:
+        self._plan, self._dp_rank, a = p, dp_rank, p.args
+        asked = a.eval_steps * p.batch.micro * p.dp if a.eval_interval else 0
+        with as_typed():
+            sets = data.build_datasets(
+                a.data,
+                a.split,
+                p.model.seq_length,
+                train_samples=begun.consumed_samples + max(a.train_steps - begun.step, 0) * p.batch.total,
+                valid_samples=asked,
+                test_samples=asked if data.parse_split(a.split)[2] else 0,
+                seed=a.seed,
+                cache_dir=a.data_cache,
+                without="give --eval-interval 0",
+            )
+        self.sets: dict[str, Any] = dict(zip(("train", "valid", "test"), sets, strict=True))
+
+    def tokens(self, start: int, stop: int) -> int:
+        return (stop - start) * self._plan.model.seq_length
+
+    def batches(self, split: str, consumed: int = 0) -> Iterator[Batch] | None:
+        p, dataset = self._plan, self.sets[split]
+        if dataset is None:
+            return None
+        sampler = data.PretrainSampler(len(dataset), consumed, p.batch.micro, self._dp_rank, p.dp)
+        return data.batches(dataset, sampler, p.args.num_workers, p.eod)

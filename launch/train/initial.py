@@ -1,0 +1,98 @@
+"""What a run starts with: the model of ``--model``, the weights of ``--init-from``, and whether the two agree."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from coat_dist import CoatConfigError
+from launch.data.blend import DataInfo, parse_blend, read_info
+from launch.data.tokenizer import tokenizer_digest
+from launch.hf.config_out import function_of
+from launch.model.config import ModelConfig, described_model, load_model_config
+from launch.prep import DataError
+from launch.train.arguments import PretrainOptions
+from launch.weights import Weights, open_weights
+from launch.weights.checkpoint import CheckpointWeights
+
+__all__ = ["initial_weights", "length_note", "tokenizer_warning", "training_data"]
+
+
+def initial_weights(args: PretrainOptions) -> tuple[ModelConfig, Weights | None]:
+    """The model, and the weights that a fresh start begins with.
+
+    Raises:
+        CoatConfigError: a model that the weights do not fit; names every key.
+        CheckpointError: weights that cannot be used.
+    """
+    if args.init_from is None:
+        return load_model_config(str(args.model), args.model_override), None
+    weights = open_weights(args.init_from, tensors=not args.dry_run)
+    if args.model is None:
+        model = described_model(weights.model.model_dump(exclude_defaults=True), args.model_override)
+    else:
+        model = load_model_config(args.model, args.model_override)
+        if model.vocab_size is None:
+            model = model.with_vocab(weights.model.vocab_size or 0)
+    ours, theirs = function_of(model), function_of(weights.model)
+    wrong = [
+        f"model.{key}: got {ours.get(key)!r}, accepted: {theirs.get(key)!r}, which {args.init_from} (--init-from) has"
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key)
+    ]
+    window = weights.model.sliding_window
+    if window is not None and model.seq_length > window:
+        wrong.append(f"model.seq_length: got {model.seq_length}, accepted: at most {window}, the window of --init-from")
+    if wrong:
+        raise CoatConfigError("\n".join(wrong))
+    return model, weights
+
+
+def length_note(seq_length: int, weights: Weights | None, option: str) -> str | None:
+    """A line where sequences are longer than those that weights were made for; ``option`` named these."""
+    if weights is None or seq_length <= weights.model.seq_length:
+        return None
+    return (
+        f"note: model.seq_length: got {seq_length}, more than the {weights.model.seq_length} that {weights.path} "
+        f"({option}) is made for: positions beyond are new to the weights"
+    )
+
+
+def training_data(run: Any) -> tuple[str, DataInfo] | None:
+    """Prefix of the first data set that a run of ``pretrain.py`` read, and what it says; None where it is not here.
+
+    Args:
+        run: what a checkpoint's manifest says of it; None where it says nothing.
+    """
+    with suppress(DataError, KeyError, TypeError):
+        prefixes, _ = parse_blend(run["data"]["paths"])
+        return prefixes[0], read_info(prefixes[0])
+    return None
+
+
+def tokenizer_warning(weights: Weights | None, prefix: str, info: DataInfo, option: str = "--init-from") -> str | None:
+    """A line where the data was prepared with another tokenizer than the one whose ids the weights know.
+
+    That is the one of the data that a checkpoint's run read, where these are here, else the tokenizer.json that came
+    with the weights.
+
+    Args:
+        info: what the data set ``prefix`` says.
+        option: that named the weights.
+    """
+    if weights is None or info.tokenizer_digest is None:
+        return None
+    file = weights.travelling().get("tokenizer.json")
+    trained = training_data(weights.manifest.get("run")) if isinstance(weights, CheckpointWeights) else None
+    if trained is not None and trained[1].tokenizer_digest is not None:
+        same, theirs = trained[1].tokenizer_digest, f"{trained[1].describe()} of {trained[0]}, the training data"
+    elif file is not None:
+        same, theirs = tokenizer_digest(file, info.eod), str(file)
+    else:
+        return None
+    if info.tokenizer_digest == same:
+        return None
+    return (
+        f"warning: --data: {prefix} was prepared with {info.describe()}, which is not {theirs} of {option}: the "
+        "weights know that one's ids"
+    )

@@ -1,0 +1,206 @@
+"""The training loop: steps, evaluation, what to do with non-finite numbers and with signals."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coat_dist.deepspeed.step.step import norm_known
+from coat_dist.flow.graphs.graph_pool import pool_bytes
+from launch.train.arguments import TrainingOptions
+from launch.train.data_source import DataSource, Progress
+from launch.train.memory import MemoryReport
+from launch.train.metrics import peak_memory_bytes
+from launch.train.rank_times import RankTimes
+from launch.train.reporters import Reporters
+from launch.train.runtime import StopSignal, mean_and_each, mean_over_ranks
+from launch.train.schedule import Schedule
+from launch.train.steps import MicroBatches, PipelineSteps
+
+__all__ = ["BadSteps", "Loop"]
+
+
+class BadSteps(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient norm."""
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Trains an engine to the last step of ``options``."""
+
+    engine: Any
+    """DeepSpeed's."""
+    steps: MicroBatches | PipelineSteps
+    """Runs the engine's micro-batches."""
+    data: DataSource
+    schedule: Schedule
+    reporters: Reporters
+    options: TrainingOptions
+    """How many steps, when to evaluate, save and stop."""
+    progress: Progress
+    times: RankTimes
+    device: torch.device
+    samples_per_step: int
+    flops_per_token: float
+    save: Callable[[], Any] | None = None
+    """Writes a checkpoint and returns its path."""
+    more: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    """Further numbers of a step that is done, by name, of this rank; their means over all ranks are recorded."""
+    memory: MemoryReport | None = None
+    """Measures the first step that changes the weights; it is reported once."""
+    first_report: MemoryReport | None = field(default=None, init=False)
+    """``memory``, also when it has been reported."""
+    profiler: Any = None
+    """``torch.profiler.profile``, in whose context the loop runs."""
+    stop: StopSignal | None = None
+    last_checkpoint: Any = None
+    doing: str = "before the first step"
+    """What is going on, for messages."""
+    _train: Any = field(default=None, init=False)
+    """Batches of the training split, from where the run is."""
+    _numbers: Any = field(default=None, init=False)
+    """The stream of :meth:`_beside_the_optimizer`."""
+
+    def __post_init__(self) -> None:
+        self.first_report = self.memory
+
+    def run(self) -> str | None:
+        """Train to the last step and evaluate on the valid and test splits.
+
+        Returns:
+            None when all steps are done, else why it ended before ("SIGTERM", "--stop-at-step", ...).
+
+        Raises:
+            BadSteps: after ``max_bad_steps`` in a row; nothing was saved since ``last_checkpoint``.
+        """
+        a, progress = self.options, self.progress
+        saved_step = progress.step if self.last_checkpoint else -1
+        # Reached before: the same command was started again.
+        reached = a.stop_at_step is not None and progress.step >= a.stop_at_step < a.train_steps
+        why = "--stop-at-step" if reached else None
+        self._train = self.data.batches("train", progress.consumed_samples)
+        while progress.step < a.train_steps and why is None:
+            record = self._step()
+            if self.profiler is not None:
+                self.profiler.step()
+            step, at_end = progress.step, progress.step == a.train_steps
+            if at_end or (a.eval_interval and step % a.eval_interval == 0):
+                record |= self._held_out("valid")
+            if at_end:
+                record |= self._held_out("test")
+            stopping = record.pop("stopping")
+            self.reporters.step(record)
+            self._check_bad(record)
+            if stopping and not at_end:
+                why = (self.stop.name if self.stop else None) or "a signal on another rank"
+            elif step == a.stop_at_step and not at_end:
+                why = "--stop-at-step"
+            if why or (a.save_interval and step % a.save_interval == 0):
+                saved_step = self._save()
+        if saved_step != progress.step:
+            self._save()
+        return why
+
+    def _save(self) -> int:
+        """Write a checkpoint, if the run is to; the step it is of."""
+        if self.save is not None:
+            self.doing = f"while the checkpoint of step {self.progress.step} was written"
+            self.last_checkpoint = self.save()
+        return self.progress.step
+
+    def _step(self) -> dict[str, Any]:
+        """One optimizer step; advances ``progress`` and returns the record, with ``stopping`` added."""
+        progress = self.progress
+        self.doing = f"in step {progress.step + 1}"
+        lr = self.schedule(progress.step + 1)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        graphs = pool_bytes(self.device)  # before the step: in the one that makes them, torch counts what they take
+        began = time.perf_counter()
+        loss = self.steps.step(self._train, self.memory)
+        applied = bool(self.engine.was_step_applied())
+        requested = 1.0 if self.stop is not None and self.stop.requested() else 0.0
+        with self._beside_the_optimizer():
+            norm = float(self.engine.get_global_grad_norm())
+            more = self.more() if self.more is not None else {}
+            (mean_loss, stopping, *means), seconds = mean_and_each(
+                [loss, requested, *more.values()], self.times.seconds(), self.device
+            )
+        took = time.perf_counter() - began
+
+        progress.step += 1
+        began_at = progress.consumed_samples
+        consumed = began_at + self.samples_per_step
+        progress.consumed_samples = consumed if self.data.samples is None else min(consumed, self.data.samples)
+        progress.loss = mean_loss if math.isfinite(mean_loss) else None
+        speed = self.data.tokens(began_at, consumed) / took
+        record: dict[str, Any] = {
+            "step": progress.step,
+            "loss": mean_loss,
+            "lr": lr,
+            "grad_norm": norm,
+            **dict(zip(more, means, strict=True)),
+            "tokens_per_second": speed,
+            "tokens_per_second_per_gpu": speed / dist.get_world_size(),
+            "tflops_per_gpu": speed * self.flops_per_token / dist.get_world_size() / 1e12,
+            "step_time": took,
+            "peak_memory_bytes": peak_memory_bytes() + graphs,
+            "consumed_samples": progress.consumed_samples,
+            **self.times.judge(seconds, progress.step, took),
+            "stopping": stopping > 0,
+        }
+        if self.memory is not None and applied:
+            self.memory.step_done()
+            self.reporters.memory(self.memory)
+            self.memory = None
+        if not applied:
+            progress.skipped_steps += 1
+            record["skipped"] = "non-finite loss" if not math.isfinite(mean_loss) else "non-finite gradient norm"
+        progress.bad_in_a_row = 0 if applied else progress.bad_in_a_row + 1
+        return record
+
+    @contextlib.contextmanager
+    def _beside_the_optimizer(self) -> Iterator[None]:
+        """Where a step's numbers are read while a GPU still writes weights, so that the next step follows without a
+        pause: on a stream of their own, which waits for what was computed before the optimizer began."""
+        known = norm_known(self.engine)
+        if known is None:
+            yield
+            return
+        if self._numbers is None:
+            self._numbers = torch.cuda.Stream()
+        self._numbers.wait_event(known)
+        with torch.cuda.stream(self._numbers):
+            yield
+
+    def _check_bad(self, record: dict[str, Any]) -> None:
+        if self.progress.bad_in_a_row >= self.options.max_bad_steps:
+            raise BadSteps(
+                f"{self.progress.bad_in_a_row} steps in a row, up to step {self.progress.step}, had a "
+                f"{record['skipped']}; "
+                f"last good checkpoint: {self.last_checkpoint or 'none was saved (--save, --save-interval)'}"
+            )
+
+    def _held_out(self, split: str) -> dict[str, float]:
+        self.doing = f"in the evaluation after step {self.progress.step}"
+        loss = self.evaluate(split)
+        return {} if loss is None else {f"{split}_loss": loss}
+
+    @torch.no_grad()
+    def evaluate(self, split: str) -> float | None:
+        """Mean loss over ``eval_steps`` micro-batches of every rank; None where there is no such split."""
+        if (batches := self.data.batches(split)) is None:
+            return None
+        self.engine.eval()
+        mean = self.steps.evaluate(batches, self.options.eval_steps)
+        self.engine.train()
+        return mean_over_ranks([mean], self.device)[0]

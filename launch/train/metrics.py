@@ -1,0 +1,183 @@
+"""Records of a run's steps: ``metrics.jsonl``, a line for each, and the summary of them all."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import InitVar, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coat_dist import CoatConfigError
+from coat_dist.checkpoint.write.durable import write_text
+from launch.train.rank_times import THRESHOLD
+
+__all__ = [
+    "Summary",
+    "duration",
+    "format_line",
+    "format_summary",
+    "peak_memory_bytes",
+    "put_aside",
+    "read_metrics",
+    "truncate_metrics",
+]
+
+
+def peak_memory_bytes() -> int:
+    """Peak bytes of this rank: tensors on the GPU since the step began, or the process's memory without a GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Records of a ``metrics.jsonl`` (or of the folder that holds one), in order. A last line cut by a kill is left
+    out.
+
+    Raises:
+        CoatConfigError: a line that is no record, named by its number.
+        FileNotFoundError: no such file.
+    """
+    path = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+            record["step"] + 0
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):  # no newline behind it: the writer was killed
+                break
+            raise CoatConfigError(
+                f'{path}:{number}: got {line[:60]!r}, accepted: one JSON object a line, with an integer "step" (remove '
+                "the line, or rename the file)"
+            ) from None
+        records.append(record)
+    return records
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Keep records up to ``step``: what came later is about to be repeated. The file is replaced in one go."""
+    if path.exists():
+        write_text(path, "".join(json.dumps(r) + "\n" for r in read_metrics(path) if r["step"] <= step))
+
+
+def put_aside(path: Path) -> None:
+    """Rename a file, if it is there and holds anything, to the first free of ``NAME.1``, ``NAME.2``, ..."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    os.rename(path, aside)
+
+
+def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float, unit: str) -> str:
+    """One readable line for one step; ``unit`` is what a rank is called ("GPU", "rank")."""
+
+    def number(key: str, digits: str) -> str:
+        value = record.get(key)
+        return "non-finite" if value is None else format(value, digits)
+
+    parts = [
+        f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {number('loss', '.4f')}",
+        f"lr {record['lr']:.3e}",
+        f"grad norm {number('grad_norm', '.3f')}",
+        f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}",
+        f"{record['tflops_per_gpu']:.3g} TFLOP/s/{unit}",
+        f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
+        f"ETA {duration(eta_seconds)}",
+    ]
+    if record.get("slowest_rank_time_ratio", 1.0) >= THRESHOLD:
+        parts.append(f"slowest rank {record['slowest_rank']}: {record['slowest_rank_time_ratio']:.2f} x")
+    parts += [f"{name} loss {number(f'{name}_loss', '.4f')}" for name in ("valid", "test") if f"{name}_loss" in record]
+    if record.get("skipped"):
+        parts.append(f"SKIPPED: {record['skipped']}")
+    return " | ".join(parts)
+
+
+def format_summary(summary: Mapping[str, Any], unit: str) -> str:
+    """The line of a run that has ended; ``unit`` as for :func:`format_line`."""
+    parts = [
+        f"summary: step {summary['step']}",
+        f"{summary['tokens']:,} tokens in {duration(summary['seconds'])}",
+        f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
+    ]
+    if summary["tokens_per_second"] is not None:
+        each = summary["tokens_per_second_per_gpu"]
+        parts.insert(2, f"{summary['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a {unit})")
+    if summary["best_valid_loss"] is not None:
+        parts.append(f"best valid loss {summary['best_valid_loss']:.4f} at step {summary['best_valid_step']}")
+    if summary["test_loss"] is not None:
+        parts.append(f"test loss {summary['test_loss']:.4f}")
+    return " | ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1:02:03, 2:03 or 0:03, days in front where there are any."""
+    minutes, second = divmod(int(seconds + 0.5), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return f"{days}d {clock}" if days else clock
+
+
+@dataclass
+class Summary:
+    """What a run was, in a few numbers, from the records of its steps.
+
+    Args:
+        earlier: records that the run continues from.
+    """
+
+    earlier: InitVar[Iterable[Mapping[str, Any]]] = ()
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    peak: int = 0
+    loss: float | None = None
+    test_loss: float | None = None
+    best: tuple[float | None, int | None] = (None, None)
+    """The lowest loss on the valid split, and its step."""
+
+    def __post_init__(self, earlier: Iterable[Mapping[str, Any]]) -> None:
+        for record in earlier:
+            self.add(record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count one step; a number that is None was not finite."""
+        seconds, valid = record.get("step_time") or 0.0, record.get("valid_loss")
+        self.steps += 1
+        self.seconds += seconds
+        self.tokens += seconds * (record.get("tokens_per_second") or 0.0)
+        self.peak = max(self.peak, record.get("peak_memory_bytes") or 0)
+        self.loss = record.get("loss")
+        self.test_loss = record.get("test_loss", self.test_loss)
+        if valid is not None and (self.best[0] is None or valid < self.best[0]):
+            self.best = valid, record["step"]
+
+    def to_dict(self, *, wall_seconds: float, ranks: int) -> dict[str, Any]:
+        """The numbers. ``wall_seconds``: of this start, evaluation and saving included."""
+        speed = self.tokens / self.seconds if self.seconds else None
+        return {
+            "recorded_steps": self.steps,
+            "tokens": round(self.tokens),
+            "seconds": self.seconds,
+            "wall_seconds": wall_seconds,
+            "tokens_per_second": speed,
+            "tokens_per_second_per_gpu": None if speed is None else speed / ranks,
+            "peak_memory_bytes": self.peak,
+            "loss": self.loss,
+            "best_valid_loss": self.best[0],
+            "best_valid_step": self.best[1],
+            "test_loss": self.test_loss,
+        }

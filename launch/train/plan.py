@@ -1,0 +1,218 @@
+"""What a run is: every setting read and checked before a device is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coat_dist import CoatConfig, CoatConfigError
+from coat_dist.deepspeed.config.validate import check_parallel
+from launch.data import dataset as data
+from launch.model.gpt import ModelConfig, parameter_count
+from launch.plan.recompute import recompute_options
+from launch.train import checkpoint
+from launch.train.arguments import PretrainOptions, TrainingOptions
+from launch.train.initial import initial_weights, length_note, tokenizer_warning
+from launch.train.layout import KeptBatch, keep_batch
+from launch.train.schedule import Schedule
+from launch.train.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
+from launch.train.stages import check_micro_batches, check_stages
+
+__all__ = ["Plan", "as_typed", "assemble", "plan"]
+
+FINE_TUNING_LR = 1e-4
+"""Learning rate up to which trained weights go without a warm-up."""
+_OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that is decided before a device is touched; the same on all ranks."""
+
+    args: PretrainOptions
+    settings: dict[str, Any]
+    """The DeepSpeed configuration, "coat" block included."""
+    coat: CoatConfig | None
+    model: ModelConfig
+    schedule: Schedule
+    batch: BatchSizes
+    dp: int
+    """Data-parallel ranks."""
+    eod: int | None = None
+    """The id with which documents end that are kept apart (``--separate-documents``); None = they are not."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """What descriptions of token files among ``--data`` say, by the sources' names."""
+    weights: Any = None
+    """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
+
+    warning: str | None = None
+    """Lines for stderr, one at least."""
+    kept: KeptBatch | None = None
+    """Where batch sizes are those of a checkpoint of another number of ranks; with a line for the log."""
+    auto: bool = False
+    """The micro-batch is to be found, or was."""
+    recompute: dict[str, Any] = field(default_factory=dict)
+    """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
+
+    def describe(self) -> str:
+        """One line for the log, and another before it where there is another batch than was set."""
+        ep = self.args.expert_parallel
+        divided = f", experts divided over {ep}" if ep > 1 else ""
+        return (f"{self.kept.line}\n" if self.kept else "") + (
+            f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
+            f"tensor-parallel ranks{self._stages()}{divided}; {self.batch.total} samples of {self.model.seq_length} "
+            f"tokens a step ({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
+        )
+
+    def _stages(self) -> str:
+        stages, virtual = self.args.pipeline_parallel, self.args.virtual_stages
+        if stages == 1:
+            return ""
+        return f" x {stages} pipeline stages" + (f" of {virtual} parts" if virtual > 1 else "")
+
+    def carried(self, source: Path | None) -> dict[str, bytes]:
+        """What every checkpoint holds beside the weights: :func:`launch.train.checkpoint.carried`."""
+        return checkpoint.carried(source, self.weights)
+
+    def data_identity(self) -> dict[str, Any]:
+        """Which data this run trains on."""
+        apart = {} if self.eod is None else {"separate_documents": True}
+        sources = {"sources": self.sources} if self.sources else {}
+        return {"paths": self.args.data, "split": self.args.split, **apart, **sources}
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values that say what this run is; kept in checkpoints."""
+        settings = {k: v for k, v in self.settings.items() if k != "coat"}
+        if self.coat is not None:
+            settings["coat"] = self.coat.model_dump()
+        a = self.args
+        pipeline = {"pipeline": a.pipeline_parallel, "virtual_stages": a.virtual_stages}
+        return {
+            "model": self.model.identity(),
+            "parallel": {
+                "tensor": a.tensor_parallel,
+                "data": self.dp,
+                "sequence_parallel": a.sequence_parallel,
+                **(pipeline if a.pipeline_parallel > 1 else {}),
+                **({"expert": a.expert_parallel} if a.expert_parallel > 1 else {}),
+            },
+            "deepspeed": json.loads(json.dumps(settings)),
+            "schedule": asdict(self.schedule),
+            "batch": asdict(self.batch)
+            | ({"found": "auto"} if self.auto else {})
+            | ({"given": self.kept.given} if self.kept else {}),
+            "data": self.data_identity(),
+            "seed": a.seed,
+        }
+
+
+P = TypeVar("P", bound=Plan)
+
+
+@contextmanager
+def as_typed() -> Iterator[None]:
+    """Errors of data name what was typed, not the parameter of a function that it became."""
+    try:
+        yield
+    except data.DataError as problem:
+        name, colon, rest = str(problem).partition(":")
+        raise data.DataError(f"{_OPTIONS.get(name, name)}{colon}{rest}") from None
+
+
+def plan(args: PretrainOptions, world: int) -> Plan:
+    """Read and check every setting.
+
+    Raises:
+        CoatConfigError, DataError: names what cannot be used.
+    """
+    tp = args.tensor_parallel
+    settings, coat = load_settings(args.deepspeed_config, tp=tp)
+    model, weights = initial_weights(args)
+    with as_typed():
+        prefixes, _ = data.parse_blend(args.data)
+        infos = [data.read_info(prefix) for prefix in prefixes]
+        data.check_one_tokenizer(prefixes, infos)
+        mixtures = {p: data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)}
+    model = model.with_vocab(max(info.vocab_size for info in infos))
+    eod = infos[0].eod if args.separate_documents else None
+    told = (
+        tokenizer_warning(weights, *data.telling(prefixes, infos)),
+        length_note(model.seq_length, weights, "--init-from"),
+    )
+    warning = "\n".join(line for line in told if line is not None) or None
+    sources = {
+        (name if len(mixtures) == 1 else f"{path}#{name}"): source  # of several descriptions names may be the same
+        for path, mixture in mixtures.items()
+        for name, source in mixture.items()
+    }
+    return assemble(args, world, settings, coat, model, eod=eod, sources=sources, weights=weights, warning=warning)
+
+
+def assemble(
+    args: TrainingOptions,
+    world: int,
+    settings: dict[str, Any],
+    coat: CoatConfig | None,
+    model: ModelConfig,
+    kind: type[P] = Plan,  # type: ignore[assignment]
+    **more: Any,
+) -> P:
+    """What :func:`plan` does once it knows the model: batch sizes, schedule, parallel sizes.
+
+    Args:
+        kind, more: the class of plan to make, and what it has beside a :class:`Plan`'s own.
+
+    Raises:
+        CoatConfigError: names what cannot be used.
+    """
+    tp, settings = args.tensor_parallel, {**settings}  # batch sizes are set below
+    if world % tp:
+        raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
+    model.check_parallel(tp, args.sequence_parallel)
+    stages = check_stages(args, world, settings, model)
+    dp = world // tp // stages
+    model.check_expert_parallel(args.expert_parallel, dp)
+    check_parallel(settings, ep=args.expert_parallel)
+    lr = peak_lr(args, settings)
+    if args.min_lr > lr:
+        raise CoatConfigError(f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})")
+    schedule = Schedule(
+        lr=lr,
+        min_lr=args.min_lr,
+        warmup_steps=args.warmup_steps,
+        # The last step has --min-lr: a single one, of a small data set, would train nothing.
+        decay_steps=args.lr_decay_steps or max(args.train_steps, 2),
+        kind=args.lr_schedule,
+    )
+    settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
+    auto = auto_batch(args, settings, dp)
+    kept = keep_batch(args, settings, dp, auto)
+    batch = batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, dp)
+    check_micro_batches(args, batch)
+    initialized = getattr(args, "init_from", None) is not None  # of pretrain.py
+    notes = {
+        "--lr: 0, with which no weight changes": not lr,
+        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
+        "what the weights have learnt": initialized and not args.warmup_steps and lr > FINE_TUNING_LR,
+        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so some of "
+        "these are idle at any time": batch.accumulation < stages,
+    }
+    told = [more.get("warning"), *(f"note: {line}" for line, holds in notes.items() if holds)]
+    more["warning"] = "\n".join(filter(None, told)) or None
+    return kind(
+        args=args,  # type: ignore[arg-type]
+        settings=settings,
+        coat=coat,
+        model=model,
+        schedule=schedule,
+        dp=dp,
+        batch=batch,
+        auto=auto,
+        kept=kept,
+        recompute=recompute_options(args, model, coat),
+        **more,
+    )

@@ -1,0 +1,308 @@
+"""Where the records of steps go: lines, ``metrics.jsonl``, TensorBoard, Weights & Biases, a profile. On rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from coat_dist import CoatConfigError
+from coat_dist.checkpoint.write.durable import write_text
+from coat_dist.ranks import on_rank_0
+from launch.log_level import shows
+from launch.train.arguments import TrainingOptions
+from launch.train.memory import MemoryReport
+from launch.train.metrics import Summary, format_line, format_summary, put_aside, read_metrics, truncate_metrics
+
+__all__ = [
+    "Files",
+    "Lines",
+    "Reporters",
+    "TensorBoard",
+    "WeightsAndBiases",
+    "open_reporters",
+    "step_profiler",
+]
+
+
+class Reporter:
+    """Where a run's records go. Each of the methods may do nothing."""
+
+    option, where = "output", ""
+    """For errors: the option that asked for it, and what it writes to."""
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """One step; a number that is None was not finite."""
+
+    def memory(self, report: MemoryReport) -> None:
+        """What the first step was measured to hold."""
+
+    def finish(self, summary: Mapping[str, Any], failed: bool) -> None:
+        """The run has ended."""
+
+    def close(self) -> None:
+        """Release what is open, whatever has happened."""
+
+
+class Lines(Reporter):
+    """Readable lines.
+
+    Args:
+        total_steps: last step of the run.
+        end: where this process stops; for the ETA.
+    """
+
+    def __init__(self, total_steps: int, end: int | None = None, stream: TextIO | None = None) -> None:
+        self._total, self._end, self._stream = total_steps, end or total_steps, stream
+        self._unit = "GPU" if torch.cuda.is_available() else "rank"
+        self._recent: deque[float] = deque(maxlen=20)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._recent.append(record["step_time"])
+        eta = (self._end - record["step"]) * sum(self._recent) / len(self._recent)
+        self._print(format_line(record, self._total, eta, self._unit))
+
+    def memory(self, report: MemoryReport) -> None:
+        self._print(report.table())
+
+    def finish(self, summary: Mapping[str, Any], failed: bool) -> None:
+        self._print(format_summary(summary, self._unit))
+
+    def _print(self, text: str) -> None:
+        if shows("info"):
+            print(text, file=self._stream or sys.stdout, flush=True)
+
+
+class Files(Reporter):
+    """``metrics.jsonl``, ``memory.json`` and ``summary.json``.
+
+    Args:
+        folder: of the run.
+        start_step: records beyond this step are dropped from an existing file (they are about to be repeated).
+        continues: whether existing files are this run's; another's are renamed.
+    """
+
+    def __init__(self, folder: Path, start_step: int, continues: bool) -> None:
+        self._folder, path = folder, folder / "metrics.jsonl"
+        self.where = str(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        if continues:
+            truncate_metrics(path, start_step)
+            folder.joinpath("summary.json").unlink(missing_ok=True)  # of a run that goes on
+        else:
+            put_aside(path)
+            put_aside(folder / "summary.json")
+        self.earlier = read_metrics(path) if path.exists() else []
+        self._file = path.open("a", encoding="utf-8")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def memory(self, report: MemoryReport) -> None:
+        write_text(self._folder / "memory.json", json.dumps(report.to_dict(), indent=1) + "\n")
+
+    def finish(self, summary: Mapping[str, Any], failed: bool) -> None:
+        write_text(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(Reporter):
+    """TensorBoard events; ``start_step`` hides what an interrupted run wrote beyond the checkpoint."""
+
+    option = "tensorboard"
+
+    def __init__(self, folder: str, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.where = folder
+        self._board = SummaryWriter(folder, purge_step=start_step + 1)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float):
+                self._board.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class WeightsAndBiases(Reporter):
+    """A run at Weights & Biases, whose id is kept in ``wandb.json`` of ``--output``.
+
+    Args:
+        continues: whether ``wandb.json`` is of this run; else a new one begins.
+        identity: plain values that say what the run is.
+
+    Raises:
+        CoatConfigError: W&B refuses, most often because nobody is logged in; or its package cannot be imported.
+    """
+
+    def __init__(self, a: TrainingOptions, continues: bool, identity: Mapping[str, Any]) -> None:
+        if not shows("info"):
+            os.environ.setdefault("WANDB_SILENT", "true")  # it prints a page; refusals are raised all the same
+        config = {**identity, "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}}
+        given = {"name": a.wandb_name, "entity": a.wandb_entity, "mode": a.wandb_mode, "dir": a.output}
+        kept = None if a.output is None else Path(a.output, "wandb.json")
+        if continues and kept is not None and kept.exists():
+            given |= {"id": json.loads(kept.read_text(encoding="utf-8"))["id"], "resume": "allow"}
+        try:
+            import wandb
+
+            self._run = wandb.init(project=a.wandb, config=config, **{k: v for k, v in given.items() if v is not None})
+        except Exception as problem:  # its own classes, which other ranks cannot unpickle
+            line = " ".join(str(problem).split())
+            raise CoatConfigError(
+                f"--wandb: got {a.wandb}, which cannot be started ({type(problem).__name__}: {line}), accepted: after "
+                "`pip install wandb` and `wandb login`, or with --wandb-mode offline"
+            ) from problem
+        self._finished = False
+        if kept is not None:
+            write_text(kept, json.dumps({"id": str(self._run.id), "project": a.wandb}) + "\n")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Of steps that are repeated after a restart W&B keeps the first."""
+        numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+        self._run.log(numbers, step=record["step"])
+
+    def finish(self, summary: Mapping[str, Any], failed: bool) -> None:
+        for key, value in summary.items():
+            if value is not None:
+                self._run.summary[key] = value
+        self._run.finish(exit_code=int(failed))
+        self._finished = True
+
+    def close(self) -> None:
+        if not self._finished:
+            self._run.finish(exit_code=1)
+
+
+class Reporters:
+    """All reporters of rank 0; other ranks have none.
+
+    Args:
+        earlier: records that the run continues from; for the summary.
+
+    Raises:
+        CoatConfigError: from all methods but ``close``, a file that cannot be written.
+    """
+
+    def __init__(self, *reporters: Reporter, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._reporters = reporters
+        self._summary, self._began = Summary(earlier), time.monotonic()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Report one step. Numbers that are not finite are None from here on: NaN is not JSON."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._summary.add(clean)
+        self._each(lambda reporter: reporter.step(clean))
+
+    def memory(self, report: MemoryReport) -> None:
+        """Report what a step holds."""
+        self._each(lambda reporter: reporter.memory(report))
+
+    def finish(self, ended: str, step: int, checkpoint: Any, failed: bool = False) -> None:
+        """Report what the run was.
+
+        Args:
+            ended: how, in words.
+            step: the last one.
+            checkpoint: the last one, or None.
+            failed: whether W&B shows it as failed.
+        """
+        wall, ranks = time.monotonic() - self._began, dist.get_world_size()
+        summary = {"ended": ended, "step": step, **self._summary.to_dict(wall_seconds=wall, ranks=ranks)}
+        summary["checkpoint"] = None if checkpoint is None else str(checkpoint)
+        self._each(lambda reporter: reporter.finish(summary, failed))
+
+    def close(self) -> None:
+        """Close all of them; what could not be written before has been raised."""
+        for reporter in self._reporters:
+            with suppress(OSError):
+                reporter.close()
+
+    def _each(self, do: Callable[[Reporter], None]) -> None:
+        for reporter in self._reporters:
+            try:
+                do(reporter)
+            except OSError as problem:
+                raise _unwritable(reporter.option, reporter.where, problem) from problem
+
+
+def _unwritable(option: str, where: Any, problem: OSError) -> CoatConfigError:
+    return CoatConfigError(f"--{option}: cannot write {problem.filename or where} ({problem.strerror or problem})")
+
+
+def open_reporters(a: TrainingOptions, start_step: int, continues: bool, identity: Mapping[str, Any]) -> Reporters:
+    """The reporters that the options ask for; collective.
+
+    Args:
+        start_step: last step that was done before.
+        continues: whether what is in ``--output`` is this run's.
+        identity: plain values that say what the run is; for W&B.
+
+    Raises:
+        CoatConfigError: on every rank; a file that cannot be written, or W&B refuses.
+    """
+    made: list[Reporter] = []
+
+    def make() -> None:  # what it returns would be sent to the other ranks
+        made.append(Lines(a.train_steps, a.stop_at_step))
+        try:
+            if a.output is not None:
+                made.append(Files(Path(a.output), start_step, continues))
+            if a.tensorboard is not None:
+                made.append(TensorBoard(a.tensorboard, start_step))
+        except OSError as problem:
+            option, folder = ("output", a.output) if len(made) == 1 else ("tensorboard", a.tensorboard)
+            raise _unwritable(option, folder, problem) from problem
+        if a.wandb is not None:
+            made.append(WeightsAndBiases(a, continues, identity))
+
+    on_rank_0(make)
+    return Reporters(*made, earlier=next((one.earlier for one in made if isinstance(one, Files)), ()))
+
+
+def step_profiler(steps: tuple[int, int], start_step: int, folder: str) -> Any:
+    """torch's profiler around the steps ``steps``; in its context, ``step()`` follows each step.
+
+    It writes ``trace-steps10-12.json`` into ``folder``, for chrome://tracing or Perfetto. A run that begins or ends
+    within these steps has those it did in the trace.
+    """
+    from torch.profiler import ProfilerAction, profile
+
+    first = max(steps[0], start_step + 1)
+
+    def action(step: int) -> ProfilerAction:
+        if not first <= step <= steps[1]:
+            return ProfilerAction.NONE
+        return ProfilerAction.RECORD_AND_SAVE if step == steps[1] else ProfilerAction.RECORD
+
+    def write(profiled: Any) -> None:
+        last = min(steps[1], profiled.step_num - 1)
+        if last < first:  # a run that failed in the first of them
+            return
+        path = Path(folder, f"trace-steps{'-'.join(map(str, dict.fromkeys((first, last))))}.json")
+        temporary = path.with_name(f".{path.name}.new.json")
+        try:
+            profiled.export_chrome_trace(str(temporary))
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as problem:
+            raise CoatConfigError(f"--profile-steps: cannot write {path} ({problem})") from problem
+
+    made: Any = profile(schedule=action, on_trace_ready=write)
+    made.step_num = start_step + 1  # instead of 0: the trace has "ProfilerStep#10"
+    made.current_action = action(made.step_num)
+    return made

@@ -1,0 +1,127 @@
+"""Micro-batches of a step and of an evaluation: one after the other, or over pipeline stages by Megatron."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from launch.train import build
+from launch.train.data_source import Batch
+from launch.train.memory import MemoryReport
+from launch.train.plan import Plan
+from launch.train.rank_times import RankTimes
+
+__all__ = ["MicroBatches", "PipelineSteps", "steps_of"]
+
+
+def steps_of(p: Plan, engine: Any, device: torch.device, times: RankTimes) -> MicroBatches | PipelineSteps:
+    """What runs the micro-batches of a plan on its engine."""
+    tp = p.args.tensor_parallel
+    if p.args.pipeline_parallel == 1:
+        return MicroBatches(engine, build.language_model_loss(tp, device), p.batch.accumulation, device, times)
+    shape = {"seq_length": p.model.seq_length, "micro_batch_size": p.batch.micro}
+    if p.eod is not None:  # a micro-batch is one sequence then
+        shape = {"seq_length": p.model.seq_length * p.batch.micro, "micro_batch_size": 1}
+    return PipelineSteps(engine, build.forward_step(tp, device), shape, p.eod is not None)
+
+
+def _nan_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
+    """The loss times exactly 1, or NaN where it is not finite.
+
+    The gradient norm, which all ranks share and DeepSpeed checks before it changes anything, then tells every rank
+    without a further synchronization.
+    """
+    return loss * (1 + 0 * loss.detach())
+
+
+@dataclass
+class MicroBatches:
+    """Steps and evaluations of an engine that holds the whole model."""
+
+    engine: Any
+    loss: Callable[[Any, Batch], torch.Tensor]
+    """``loss(engine, batch)``: the mean loss of a micro-batch, fp32 scalar."""
+    accumulation: int
+    device: torch.device
+    times: RankTimes
+
+    def step(self, batches: Iterator[Batch], memory: MemoryReport | None = None) -> torch.Tensor:
+        """One optimizer step. The mean loss of its micro-batches, fp64.
+
+        Args:
+            memory: measures the first forward pass, and the gradients.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index in range(self.accumulation):
+            self.times.begin()
+            batch = next(batches)
+            self.times.batch_is_there()
+            watched = memory.forward(batch["tokens"].numel()) if memory and not index else contextlib.nullcontext()
+            with watched:
+                loss = self.loss(self.engine, batch)
+            self.times.forward_done()
+            total += loss.detach()
+            self.engine.backward(_nan_if_not_finite(loss))
+            if memory is not None and index == self.accumulation - 1:
+                memory.backward_done()
+            self.engine.step()
+        return total / self.accumulation
+
+    def evaluate(self, batches: Iterator[Batch], count: int) -> torch.Tensor:
+        """The mean loss of ``count`` micro-batches, fp64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _ in range(count):
+            total += self.loss(self.engine, next(batches))
+        return total / count
+
+
+@dataclass
+class PipelineSteps:
+    """Steps and evaluations of an engine that holds one stage. What they return is the same on all stages."""
+
+    engine: Any
+    forward_step: Callable[..., Any]
+    """Of :func:`launch.train.build.forward_step`."""
+    shape: dict[str, int]
+    """Of what stages send one another."""
+    documents: bool
+    """Whether every stage needs the batches: where documents begin."""
+
+    def step(self, batches: Iterator[Batch], memory: MemoryReport | None = None) -> torch.Tensor:
+        """As :meth:`MicroBatches.step`."""
+        from megatron_patches import train_batch
+
+        watched = [memory]
+
+        def forward(batches: Any, model: Any) -> Any:
+            first = watched.pop() if watched else None
+            with contextlib.nullcontext() if first is None else first.forward():
+                output, loss_of = self.forward_step(batches, model)
+                if not model.post_process:
+                    return output, loss_of
+                loss = _nan_if_not_finite(loss_of(output))
+            return loss, lambda loss: loss
+
+        done = None if memory is None else memory.backward_done
+        return train_batch(self.engine, self._read(batches), forward, before_step=done, **self.shape)
+
+    def evaluate(self, batches: Iterator[Batch], count: int) -> torch.Tensor:
+        """As :meth:`MicroBatches.evaluate`."""
+        from megatron_patches import eval_batch
+
+        return eval_batch(self.engine, self._read(batches), self.forward_step, num_microbatches=count, **self.shape)
+
+    def _read(self, batches: Iterator[Batch]) -> Any:
+        """``batches`` for each part of the model that needs them: the first one and the last one."""
+        from megatron_patches.parallel.pipeline import chunks_of
+
+        chunks = chunks_of(self.engine.module)
+        needed = [bool(self.documents or chunk.pre_process or chunk.post_process) for chunk in chunks]
+        copies = iter(itertools.tee(batches, sum(needed)))
+        read = [next(copies) if one else None for one in needed]
+        return read if len(chunks) > 1 else read[0]

@@ -1,0 +1,52 @@
+"""Runs of ``pretrain`` on ranks that run out of memory where a test wants them to."""
+
+import torch
+
+from tests.launch.pretrain_runs import rank_main
+
+
+def limited(rank, world, argv, most=None, at=None, ranks=None):
+    """``pretrain.train``; how it ended, or the error.
+
+    Args:
+        most: forward passes with more samples than this are out of memory.
+        at: "build", "save", or the number of the forward pass that is out of memory.
+        ranks: those on which it is so; None = all.
+    """
+    from launch.train import build, checkpoint, exhausted
+
+    inner_loss, inner_engine, passes = build.language_model_loss, build.build_engine, [0]
+    inner_save = checkpoint.save
+    here = ranks is None or rank in ranks
+
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. And more.")
+
+    def language_model_loss(*args):
+        inner = inner_loss(*args)
+
+        def loss(engine, batch):
+            passes[0] += 1
+            if here and ((most is not None and len(batch["tokens"]) > most) or passes[0] == at):
+                fail()
+            return inner(engine, batch)
+
+        return loss
+
+    def build_engine(*args, **kwargs):
+        if here and at == "build":
+            fail()
+        return inner_engine(*args, **kwargs)
+
+    def save(*args, **kwargs):
+        if here and at == "save":
+            fail()
+        return inner_save(*args, **kwargs)
+
+    build.language_model_loss, build.build_engine, checkpoint.save = language_model_loss, build_engine, save
+    try:
+        return rank_main(rank, world, argv)
+    except exhausted.OutOfMemory as problem:
+        return f"OutOfMemory: {problem}"
+    finally:
+        build.language_model_loss, build.build_engine, checkpoint.save = inner_loss, inner_engine, inner_save

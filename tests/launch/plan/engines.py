@@ -1,0 +1,94 @@
+"""What engines on ranks hold, beside what the planner says of them."""
+
+from types import SimpleNamespace
+
+import torch
+
+MODEL = {
+    "num_layers": 3,
+    "hidden_size": 128,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 500,
+}
+
+
+def settings_of(stage, coat, **more):
+    """A DeepSpeed configuration; ``coat`` is a block, or None for torch's AdamW."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        # Buckets of tests' sizes; threshold 0: ZeRO-3 would keep small parameters whole on every rank.
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 100000,
+            "contiguous_gradients": True,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "optimizer": {"type": "AdamW" if coat is None else "CoatAdamW", "params": {"lr": 1e-3}},
+        **({} if coat is None else {"coat": coat}),
+        **more,
+    }
+
+
+def planned(model, settings, dp=1, tp=1, recompute=None):
+    """The planner's run."""
+    from coat_dist import CoatConfig
+    from launch.model.gpt import ModelConfig
+    from launch.plan.run import Run
+
+    return Run(
+        model=ModelConfig.model_validate(model),
+        settings=settings,
+        coat=CoatConfig.from_deepspeed(settings),
+        dp=dp,
+        tp=tp,
+        sequence_parallel=tp > 1,
+        micro=settings["train_micro_batch_size_per_gpu"],
+        recompute=recompute or {},
+    )
+
+
+def measured(rank, world, model, settings, tp=1, recompute=None):
+    """Rows of a ``MemoryReport`` after one step: bytes by name, of this rank."""
+    from coat_dist import CoatConfig
+    from launch.model.gpt import ModelConfig
+    from launch.train import build, runtime
+    from launch.train.memory import MemoryReport
+    from launch.train.settings import batch_sizes
+    from megatron_patches import initialize_model_parallel
+
+    device = runtime.start(rank)
+    initialize_model_parallel(tp, seed=3, create_gloo_process_groups=False)
+    config = ModelConfig.model_validate(model)
+    p = SimpleNamespace(
+        model=config,
+        args=SimpleNamespace(
+            tensor_parallel=tp, sequence_parallel=tp > 1, expert_parallel=1, pipeline_parallel=1, virtual_stages=1
+        ),
+        batch=batch_sizes(settings, world // tp),
+        settings=settings,
+        coat=CoatConfig.from_deepspeed(settings),
+        recompute=recompute or {},
+    )
+    engine = build.build_engine(p, lambda text: None)
+    shape = (p.batch.micro, config.seq_length)
+    tokens = torch.randint(0, config.vocab_size, shape)
+    batch = {
+        "tokens": tokens,
+        "labels": tokens.roll(1, 1),
+        "loss_mask": torch.ones(shape),
+        "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
+    }
+    report = MemoryReport(engine, p.batch.micro * config.seq_length)
+    with report.forward():
+        loss = build.language_model_loss(tp, device)(engine, batch)
+    engine.backward(loss)
+    report.backward_done()
+    engine.step()
+    report.step_done()
+    buffer = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
+    found = {name: row["bytes"] for name, row in report.to_dict().items()}
+    return found if buffer is None else found | {"gradients of this rank's share": buffer.numel() * buffer.itemsize}
