@@ -99,7 +99,7 @@ def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch, scal
     subnormal round again."""
     config = settings(forward_scales=scales, saved_format="e4m3")
     operands = []
-    for where, name in (("linear", "summed_gemm"), ("linear", "gemm"), ("weights", "gemm")):
+    for where, name in (("blocks.linear", "summed_gemm"), ("blocks.linear", "gemm"), ("weights", "gemm")):
         module = importlib.import_module(f"coat_dist.flow.{where}")
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda a, b, *rest, _real=real, **named: (

@@ -60,8 +60,8 @@ def weight(*shape: int) -> torch.Tensor:
 
 
 def test_mlp(watch, config, monkeypatch) -> None:
-    watch.around(monkeypatch, "mlp", "quantize_gradient", {}, {0: "dout8", 1: "dout8_t"})
-    watch.around(monkeypatch, "mlp", "activation_backward", {0: "da"}, {0: "d8", 1: "d8_t", 2: "a8_t"})
+    watch.around(monkeypatch, "blocks.mlp", "quantize_gradient", {}, {0: "dout8", 1: "dout8_t"})
+    watch.around(monkeypatch, "blocks.mlp", "activation_backward", {0: "da"}, {0: "d8", 1: "d8_t", 2: "a8_t"})
     norm = Norm("rmsnorm", 1e-5, weight(H))
     x = torch.randn(TOKENS, H, requires_grad=True)
     norm_mlp(x, norm, weight(2 * F, H), weight(H, F), "swiglu", ONE, config).square().sum().backward()
@@ -70,7 +70,7 @@ def test_mlp(watch, config, monkeypatch) -> None:
 
 def test_norm_qkv(watch, config, monkeypatch) -> None:
     names = {0: "d8", 1: "d8_t"}
-    watch.around(monkeypatch, "norm_linear", "quantize_gradient", {0: "gradients together"}, names)
+    watch.around(monkeypatch, "blocks.norm_linear", "quantize_gradient", {0: "gradients together"}, names)
     heads, table = Heads(2, 1, H // 2), rope_table(torch.randn(TOKENS, 1, 1, H // 2))
     norm = Norm("rmsnorm", 1e-5, weight(H))
     x = torch.randn(TOKENS, 1, H, requires_grad=True)
@@ -80,6 +80,6 @@ def test_norm_qkv(watch, config, monkeypatch) -> None:
 
 
 def test_linear(watch, config, monkeypatch) -> None:
-    watch.around(monkeypatch, "linear", "quantize_gradient", {}, {0: "d8", 1: "d8_t"})
+    watch.around(monkeypatch, "blocks.linear", "quantize_gradient", {}, {0: "d8", 1: "d8_t"})
     linear(torch.randn(TOKENS, H, requires_grad=True), weight(H, H), ONE, config).square().sum().backward()
     assert watch.alive == [{"d8_t"}]

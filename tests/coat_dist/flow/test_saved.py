@@ -61,7 +61,7 @@ def test_unfused_norm_keeps_its_input_and_one_number_a_row():
 def products(monkeypatch):
     """Operands of every FP8 product, in the order in which they ran."""
     seen = []
-    for name in ("linear", "norm_linear", "mlp", "weights"):
+    for name in ("blocks.linear", "blocks.norm_linear", "blocks.mlp", "weights"):
         module = importlib.import_module(f"coat_dist.flow.{name}")
         for function in ("gemm", "summed_gemm"):
             if hasattr(module, function):
