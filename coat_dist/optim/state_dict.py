@@ -99,7 +99,7 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: as :meth:`CoatAdamW.load_state_dict` says.
     """
-    saved_groups, groups = _saved_groups(state_dict), optimizer.param_groups
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, saved_groups))
     if sizes != saved_sizes:
         raise ValueError(
@@ -135,29 +135,8 @@ def _with_int(state: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> 
     return {**state, "step": int(step)}
 
 
-def _saved_groups(state_dict: Any) -> list[dict[str, Any]]:
-    """The parameter groups of a state dict that has all that every torch optimizer's has."""
-    for key, kind in (("state", Mapping), ("param_groups", list | tuple)):
-        found = state_dict.get(key) if isinstance(state_dict, Mapping) else state_dict
-        if not isinstance(found, kind):
-            raise ValueError(
-                f"CoatAdamW.load_state_dict: {key}: got {'none' if found is None else type(found).__name__}, "
-                "accepted: what state_dict() gives, a dict with 'state' and 'param_groups'"
-            )
-    for i, saved in enumerate(state_dict["param_groups"]):
-        if not isinstance(saved, Mapping) or not isinstance(saved.get("params"), list | tuple):
-            raise ValueError(
-                f"CoatAdamW.load_state_dict: group {i}, params: got none, accepted: the list of its parameters' indices"
-            )
-        if unhashable := [index for index in saved["params"] if isinstance(index, list | dict | set)]:
-            raise ValueError(
-                f"CoatAdamW.load_state_dict: group {i}, params: got {unhashable[0]!r} in it, accepted: indices or names"
-            )
-    return state_dict["param_groups"]
-
-
 def _states(given: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
-    """Each parameter's state; refused is one that no group names, which would be lost, and what is no state."""
+    """Each parameter's state; one that no group names would be lost, and is refused."""
     named = {index for group in groups for index in group["params"]}
     strange = [index for index, state in given.items() if index not in named and isinstance(state, Mapping) and state]
     if strange:
@@ -166,19 +145,7 @@ def _states(given: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[Any,
             f"CoatAdamW.load_state_dict: state: got that of {', '.join(map(repr, strange[:4]))}, which no group has "
             f"in its 'params', accepted: of {', '.join(known[:4])}{', ...' if known[4:] else ''}"
         )
-    for index, state in given.items():
-        if index in named:
-            _check_kind(state, f"CoatAdamW.load_state_dict: state, parameter {index}")
     return dict(given)
-
-
-def _check_kind(state: Any, what: str) -> None:
-    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise ValueError(f"{what}: got {type(state).__name__}, accepted: a dict with names of tensors as keys")
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
-            given = "a tensor of the meta device" if value.is_meta else f"a tensor with layout {value.layout}"
-            raise ValueError(f"{what}, {key}: got {given}, accepted: a dense one with values")
 
 
 def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless: bool) -> dict[str, Any]:
