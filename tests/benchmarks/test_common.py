@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,14 +30,6 @@ def test_the_writer_keeps_everything(value) -> None:
     assert json.loads(common.dumps(value)) == json.loads(json.dumps(value))
 
 
-def test_a_record_or_a_curve_is_a_line() -> None:
-    record = {"name": "x" * 250, "shape": [1, 2]}
-    curve = list(range(1000))
-    lines = common.dumps({"records": [record] * 2, "curve": curve}).splitlines()
-    shown = json.dumps(record)
-    assert lines == ["{", ' "records": [', f"  {shown},", f"  {shown}", " ],", f' "curve": {json.dumps(curve)}', "}"]
-
-
 def test_what_is_measured_is_written_without_paths_and_names() -> None:
     parser = common.argument_parser("Title.\n\nMore.")
     parser.add_argument("--name")
@@ -56,37 +46,6 @@ def test_a_result_has_the_name_of_its_room_and_program(tmp_path) -> None:
     found = json.loads(path.read_text())
     assert list(found) == ["environment", "numbers"] and found["numbers"] == [1, 2]
     assert common.result_path("speed/layer") == common.ROOT / "benchmarks/results/speed/layer.json"
-
-
-@pytest.mark.parametrize("problem", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("at", ["write", "replace"])
-def test_a_file_is_written_or_stays(tmp_path, monkeypatch, problem, at) -> None:
-    """A full disk names the file; nothing is left beside it."""
-
-    def fails(path, *_):
-        if at == "write":
-            Path(path).touch()
-        raise problem
-
-    path = tmp_path / "page.md"
-    common.write(path, "as it wäs")
-    common.write(path, b"as it was")
-    monkeypatch.setattr(*((Path, "write_bytes") if at == "write" else (common.os, "replace")), fails)
-    with pytest.raises(type(problem)) as raised:
-        common.write(path, "new")
-    assert path.read_text() == "as it was" and list(tmp_path.iterdir()) == [path]
-    assert isinstance(problem, KeyboardInterrupt) or raised.value.filename == str(path)
-
-
-def test_a_picture_is_written_as_it_is_drawn(tmp_path) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figure, _ = pyplot.subplots()
-    for name in "a.png", "a.svg":
-        common.write_figure(tmp_path / name, figure, 50)
-    figure.savefig(tmp_path / "b.png", dpi=50)
-    pyplot.close(figure)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    assert b"<svg" in (tmp_path / "a.svg").read_bytes()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -9,19 +9,15 @@ import torch
 
 from benchmarks.accuracy import trajectories
 from benchmarks.accuracy.trajectories import (
-    BETAS,
     FORMER,
-    PAIRS,
     Joined,
     Options,
     Trained,
-    configurations,
     measure,
     ratios,
     train,
 )
 from benchmarks.accuracy.trajectory_gradients import (
-    SCENARIOS,
     Gradients,
     changing_scale,
     decaying,
@@ -31,7 +27,6 @@ from benchmarks.accuracy.trajectory_gradients import (
     sparse,
     stopped,
 )
-from coat_dist.reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS
 
 
 def test_ratios_by_hand():
@@ -76,33 +71,6 @@ def test_scenarios_are_what_they_are_called():
     scale = changing_scale(512, 200).steps.square().mean(1).sqrt()
     assert (scale[50] / scale[0]).log10().item() == pytest.approx(2, abs=0.5)
     assert (scale[150] / scale[0]).log10().item() == pytest.approx(-2, abs=0.5)
-
-
-def test_every_scenario_has_whole_groups_and_the_steps_it_is_listed_under():
-    assert min(SCENARIOS) == 20 and max(SCENARIOS) == 2000
-    for steps, found in SCENARIOS.items():
-        for name, make in found.items() if steps < 2000 else ():
-            one = make()
-            assert one.steps.shape[0] == steps and one.steps.shape[1] % 256 == 0 and one.watched.any(), name
-
-
-def test_every_format_size_rounding_and_pair_of_betas_is_measured():
-    plain = [options for _, altered, options in configurations() if not altered]
-    assert len(set(plain)) == len(plain)
-    found = {(o.first, o.second, o.betas, o.rounding) for o in plain if o.normalize}
-    for first in FIRST_MOMENT_FORMATS:
-        assert {(first, s, b, r) for s in SECOND_MOMENT_FORMATS for b in BETAS for r in (True, False)} <= found
-    for pair in PAIRS:
-        assert {o.group_size for o in plain if (o.first, o.second) == pair} == {64, 128, 256}
-        assert any(not o.normalize for o in plain if (o.first, o.second) == pair)
-    assert any(long for long, *_ in configurations())
-
-
-def test_joined_scenarios_are_each_measured_on_their_own():
-    alone, other = normal(256, 6), stopped(256, steps=6)
-    together = Joined({"a": alone, "b": other}).compare(Options(rounding=False))
-    assert together["a"] == Joined({"a": alone}).compare(Options(rounding=False))["a"]
-    assert together["b"] == Joined({"b": other}).compare(Options(rounding=False))["b"]
 
 
 def test_a_range_is_that_of_the_first_moment_and_the_packages_is_half_of_f_squared():

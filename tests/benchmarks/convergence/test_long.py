@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -37,41 +34,6 @@ def test_both_train_what_the_first_lines_say_on_any_number_of_gpus(tmp_path, mon
     assert p.args.load == "auto" and p.args.save
 
 
-def test_gpus_are_shared_evenly() -> None:
-    names = ["bf16", "coat"]
-    assert long.shares(["0"], names) == [["0"], ["0"]] and long.shares(["0", "1"], names) == [["0"], ["1"]]
-    assert long.shares(list("0123"), names) == [["0", "1"], ["2", "3"]]
-    assert long.shares(list("0123567"), names) == [["0", "1"], ["2", "3"]]
-    assert long.shares(list("012"), names[:1]) == [["0", "1"]]
-
-
-# Stands for torch.distributed.run: a rank that ends when it is told to, or never.
-PROGRAM = """
-import subprocess, sys, time
-rank = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: {}); "
-rank += "pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
-saves = "(pathlib.Path(sys.argv[1] + '-saved').touch(), sys.exit(0))"
-sys.exit(subprocess.run([sys.executable, "-c", rank.format(saves), sys.argv[1]]).returncode)
-"""
-
-
-def test_ranks_are_asked_to_save_when_the_time_is_over(tmp_path, monkeypatch) -> None:
-    ready, waits = tmp_path / "ready", []
-    real = subprocess.Popen.wait
-
-    def wait(process, seconds=None):
-        waits.append(seconds)
-        if len(waits) > 1:
-            return real(process, seconds)
-        while not ready.exists():
-            time.sleep(0.05)
-        raise subprocess.TimeoutExpired(process.args, seconds)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", wait)
-    assert long.run([sys.executable, "-c", PROGRAM, str(ready)], tmp_path / "log", ["0"], 5.0) == 0
-    assert (tmp_path / "ready-saved").exists() and waits[0] == 5.0
-
-
 def metrics(folder, steps: int, factor: float) -> dict:
     folder.mkdir()
     with open(folder / "metrics.jsonl", "w") as file:
@@ -98,34 +60,3 @@ def test_curves_are_drawn_as_far_as_they_go(tmp_path, capsys) -> None:
     assert "coat: no step" in capsys.readouterr().out
     with pytest.raises(ValueError, match="plot: got no step of coat"):
         plot({"bf16": runs["bf16"], "coat": nothing}, tmp_path / "none.png")
-
-
-def test_a_result_stays_where_no_run_made_a_step(tmp_path, monkeypatch) -> None:
-    """In this call, if it failed, or in any."""
-    (tmp_path / "text.json").write_text('{"tokens": 1000, "text_bytes": 4000}')
-    result = tmp_path / "convergence/long-tiny.json"
-    given = ["--tiny", "--data", str(tmp_path / "text"), "--folder", str(tmp_path / "runs"), "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["long", *given, "--budget", "1"])
-    steps, status = {"bf16": 0, "coat": 0}, 0
-
-    def run(line, log, gpus, seconds):
-        log.write_text("")
-        if steps[name := log.stem] and not (log.parent / name).exists():
-            metrics(log.parent / name, steps[name], 1.0)
-        return status
-
-    monkeypatch.setattr(long, "run", run)
-    with pytest.raises(SystemExit, match="^error: no run made a step; the result stays as it was$"):
-        long.main()
-    assert not result.exists()
-    steps["coat"] = 3
-    long.main()
-    assert json.loads(result.read_text())["runs"]["coat"]["steps"] == 3
-    result.write_text("measured")
-    status = 1
-    with pytest.raises(SystemExit, match="^error: no run made a step"):
-        long.main()
-    assert result.read_text() == "measured"
-    status = 0  # both are through: the result is written again
-    long.main()
-    assert json.loads(result.read_text())["runs"]["bf16"]["steps"] == 0

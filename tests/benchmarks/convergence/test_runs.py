@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import time
 
 import pytest
 
@@ -22,7 +20,6 @@ from benchmarks.convergence.flow import (
     check_text,
     earlier,
     pretrain,
-    tokens,
 )
 from benchmarks.convergence.runs import RunFailed, measured
 
@@ -42,14 +39,6 @@ def data(tmp_path):
     return str(tmp_path / "text")
 
 
-def test_names_of_runs() -> None:
-    assert Job.parse("tensor scales, e5m2 gradients:3:2") == Job("tensor scales, e5m2 gradients", 3, 2)
-    assert Job.parse("bf16:1") == Job(BF16, 1, 0) and Job.parse("bf16") == Job(BF16, 0, 0)
-    for wrong in ("bf17:0", "bf16:x", "bf16:0:1:2", "bf16:-1"):
-        with pytest.raises(argparse.ArgumentTypeError, match="VARIANT:SEED:REPEAT"):
-            Job.parse(wrong)
-
-
 def test_gaps_are_means_over_trunks_of_means_over_repeats(capsys) -> None:
     runs = [result(Job(BF16, 0, 0), 1.0), result(Job(BF16, 0, 1), 1.2), result(Job(BF16, 1, 0), 0.9)]
     runs += [result(Job("row scales", seed, 0), loss) for seed, loss in enumerate((1.3, 1.1, 9.0))]
@@ -64,12 +53,6 @@ def test_gaps_are_means_over_trunks_of_means_over_repeats(capsys) -> None:
     report(runs[:-1], [{**Job("row scales", 3, 0)._asdict(), "why": "no disk"}], 500)
     printed = capsys.readouterr().out
     assert "held-out +20.000% ± 13.229%" in printed and "seed 3 repeat 0  FAILED: no disk" in printed
-
-
-def test_how_often_data_are_read(data) -> None:
-    found = tokens(data, FULL, 100)
-    assert found["tokens"] == 1_000_000 and found["training_tokens"] == 100 * 32768
-    assert found["training_epochs"] == pytest.approx(3276800 / 960_000)
 
 
 def test_a_repeat_changes_the_learning_rate_alone(tmp_path, data) -> None:
@@ -112,14 +95,6 @@ def test_other_runs_than_these_are_not_extended(tmp_path, changes, message) -> N
         check_text(path, earlier(path, SETTINGS, VARIANTS, SAME, NEEDED), 1_000_000)
 
 
-def test_a_file_that_is_no_result_is_not_extended(tmp_path) -> None:
-    (tmp_path / "layer.json").write_text('{"settings": {"layers": 4}}')
-    (tmp_path / "text.json").write_text("no json")
-    for name, why in ("layer", "a result of this program"), ("text", "a result of"), ("nothing", "a readable file"):
-        with pytest.raises(ValueError, match=f"--extend: got .*{name}.json, accepted: {why}"):
-            earlier(tmp_path / f"{name}.json", SETTINGS, VARIANTS)
-
-
 def a_study(folder, data, todo, extended=None):
     given = ["--steps", "500", "--branch-at", "5", "--average", "4", "--lr", "1e-3", "--tiny", "--data", data]
     arguments = branches.parse([*given, "--output", str(folder), "--extend", str(folder / "earlier.json")])
@@ -144,31 +119,6 @@ def test_others_go_on_after_a_failure(tmp_path, data, monkeypatch, capsys) -> No
     assert written["gaps"][0]["held_out_loss_gap"] == pytest.approx(0.1)
     assert [f["why"] for f in written["failed"]] == ["exit 2, after 0 steps", "OSError('no disk')"]
     assert "the end of its log" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("steps", [0, 499])
-def test_a_result_stays_where_no_run_is_finished(tmp_path, data, monkeypatch, steps) -> None:
-    """One that is stopped is not compared, so it is as good as none."""
-
-    def fake(study, job, gpu):
-        if job.seed and not steps:
-            raise RunFailed("stopped by --budget before its first step, after 0 steps")
-        return result(job, None if job.seed else 1.0, steps if job.seed else 500)
-
-    def call(*seeds):
-        study = a_study(tmp_path, data, [Job(BF16, seed, 0) for seed in seeds])
-        study.work("0")
-        return study.nothing()
-
-    path = tmp_path / "convergence/branches-tiny.json"
-    monkeypatch.setattr(branches.Study, "train", fake)
-    assert call(1, 2) == "error: none of 2 runs was finished"
-    assert len(json.loads(path.read_text())["failed" if not steps else "runs"]) == 2, "there was none to keep"
-    path.write_text("measured")
-    assert call(1, 2) == f"error: none of 2 runs was finished; {path} stays as it was"
-    assert path.read_text() == "measured"
-    assert call(1, 0) is None
-    assert json.loads(path.read_text())["runs"][0]["steps"] == 500
 
 
 @pytest.mark.parametrize("steps", [1, 20, 500, 2000])
@@ -212,30 +162,7 @@ def program(folder, ending, wait=None):
     return measured(line, out, folder / "log", "", None if wait is None else 7.0, wait)
 
 
-def test_a_run_that_does_not_end_is_stopped_with_its_rank(tmp_path) -> None:
-    def wait(process, seconds):
-        while not (tmp_path / "waits").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        raise subprocess.TimeoutExpired(process.args, seconds)
-
-    run = program(tmp_path, "wait", wait)
-    assert run["losses"] == [3.0, 2.0] and run["step_seconds"] == 0.5
-    stat, deadline = f"/proc/{(tmp_path / 'pid').read_text()}/stat", time.monotonic() + 10
-    while _alive(stat) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _alive(stat)
-
-
 def test_how_a_run_ends(tmp_path) -> None:
     assert program(tmp_path, "end")["held_out_loss"] == 1.5
     with pytest.raises(RunFailed, match="exit 3, after 2 steps\na line of the log"):
         program(tmp_path, "fail")
-
-
-def _alive(stat: str) -> bool:
-    try:
-        with open(stat) as f:
-            return f.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False

@@ -1,17 +1,13 @@
 """What a trace of a step, and samples of the host, are taken for."""
 
 import re
-import subprocess
-import sys
-import threading
 import time
 
 import pytest
 
 from benchmarks.common import ROOT
-from benchmarks.speed import step
 from benchmarks.speed.sampler import Sampler
-from benchmarks.speed.step_trace import TOP, WIDTH, communication_alone_ms, gaps, kind_of, kinds
+from benchmarks.speed.step_trace import communication_alone_ms, gaps, kind_of, kinds
 
 SPANS = [
     (0, 10_000, "nvjet_sm90"),
@@ -65,14 +61,6 @@ def test_every_kernel_of_ours_has_a_kind() -> None:
     assert len(names) > 20 and all(kind_of(name) in ("layers", "loss", "optimizer") for name in names)
 
 
-def test_the_longest_of_a_kind_have_names() -> None:
-    spans = [(0, 1000 * n, f"nvjet_{n}_" + "x" * 90) for n in range(1, 10)]
-    row = kinds(spans * 2, steps=2)["products"]
-    assert row["count"] == 9 and row["ms"] == pytest.approx(0.045)
-    assert len(row["top"]) == TOP and all(len(name) == WIDTH for name in row["top"])
-    assert next(iter(row["top"].values())) == {"ms": pytest.approx(0.009), "count": 1}
-
-
 def test_communication_that_nothing_hides() -> None:
     assert communication_alone_ms(SPANS) == pytest.approx(0.020) == pytest.approx(gaps(SPANS)["communication_alone_ms"])
     assert communication_alone_ms(SPANS[2:]) == 0
@@ -101,37 +89,3 @@ def test_samples() -> None:
     mine = sum(n for name, n in sampler.functions.items() if name.endswith("test_step.py busy"))
     assert 50 < mine <= sampler.samples  # other threads, as of those that run tests, are seen too
     assert sum(sampler.lines.values()) == sampler.samples
-
-
-def test_idle_time_is_not_given_to_what_works() -> None:
-    """Times are shares of all looks: of those that saw nothing at work, too."""
-    with Sampler() as sampler:
-        busy(0.2)
-        threading.Event().wait(0.6)
-    mine = sum(n for name, n in sampler.functions.items() if name.endswith("test_step.py busy"))
-    assert 0 < mine / sampler.looks < 0.5  # while it works it lets the sampler look less often than while it waits
-
-
-def test_a_peer_is_found_or_asked_for(capsys, monkeypatch) -> None:
-    with pytest.raises(SystemExit):
-        step.parse(["--variant", "TE bf16"])
-    assert "--variant: got a peer without --peers" in capsys.readouterr().err
-    assert step.parse(["--variant", "TE bf16", "--peers", "x"]).peers == "x"
-    monkeypatch.setattr(step, "importable", lambda: True)
-    assert step.parse(["--variant", "TE bf16"]).peers is None
-
-
-def test_a_rank_starts_again_where_the_peer_is(tmp_path, monkeypatch) -> None:
-    """With the peer's folders before others and the same options; its status is the rank's."""
-    (tmp_path / "transformer_engine").mkdir()
-    code = "import sys; sys.exit(3 + (sys.path[2:4] != sys.argv[1:3]))"
-    real = subprocess.Popen
-
-    def start(line, env):
-        assert line[1:] == ["-m", "benchmarks.speed.step", "--variant", "TE bf16"]
-        return real([sys.executable, "-c", code, str(tmp_path), str(tmp_path / "deps")], env=env)
-
-    monkeypatch.setattr(step.subprocess, "Popen", start)
-    monkeypatch.setattr(step.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["step.py", "--variant", "TE bf16"])
-    assert step.again_with(str(tmp_path)) == 3
