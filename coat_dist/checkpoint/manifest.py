@@ -1,4 +1,4 @@
-"""``manifest.json`` of a finished checkpoint: what it lists, and whether the files are still those."""
+"""``manifest.json`` of a finished checkpoint: size and checksum of each file, and what the engine was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "CheckpointError",
     "differences",
     "read_manifest",
-    "saved_at",
+    "readable",
     "sync_files",
     "verify",
 ]
@@ -64,10 +64,13 @@ def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
     return manifest
 
 
-def saved_at(manifest: Mapping[str, Any]) -> float:
-    """When it was saved, seconds since 1970; 0 where the manifest does not say."""
-    saved = manifest.get("saved")
-    return saved if isinstance(saved, int | float) else 0
+def readable(checkpoint: Path) -> dict[str, Any]:
+    """What a manifest says, unchecked; empty where it is missing or damaged, which loading reports."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def _is_progress(value: Any) -> bool:
@@ -98,7 +101,7 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
     """
     team = team or everyone()
     by_size = sorted(files, key=lambda name: (-files[name][0], name))  # dealt out in turns, every rank gets as much
-    found = _look_at(team, by_size, lambda name: _read(checkpoint / name) if checksums else _size(checkpoint / name))
+    found = _look_at(team, by_size, lambda name: _read(checkpoint / name, checksums))
     wrong = []
     for name, (size, checksum) in files.items():
         now = found[name]
@@ -158,19 +161,13 @@ def _look_at(team: Team, names: list[str], look: Callable[[str], list[int] | str
     return {name: result for part in team.members(gather(mine)) for name, result in part.items()}
 
 
-def _size(path: Path) -> list[int] | str:
-    """[bytes] of a file, or what is wrong with it."""
-    try:
-        return [path.stat().st_size] if path.is_file() else "missing"
-    except OSError as problem:
-        return f"cannot be read ({problem})"
-
-
-def _read(path: Path, sync: bool = False) -> list[int] | str:
-    """[bytes, CRC-32] of a file, or what is wrong with it."""
+def _read(path: Path, checksums: bool = True, sync: bool = False) -> list[int] | str:
+    """[bytes, CRC-32] of a file, without ``checksums`` [bytes]; or what is wrong with it."""
     size = checksum = 0
     try:
         with path.open("rb") as file:
+            if not checksums:
+                return [os.fstat(file.fileno()).st_size]
             if sync:
                 os.fsync(file.fileno())
             while block := file.read(1 << 24):

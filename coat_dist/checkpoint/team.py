@@ -21,8 +21,6 @@ __all__ = [
     "KEY",
     "CheckpointError",
     "Team",
-    "as_flag",
-    "as_folder",
     "check_one_save",
     "check_shared",
     "check_there",
@@ -32,7 +30,6 @@ __all__ = [
     "say_part",
     "sharing",
     "team_of",
-    "team_of_node",
     "wrong_part",
 ]
 
@@ -75,7 +72,7 @@ class Team:
         """The entries of the ranks of this team."""
         return [by_rank[rank] for rank in self.ranks]
 
-    def each(self, work: Callable[[], T], doing: str = "", error: type[Exception] = CheckpointError) -> list[T]:
+    def each(self, work: Callable[[], T], doing: str = "") -> list[T]:
         """Results of ``work``, by rank among all.
 
         Args:
@@ -83,20 +80,18 @@ class Team:
             doing: first words of the error, which then names the ranks.
 
         Raises:
-            error: on every rank, if any rank's part raises.
+            CheckpointError: on every rank, if any rank's part raises.
         """
         results, errors = attempt(work)
         if errors and doing:
-            raise error(f"{doing}: " + "; ".join(f"rank {rank}{say_host(rank)}: {t}" for rank, t in errors.items()))
-        if errors:
-            told = (text if self.whole else on_host(text, rank) for rank, text in errors.items())
-            raise error("\n".join(dict.fromkeys(told)))
+            lines = "; ".join(f"rank {rank}{say_host(rank)}: {text}" for rank, text in errors.items())
+            raise CheckpointError(f"{doing}: {lines}")
+        self._refuse([text if self.whole else on_host(text, rank) for rank, text in errors.items()])
         return cast(list[T], results)
 
-    def ask_leader(self, work: Callable[[], T], error: type[Exception] = CheckpointError, doing: str = "") -> T:
+    def ask_leader(self, work: Callable[[], T], doing: str = "") -> T:
         """:meth:`each`, where only the team's first rank works; its result on all of the team's ranks."""
-        results = self.each(lambda: work() if self.leads else None, doing, error)
-        return cast(T, results[self.ranks[0]])
+        return cast(T, self.each(lambda: work() if self.leads else None, doing)[self.ranks[0]])
 
     def agree(self, arguments: Callable[[], Mapping[str, Any]]) -> None:
         """Refuse arguments that differ between ranks; a "folder" may differ between nodes with folders of their own.
@@ -112,8 +107,7 @@ class Team:
             if len(given) > 1 and (self.whole or key != "folder"):
                 lines = "; ".join(f"{value!r} on {say_ranks(ranks)}" for value, ranks in given.items())
                 wrong.append(f"{key}: got {lines}, accepted: the same on all ranks")
-        if wrong:
-            raise CheckpointError("\n".join(wrong))
+        self._refuse(wrong)
 
     def refuse(self, problems: list[str], heading: str) -> None:
         """Raise the problems of any team on all ranks.
@@ -123,22 +117,11 @@ class Team:
                 folders of their own.
         """
         by_rank = gather([text if self.whole else on_host(text, self.rank) for text in problems])
-        if lines := list(dict.fromkeys(line for lines in by_rank for line in lines)):
-            raise CheckpointError("\n".join([heading, *lines]))
+        self._refuse([line for lines in by_rank for line in lines], heading)
 
-
-def as_flag(name: str, value: Any) -> bool:
-    """A flag's value. A text is refused: "no" would count as true."""
-    if isinstance(value, str):
-        raise CheckpointError(f"{name}: got {value!r}, accepted: True or False")
-    return bool(value)
-
-
-def as_folder(name: str, value: Any) -> str:
-    """The absolute path of a folder. Nothing is refused: it would mean the working directory."""
-    if not value:
-        raise CheckpointError(f"{name}: got {value!r}, accepted: the path of a folder")
-    return os.path.abspath(value)
+    def _refuse(self, lines: list[str], *heading: str) -> None:
+        if lines:
+            raise CheckpointError("\n".join([*heading, *dict.fromkeys(lines)]))
 
 
 def everyone() -> Team:
@@ -156,22 +139,18 @@ def nodes_of_ranks(local: int | None = None) -> list[list[int]]:
     return by_node(gather(my_place(local)))
 
 
-def team_of_node(local: int | None = None) -> Team:
-    """Ranks of this rank's node; collective. Arguments as of :func:`nodes_of_ranks`."""
-    rank = rank_and_world()[0]
-    return Team(next(ranks for ranks in nodes_of_ranks(local) if rank in ranks), rank)
-
-
 def team_of(engine: Any) -> Team:
     """Ranks that share checkpoints with this one; collective where nodes have folders of their own."""
-    return team_of_node(engine.local_rank) if engine.use_node_local_storage() else everyone()
+    team = everyone()
+    if not engine.use_node_local_storage():
+        return team
+    return Team(next(ranks for ranks in nodes_of_ranks(engine.local_rank) if team.rank in ranks), team.rank)
 
 
 def sharing(folder: Path, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
     """Ranks by the folder that they find under this path, which may differ between ranks; collective.
 
-    The first rank of each node puts a file there, looks for those of the others, and removes it. One that cannot is
-    told apart by what it sees. With one node nothing is tried.
+    The first rank of each node puts a file there, looks for those of the others, and removes it.
 
     Args:
         folder: may be missing.
@@ -213,13 +192,13 @@ def _look(folder: Path, names: dict[int, str]) -> list[int]:
 
 
 def check_shared(
-    folder: Path, named: str, nodes: Sequence[Sequence[int]], node_local: bool, error: type[Exception]
+    folder: Path, option: str, nodes: Sequence[Sequence[int]], node_local: bool, error: type[Exception]
 ) -> None:
     """Whether nodes share a folder to save into, or with ``node_local`` each has its own; collective.
 
     Args:
         folder: made already, by rank 0, or with ``node_local`` by the first rank of each node.
-        named: the argument or option that it was given as.
+        option: the argument or option that it was given as.
         nodes: of :func:`nodes_of_ranks`.
         node_local: ``checkpoint.use_node_local_storage``.
 
@@ -230,18 +209,18 @@ def check_shared(
     if not node_local and len(folders) > 1:
         others = [rank for ranks in folders[1:] for rank in ranks]
         raise error(
-            f"{named}: got {folder}, which {say_ranks(folders[0])} and {say_ranks(others)} do not share, accepted: a "
+            f"{option}: got {folder}, which {say_ranks(folders[0])} and {say_ranks(others)} do not share, accepted: a "
             f"folder that all nodes share, or {_SET} for folders on the nodes' own disks"
         )
     if node_local and len(folders) < len(nodes):
         ranks = next(ranks for ranks in folders if ranks not in [list(node) for node in nodes])
         raise error(
-            f"{KEY}: got true, but {named} {folder} is one folder of {say_ranks(ranks)}, accepted: false, or a folder "
+            f"{KEY}: got true, but {option} {folder} is one folder of {say_ranks(ranks)}, accepted: false, or a folder "
             "on each node's own disk"
         )
 
 
-def check_there(folder: Path, named: str, error: type[Exception]) -> None:
+def check_there(folder: Path, option: str, error: type[Exception]) -> None:
     """Whether every rank finds a folder that some have found; collective.
 
     Raises:
@@ -251,7 +230,7 @@ def check_there(folder: Path, named: str, error: type[Exception]) -> None:
     missing = [rank for rank, there in enumerate(found) if not there]
     if missing and len(missing) < len(found):
         raise error(
-            f"{named}: got {folder}, which is not there on {say_ranks(missing)}, accepted: a folder that all nodes "
+            f"{option}: got {folder}, which is not there on {say_ranks(missing)}, accepted: a folder that all nodes "
             f"share; of checkpoints on the nodes' own disks, {_SET}"
         )
 
@@ -265,8 +244,9 @@ def part_of(team: Team) -> dict[str, Any]:
 
 
 def check_one_save(folder: Path, manifest: Mapping[str, Any] | None, team: Team) -> None:
-    """Whether all nodes' parts are of one save: where a tag was saved again, a kill leaves the new part on one node and
-    the old one on another. Collective.
+    """Whether all nodes' parts are of one save; collective.
+
+    Where a tag was saved again, a kill leaves the new part on one node and the old one on another.
 
     Raises:
         CheckpointError: on every rank; names the hosts.
@@ -274,12 +254,11 @@ def check_one_save(folder: Path, manifest: Mapping[str, Any] | None, team: Team)
     if team.whole:
         return
     saves = gather(((manifest or {}).get("part") or {}).get("save"))
-    others = [rank for rank, save in enumerate(saves) if save != saves[0]]
-    if others:
+    if others := [rank for rank, save in enumerate(saves) if save != saves[0]]:
         first = [rank for rank in range(len(saves)) if rank not in others]
         raise CheckpointError(
-            f"{folder}: {say_ranks(first)} and {say_ranks(others)} hold parts of different saves of this tag, as a "
-            "kill or an error leaves them while it is saved again; accepted: another tag, saved by all nodes together"
+            f"{folder}: got parts of different saves on {say_ranks(first)} and {say_ranks(others)}, accepted: another "
+            "tag, saved by all nodes together"
         )
 
 
@@ -288,15 +267,10 @@ def wrong_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> str | N
     part = manifest.get("part")
     if not part or list(part["ranks"]) == list(team.ranks):
         return None
-    return (
-        f"{folder}: holds the files of {say_part(part)}, saved with {KEY}, accepted here: those of "
-        f"{say_part({'ranks': team.ranks, 'world_size': rank_and_world()[1]})} (start as many ranks, nodes in the "
-        "order of the run that saved it)"
-    )
+    own = say_part({"ranks": team.ranks, "world_size": rank_and_world()[1]})
+    return f"{folder}: holds the files of {say_part(part)}, saved with {KEY}, accepted here: those of {own}"
 
 
 def say_part(part: Mapping[str, Any]) -> str:
     """``ranks 0-7 of 16``, from a manifest's "part"."""
-    ranks = list(part["ranks"])
-    numbers = f"{ranks[0]}-{ranks[-1]}" if ranks == list(range(ranks[0], ranks[-1] + 1)) else ", ".join(map(str, ranks))
-    return f"{f'ranks {numbers}' if len(ranks) > 1 else f'rank {ranks[0]}'} of {part['world_size']}"
+    return f"{say_ranks(list(part['ranks']))} of {part['world_size']}"

@@ -150,7 +150,7 @@ def examine(checkpoint: Path, run: Mapping[str, Any], team: Team | None = None) 
         CheckpointError: damaged or missing files, or a checkpoint of another model or another parallel layout.
     """
     team = team or everyone()
-    manifest = team.ask_leader(lambda: _own_manifest(checkpoint, team), CheckpointError)
+    manifest = team.ask_leader(lambda: _own_manifest(checkpoint, team))
     check_one_save(checkpoint, manifest, team)
     changed = differences(manifest["run"], run)
     structure = _UNIVERSAL_STRUCTURE if manifest.get("universal") else _STRUCTURE

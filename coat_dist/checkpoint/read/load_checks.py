@@ -1,23 +1,28 @@
-"""Checks that come before ``engine.load_checkpoint`` changes anything, with one answer on all ranks.
+"""Checks before ``engine.load_checkpoint`` changes anything, with one answer on all ranks.
 
-Which checkpoint is meant (``tags.py``), whether its files are whole (``whole.py``), and then what others have
+Which checkpoint is meant (``tags.py``), whether its files are those of its manifest, and then what others have
 registered: whether it fits the engine.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...ranks import raise_everywhere
-from ..expert_names import divided_experts
-from ..team import CheckpointError, as_flag, as_folder, check_there, team_of
+import torch
+
+from ...ranks import raise_everywhere, rank_and_world
+from ..manifest import MANIFEST, read_manifest, verify
+from ..names import divided_experts, info_of
+from ..team import CheckpointError, Team, check_one_save, check_there, team_of, wrong_part
 from ..write.publish import LATEST
 from ..zero_partitions import forget_second_shard
 from .tags import find_tag
-from .whole import check_whole
 
 __all__ = ["Request", "check_before_load", "load_whole_checkpoints"]
 
@@ -27,11 +32,13 @@ class Request(NamedTuple):
 
     load_dir: Path
     tag: str
-    strict: bool
+    manifest: Mapping[str, Any]
+    """Of the checkpoint; empty where it has none."""
+    strict: bool = True
     """load_module_strict"""
-    states: bool
+    states: bool = True
     """The optimizer's states are wanted, too."""
-    schedule: bool = False
+    schedule: bool = True
     """So is the state of the learning-rate schedule."""
 
     @property
@@ -76,31 +83,26 @@ def load_whole_checkpoints(engine: Any) -> None:
         *,
         verify: bool = True,
     ) -> Any:
-        flags = {
+        given: dict[str, Any] = {
+            "tag": None if tag is None else str(tag),
             "load_module_strict": load_module_strict,
             "load_optimizer_states": load_optimizer_states,
             "load_lr_scheduler_states": load_lr_scheduler_states,
             "load_module_only": load_module_only,
             "verify": verify,
         }
-
-        def arguments() -> dict[str, Any]:
-            folder = as_folder("load_dir", load_dir)
-            named = None if tag is None else str(tag)
-            return {"tag": named, "folder": folder, **{name: as_flag(name, value) for name, value in flags.items()}}
-
         universal, team = engine.load_universal_checkpoint(), team_of(engine)
-        team.agree(arguments)
-        tag = find_tag(Path(load_dir), None if tag is None else str(tag), universal, team)
+        team.agree(lambda: {**given, "folder": os.path.abspath(load_dir)})
+        tag = find_tag(Path(load_dir), given["tag"], universal, team)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
             check_there(Path(load_dir) / tag, "load_dir", CheckpointError)
-            check_whole(Path(load_dir) / tag, team, verify)
-            if not load_optimizer_states and not universal:
-                raise_everywhere(functools.partial(_weights_of_latest, engine, Path(load_dir), tag))
+            manifest = _check_files(Path(load_dir) / tag, team, verify)
             states, schedule = (
                 one and not load_module_only for one in (load_optimizer_states, load_lr_scheduler_states)
             )
-            request = Request(Path(load_dir), tag, load_module_strict, states, schedule)
+            request = Request(Path(load_dir), tag, manifest, load_module_strict, states, schedule)
+            if not load_optimizer_states and not universal:
+                raise_everywhere(functools.partial(_weights_of_latest, engine, request))
             for check, accepted in checks.values():
                 raise_everywhere(functools.partial(check, request), accepted, _does_not_fit())
         if "universal" in checks and universal:
@@ -118,7 +120,7 @@ def load_whole_checkpoints(engine: Any) -> None:
         )
         for parameter in engine.module.parameters():
             forget_second_shard(parameter)
-        if not universal and divided_experts(getattr(engine.module, "universal_checkpoint_info", None))[0] > 1:
+        if not universal and divided_experts(info_of(engine))[0] > 1:
             engine.optimizer.update_lp_params()  # the model's file holds the experts of one rank
         return found
 
@@ -137,15 +139,54 @@ def _does_not_fit() -> type[CheckpointError]:
     return DoesNotFit
 
 
-def _weights_of_latest(engine: Any, load_dir: Path, tag: str) -> list[str]:
+def _check_files(folder: Path, team: Team, checksums: bool) -> dict[str, Any]:
+    """Refuse a checkpoint with missing, damaged or foreign files; collective. Its manifest.
+
+    Plain DeepSpeed's has none and is loaded with a note on rank 0. Its files are only checked for being complete.
+
+    Raises:
+        CheckpointError: on every rank; names the files.
+    """
+
+    def read() -> dict[str, Any]:
+        manifest = read_manifest(folder, of_run=False) if (folder / MANIFEST).exists() else {}
+        if wrong := wrong_part(folder, manifest, team):
+            raise CheckpointError(wrong)
+        return manifest
+
+    manifest = team.ask_leader(read)
+    check_one_save(folder, manifest, team)
+    if manifest:
+        verify(folder, manifest["files"], team, checksums)
+        return manifest
+    names = team.ask_leader(lambda: sorted(p.name for p in folder.glob("*.pt")))
+    raise_everywhere(
+        lambda: [line for name in team.share(names) for line in _unreadable(folder / name)], error=CheckpointError
+    )
+    if rank_and_world()[0] == 0:
+        print(f"note: {folder} has no {MANIFEST}: it is loaded unverified", file=sys.stderr, flush=True)
+    return {}
+
+
+def _unreadable(path: Path) -> list[str]:
+    try:
+        if zipfile.is_zipfile(path):  # the list of contents, which this looks for, is at its end
+            return []
+        torch.load(path, map_location="cpu", weights_only=False)  # torch's older format, or cut off
+    except Exception as problem:  # of damaged bytes, unpickling may raise anything
+        return [f"{path}: is damaged or cut off ({type(problem).__name__}: {problem})"]
+    return []
+
+
+def _weights_of_latest(engine: Any, request: Request) -> list[str]:
     """At stage 3, weights alone come from DeepSpeed's fp32 reader, which looks at ``latest`` and not at the tag."""
     if not engine.zero_optimization_partition_weights() or engine.has_moe_layers:
         return []
-    latest = load_dir / LATEST
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-    if named == tag:
+    latest = request.load_dir / LATEST
+    found = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    if found == request.tag:
         return []
     return [
-        f"load_optimizer_states: got False with tag {tag!r} and zero_optimization.stage 3, where {latest} names "
-        f"{named!r}; accepted: the checkpoint that it names (DeepSpeed reads that one), or load_module_only=True alone"
+        f"load_optimizer_states: got False with tag {request.tag!r} and zero_optimization.stage 3, where DeepSpeed "
+        f"reads what {latest} names, {found!r}; accepted: that one, or load_module_only=True alone"
     ]

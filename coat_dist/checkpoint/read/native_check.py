@@ -1,82 +1,116 @@
 """Checks before ``engine.load_checkpoint`` reads one of DeepSpeed's own (not universal) checkpoints.
 
-Such a checkpoint fits one layout only. DeepSpeed meets another stage with an empty AssertionError, another
-data-parallel size at stage 3 with a complaint about tensor sizes, both after it has replaced the model's weights, and
-flat shards in another order not at all. Here each of them is one error, before anything is read into the model.
+Such a checkpoint fits one layout only. DeepSpeed finds another stage, data-parallel size or optimizer only after it has
+replaced the model's weights, and flat shards in another order not at all. Here each mismatch is one line of one error,
+before anything is read into the model.
 
-A rank looks at no other files than those it is going to load: with ``use_node_local_storage`` it has no others. How
-many ranks wrote the checkpoint is said in them.
+A rank looks at no other files than those it is going to load: with ``use_node_local_storage`` it has no others.
 """
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...optim import CoatAdamW
 from ...optim.state import LAYOUT_KEYS
-from ..expert_names import divided_experts
-from ..stage_names import place_in_pipeline
-from ..universal.zero_files import MODEL, MODEL3, read
+from ...ranks import raise_everywhere
+from ..manifest import readable
+from ..save import describe
+from ..universal.zero_files import read
+from ..write.publish import LATEST
 from ..zero_partitions import base_optimizer
 from .load_checks import Request, check_before_load
-from .other_engines import pipeline_stages
 
-__all__ = ["check_native_loads"]
+__all__ = ["check_native_loads", "refuse_compressed_moments"]
 
 _ACCEPTED = (
     "accepted: what wrote it, or the checkpoint converted by coat_dist.convert_to_universal (launch/to_universal.py) "
     'and "checkpoint": {"load_universal": true}'
 )
-_OTHERS = "or other groups or frozen parameters"
 _ACCEPTED_MODEL = "accepted: a checkpoint of this model, or the model that wrote it"
+_COMPARED = {
+    "optimizer": "optimizer.type",
+    "zero_stage": "zero_optimization.stage",
+    "data_parallel": "data-parallel size",
+    "tensor_parallel": "tensor-parallel size",
+    "pipeline_stages": "pipeline stages",
+    "expert_parallel": "expert-parallel size",
+}
+"""Values of a manifest's "engine" that must be those of this run, and what an error calls them."""
 
 
 def check_native_loads(engine: Any) -> None:
     """Let ``engine.load_checkpoint`` refuse checkpoints of another layout with a ``ValueError``, on every rank.
 
     What the error names: ZeRO stage, data- and tensor-parallel size, other parameters, where parameters lie in the flat
-    shards, how moments are stored. Loads without optimizer states are left to DeepSpeed. ``coat_dist.initialize`` calls
-    it for CoatAdamW.
+    shards, how moments are stored. ``coat_dist.initialize`` calls it for CoatAdamW.
     """
-    check_before_load(engine, "native", functools.partial(_settings, engine), _ACCEPTED)
+    check_before_load(engine, "settings", functools.partial(_settings, engine), _ACCEPTED)
     check_before_load(engine, "model", functools.partial(_model, engine), _ACCEPTED_MODEL)
     check_before_load(engine, "layout", functools.partial(_shards, engine), _ACCEPTED)
 
 
+def refuse_compressed_moments(engine: Any) -> None:
+    """Let ``engine.load_checkpoint`` refuse checkpoints whose optimizer is CoatAdamW, where its states are wanted.
+
+    For engines of another optimizer, with a "coat" block or without. Raises ``ValueError`` on every rank, before
+    anything is loaded. DeepSpeed would begin to load one, and end with an error about the number of groups.
+    """
+    if hasattr(engine.load_checkpoint, "coat_checks"):  # finds and verifies the checkpoint first
+        check_before_load(engine, "other optimizer", functools.partial(_optimizer, engine), _ACCEPTED)
+        return
+    original: Callable = engine.load_checkpoint
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        raise_everywhere(lambda: _optimizer(engine, _request(signature.bind(*args, **kwargs))), _ACCEPTED)
+        return original(*args, **kwargs)
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def _request(call: inspect.BoundArguments) -> Request:
+    """Of a call of DeepSpeed's own ``load_checkpoint``, which reports a missing ``latest`` itself."""
+    call.apply_defaults()
+    asked, folder = call.arguments, Path(call.arguments["load_dir"])
+    latest, tag = folder / LATEST, asked["tag"]
+    if tag is None:
+        tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    states = asked["load_optimizer_states"] and not asked["load_module_only"]
+    return Request(folder, str(tag), readable(folder / str(tag)), states=states)
+
+
+def _optimizer(engine: Any, request: Request) -> list[str]:
+    saved = request.manifest.get("engine") or {}
+    if not request.states or engine.load_universal_checkpoint() or saved.get("optimizer") != CoatAdamW.__name__:
+        return []
+    return _differing(request.folder, {"optimizer.type": (CoatAdamW.__name__, describe(engine)["optimizer"])})
+
+
 def _settings(engine: Any, request: Request) -> list[str]:
-    """Whether stage and numbers of ranks are those of the checkpoint."""
-    folder = request.folder
+    """Whether optimizer, stage and numbers of ranks are those of the checkpoint, by its manifest."""
     if engine.load_universal_checkpoint():
         return []
-    ours, _ = divided_experts(getattr(engine.module, "universal_checkpoint_info", None))
+    if (request.folder / "zero").is_dir():
+        return _differing(request.folder, {"checkpoint.load_universal": (True, False)})
+    saved, ours = (_by_files(facts) for facts in (request.manifest.get("engine") or {}, describe(engine)))
+    keys = list(_COMPARED)
     if not request.states:
-        lacking = "load_optimizer_states: got False, and the experts of other ranks are in the optimizer's files alone"
-        return [f"{folder}: {lacking}"] if ours > 1 else _other_stages(engine, folder)
-    if (folder / "zero").is_dir():
-        return [f"checkpoint.load_universal: got false, but {folder} is a universal checkpoint"]
-    names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-    kinds = {MODEL3: "3", MODEL: "1 or 2"}
-    own = MODEL3 if engine.zero_optimization_stage() == 3 else MODEL
-    models = {kind: [folder / n for n in names if re.fullmatch(kind, n)] for kind in (own, *(kinds.keys() - {own}))}
-    found, path = next(((kind, paths[0]) for kind, paths in models.items() if paths), (None, folder))
-    if found is None:
-        return [f"{folder}: no file matches {own}"]
-    saved = read(path)
-    compared = {
-        "zero_optimization.stage": (kinds[found], kinds[own]),
-        # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times sequence-parallel ranks.
-        "data-parallel size": (saved.get("dp_world_size"), getattr(engine, "seq_dp_world_size", engine.dp_world_size)),
-        **_model_parallel(saved, engine),
-        "expert-parallel size": (divided_experts(saved.get("universal_checkpoint_info"))[0], ours),
-    }
-    return [
-        f"{folder}: {name}: checkpoint has {theirs}, this run has {ours}"
-        for name, (theirs, ours) in compared.items()
-        if theirs is not None and theirs != ours
-    ]
+        keys = ["pipeline_stages"]  # DeepSpeed would take them for tensor-parallel ranks
+        if ours["expert_parallel"] > 1:
+            lacking = "got False, and the experts of other ranks are in the optimizer's files alone"
+            return [f"{request.folder}: load_optimizer_states: {lacking}"]
+    return _differing(request.folder, {_COMPARED[key]: (saved[key], ours[key]) for key in keys if key in saved})
+
+
+def _by_files(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with one name for stages 1 and 2, which write the same files."""
+    return {key: "1 or 2" if key == "zero_stage" and value in (1, 2) else value for key, value in facts.items()}
 
 
 def _model(engine: Any, request: Request) -> list[str]:
@@ -98,8 +132,8 @@ def _model(engine: Any, request: Request) -> list[str]:
     if not wrong:
         return []
     first, more = wrong[0], f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    has, this = (f"shape {shapes[first]}" if first in shapes else "none" for shapes in (theirs, ours))
-    return [f"{request.folder}: model: {first}{more}: checkpoint has {has}, this run has {this}"]
+    has = [f"shape {shapes[first]}" if first in shapes else "none" for shapes in (theirs, ours)]
+    return _differing(request.folder, {f"model: {first}{more}": (has[0], has[1])})
 
 
 def _shapes(groups: Iterable[Mapping[str, Any]] | None) -> dict[str, list[int]]:
@@ -112,73 +146,50 @@ def _shards(engine: Any, request: Request) -> list[str]:
         return []
     path = Path(engine._get_zero_ckpt_name(str(request.load_dir), request.tag))
     if not path.is_file():
-        # DeepSpeed's names of these files say whether bf16 was on.
-        on = path.name.startswith("bf16_")
-        if path.with_name(path.name.removeprefix("bf16_") if on else f"bf16_{path.name}").is_file():
-            has, this = ("false", "true") if on else ("true", "false")
-            return [f"{request.folder}: bf16.enabled: checkpoint has {has}, this run has {this}"]
         return [f"{path}: missing"]
     saved = read(path)["optimizer_state_dict"]
-    # Another optimizer has other groups, too: that is not what is to be said first.
-    return _storage(engine.optimizer, path, saved) or _layout(engine.optimizer, path, saved)
+    stage3 = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
+    stages = {True: "3", False: "1 or 2"}
+    if ("fp32_flat_groups" in saved) is not stage3:  # of a checkpoint without a manifest
+        return _differing(path, {_COMPARED["zero_stage"]: (stages[not stage3], stages[stage3])})
+    # Another optimizer has other groups, too: that is the second difference.
+    return _differing(path, _storage(engine.optimizer, saved, stage3)) or _layout(engine.optimizer, path, saved, stage3)
 
 
-def _other_stages(engine: Any, folder: Path) -> list[str]:
-    """Whether weights are of other pipeline stages, which DeepSpeed would take for tensor-parallel ranks."""
-    path = next(iter(sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
-    saved = {} if path is None else read(path)
-    theirs, ours = _model_parallel(saved, engine).get("pipeline stages", (1, 1))
-    return [] if theirs == ours else [f"{folder}: pipeline stages: checkpoint has {theirs}, this run has {ours}"]
-
-
-def _model_parallel(saved: Mapping[str, Any], engine: Any) -> dict[str, tuple[Any, Any]]:
-    """Tensor-parallel size and, where either has several, pipeline stages: theirs and ours."""
-    ours = pipeline_stages(engine)
-    theirs = place_in_pipeline(saved.get("universal_checkpoint_info"))[1]
-    size = saved.get("mp_world_size")
-    found = {"tensor-parallel size": (None if size is None else size // theirs, engine.mp_world_size // ours)}
-    return found if ours == theirs == 1 else {**found, "pipeline stages": (theirs, ours)}
-
-
-def _layout(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
-    """Whether flat shards hold the same elements in the same places."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        sizes = [[t.numel() for t in flat] for flat in (saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat)]
-        if sizes[0] != sizes[1]:
-            return [
-                f"{path}: zero_optimization.sub_group_size, {_OTHERS}: checkpoint has sub-groups of "
-                f"{sizes[0]} elements, this run has {sizes[1]}"
-            ]
-        return []
-    places = [
-        {name: (i, at.start, at.numel) for i, group in enumerate(mappings) for name, at in group.items()}
-        for mappings in (saved["param_slice_mappings"], zero._param_slice_mappings)
-    ]
-    wrong = sorted(n for n in places[0].keys() | places[1].keys() if places[0].get(n) != places[1].get(n))
-    if not wrong:
-        return []
-    there, here = (p.get(wrong[0]) for p in places)
-    return [
-        f"{path}: zero_optimization.round_robin_gradients or parameter_alignment, {_OTHERS}: "
-        f"{wrong[0]} is at {_at(there)} in the checkpoint and at {_at(here)} in this run"
-    ]
-
-
-def _storage(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
-    """Whether moments and master weights are stored as this run stores them."""
-    optimizer = base_optimizer(zero)
-    states = saved.get("optimizer_state_dict" if "fp32_flat_groups" in saved else "base_optimizer_state")
+def _storage(zero: Any, saved: Mapping[str, Any], stage3: bool) -> dict[str, tuple[Any, Any]]:
+    """How moments and master weights are stored: theirs and ours, by key."""
+    optimizer, states = base_optimizer(zero), saved.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
     if optimizer is None or not isinstance(states, Mapping):
-        return []
+        return {}
     if states["state"] and not any(key in group for group in states["param_groups"] for key in LAYOUT_KEYS):
-        return [f"{path}: optimizer.type: checkpoint has states of another optimizer, this run has CoatAdamW"]
-    return [
-        f"{path}: {key} of parameter group {i}: checkpoint has {theirs[key]!r}, this run has {ours[key]!r}"
+        return {"optimizer.type": ("states of another optimizer", "CoatAdamW")}
+    return {
+        f"{key} of parameter group {i}": (theirs[key], ours[key])
         for i, (theirs, ours) in enumerate(zip(states["param_groups"], optimizer.param_groups, strict=False))
         for key in LAYOUT_KEYS
-        if key in theirs and theirs[key] != ours[key]
+        if key in theirs
+    }
+
+
+def _layout(zero: Any, path: Path, saved: Mapping[str, Any], stage3: bool) -> list[str]:
+    """Whether flat shards hold the same elements in the same places."""
+    others = "or other groups or frozen parameters"
+    if stage3:
+        sizes = [[t.numel() for t in flat] for flat in (saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat)]
+        return _differing(path, {f"zero_optimization.sub_group_size, {others}": (sizes[0], sizes[1])})
+    theirs, ours = (
+        {name: (i, at.start, at.numel) for i, group in enumerate(mappings) for name, at in group.items()}
+        for mappings in (saved["param_slice_mappings"], zero._param_slice_mappings)
+    )
+    key = f"zero_optimization.round_robin_gradients or parameter_alignment, {others}: (group, start, numel) of "
+    names = sorted(theirs.keys() | ours.keys())
+    return _differing(path, {key + name: (theirs.get(name), ours.get(name)) for name in names})[:1]
+
+
+def _differing(where: Path, compared: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """A line for each value that the checkpoint and this run do not share."""
+    return [
+        f"{where}: {key}: checkpoint has {theirs}, this run has {ours}"
+        for key, (theirs, ours) in compared.items()
+        if theirs != ours
     ]
-
-
-def _at(place: tuple[int, int, int] | None) -> str:
-    return "no place" if place is None else f"elements {place[1]} to {place[1] + place[2]} of group {place[0]}"

@@ -2,15 +2,13 @@
 
 Decoding to fp32 and encoding again is not the identity: with range expansion a group's exponent follows its extremes,
 and those have moved by their own rounding. So a universal checkpoint holds, beside the fp32 moments, the codes of every
-group that lies within one parameter, in ``zero/<name>/codes.coat``. Where a loading run has a group of exactly the same
-elements, stored in the same way, it takes these bytes; all other groups are encoded from fp32.
+group that lies within one parameter, in ``zero/<name>/codes.coat`` (2.05 bytes a parameter; DeepSpeed's loader would
+take a file that ends in ``.pt`` for a tensor). Where a loading run has a group of exactly the same elements, stored in
+the same way, it takes these bytes; all other groups are encoded from fp32.
 
-Which elements make a group depends on where shards start. Where all parameters of a group and all shards start on
-128-element borders (hidden sizes that are multiples of 128, mostly), every group is found again at any data-parallel
-size and ZeRO stage, and moments pass unchanged; a tensor-parallel rank's groups are found again at the same
-tensor-parallel size. The file takes 2.05 bytes a parameter.
-
-Its ending is not ``.pt``: DeepSpeed's own loader takes every file with that ending for a tensor of the parameter.
+Where all parameters of a group and all shards start on 128-element borders (hidden sizes that are multiples of 128,
+mostly), every group is found again at any data-parallel size and ZeRO stage; a tensor-parallel rank's groups are found
+again at the same tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch
 
 from ...optim.state import CODE_KEYS, LAYOUT_KEYS
 
-__all__ = ["CODES_FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
+__all__ = ["CODES_FILE", "groups_within", "load_codes", "read_codes", "select_codes", "write_codes"]
 
 CODES_FILE = "codes.coat"
 
@@ -84,7 +82,7 @@ def read_codes(
     Raises:
         ValueError: the file cannot be read.
     """
-    saved = _read_file(path)
+    saved = load_codes(path)
     if saved is None or len(saved["ranks"]) != tp[1] or _storage(saved["layout"]) != _storage(group):
         return 0
     codes = saved["ranks"][tp[0]]
@@ -104,12 +102,12 @@ def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in LAYOUT_KEYS}
 
 
-def check_codes(path: Path) -> None:
-    """Raise a ``ValueError`` where there is such a file and :func:`read_codes` could not take codes from it."""
-    _read_file(path)
+def load_codes(path: Path) -> dict[str, Any] | None:
+    """What a file of codes holds; None where there is none.
 
-
-def _read_file(path: Path) -> dict[str, Any] | None:
+    Raises:
+        ValueError: it is damaged.
+    """
     if not path.is_file():
         return None
     try:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..stage_names import place_in_pipeline
+from ..names import place_in_pipeline
 from .codes import CODES_FILE, write_codes
 from .folder import same
 from .zero_checkpoint import ZeroCheckpoint, is_extra_state

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .codes import CODES_FILE
-from .zero_files import EXTRA_STATE
+from .zero_files import EXTRA_STATE, read
 
 __all__ = ["UniversalFolder", "same"]
 
@@ -27,21 +27,15 @@ class UniversalFolder:
 
     def __init__(self, folder: Path, tp: tuple[int, int]) -> None:
         self.folder, self.tp = folder / "zero", tp
-        if not (self.folder / "optimizer_state.pt").is_file():
-            raise ValueError(f"{self.folder}: missing optimizer_state.pt, {_ACCEPTED}")
-        self.globals = read(self.folder / "optimizer_state.pt", weights_only=False)
+        self.globals = read(self.folder / "optimizer_state.pt")
         rest, extra = self.folder / "rest.pt", self.folder / EXTRA_STATE
         self.complete = rest.is_file()
         """Written by :func:`convert_to_universal`: DeepSpeed's converter keeps trained parameters only."""
         self.rest: dict[str, dict[str, Any]] = read(rest) if self.complete else {}
         """What was not trained when it was saved: frozen parameters and buffers."""
-        self.extra: dict[str, list[Any]] = _load(extra, weights_only=False) if extra.is_file() else {}
+        self.extra: dict[str, list[Any]] = read(extra, mmap=False) if extra.is_file() else {}
         """Modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it. Not
         mapped, for modules may keep what they get."""
-
-    def missing(self, names: list[str], keys: tuple[str, ...]) -> list[str]:
-        """Files of trained parameters that are not there."""
-        return [f for name in names for key in keys if not (self.folder / (f := f"{name}/{key}.pt")).is_file()]
 
     def trained(self) -> set[str]:
         """Names of the parameters that were trained."""
@@ -64,7 +58,7 @@ class UniversalFolder:
             ValueError: the file cannot be read, or gives another shape; names it.
         """
         path = self.folder / name / f"{key}.pt"
-        return divide(read(path, weights_only=False), shape, self.tp, str(path))
+        return divide(read(path), shape, self.tp, str(path))
 
     def step(self, name: str) -> int:
         """Steps taken of a trained parameter."""
@@ -91,21 +85,6 @@ class UniversalFolder:
         return values[0]
 
 
-_ACCEPTED = "accepted: a universal checkpoint of this model, as launch/to_universal.py writes it"
-
-
-def read(path: Path, weights_only: bool = True) -> Any:
-    """A file's content, tensors memory-mapped."""
-    return _load(path, weights_only, mmap=True)
-
-
-def _load(path: Path, weights_only: bool, mmap: bool = False) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
-    except Exception as problem:  # of damaged bytes, unpickling may raise anything
-        raise ValueError(f"{path}: cannot be read ({problem})") from problem
-
-
 def divide(saved: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], where: str) -> torch.Tensor:
     """The part of one tensor-parallel rank; a view where it is contiguous in the whole.
 
@@ -124,23 +103,20 @@ def divide(saved: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], whe
     whole = saved["param"]
     if "sub_param_shape" in saved:
         raise ValueError(f"{where}: holds sub_param_shape, accepted: param, cat_dim, param_n_sub_params, vocab_tensor")
-    if "cat_dim" not in saved or size == 1:
-        # Flat is how DeepSpeed's converter writes what ZeRO-3 had.
-        local = whole.view(shape) if whole.ndim == 1 and whole.numel() == shape.numel() else whole
-    else:
+    local = whole
+    if "cat_dim" in saved and size > 1:
         dim = saved["cat_dim"]
         if saved.get("vocab_tensor") and whole.shape[0] < shape[0] * size:  # padded as this run pads
             whole = torch.cat([whole, whole.new_zeros(shape[0] * size - whole.shape[0], *whole.shape[1:])])
-        pieces = whole.chunk(saved.get("param_n_sub_params", 1), dim)
-        divided = [piece.chunk(size, dim) for piece in pieces]
-        even = all(len(d) == size for d in divided)
-        local = torch.cat([d[rank] for d in divided], dim) if even and len(divided) > 1 else whole
-        local = divided[0][rank] if even and len(divided) == 1 else local
+        divided = [piece.chunk(size, dim) for piece in whole.chunk(saved.get("param_n_sub_params", 1), dim)]
+        if all(len(pieces) == size for pieces in divided):
+            local = torch.cat([pieces[rank] for pieces in divided], dim) if len(divided) > 1 else divided[0][rank]
+    elif whole.ndim == 1 and whole.numel() == shape.numel():  # as DeepSpeed's converter writes what ZeRO-3 had
+        local = whole.view(shape)
     if local.shape != shape:
         raise ValueError(
             f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel rank "
             f"{rank} of {size}"
-            + ("" if "cat_dim" in saved else "; how to divide it was not recorded when it was converted")
         )
     return local
 

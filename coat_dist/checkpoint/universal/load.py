@@ -15,20 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...optim.adamw import CoatAdamW
 from ...optim.master import write_master
 from ...optim.moments import encode_moments, forget_written
 from ...optim.state import MOMENTS, has_remainder, moment, new_state
-from ..expert_names import names_in_whole, part_of_joined
+from ..names import names_in_whole, names_of_others, part_of_joined
 from ..read.load_checks import Request, check_before_load
-from ..stage_names import learn_names
 from ..zero_partitions import Partition, copy_into, members, partitions
 from .check import find_problems, modules_with_extra_state, renamed, untrained_tensors
 from .codes import read_codes
 from .folder import UniversalFolder
-from .schedule import find_schedule_problems, renew_rates
-from .zero_files import KEYS
+from .zero_files import KEYS, read
 
 __all__ = ["enable_universal_load"]
 
@@ -42,26 +41,18 @@ def enable_universal_load(engine: Any) -> None:
     Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left alone. A checkpoint
     that does not fit is refused with a ``ValueError``, on every rank, before anything has been changed.
     ``coat_dist.initialize`` calls it.
-
-    Raises:
-        RuntimeError: this DeepSpeed has no such method.
     """
     zero = engine.optimizer
     if not isinstance(getattr(zero, "optimizer", None), CoatAdamW | torch.optim.Adam):  # AdamW is an Adam
         return
-    if not hasattr(zero, "_load_universal_checkpoint"):
-        raise RuntimeError(
-            f"{type(zero).__name__}: has no _load_universal_checkpoint, accepted: DeepSpeed 0.19; universal "
-            "checkpoints cannot be loaded"
-        )
-    learn_names(engine)
+    others = names_of_others(engine)
     checked: dict[Path, Request] = {}
 
     def check(request: Request) -> list[str]:
         if not engine.load_universal_checkpoint():
             return []
-        found = find_problems(engine, _open_folder(engine, request.folder), request.states, request.strict)
-        found += find_schedule_problems(engine, request.folder) if request.schedule else []
+        found = find_problems(engine, _open_folder(engine, request.folder), request.states, request.strict, others)
+        found += _schedule_problems(engine, request.folder) if request.schedule else []
         checked.clear()
         if not found:
             checked[request.folder] = request
@@ -71,7 +62,7 @@ def enable_universal_load(engine: Any) -> None:
         request = checked.pop(Path(checkpoint_folder))
         _fill_engine(engine, _open_folder(engine, request.folder), request.states)
         if request.schedule:
-            renew_rates(engine)
+            _renew_rates(engine)
 
     zero._load_universal_checkpoint = load
     check_before_load(engine, "universal", check)
@@ -86,7 +77,7 @@ def _fill_engine(engine: Any, source: UniversalFolder, moments: bool) -> None:
     """Fill fp32 weights, moments (or weights alone), frozen parameters, buffers and extra states.
 
     Moments are encoded to nearest, for all groups; groups whose codes the checkpoint holds get these bytes
-    (``codes.py``). Hyperparameters stay the present ones, but for learning rates by a schedule (``schedule.py``). A
+    (``codes.py``). Hyperparameters stay the present ones, but for learning rates by a schedule. A
     parameter that is frozen now takes its weights from wherever they are, the fp32 weight of one that was trained
     rounded to its own dtype. The caller has the 16-bit weights renewed at stages 1 and 2, as DeepSpeed does.
     """
@@ -156,7 +147,7 @@ def _read_partition(engine: Any, part: Partition, source: UniversalFolder, names
     flat = torch.zeros(part.flat.numel())
     for f in part.fragments:
         name = names[f.param]
-        shape, mine = part_of_joined(engine, name, f.shape) or (f.shape, slice(None))
+        shape, mine = part_of_joined(engine, name, f.shape)
         values = source.weights(name, shape) if key == "fp32" else source.local(name, key, shape)
         flat[f.start : f.start + f.numel] = values.reshape(-1)[mine][f.first : f.first + f.numel]
     return flat
@@ -196,3 +187,48 @@ def _tensor_parallel(engine: Any) -> tuple[int, int]:
         if hasattr(mpu, f"get_{kind}_world_size"):
             return getattr(mpu, f"get_{kind}_rank")(), getattr(mpu, f"get_{kind}_world_size")()
     return 0, 1
+
+
+def _schedule_problems(engine: Any, folder: Path) -> list[str]:
+    """Whether the schedule of ``folder`` can go on in ``engine``; torch's would take over any other one's values."""
+    schedule, file = engine.lr_scheduler, next(iter(sorted(folder.glob("*model_states.pt"))), None)
+    if schedule is None or file is None:
+        return []
+    saved = read(file).get("lr_scheduler")
+    if saved is not None and ("last_batch_iteration" in saved) == ("last_batch_iteration" in schedule.state_dict()):
+        return []
+    return [
+        f"scheduler: got {type(schedule).__name__}, accepted: the schedule that {folder} was saved with, if any, or "
+        "load_lr_scheduler_states=False, with which the schedule starts from its beginning"
+    ]
+
+
+def _renew_rates(engine: Any) -> None:
+    """Give each parameter group the rate that the schedule, whose state has been loaded, says.
+
+    The rates are the optimizer's, whose groups may be more or fewer than those that were saved, and several of torch's
+    schedules compute the next rate from the last one.
+    """
+    schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
+    if isinstance(schedule, LRScheduler):
+        _fit(schedule, len(groups))
+        rates = schedule.get_last_lr()
+    elif getattr(schedule, "last_batch_iteration", -1) >= 0:  # DeepSpeed's; below 0 it has not begun
+        rates = schedule.get_lr()
+    else:
+        return
+    for group, rate in zip(groups, rates, strict=True):
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _fit(schedule: LRScheduler, groups: int) -> None:
+    """Make a schedule's lists as long as there are groups, where the saved groups all had the same value."""
+    for inner in getattr(schedule, "_schedulers", ()):
+        _fit(inner, groups)
+    for name in ("base_lrs", "_last_lr", "min_lrs", "max_lrs"):
+        values = getattr(schedule, name, None)
+        if isinstance(values, list) and values and len(values) != groups and len(set(values)) == 1:
+            setattr(schedule, name, values[:1] * groups)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..expert_names import divided_experts, joined_experts, larger
-from ..stage_names import in_whole, place_in_pipeline, ranks_of_a_stage
+from ..names import divided_experts, in_whole, joined_experts, larger, place_in_pipeline, ranks_of_a_stage
 from .zero_files import MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
 __all__ = ["ZeroCheckpoint", "is_extra_state"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,15 +145,13 @@ def files_by_rank(folder: Path, pattern: str, required: bool = True) -> list[lis
     return [[found[t, d] for d in range(dp)] for t in range(tp)]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, mmap: bool = True) -> Any:
     """A file's content; tensors memory-mapped, where it was written as a zip file (torch's default).
 
     Raises:
         ValueError: it cannot be read; names it.
     """
     try:
-        with path.open("rb") as file:
-            zipped = file.read(2) == b"PK"
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap and zipfile.is_zipfile(path))
     except Exception as problem:  # of damaged bytes, or of classes that are not here, unpickling may raise anything
         raise ValueError(f"{path}: cannot be read ({type(problem).__name__}: {problem})") from problem

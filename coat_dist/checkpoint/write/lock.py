@@ -1,4 +1,4 @@
-"""One writer at a time: a lock that the system drops when the process that holds it ends, however it ends."""
+"""File locks, so that one program at a time writes to a folder; the system drops them when their process ends."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 def locked_folder(folder: Path, option: str, error: type[Exception]) -> Iterator[None]:
     """Make a folder where it is not there, and keep other programs that ask for the same lock out of it.
 
-    On a file system without locks there is a warning on stderr instead.
-
     Args:
         folder: to be written to; the lock is the file ``LOCK`` in it.
         option: of the command line that named the folder, for the error.
-        error: raised with one line where another program holds the lock, or the folder cannot be written.
+        error: raised where another program holds the lock, or the folder cannot be written. A file system without locks
+            is a warning on stderr.
     """
     with contextlib.ExitStack() as held:
         try:

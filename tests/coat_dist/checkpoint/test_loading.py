@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -280,21 +279,15 @@ def missing_files(rank, world, folder):
         os.mkdir(f"{folder}/z")
     torch.distributed.barrier()
     found = [refused(engine, load_dir=folder, tag=tag) for tag in ("x", "y", "z", "../x")]
-    torch.distributed.barrier()
-    if rank == 0:
-        of_rank_0 = Path(folder, "x", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-        of_rank_0.rename(of_rank_0.with_name(of_rank_0.name.removeprefix("bf16_")))  # as without bf16
-    torch.distributed.barrier()
-    return listed, *found, refused(engine, load_dir=folder, tag="x")
+    return listed, *found
 
 
 def test_missing_files_are_named_on_every_rank(tmp_path):
-    for listed, file, folder, empty, outside, in_fp32 in run_ranks(2, missing_files, str(tmp_path)):
+    for listed, file, folder, empty, outside in run_ranks(2, missing_files, str(tmp_path)):
         assert "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing" in listed
         assert "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing\naccepted: what wrote it" in file
         assert f"tag: got 'y', which is no checkpoint in {tmp_path}, accepted: " in folder
         assert f"tag: got 'z', which is no checkpoint in {tmp_path}, accepted: " in empty
-        assert f"{tmp_path}/x: bf16.enabled: checkpoint has false, this run has true" in in_fp32
         assert "tag: got '../x', which is not the name of a finished checkpoint, accepted: " in outside
 
 
@@ -318,21 +311,7 @@ def loaded_by_one(rank, world, settings, folder):
 
 
 @pytest.mark.parametrize("case", ["zero-2", "zero-3"])
-def test_programs_that_know_deepspeeds_error_and_tool_are_told_what_converts(case, tmp_path):
-    """Another data-parallel size is also DeepSpeed's error; its own converter names ours, and ends."""
-    from deepspeed.checkpoint import ds_to_universal
-
+def test_another_data_parallel_size_is_also_deepspeeds_error(case, tmp_path):
     run_ranks(2, saved_on_two, CASES[case], str(tmp_path))
     (message,) = run_ranks(1, loaded_by_one, CASES[case], str(tmp_path))
     assert "data-parallel size: checkpoint has 2, this run has 1" in message and "to_universal" in message
-    given = [
-        "--input_folder",
-        str(tmp_path / "two"),
-        "--output_folder",
-        str(tmp_path / "out"),
-        "--inject_missing_state",
-    ]
-    with mock.patch("sys.argv", ["ds_to_universal", *given]):
-        arguments = ds_to_universal.parse_arguments()
-    with pytest.raises(KeyError, match="exp_avg: CoatAdamW's moments are .* convert .* launch/to_universal.py"):
-        ds_to_universal.main(arguments)

@@ -13,8 +13,8 @@ from tests.support import run_ranks
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 100}}
 
 
-def engine_of(optimizer, schedule, universal, rates=None):
-    """A DeepSpeed program's: torch's AdamW has one group, or two with ``rates``; a CoatAdamW has two anyway."""
+def engine_of(optimizer, schedule, universal):
+    """A DeepSpeed program's: torch's AdamW has one group, a CoatAdamW has two."""
     deepspeed = quiet_deepspeed()
     config = {**CONFIG, "optimizer": {"type": optimizer, "params": {"lr": 3e-3}}}
     config["checkpoint"] = {"load_universal": universal}
@@ -24,11 +24,7 @@ def engine_of(optimizer, schedule, universal, rates=None):
     if schedule == "WarmupLR":
         config["scheduler"] = WARMUP
     given = {"lr_scheduler": schedule} if callable(schedule) else {}
-    net = model()
-    if rates is not None:
-        half = list(net.parameters())
-        given["model_parameters"] = [{"params": half[:2], "lr": rates[0]}, {"params": half[2:], "lr": rates[1]}]
-    return deepspeed.initialize(model=net, config=config, **given)[0]
+    return deepspeed.initialize(model=model(), config=config, **given)[0]
 
 
 def falling(optimizer):
@@ -57,14 +53,9 @@ def schedules_go_on(rank, world, folder):
         train(engine, rank, 1)
         seen[name] = first, engine.get_lr(), wanted
     told = []
-    for case in ("no schedule then", "another kind", "rates of its own"):
-        here = engine_of("CoatAdamW", falling, True, rates=(1e-3, 2e-3) if case == "rates of its own" else None)
-        if case == "no schedule then":
-            engine = engine_of("AdamW", None, False)
-        elif case == "another kind":
-            engine = engine_of("AdamW", "WarmupLR", False)
-        else:
-            engine = engine_of("AdamW", falling, False, rates=(1e-3, 2e-3))
+    for case in ("no schedule then", "another kind"):
+        here = engine_of("CoatAdamW", falling, True)
+        engine = engine_of("AdamW", None if case == "no schedule then" else "WarmupLR", False)
         train(engine, rank, 1)
         engine.save_checkpoint(f"{folder}/{case}", tag="plain")
         convert_to_universal(f"{folder}/{case}/plain", f"{folder}/{case}/universal")
@@ -84,8 +75,7 @@ def test_the_rate_is_the_schedules(tmp_path):
         assert len(set(later)) == 1 and later[0] == pytest.approx(wanted[0]), name
         assert len(later) == 2 and len(wanted) == 1
     assert seen["falling"][0] == [3e-3 / 8] * 2 and seen["by step"][0] == [3e-3 / 4] * 2
-    assert [line.split(": ")[0] for line in told] == ["scheduler"] * 3 and all("anew" in line for line in told)
-    assert "was saved without one" in told[0] and "rates of 2 parameter groups and this run has 4" in told[2]
+    assert len(told) == 2 and all(line.startswith("scheduler: got ExponentialLR, accepted: the sch") for line in told)
 
 
 def left_in(rank, world, folder):

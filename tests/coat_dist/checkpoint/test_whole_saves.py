@@ -10,7 +10,6 @@ import warnings
 import zlib
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.coat_dist.checkpoint.small_saves import ONE, Killed, fail, listed, small, step, weights
@@ -39,8 +38,6 @@ def arguments(rank, world, folder):
     for tag in ("", ".", "..", "/tmp/x", "a/b", "latest", ".lock", ".unfinished-a", " a", "a\n"):
         said[tag] = told(engine.save_checkpoint, folder, tag=tag)
     said["ranks"] = told(engine.save_checkpoint, folder, tag=f"rank{rank}")
-    said["dir"] = told(engine.save_checkpoint, "")
-    said["state"] = told(engine.save_checkpoint, folder, client_state=[1])
     said["pickle"] = told(engine.save_checkpoint, folder, client_state={"f": (lambda: 0) if rank == 0 else 1})
     said["file"] = told(engine.save_checkpoint, __file__)
     with contextlib.ExitStack() as hooked:
@@ -57,7 +54,7 @@ def test_arguments_are_deepspeeds(tmp_path):
     assert first == second
     same, said, left = first
     assert same and left == ["7", "global_step1", "latest"]
-    special = {"ranks", "dir", "state", "pickle", "file", "hook", "load"}
+    special = {"ranks", "pickle", "file", "hook", "load"}
     start = "CheckpointError: tag: got {!r}, accepted: "
     assert all(
         text.startswith(start.format(tag)) and text.count("tag: got") == 1
@@ -65,7 +62,6 @@ def test_arguments_are_deepspeeds(tmp_path):
         if tag not in special
     )
     assert "tag: got 'rank0' on rank 0; 'rank1' on rank 1, accepted: the same on all ranks" in said["ranks"]
-    assert "save_dir: got '', accepted" in said["dir"] and "client_state: got list, accepted: a dict" in said["state"]
     assert "rank 0: " in said["pickle"] and "mp_rank_00_model_states.pt" in said["pickle"]
     assert f"cannot write {__file__}" in said["file"]
     assert "rank 1: " in said["hook"] and "KeyError: 'of one rank'" in said["hook"]
@@ -128,7 +124,6 @@ def test_a_full_disk_is_told_on_every_rank(tmp_path):
         for text in said:
             assert text.startswith("CheckpointError: cannot write ") and "No space left on device" in text
             assert "rank 1: " in text and "rank 0" not in text.split("optim_states")[0]
-            assert f"\n{folder}: " in text and " bytes are needed, " in text and " are free" in text
         assert (left, kept, wrong, after) == (["latest", "x"], True, [], ["latest", "x", "y"])
 
 
@@ -226,7 +221,7 @@ def kinds(rank, world, folder):
 
     state = get_fp32_state_dict_from_zero_checkpoint(folder)
     refused = told(engine.load_checkpoint, f"{folder}/other")
-    wrong.extend([refused] * ("optimizer.type: checkpoint has states of another optimizer" not in refused))
+    wrong.extend([refused] * ("optimizer.type: checkpoint has AdamW, this run has CoatAdamW" not in refused))
     masters = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
     wrong.extend(["zero_to_fp32"] * (not torch.equal(state["weight"], masters)))
     wrong.extend(["script"] * (not os.access(f"{folder}/zero_to_fp32.py", os.X_OK)))
@@ -272,13 +267,3 @@ def without_frozen(rank, world, folder):
 def test_frozen_parameters_are_left_out(tmp_path):
     trained = ["1.bias", "1.weight"]
     assert run_ranks(1, without_frozen, str(tmp_path)) == [(["0.bias", "0.weight", *trained], trained, True)]
-
-
-@pytest.mark.parametrize("key", ["checkpoint.writer", "datastates_ckpt"])
-def test_writers_behind_a_saves_back_are_refused(key):
-    from coat_dist import CoatConfigError
-    from coat_dist.deepspeed.config.validate import check_deepspeed
-
-    more = {"checkpoint": {"writer": {"type": "fast"}}} if key == "checkpoint.writer" else {key: {"host_cache_size": 1}}
-    with pytest.raises(CoatConfigError, match=f"^{key}: got "):
-        check_deepspeed({**ONE, **more})
