@@ -51,16 +51,14 @@ def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path}: cannot be read ({problem})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path}: format {manifest.get('format') if isinstance(manifest, dict) else None!r}, accepted: {FORMAT}"
-        )
+        raise CheckpointError(f"{path}: format: got another one, accepted: {FORMAT}")
     if manifest.get("unfinished"):
         raise CheckpointError(f"{checkpoint}: was never finished, accepted: a checkpoint whose saving had ended")
-    if of_run and not manifest.keys() & {"progress", "run"} and _is_files(manifest.get("files")):
+    missing = [key for key in ("progress", "run", "files") if not isinstance(manifest.get(key), dict)]
+    if of_run and missing == ["progress", "run"]:
         raise CheckpointError(f"{checkpoint}: says of no run what it was, accepted: a checkpoint of launch/pretrain.py")
-    needed = _CONTENT if of_run else {"files": _is_files}
-    if wrong := [key for key, fits in needed.items() if not fits(manifest.get(key))]:
-        raise CheckpointError(f"{path}: is damaged, {', '.join(wrong)} missing or of another kind than was written")
+    if missing := missing if of_run else [key for key in missing if key == "files"]:
+        raise CheckpointError(f"{path}: is damaged, {', '.join(missing)} missing or of another kind than was written")
     return manifest
 
 
@@ -73,26 +71,13 @@ def readable(checkpoint: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def _is_progress(value: Any) -> bool:
-    return isinstance(value, dict) and type(value.get("step")) is int
-
-
-def _is_files(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(numbers, list) and [type(n) for n in numbers] == [int, int] for numbers in value.values()
-    )
-
-
-_CONTENT = {"progress": _is_progress, "run": lambda value: isinstance(value, dict), "files": _is_files}
-
-
 def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None = None, checksums: bool = True) -> None:
     """Compare size and checksum of every file with the manifest; ranks share the work.
 
     Args:
         checkpoint: its folder.
         files: of the manifest.
-        team: the ranks that have this folder before them; without it all.
+        team: the ranks that have this folder before them; None = all.
         checksums: false compares sizes only and reads no file.
 
     Raises:
@@ -125,13 +110,11 @@ def sync_files(
 ) -> dict[str, list[int]]:
     """Wait until every file in ``folder`` and the folders in it is on disk; [bytes, CRC-32] by path in ``folder``.
 
-    The team's first rank lists the files and deals them out to its ranks.
-
     Args:
         folder: a manifest in it is left out.
         known: the result for files that this rank has summed and synced already: they are not read again, unless two
             ranks wrote one file.
-        team: the ranks that have this folder before them; without it all.
+        team: the ranks that have this folder before them, which share the work; None = all.
 
     Raises:
         CheckpointError: on every rank; lists the files that a rank could not read or bring to disk, and empty ones.

@@ -15,8 +15,7 @@ and is larger along that dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ __all__ = [
     "names_of_others",
     "part_of_joined",
     "place_in_pipeline",
-    "ranks_of_a_stage",
 ]
 
 Info = Mapping[str, Any] | None
@@ -47,30 +45,6 @@ def place_in_pipeline(info: Info) -> tuple[int, int]:
     """Stage, from 0, and number of stages; (0, 1) of a whole model."""
     told = (info or {}).get("pipeline") or {}
     return int(told.get("stage", 0)), int(told.get("stages", 1))
-
-
-def ranks_of_a_stage(source: Path, infos: Sequence[Info]) -> int:
-    """Tensor-parallel ranks of each pipeline stage.
-
-    Args:
-        source: for errors.
-        infos: ``universal_checkpoint_info`` of each model-parallel rank: tensor-parallel ranks of the first stage, then
-            those of the next.
-
-    Raises:
-        ValueError: they are not of one pipeline, or of stages whose experts are divided over ranks, too.
-    """
-    places = [place_in_pipeline(info) for info in infos]
-    stages = places[0][1]
-    size = max(len(infos) // stages, 1)
-    if places != [(rank // size, stages) for rank in range(len(infos))]:
-        found = ", ".join(dict.fromkeys(f"{stage + 1} of {count}" for stage, count in places))
-        raise ValueError(
-            f"{source}: model files are of pipeline stages {found}, accepted: those of one pipeline, in order"
-        )
-    if stages > 1 and any((info or {}).get("expert_parallel") for info in infos):
-        raise ValueError(f"{source}: is of pipeline stages whose experts are divided over ranks, accepted: one of both")
-    return size
 
 
 def in_whole(info: Info) -> Callable[[str], str]:

@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +77,6 @@ def save_whole_checkpoints(engine: Any) -> None:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         save = _Save(engine, team_of(engine), save_dir, tag, bool(save_latest), extras or Extras())
         state = save.prepare(client_state or {}, bool(exclude_frozen_parameters))
-        _warn_within_a_step(engine)
         writes = save.write(original, state, exclude_frozen_parameters)
         try:
             save.publish(writes)
@@ -219,18 +217,3 @@ def describe(engine: Any) -> dict[str, Any]:
         "global_steps": getattr(engine, "global_steps", None),
         "optimizer": None if stepped is None else name,
     }
-
-
-def _warn_within_a_step(engine: Any) -> None:
-    """Warn on rank 0 that a checkpoint has no gradients of the micro-batches since the last step."""
-    # Where a program says itself when a step ends, as accelerate does, DeepSpeed's count is of steps, or of neither.
-    by_hand = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
-    if by_hand or not engine.managed_gradient_accumulation() or rank_and_world()[0]:
-        return
-    if part := engine.micro_steps % engine.gradient_accumulation_steps():
-        warnings.warn(
-            f"save_checkpoint: called after {part} of {engine.gradient_accumulation_steps()} micro-batches of a step "
-            "(gradient_accumulation_steps); checkpoints hold no gradients, so a resumed run repeats this step and "
-            "differs from this one",
-            stacklevel=3,
-        )

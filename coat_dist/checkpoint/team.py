@@ -21,7 +21,7 @@ __all__ = [
     "KEY",
     "CheckpointError",
     "Team",
-    "check_one_save",
+    "check_part",
     "check_shared",
     "check_there",
     "everyone",
@@ -30,7 +30,6 @@ __all__ = [
     "say_part",
     "sharing",
     "team_of",
-    "wrong_part",
 ]
 
 T = TypeVar("T")
@@ -49,10 +48,8 @@ class CheckpointError(ValueError):
 class Team:
     """Ranks that write to one folder and read from it. Methods that raise are collective over all ranks."""
 
-    ranks: Sequence[int]
-    """In ascending order."""
-    rank: int
-    """This one, among all."""
+    ranks: Sequence[int]  # in ascending order
+    rank: int  # this one, among all
 
     @property
     def leads(self) -> bool:
@@ -73,14 +70,10 @@ class Team:
         return [by_rank[rank] for rank in self.ranks]
 
     def each(self, work: Callable[[], T], doing: str = "") -> list[T]:
-        """Results of ``work``, by rank among all.
-
-        Args:
-            work: called on every rank; must not use collectives.
-            doing: first words of the error, which then names the ranks.
+        """Results of ``work``, which must not use collectives, by rank among all.
 
         Raises:
-            CheckpointError: on every rank, if any rank's part raises.
+            CheckpointError: on every rank, if any rank's part raises; with ``doing``, its first words, it names ranks.
         """
         results, errors = attempt(work)
         if errors and doing:
@@ -94,11 +87,7 @@ class Team:
         return cast(T, self.each(lambda: work() if self.leads else None, doing)[self.ranks[0]])
 
     def agree(self, arguments: Callable[[], Mapping[str, Any]]) -> None:
-        """Refuse arguments that differ between ranks; a "folder" may differ between nodes with folders of their own.
-
-        Raises:
-            CheckpointError: on every rank; names the argument and which rank gave what.
-        """
+        """Refuse arguments that differ between ranks; a "folder" may differ between nodes with folders of their own."""
         by_rank, wrong = self.each(arguments), []
         for key in by_rank[0]:
             given: dict[Any, list[int]] = {}
@@ -110,12 +99,7 @@ class Team:
         self._refuse(wrong)
 
     def refuse(self, problems: list[str], heading: str) -> None:
-        """Raise the problems of any team on all ranks.
-
-        Raises:
-            CheckpointError: if any team has problems; the heading, and a line for each, with the host where nodes have
-                folders of their own.
-        """
+        """Raise the problems of any rank on all ranks, a line each, below a heading."""
         by_rank = gather([text if self.whole else on_host(text, self.rank) for text in problems])
         self._refuse([line for lines in by_rank for line in lines], heading)
 
@@ -131,11 +115,7 @@ def everyone() -> Team:
 
 
 def nodes_of_ranks(local: int | None = None) -> list[list[int]]:
-    """Ranks of each node; collective.
-
-    Args:
-        local: this rank's number on its node; None = what the launcher says.
-    """
+    """Ranks of each node; collective. ``local``: this rank's number on its node; None = what the launcher says."""
     return by_node(gather(my_place(local)))
 
 
@@ -148,16 +128,9 @@ def team_of(engine: Any) -> Team:
 
 
 def sharing(folder: Path, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Ranks by the folder that they find under this path, which may differ between ranks; collective.
+    """Ranks by the folder that they find under a path, which may be missing, in the order of first ranks; collective.
 
-    The first rank of each node puts a file there, looks for those of the others, and removes it.
-
-    Args:
-        folder: may be missing.
-        nodes: of :func:`nodes_of_ranks`; ranks of a node share their folders.
-
-    Returns:
-        The ranks of each folder; they begin with their first rank, and stand in its order.
+    The first rank of each of the ``nodes`` puts a file there, looks for those of the others, and removes it.
     """
     rank, world = rank_and_world()
     if len(nodes) == 1:
@@ -194,16 +167,14 @@ def _look(folder: Path, names: dict[int, str]) -> list[int]:
 def check_shared(
     folder: Path, option: str, nodes: Sequence[Sequence[int]], node_local: bool, error: type[Exception]
 ) -> None:
-    """Whether nodes share a folder to save into, or with ``node_local`` each has its own; collective.
+    """Raise on every rank if nodes do not share a folder to save into, or with ``node_local`` do; collective.
 
     Args:
         folder: made already, by rank 0, or with ``node_local`` by the first rank of each node.
         option: the argument or option that it was given as.
         nodes: of :func:`nodes_of_ranks`.
         node_local: ``checkpoint.use_node_local_storage``.
-
-    Raises:
-        error: on every rank; names the folder, the hosts and what is accepted.
+        error: names the folder, the hosts and what is accepted.
     """
     folders = sharing(folder, nodes)
     if not node_local and len(folders) > 1:
@@ -221,11 +192,7 @@ def check_shared(
 
 
 def check_there(folder: Path, option: str, error: type[Exception]) -> None:
-    """Whether every rank finds a folder that some have found; collective.
-
-    Raises:
-        error: on every rank; names the ranks that do not, with their hosts.
-    """
+    """Raise on every rank if only some find a folder, and name those that do not; collective."""
     found = gather(os.path.isdir(folder))
     missing = [rank for rank, there in enumerate(found) if not there]
     if missing and len(missing) < len(found):
@@ -243,32 +210,28 @@ def part_of(team: Team) -> dict[str, Any]:
     return {"part": {"ranks": list(team.ranks), "world_size": rank_and_world()[1], "save": save}}
 
 
-def check_one_save(folder: Path, manifest: Mapping[str, Any] | None, team: Team) -> None:
-    """Whether all nodes' parts are of one save; collective.
+def check_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> None:
+    """Refuse a part of a checkpoint that other ranks wrote, and parts of two saves of one tag; collective.
 
     Where a tag was saved again, a kill leaves the new part on one node and the old one on another.
 
     Raises:
         CheckpointError: on every rank; names the hosts.
     """
-    if team.whole:
-        return
-    saves = gather(((manifest or {}).get("part") or {}).get("save"))
-    if others := [rank for rank, save in enumerate(saves) if save != saves[0]]:
+    part = manifest.get("part") or {}
+    wrong: list[str] = []
+    own = {"ranks": list(team.ranks), "world_size": rank_and_world()[1]}
+    if part and part["ranks"] != own["ranks"]:
+        wrong = [f"{folder}: holds the files of {say_part(part)}, accepted here: those of {say_part(own)}"]
+    team.refuse(wrong, f"{KEY}: got parts of other nodes:")
+    saves = gather(part.get("save"))
+    others = [rank for rank, save in enumerate(saves) if save != saves[0]]
+    if others and not team.whole:
         first = [rank for rank in range(len(saves)) if rank not in others]
         raise CheckpointError(
             f"{folder}: got parts of different saves on {say_ranks(first)} and {say_ranks(others)}, accepted: another "
             "tag, saved by all nodes together"
         )
-
-
-def wrong_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> str | None:
-    """A line where a checkpoint is the part of other ranks than those that are about to load it."""
-    part = manifest.get("part")
-    if not part or list(part["ranks"]) == list(team.ranks):
-        return None
-    own = say_part({"ranks": team.ranks, "world_size": rank_and_world()[1]})
-    return f"{folder}: holds the files of {say_part(part)}, saved with {KEY}, accepted here: those of {own}"
 
 
 def say_part(part: Mapping[str, Any]) -> str:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ...ranks import raise_everywhere, rank_and_world
 from ..manifest import MANIFEST, read_manifest, verify
 from ..names import divided_experts, info_of
-from ..team import CheckpointError, Team, check_one_save, check_there, team_of, wrong_part
+from ..team import CheckpointError, Team, check_part, check_there, team_of
+from ..universal.zero_files import read as read_file
 from ..write.publish import LATEST
 from ..zero_partitions import forget_second_shard
 from .tags import find_tag
@@ -142,40 +140,22 @@ def _does_not_fit() -> type[CheckpointError]:
 def _check_files(folder: Path, team: Team, checksums: bool) -> dict[str, Any]:
     """Refuse a checkpoint with missing, damaged or foreign files; collective. Its manifest.
 
-    Plain DeepSpeed's has none and is loaded with a note on rank 0. Its files are only checked for being complete.
+    Plain DeepSpeed's has none and is loaded with a note on rank 0. Its files are only opened.
 
     Raises:
         CheckpointError: on every rank; names the files.
     """
 
-    def read() -> dict[str, Any]:
-        manifest = read_manifest(folder, of_run=False) if (folder / MANIFEST).exists() else {}
-        if wrong := wrong_part(folder, manifest, team):
-            raise CheckpointError(wrong)
-        return manifest
-
-    manifest = team.ask_leader(read)
-    check_one_save(folder, manifest, team)
+    manifest = team.ask_leader(lambda: read_manifest(folder, of_run=False) if (folder / MANIFEST).exists() else {})
+    check_part(folder, manifest, team)
     if manifest:
         verify(folder, manifest["files"], team, checksums)
         return manifest
     names = team.ask_leader(lambda: sorted(p.name for p in folder.glob("*.pt")))
-    raise_everywhere(
-        lambda: [line for name in team.share(names) for line in _unreadable(folder / name)], error=CheckpointError
-    )
+    team.each(lambda: [read_file(folder / name) for name in team.share(names)])
     if rank_and_world()[0] == 0:
         print(f"note: {folder} has no {MANIFEST}: it is loaded unverified", file=sys.stderr, flush=True)
     return {}
-
-
-def _unreadable(path: Path) -> list[str]:
-    try:
-        if zipfile.is_zipfile(path):  # the list of contents, which this looks for, is at its end
-            return []
-        torch.load(path, map_location="cpu", weights_only=False)  # torch's older format, or cut off
-    except Exception as problem:  # of damaged bytes, unpickling may raise anything
-        return [f"{path}: is damaged or cut off ({type(problem).__name__}: {problem})"]
-    return []
 
 
 def _weights_of_latest(engine: Any, request: Request) -> list[str]:

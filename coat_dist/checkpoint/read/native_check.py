@@ -18,7 +18,7 @@ from typing import Any
 from ...optim import CoatAdamW
 from ...optim.state import LAYOUT_KEYS
 from ...ranks import raise_everywhere
-from ..manifest import readable
+from ..manifest import differences, readable
 from ..save import describe
 from ..universal.zero_files import read
 from ..write.publish import LATEST
@@ -86,10 +86,10 @@ def _request(call: inspect.BoundArguments) -> Request:
 
 
 def _optimizer(engine: Any, request: Request) -> list[str]:
-    saved = request.manifest.get("engine") or {}
-    if not request.states or engine.load_universal_checkpoint() or saved.get("optimizer") != CoatAdamW.__name__:
+    saved = (request.manifest.get("engine") or {}).get("optimizer")
+    if not request.states or engine.load_universal_checkpoint() or saved != CoatAdamW.__name__:
         return []
-    return _differing(request.folder, {"optimizer.type": (CoatAdamW.__name__, describe(engine)["optimizer"])})
+    return _differing(request.folder, {"optimizer.type": saved}, {"optimizer.type": describe(engine)["optimizer"]})
 
 
 def _settings(engine: Any, request: Request) -> list[str]:
@@ -97,15 +97,15 @@ def _settings(engine: Any, request: Request) -> list[str]:
     if engine.load_universal_checkpoint():
         return []
     if (request.folder / "zero").is_dir():
-        return _differing(request.folder, {"checkpoint.load_universal": (True, False)})
+        return _differing(request.folder, {"checkpoint.load_universal": True}, {"checkpoint.load_universal": False})
     saved, ours = (_by_files(facts) for facts in (request.manifest.get("engine") or {}, describe(engine)))
-    keys = list(_COMPARED)
+    keys = [key for key in _COMPARED if key in saved]
     if not request.states:
-        keys = ["pipeline_stages"]  # DeepSpeed would take them for tensor-parallel ranks
+        keys = ["pipeline_stages"] if saved else []  # DeepSpeed would take them for tensor-parallel ranks
         if ours["expert_parallel"] > 1:
             lacking = "got False, and the experts of other ranks are in the optimizer's files alone"
             return [f"{request.folder}: load_optimizer_states: {lacking}"]
-    return _differing(request.folder, {_COMPARED[key]: (saved[key], ours[key]) for key in keys if key in saved})
+    return _differing(request.folder, *({_COMPARED[key]: facts[key] for key in keys} for facts in (saved, ours)))
 
 
 def _by_files(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,9 +131,8 @@ def _model(engine: Any, request: Request) -> list[str]:
     wrong += [n for n in ours if n not in there]
     if not wrong:
         return []
-    first, more = wrong[0], f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    has = [f"shape {shapes[first]}" if first in shapes else "none" for shapes in (theirs, ours)]
-    return _differing(request.folder, {f"model: {first}{more}": (has[0], has[1])})
+    key = f"model: {wrong[0]}" + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
+    return _differing(request.folder, {key: theirs.get(wrong[0])}, {key: ours.get(wrong[0])})
 
 
 def _shapes(groups: Iterable[Mapping[str, Any]] | None) -> dict[str, list[int]]:
@@ -147,49 +146,44 @@ def _shards(engine: Any, request: Request) -> list[str]:
     path = Path(engine._get_zero_ckpt_name(str(request.load_dir), request.tag))
     if not path.is_file():
         return [f"{path}: missing"]
-    saved = read(path)["optimizer_state_dict"]
-    stage3 = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
-    stages = {True: "3", False: "1 or 2"}
+    saved, zero = read(path)["optimizer_state_dict"], engine.optimizer
+    stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
     if ("fp32_flat_groups" in saved) is not stage3:  # of a checkpoint without a manifest
-        return _differing(path, {_COMPARED["zero_stage"]: (stages[not stage3], stages[stage3])})
-    # Another optimizer has other groups, too: that is the second difference.
-    return _differing(path, _storage(engine.optimizer, saved, stage3)) or _layout(engine.optimizer, path, saved, stage3)
+        stages = [{_COMPARED["zero_stage"]: "3" if is3 else "1 or 2"} for is3 in (not stage3, stage3)]
+        return _differing(path, *stages)
+    states, optimizer = saved["optimizer_state_dict" if stage3 else "base_optimizer_state"], base_optimizer(zero)
+    if optimizer is not None and isinstance(states, Mapping):
+        there = states["param_groups"]
+        if states["state"] and not any(key in group for group in there for key in LAYOUT_KEYS):
+            return _differing(path, {"optimizer.type": "another one"}, {"optimizer.type": CoatAdamW.__name__})
+        if wrong := _differing(
+            path, *map(_storage, zip(*zip(there, optimizer.param_groups, strict=False), strict=True))
+        ):
+            return wrong
+    others = "or other groups or frozen parameters"
+    if stage3:
+        key = f"zero_optimization.sub_group_size, {others}: elements of sub-groups"
+        flats = saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat
+        return _differing(path, *({key: [t.numel() for t in flat]} for flat in flats))
+    key = f"zero_optimization.round_robin_gradients or parameter_alignment, {others}: (group, start, numel) of "
+    places = (saved["param_slice_mappings"], zero._param_slice_mappings)
+    return _differing(path, *(_places(mappings, key) for mappings in places))[:1]
 
 
-def _storage(zero: Any, saved: Mapping[str, Any], stage3: bool) -> dict[str, tuple[Any, Any]]:
-    """How moments and master weights are stored: theirs and ours, by key."""
-    optimizer, states = base_optimizer(zero), saved.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
-    if optimizer is None or not isinstance(states, Mapping):
-        return {}
-    if states["state"] and not any(key in group for group in states["param_groups"] for key in LAYOUT_KEYS):
-        return {"optimizer.type": ("states of another optimizer", "CoatAdamW")}
+def _storage(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """How moments and master weights are stored."""
     return {
-        f"{key} of parameter group {i}": (theirs[key], ours[key])
-        for i, (theirs, ours) in enumerate(zip(states["param_groups"], optimizer.param_groups, strict=False))
+        f"{key} of parameter group {i}": group[key]
+        for i, group in enumerate(groups)
         for key in LAYOUT_KEYS
-        if key in theirs
+        if key in group
     }
 
 
-def _layout(zero: Any, path: Path, saved: Mapping[str, Any], stage3: bool) -> list[str]:
-    """Whether flat shards hold the same elements in the same places."""
-    others = "or other groups or frozen parameters"
-    if stage3:
-        sizes = [[t.numel() for t in flat] for flat in (saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat)]
-        return _differing(path, {f"zero_optimization.sub_group_size, {others}": (sizes[0], sizes[1])})
-    theirs, ours = (
-        {name: (i, at.start, at.numel) for i, group in enumerate(mappings) for name, at in group.items()}
-        for mappings in (saved["param_slice_mappings"], zero._param_slice_mappings)
-    )
-    key = f"zero_optimization.round_robin_gradients or parameter_alignment, {others}: (group, start, numel) of "
-    names = sorted(theirs.keys() | ours.keys())
-    return _differing(path, {key + name: (theirs.get(name), ours.get(name)) for name in names})[:1]
+def _places(mappings: Iterable[Mapping[str, Any]], key: str) -> dict[str, tuple[int, int, int]]:
+    """Where parameters lie in the flat shards."""
+    return {key + name: (i, at.start, at.numel) for i, group in enumerate(mappings) for name, at in group.items()}
 
 
-def _differing(where: Path, compared: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """A line for each value that the checkpoint and this run do not share."""
-    return [
-        f"{where}: {key}: checkpoint has {theirs}, this run has {ours}"
-        for key, (theirs, ours) in compared.items()
-        if theirs != ours
-    ]
+def _differing(where: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    return [f"{where}: {line}" for line in differences(saved, ours).values()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...ranks import rank_and_world
 from ..manifest import MANIFEST, readable
 from ..team import CheckpointError, Team
-from ..write.publish import HIDDEN, LATEST, last_saved, own_name, replaced_or
+from ..write.publish import HIDDEN, LATEST, checkpoints, last_saved, own_name, replaced_or
 
 __all__ = ["find_tag", "is_checkpoint"]
 
@@ -17,17 +17,14 @@ _LATEST_UNIVERSAL = "latest_universal"
 
 
 def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> str | None:
-    """The name of the folder in ``load_dir`` that is meant; collective.
+    """The name of the folder in ``load_dir`` that is meant, None where there is no checkpoint; collective.
 
     Args:
         load_dir: holds checkpoints.
-        tag: of one of them; None = the one that ``latest`` names (``latest_universal`` of universal ones), or, where a
-            kill in the first save left no ``latest``, the one that was saved last.
+        tag: None = the one that ``latest`` names (``latest_universal`` of universal ones), or, where a kill in the
+            first save left no ``latest``, the one that was saved last.
         universal: ``checkpoint.load_universal`` is set.
         team: the ranks that have this folder before them.
-
-    Returns:
-        None where there is no checkpoint; DeepSpeed then says so.
 
     Raises:
         CheckpointError: on every rank; ``latest`` or ``tag`` names what is no finished checkpoint.
@@ -67,7 +64,7 @@ def _without_latest(load_dir: Path, universal: bool) -> str | None:
             f"checkpoint.load_universal: got true, accepted: false, or a folder with {_LATEST_UNIVERSAL}, as "
             f"launch/to_universal.py writes it: {load_dir} has none"
         )
-    found = last_saved(_checkpoints(load_dir), universal=False)
+    found = last_saved(checkpoints(load_dir), universal=False)
     if found is None:
         return None
     if rank_and_world()[0] == 0:
@@ -105,13 +102,7 @@ def _check_not_overtaken(load_dir: Path, universal: str) -> None:
         )
 
 
-def _checkpoints(load_dir: Path) -> list[Path]:
-    """Folders with a manifest, also those that a kill left under another name."""
-    there = sorted(load_dir.iterdir()) if load_dir.is_dir() else []
-    return [p for p in there if os.path.isfile(p / MANIFEST) and not own_name(p).startswith(HIDDEN)]
-
-
 def _there(load_dir: Path) -> str:
     """The tags that there are, for an error."""
-    tags = dict.fromkeys(own_name(path) for path in _checkpoints(load_dir))
+    tags = dict.fromkeys(own_name(path) for path in checkpoints(load_dir))
     return ", ".join(tags) or "one that is there (none in this folder was saved by a coat engine)"

@@ -45,14 +45,12 @@ def find_problems(
         source.extra_state(name)
     if not strict:
         return []
-    unknown, missing = source.extra.keys() - extra - others, set[str]()
-    if source.complete:  # DeepSpeed's converter writes trained parameters only
-        known = {names[p] for params in members(engine.optimizer) for p in params} | {rename(name) for name in mine}
-        unknown |= (source.rest.keys() | source.trained()) - known - others
-        saved = {*engine._get_buffer_names(), *(n for n, t in mine.items() if isinstance(t, torch.nn.Parameter))}
-        missing = {rename(name) for name in saved if not source.has(rename(name))}
+    known = {names[p] for params in members(engine.optimizer) for p in params} | {rename(name) for name in mine}
+    unknown = (source.extra.keys() - extra) | ((source.rest.keys() | source.trained()) - known)
+    saved = {*engine._get_buffer_names(), *(n for n, t in mine.items() if isinstance(t, torch.nn.Parameter))}
+    missing = {rename(name) for name in saved if not source.has(rename(name))}
     accepted = f"accepted: what this model holds, {_LENIENT}"
-    kinds = {"got": unknown, "missing": missing}
+    kinds = {"got": unknown - others, "missing": missing}
     return [f"{source.folder}: {kind} {_some(sorted(which))}, {accepted}" for kind, which in kinds.items() if which]
 
 

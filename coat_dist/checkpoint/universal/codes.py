@@ -27,16 +27,12 @@ CODES_FILE = "codes.coat"
 
 
 def groups_within(first: int, start: int, numel: int, size: int) -> tuple[slice, torch.Tensor]:
-    """Groups that hold elements of one fragment of a parameter and nothing else.
+    """Groups of ``size`` elements that lie in one fragment, and where each begins in the parameter: int64 [groups].
 
     Args:
         first: the fragment's first element, in the flattened parameter.
         start: its first element, in the flat tensor that groups are counted in.
         numel: its elements.
-        size: elements of a group.
-
-    Returns:
-        The groups, and where each begins in the flattened parameter: int64 [groups].
     """
     low = -(-start // size)
     high = max(low, (start + numel) // size)
@@ -49,12 +45,9 @@ def select_codes(state: Mapping[str, Any], groups: slice) -> dict[str, torch.Ten
 
 
 def write_codes(path: Path, layout: Mapping[str, Any], ranks: list[list[tuple[torch.Tensor, dict]]]) -> None:
-    """Write one parameter's codes.
+    """Write one parameter's codes, and the storage options ``layout`` of its parameter group.
 
-    Args:
-        path: of the file.
-        layout: the parameter group's storage options.
-        ranks: for each tensor-parallel rank, what its data-parallel ranks hold: where groups begin, and their codes.
+    ``ranks`` has for each tensor-parallel rank what its data-parallel ranks hold: where groups begin, and their codes.
     """
     joined = []
     for pieces in ranks:
@@ -66,21 +59,15 @@ def write_codes(path: Path, layout: Mapping[str, Any], ranks: list[list[tuple[to
 def read_codes(
     path: Path, state: Mapping[str, Any], group: Mapping[str, Any], place: tuple[int, int, int], tp: tuple[int, int]
 ) -> int:
-    """Put the saved codes of one fragment's groups into a state, where the file has them.
+    """Put the saved codes of one fragment's groups into a state, where the file has them; how many it had.
 
     Args:
-        path: of the file; nothing happens where there is none, or where it was written with other storage options or
-            by another number of tensor-parallel ranks.
+        path: of the file. None of its codes fit where it was written with other storage options or by another number of
+            tensor-parallel ranks.
         state: with FP8 moments; changed in place.
         group: its parameter group.
         place: first, start and numel of the fragment, as in :func:`groups_within`.
         tp: tensor-parallel rank and size.
-
-    Returns:
-        How many groups were found.
-
-    Raises:
-        ValueError: the file cannot be read.
     """
     saved = load_codes(path)
     if saved is None or len(saved["ranks"]) != tp[1] or _storage(saved["layout"]) != _storage(group):
@@ -103,11 +90,7 @@ def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_codes(path: Path) -> dict[str, Any] | None:
-    """What a file of codes holds; None where there is none.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """What a file of codes holds; None where there is none, ``ValueError`` where it is damaged."""
     if not path.is_file():
         return None
     try:

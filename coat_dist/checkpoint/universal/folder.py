@@ -15,11 +15,16 @@ __all__ = ["UniversalFolder", "same"]
 
 
 class UniversalFolder:
-    """The folder of a universal checkpoint. Tensors are memory-mapped: asking for one reads little more than its shape.
+    """The folder of a universal checkpoint of :func:`convert_to_universal`; tensors are memory-mapped.
 
     Args:
         folder: holds ``zero/``.
         tp: tensor-parallel rank and size.
+
+    Attributes:
+        rest: what was not trained when it was saved: frozen parameters and buffers.
+        extra: modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it. Not
+            mapped, for modules may keep what they get.
 
     Raises:
         ValueError: a file that concerns no single parameter is missing or cannot be read.
@@ -28,14 +33,9 @@ class UniversalFolder:
     def __init__(self, folder: Path, tp: tuple[int, int]) -> None:
         self.folder, self.tp = folder / "zero", tp
         self.globals = read(self.folder / "optimizer_state.pt")
-        rest, extra = self.folder / "rest.pt", self.folder / EXTRA_STATE
-        self.complete = rest.is_file()
-        """Written by :func:`convert_to_universal`: DeepSpeed's converter keeps trained parameters only."""
-        self.rest: dict[str, dict[str, Any]] = read(rest) if self.complete else {}
-        """What was not trained when it was saved: frozen parameters and buffers."""
+        self.rest: dict[str, dict[str, Any]] = read(self.folder / "rest.pt")
+        extra = self.folder / EXTRA_STATE
         self.extra: dict[str, list[Any]] = read(extra, mmap=False) if extra.is_file() else {}
-        """Modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it. Not
-        mapped, for modules may keep what they get."""
 
     def trained(self) -> set[str]:
         """Names of the parameters that were trained."""
@@ -100,19 +100,12 @@ def divide(saved: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], whe
     rank, size = tp
     if not isinstance(saved, Mapping) or not isinstance(saved.get("param"), torch.Tensor):
         raise ValueError(f"{where}: got {type(saved).__name__}, accepted: a dict with a tensor `param`")
-    whole = saved["param"]
-    if "sub_param_shape" in saved:
-        raise ValueError(f"{where}: holds sub_param_shape, accepted: param, cat_dim, param_n_sub_params, vocab_tensor")
-    local = whole
+    whole = local = saved["param"]
     if "cat_dim" in saved and size > 1:
         dim = saved["cat_dim"]
-        if saved.get("vocab_tensor") and whole.shape[0] < shape[0] * size:  # padded as this run pads
-            whole = torch.cat([whole, whole.new_zeros(shape[0] * size - whole.shape[0], *whole.shape[1:])])
         divided = [piece.chunk(size, dim) for piece in whole.chunk(saved.get("param_n_sub_params", 1), dim)]
         if all(len(pieces) == size for pieces in divided):
             local = torch.cat([pieces[rank] for pieces in divided], dim) if len(divided) > 1 else divided[0][rank]
-    elif whole.ndim == 1 and whole.numel() == shape.numel():  # as DeepSpeed's converter writes what ZeRO-3 had
-        local = whole.view(shape)
     if local.shape != shape:
         raise ValueError(
             f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel rank "

@@ -6,7 +6,6 @@ the time of a save some methods of the engine are therefore replaced on its inst
 
 from __future__ import annotations
 
-import ctypes
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,11 +25,6 @@ _LARGE = 1 << 20
 """From this many bytes on, a second thread sums data while they are written."""
 _PIECE = 1 << 26
 """Bytes written at once; after each the disk is set to work."""
-_SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Linux's; elsewhere the disk begins when the system pleases."""
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 @dataclass
@@ -128,9 +122,9 @@ class SummedFile:
         summed = self._threads.submit(zlib.crc32, whole, self.checksum) if large else None
         for start in range(0, len(whole), _PIECE):
             self._write(whole[start : start + _PIECE])
-            if large and _sync_file_range is not None and self._problem is None:
-                # It may wait, so in a thread; errors come with fsync.
-                self._threads.submit(_sync_file_range, self._file.fileno(), 0, 0, _SYNC_FILE_RANGE_WRITE)
+            if large and self._problem is None:
+                # Linux then begins to write to the disk. It may wait, so in a thread; errors come with fsync.
+                self._threads.submit(os.posix_fadvise, self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self.checksum = zlib.crc32(whole, self.checksum) if summed is None else summed.result()
         self.size += len(whole)
         return len(whole)

@@ -1,7 +1,7 @@
 """A folder of checkpoints: which are finished, which is the newest, how a new one is added, which may be removed.
 
-Nothing here knows what a checkpoint holds besides its ``manifest.json``. At every moment, and after an error or a kill
-at any line, the folder holds a finished checkpoint that :func:`find` finds, once it held one.
+At every moment, and after an error or a kill at any line, the folder holds a finished checkpoint that :func:`find`
+finds, once it held one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "HIDDEN",
     "LATEST",
     "begin",
+    "checkpoints",
     "find",
     "finish",
     "finished",
@@ -53,10 +54,7 @@ def unfinished(final: Path) -> Path:
 
 
 def begin(final: Path) -> None:
-    """Make the folder in which a checkpoint is written before it is published; what killed saves left goes first.
-
-    Its manifest says that it is not finished.
-    """
+    """Make the folder in which a checkpoint is written, marked as unfinished; remove what killed saves left."""
     temporary = unfinished(final)
     _clean(final.parent)
     if temporary.exists():
@@ -66,11 +64,7 @@ def begin(final: Path) -> None:
 
 
 def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Turn a written folder, whose files are on disk, into the newest checkpoint.
-
-    Raises:
-        OSError: ``latest`` is what it was, and the checkpoint it names is there; a ``final`` from before is too.
-    """
+    """:func:`finish` a written folder and let ``latest`` name it; after an error, that names what it did before."""
     finish(temporary, final, manifest)
     write_text(final.parent / LATEST, final.name)
 
@@ -79,7 +73,7 @@ def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Give a written folder, whose files are on disk, its manifest and its name.
 
     Raises:
-        OSError: a ``final`` from before is what :func:`replaced_or` gives.
+        OSError: :func:`replaced_or` still gives the earlier checkpoint of this name.
     """
     write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
     sync_tree(temporary)
@@ -115,10 +109,8 @@ def own_name(checkpoint: Path) -> str:
 def find(folder: str | Path) -> Path | None:
     """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it holds none.
 
-    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last.
-
-    Returns:
-        Its folder, without "..", links and the like: :func:`own_name` says what it is called.
+    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last. The folder may
+    have another name than the checkpoint's :func:`own_name`.
 
     Raises:
         CheckpointError: ``latest`` names something that is not there, or the folder cannot be read.
@@ -153,31 +145,31 @@ def last_saved(checkpoints: Iterable[Path], universal: bool = True) -> Path | No
     return max(found, key=found.__getitem__, default=None)
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints by name, also those that a kill left under another name while they were saved again."""
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [p for p in there if os.path.isfile(p / MANIFEST) and not own_name(p).startswith(HIDDEN)]
+
+
 def finished(folder: Path) -> list[Path]:
     """Finished checkpoints by step. A copy under a name of one's own is not among them, and so never removed."""
-    if not folder.is_dir():
-        return []
-    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / MANIFEST).is_file()), key=_step)
+    return sorted((p for p in checkpoints(folder) if _NAME.fullmatch(p.name)), key=_step)
 
 
 def published(folder: Path) -> list[Path]:
     """:func:`finished` ones, and those that a kill left under another name while they were saved again."""
-    own = [folder / own_name(p) for p in folder.glob(f"{_REPLACED}*")] if folder.is_dir() else []
-    return finished(folder) + [found for p in own if _NAME.fullmatch(p.name) and (found := replaced_or(p)) != p]
+    found = [p for p in checkpoints(folder) if _NAME.fullmatch(own_name(p))]
+    return [p for p in found if p == replaced_or(p.with_name(own_name(p)))]
 
 
 def retire(folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path] = ()) -> list[str]:
-    """Remove what may go now that ``newest`` is published.
+    """Remove what killed saves left, ``superseded`` checkpoints, and finished ones beyond ``keep`` (0 = all stay).
 
-    That is: what killed saves left, ``superseded`` checkpoints, and finished ones that are more than ``keep``
-    (0 = all stay). What ``latest`` names stays, whatever its step. A checkpoint whose replacement did not come is put
-    back.
-
-    Checkpoints of later steps than ``newest`` were left when the run went back to an older one: those on the way to
-    ``newest`` are kept first. Times of files do not count, a copied folder has lost them.
+    What ``latest`` names stays. Checkpoints of later steps than ``newest`` were left when the run went back to an older
+    one: those on the way to ``newest`` are kept first. Times of files do not count, a copied folder has lost them.
 
     Returns:
-        What could not be done, and why; a later call tries again. That is no reason to stop a run.
+        What could not be done, and why; a later call tries again.
     """
     try:
         problems = _clean(folder)

@@ -165,11 +165,11 @@ def test_another_model_is_told_from_another_layout(stage, tmp_path):
     assert first.keys() == second.keys()
     for said in (first, second):
         start = f"DoesNotFit: {tmp_path}/a: model: "
-        small, wide = "shape [64, 64]", "shape [128, 128]"
+        small, wide = "[64, 64]", "[128, 128]"
         for name, text in {
             "wide": f"0.weight (and 3 more): checkpoint has {small}, this run has {wide}\n",
-            "more": f"2.weight (and 1 more): checkpoint has none, this run has {small}\n",
-            "fewer": f"1.weight (and 1 more): checkpoint has {small}, this run has none\n",
+            "more": f"2.weight (and 1 more): checkpoint has nothing, this run has {small}\n",
+            "fewer": f"1.weight (and 1 more): checkpoint has {small}, this run has nothing\n",
         }.items():
             assert said[name].startswith(start + text), said[name]
             assert "convert" not in said[name] and said[name].endswith("or the model that wrote it")

@@ -64,14 +64,14 @@ def where_tags_or_files_differ(rank, world, folder):
 def test_every_rank_raises_what_one_finds(tmp_path):
     first, second = run_ranks(2, where_tags_or_files_differ, str(tmp_path))
     assert first == second
-    by_name = f"{tmp_path / 'ours'}: optimizer.type: checkpoint has CoatAdamW, this run has AdamW"
+    by_name = f"{tmp_path / 'ours'}: optimizer.type: checkpoint has 'CoatAdamW', this run has 'AdamW'"
     assert [said.startswith(by_name) for said in first] == [True, True, False, True]
     assert first[2].startswith("tag: got 'ours' on rank 0; 'theirs' on rank 1")
 
 
 def test_states_of_coat_adamw_are_refused_by_name(tmp_path):
     for rank_said, same, theirs, weights in run_ranks(2, loads, str(tmp_path), 2):
-        start = f"{tmp_path / 'ours'}: optimizer.type: checkpoint has CoatAdamW, this run has AdamW\naccepted: "
+        start = f"{tmp_path / 'ours'}: optimizer.type: checkpoint has 'CoatAdamW', this run has 'AdamW'\naccepted: "
         assert len(rank_said) == 2 and all(line.startswith(start) for line in rank_said)
         assert same, "nothing has changed"
         assert "theirs" in theirs and "ours" in weights, "DeepSpeed's own loads go on"

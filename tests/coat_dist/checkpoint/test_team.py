@@ -198,4 +198,4 @@ def test_parts_of_two_saves_are_not_mixed(tmp_path):
         assert path == f"disk/{'.unfinished-replaced-x' if rank else 'x'}/mp_rank_00_model_states.pt"
         assert wrong == []
         for text in mixed:
-            assert "rank 0 (host node-a) and rank 1 (host node-b) " in text and "got parts of different saves" in text
+            assert "rank 0 (host node-a) and rank 1 (host node-b)" in text and "got parts of different saves" in text

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import shutil
-import warnings
 import zlib
 from pathlib import Path
 
@@ -66,28 +65,6 @@ def test_arguments_are_deepspeeds(tmp_path):
     assert f"cannot write {__file__}" in said["file"]
     assert "rank 1: " in said["hook"] and "KeyError: 'of one rank'" in said["hook"]
     assert said["load"].startswith("CheckpointError: tag: got '', which is not the name of")
-
-
-def within_a_step(rank, world, folder):
-    """Warnings of a save in the middle of a step, of one at its end, and of one where the program says which it is."""
-    engine = small({"gradient_accumulation_steps": 2})
-    said = []
-    for _ in range(3):
-        step(engine)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            engine.save_checkpoint(folder)
-        said.append([str(one.message) for one in caught if "micro-batches" in str(one.message)])
-        if len(said) == 2:  # as accelerate does: `step` is called at the end of a whole step alone
-            engine.set_gradient_accumulation_boundary(True)
-            step(engine)
-    return said
-
-
-def test_a_save_in_the_middle_of_a_step_says_what_it_cannot_hold(tmp_path):
-    for rank, (within, after, by_hand) in enumerate(run_ranks(2, within_a_step, str(tmp_path))):
-        assert len(within) == (rank == 0) and not after and not by_hand
-        assert all(one.startswith("save_checkpoint: called after 1 of 2 micro-batches of a step") for one in within)
 
 
 def no_room(rank, world, folder):
@@ -221,7 +198,7 @@ def kinds(rank, world, folder):
 
     state = get_fp32_state_dict_from_zero_checkpoint(folder)
     refused = told(engine.load_checkpoint, f"{folder}/other")
-    wrong.extend([refused] * ("optimizer.type: checkpoint has AdamW, this run has CoatAdamW" not in refused))
+    wrong.extend([refused] * ("optimizer.type: checkpoint has 'AdamW', this run has 'CoatAdamW'" not in refused))
     masters = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
     wrong.extend(["zero_to_fp32"] * (not torch.equal(state["weight"], masters)))
     wrong.extend(["script"] * (not os.access(f"{folder}/zero_to_fp32.py", os.X_OK)))
@@ -238,7 +215,7 @@ def kinds(rank, world, folder):
     model = Path(folder, "tools", "mp_rank_00_model_states.pt")
     os.truncate(model, model.stat().st_size - 30)
     cut = str(told(engine.load_checkpoint, folder))
-    wrong.extend(["unverified, cut"] * (f"{model}: is damaged or cut off" not in cut))
+    wrong.extend(["unverified, cut"] * (f"{model}: cannot be read" not in cut))
     return wrong
 
 
