@@ -14,7 +14,7 @@ loads it.
 
 Universal checkpoints, for another layout (ZeRO stage, numbers of ranks, optimizer), are in ``universal``. ``convert``
 writes one from the files of all ranks (``zero_checkpoint``, ``zero_files``), with the FP8 codes of moments (``codes``).
-``load`` fills an engine from one (``folder``), after ``check`` has found that it fits.
+``load`` checks that one (``folder``) fits an engine, and fills it.
 
 ``zero_partitions`` says where a parameter lies in ZeRO's memory, ``names`` what a rank's parameter is called in the
 whole model. ``write.lock`` keeps two programs from writing into one folder.

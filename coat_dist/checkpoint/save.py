@@ -76,7 +76,7 @@ def save_whole_checkpoints(engine: Any) -> None:
     ) -> bool:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         save = _Save(engine, team_of(engine), save_dir, tag, bool(save_latest), extras or Extras())
-        state = save.prepare(client_state or {}, bool(exclude_frozen_parameters))
+        state = save.prepare(client_state, bool(exclude_frozen_parameters))
         writes = save.write(original, state, exclude_frozen_parameters)
         try:
             save.publish(writes)
@@ -96,7 +96,6 @@ class _Save:
 
     engine: Any
     team: Team
-    """Ranks that write into the same folder; their first rank does what one rank does for all."""
     save_dir: Any
     tag: str
     save_latest: bool
@@ -104,21 +103,19 @@ class _Save:
 
     @property
     def final(self) -> Path:
-        """The checkpoint's folder."""
         return Path(self.save_dir) / self.tag
 
     @property
     def temporary(self) -> Path:
-        """Where it is written."""
         return unfinished(self.final)
 
-    def prepare(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> Mapping[str, Any]:
+    def prepare(self, client_state: Mapping[str, Any] | None, exclude_frozen: bool) -> Mapping[str, Any]:
         """Compare the arguments of all ranks, and make the temporary folder; what to save of ``client_state``."""
         state: dict[str, Any] = {}
 
         def arguments() -> dict[str, Any]:
             _check_tag(self.tag)
-            state.update(_own_values(client_state, self.engine))
+            state.update(_own_values({} if client_state is None else client_state, self.engine))
             flags = {"save_latest": self.save_latest, "exclude_frozen_parameters": exclude_frozen}
             return {"tag": self.tag, "folder": os.path.abspath(self.save_dir), **flags}
 
@@ -133,7 +130,7 @@ class _Save:
     def write(self, original: Callable[..., Any], client_state: Mapping[str, Any], exclude_frozen: Any) -> Writes:
         """Let DeepSpeed write its files. Errors of writing are in the result: :meth:`publish` raises them."""
         try:
-            with watch_writes(self.engine, self.temporary) as writes:
+            with watch_writes(self.engine) as writes:
                 original(
                     self.save_dir,
                     tag=self.temporary.name,
@@ -141,8 +138,8 @@ class _Save:
                     save_latest=False,
                     exclude_frozen_parameters=exclude_frozen,
                 )
-        except (OSError, RuntimeError) as error:  # not of writing: other ranks may wait in a collective
-            if of_another_rank(error):  # its own text names the rank
+        except (OSError, RuntimeError) as error:  # not of writing, whose errors are kept
+            if of_another_rank(error):  # it names the rank
                 raise
             raise CheckpointError(f"cannot write {self.temporary}: {error}") from error
         return writes

@@ -79,7 +79,7 @@ class Team:
         if errors and doing:
             lines = "; ".join(f"rank {rank}{say_host(rank)}: {text}" for rank, text in errors.items())
             raise CheckpointError(f"{doing}: {lines}")
-        self._refuse([text if self.whole else on_host(text, rank) for rank, text in errors.items()])
+        _raise([text if self.whole else on_host(text, rank) for rank, text in errors.items()])
         return cast(list[T], results)
 
     def ask_leader(self, work: Callable[[], T], doing: str = "") -> T:
@@ -96,16 +96,17 @@ class Team:
             if len(given) > 1 and (self.whole or key != "folder"):
                 lines = "; ".join(f"{value!r} on {say_ranks(ranks)}" for value, ranks in given.items())
                 wrong.append(f"{key}: got {lines}, accepted: the same on all ranks")
-        self._refuse(wrong)
+        _raise(wrong)
 
     def refuse(self, problems: list[str], heading: str) -> None:
         """Raise the problems of any rank on all ranks, a line each, below a heading."""
         by_rank = gather([text if self.whole else on_host(text, self.rank) for text in problems])
-        self._refuse([line for lines in by_rank for line in lines], heading)
+        _raise([line for lines in by_rank for line in lines], heading)
 
-    def _refuse(self, lines: list[str], *heading: str) -> None:
-        if lines:
-            raise CheckpointError("\n".join([*heading, *dict.fromkeys(lines)]))
+
+def _raise(lines: list[str], *heading: str) -> None:
+    if lines:
+        raise CheckpointError("\n".join([*heading, *dict.fromkeys(lines)]))
 
 
 def everyone() -> Team:

@@ -7,6 +7,7 @@ registered: whether it fits the engine.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from ..write.publish import LATEST
 from ..zero_partitions import forget_second_shard
 from .tags import find_tag
 
-__all__ = ["Request", "check_before_load", "load_whole_checkpoints"]
+__all__ = ["Request", "check_before_load", "load_whole_checkpoints", "request_of"]
 
 
 class Request(NamedTuple):
@@ -30,19 +31,24 @@ class Request(NamedTuple):
 
     load_dir: Path
     tag: str
-    manifest: Mapping[str, Any]
-    """Of the checkpoint; empty where it has none."""
-    strict: bool = True
-    """load_module_strict"""
-    states: bool = True
-    """The optimizer's states are wanted, too."""
-    schedule: bool = True
-    """So is the state of the learning-rate schedule."""
+    manifest: Mapping[str, Any]  # of the checkpoint; empty where it has none
+    strict: bool  # load_module_strict
+    states: bool  # the optimizer's states are wanted, too
+    schedule: bool  # so is the state of the learning-rate schedule
 
     @property
     def folder(self) -> Path:
         """Of the one checkpoint."""
         return self.load_dir / self.tag
+
+
+def request_of(given: Mapping[str, Any], tag: str, manifest: Mapping[str, Any]) -> Request:
+    """A request from DeepSpeed's arguments, and the checkpoint that was found."""
+    states, schedule = (
+        bool(given[name]) and not given["load_module_only"]
+        for name in ("load_optimizer_states", "load_lr_scheduler_states")
+    )
+    return Request(Path(given["load_dir"]), tag, manifest, bool(given["load_module_strict"]), states, schedule)
 
 
 def check_before_load(engine: Any, name: str, check: Callable[[Request], list[str]], accepted: str = "") -> None:
@@ -67,55 +73,31 @@ def load_whole_checkpoints(engine: Any) -> None:
     if hasattr(engine.load_checkpoint, "coat_checks"):
         return
     original: Callable = engine.load_checkpoint
+    signature = inspect.signature(original)
     checks: dict[str, tuple[Callable[[Request], list[str]], str]] = {}
 
     @functools.wraps(original)
-    def load_checkpoint(
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-        *,
-        verify: bool = True,
-    ) -> Any:
-        given: dict[str, Any] = {
-            "tag": None if tag is None else str(tag),
-            "load_module_strict": load_module_strict,
-            "load_optimizer_states": load_optimizer_states,
-            "load_lr_scheduler_states": load_lr_scheduler_states,
-            "load_module_only": load_module_only,
-            "verify": verify,
-        }
-        universal, team = engine.load_universal_checkpoint(), team_of(engine)
-        team.agree(lambda: {**given, "folder": os.path.abspath(load_dir)})
-        tag = find_tag(Path(load_dir), given["tag"], universal, team)
+    def load_checkpoint(*args: Any, verify: bool = True, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given, universal, team = call.arguments, engine.load_universal_checkpoint(), team_of(engine)
+        given["tag"] = None if given["tag"] is None else str(given["tag"])
+        compared = {name: value for name, value in given.items() if name not in ("load_dir", "custom_load_fn")}
+        team.agree(lambda: {**compared, "verify": verify, "folder": os.path.abspath(given["load_dir"])})
+        folder = Path(given["load_dir"])
+        given["tag"] = tag = find_tag(folder, given["tag"], universal, team)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
-            check_there(Path(load_dir) / tag, "load_dir", CheckpointError)
-            manifest = _check_files(Path(load_dir) / tag, team, verify)
-            states, schedule = (
-                one and not load_module_only for one in (load_optimizer_states, load_lr_scheduler_states)
-            )
-            request = Request(Path(load_dir), tag, manifest, load_module_strict, states, schedule)
-            if not load_optimizer_states and not universal:
+            check_there(folder / tag, "load_dir", CheckpointError)
+            request = request_of(given, tag, _check_files(folder / tag, team, verify))
+            if not given["load_optimizer_states"] and not universal:
                 raise_everywhere(functools.partial(_weights_of_latest, engine, request))
             for check, accepted in checks.values():
                 raise_everywhere(functools.partial(check, request), accepted, _does_not_fit())
         if "universal" in checks and universal:
             # The universal loader has learnt from its check whether moments are wanted. DeepSpeed is told yes in any
             # case: at stage 3 it would otherwise look for a checkpoint of its own kind.
-            load_optimizer_states = True
-        found = original(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
+            given["load_optimizer_states"] = True
+        found = original(*call.args, **call.kwargs)
         for parameter in engine.module.parameters():
             forget_second_shard(parameter)
         if not universal and divided_experts(info_of(engine))[0] > 1:

@@ -23,7 +23,7 @@ from ..save import describe
 from ..universal.zero_files import read
 from ..write.publish import LATEST
 from ..zero_partitions import base_optimizer
-from .load_checks import Request, check_before_load
+from .load_checks import Request, check_before_load, request_of
 
 __all__ = ["check_native_loads", "refuse_compressed_moments"]
 
@@ -68,21 +68,20 @@ def refuse_compressed_moments(engine: Any) -> None:
 
     @functools.wraps(original)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        raise_everywhere(lambda: _optimizer(engine, _request(signature.bind(*args, **kwargs))), _ACCEPTED)
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        raise_everywhere(lambda: _optimizer(engine, _unverified(call.arguments)), _ACCEPTED)
         return original(*args, **kwargs)
 
     engine.load_checkpoint = load_checkpoint
 
 
-def _request(call: inspect.BoundArguments) -> Request:
-    """Of a call of DeepSpeed's own ``load_checkpoint``, which reports a missing ``latest`` itself."""
-    call.apply_defaults()
-    asked, folder = call.arguments, Path(call.arguments["load_dir"])
-    latest, tag = folder / LATEST, asked["tag"]
+def _unverified(given: Mapping[str, Any]) -> Request:
+    """What DeepSpeed's own ``load_checkpoint`` will load; it reports a missing ``latest`` itself."""
+    folder, tag = Path(given["load_dir"]), given["tag"]
     if tag is None:
-        tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
-    states = asked["load_optimizer_states"] and not asked["load_module_only"]
-    return Request(folder, str(tag), readable(folder / str(tag)), states=states)
+        tag = (folder / LATEST).read_text(encoding="utf-8").strip() if (folder / LATEST).is_file() else ""
+    return request_of(given, str(tag), readable(folder / str(tag)))
 
 
 def _optimizer(engine: Any, request: Request) -> list[str]:

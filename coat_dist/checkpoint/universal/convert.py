@@ -80,18 +80,18 @@ def _write_parameter(folder: Path, name: str, checkpoint: ZeroCheckpoint) -> Non
 
 
 def _write_codes(path: Path, name: str, shards: list[list[Shard]]) -> None:
-    layout = next((found for row in shards for shard in row if (found := shard.layout(name)) is not None), None)
-    if layout is None:  # fp32 moments
-        return
-    ranks = []
+    """Write the codes of one parameter, where its moments are FP8."""
+    layout, ranks = None, []
     for row in shards:
         pieces, first = [], 0
         for shard in row:
-            if shard.layout(name) is not None:
+            if (group := shard.layout(name)) is not None:
+                layout = group
                 pieces.append(shard.codes(name, first))
                 first += shard.places[name].numel
         ranks.append(pieces)
-    write_codes(path, layout, ranks)
+    if layout is not None:
+        write_codes(path, layout, ranks)
 
 
 def _extra_states(checkpoint: ZeroCheckpoint) -> dict[str, list[Any]]:

@@ -11,7 +11,7 @@ import torch
 from .codes import CODES_FILE
 from .zero_files import EXTRA_STATE, read
 
-__all__ = ["UniversalFolder", "same"]
+__all__ = ["UniversalFolder"]
 
 
 class UniversalFolder:
@@ -69,15 +69,11 @@ class UniversalFolder:
         return self.folder / name / CODES_FILE
 
     def extra_state(self, name: str) -> Any:
-        """What a module on this rank is to get.
-
-        Raises:
-            ValueError: it was another on each of the tensor-parallel ranks, and these were more or fewer.
-        """
+        """What a module on this rank is to get; ``ValueError`` where other numbers of ranks saved different ones."""
         values = self.extra[name]
         if len(values) == self.tp[1]:
             return values[self.tp[0]]
-        if not all(same(value, values[0]) for value in values):
+        if not all(_same(value, values[0]) for value in values):
             raise ValueError(
                 f"{self.folder / EXTRA_STATE}: {name}: got one for each of {len(values)} tensor-parallel ranks, "
                 f"accepted with {self.tp[1]}: the same on all"
@@ -114,7 +110,7 @@ def divide(saved: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], whe
     return local
 
 
-def same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any) -> bool:
     """Whether two extra states are known to be equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)

@@ -8,17 +8,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["make_folder", "named", "says_full", "sync_folder", "sync_tree", "walk", "write_bytes", "write_text"]
+__all__ = ["make_folder", "named", "sync_folder", "sync_tree", "walk", "write_bytes", "write_text"]
 
 # Answers of file systems that cannot sync a folder.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-_FULL = (*(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)), "unexpected pos")
-"""What errors say where the disk is full; the last is all that is left of it where torch.save opens a file itself."""
-
-
-def says_full(problem: str) -> bool:
-    """Whether this is the text of an error of writing to a full disk, or beyond a quota."""
-    return any(text in problem for text in _FULL)
 
 
 def write_text(path: Path, text: str) -> None:

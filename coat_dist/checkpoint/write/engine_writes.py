@@ -36,24 +36,10 @@ class Writes:
     errors: list[Exception] = field(default_factory=list)
     """Those of writing; the save went on after each."""
 
-    def torch_save(self, state: Any, path: str, zipped: bool) -> None:
-        """``torch.save``, as DeepSpeed calls it."""
-        file = SummedFile(Path(path))
-        try:
-            torch.save(state, cast(IO[bytes], file), _use_new_zipfile_serialization=zipped)
-        finally:
-            file.close()
-        self.sums[os.path.abspath(path)] = [file.size, file.checksum]
-
 
 @contextmanager
-def watch_writes(engine: Any, temporary: Path | None = None) -> Iterator[Writes]:
-    """Sum what the engine saves meanwhile, and keep the errors of writing instead of raising them.
-
-    Args:
-        engine: DeepSpeed's.
-        temporary: a folder in which scripts are made that DeepSpeed copies beside checkpoints (``zero_to_fp32.py``).
-    """
+def watch_writes(engine: Any) -> Iterator[Writes]:
+    """Sum what DeepSpeed's engine saves meanwhile, and keep the errors of writing instead of raising them."""
     writes = Writes()
     zipped = getattr(engine.checkpoint_engine, "zipfile_serialization", None)
 
@@ -72,19 +58,17 @@ def watch_writes(engine: Any, temporary: Path | None = None) -> Iterator[Writes]
         return attempt
 
     def save(state_dict: Any, path: str) -> None:
-        writes.torch_save(state_dict, path, bool(zipped))
-
-    copy = engine._copy_recovery_script
-
-    def copy_atomically(folder: str) -> None:
-        copy(str(temporary))
-        for script in temporary.glob("*.py"):  # type: ignore[union-attr]
-            os.replace(script, Path(folder) / script.name)
+        file = SummedFile(Path(path))
+        try:
+            torch.save(state_dict, cast(IO[bytes], file), _use_new_zipfile_serialization=bool(zipped))
+        finally:
+            file.close()
+        writes.sums[os.path.abspath(path)] = [file.size, file.checksum]
 
     places = [
         (engine.checkpoint_engine, "save", save if isinstance(zipped, bool) else None),
         (engine.checkpoint_engine, "makedirs", None),
-        (engine, "_copy_recovery_script", None if temporary is None else copy_atomically),
+        (engine, "_copy_recovery_script", None),
         # What these gather, such as the caller's state_dict hooks, may raise too; there are no collectives in them.
         (engine, "_save_checkpoint", None),
         (engine, "_save_zero_checkpoint", None),

@@ -65,8 +65,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if _is_at(path, descriptor):  # else somebody removed the folder, and this may be another's
-                path.unlink()
+            path.unlink()
         os.close(descriptor)
 
 
@@ -75,7 +74,7 @@ def _take(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(path, descriptor):
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor
         except OSError as problem:
             os.close(descriptor)
@@ -83,11 +82,3 @@ def _take(path: Path) -> int:
                 raise BlockingIOError(errno.EAGAIN, "another process holds the lock", str(path)) from None
             raise
         os.close(descriptor)  # its holder removed it in the meantime: what is locked has no name
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is still the one of this name."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

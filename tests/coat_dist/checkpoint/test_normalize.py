@@ -6,6 +6,7 @@ import torch
 
 from coat_dist.checkpoint.universal.codes import read_codes, select_codes, write_codes
 from coat_dist.optim import CoatAdamW
+from tests.coat_dist.checkpoint.test_whole import told
 from tests.coat_dist.checkpoint.universal_runs import build, contents, differences, wrong_codes
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
@@ -25,7 +26,7 @@ def there_and_back(rank, world, settings, folder):
         engine = build(settings, coat=coat(normalize))
         run(engine, rank, 0, 3)
         engine.save_checkpoint(folder, tag=f"{normalize}")
-        saved[normalize] = contents(engine), snapshot(engine)
+        saved[normalize] = contents(engine)
         engine.destroy()
         if rank == 0:
             convert_to_universal(f"{folder}/{normalize}", f"{folder}/universal-{normalize}")
@@ -34,19 +35,11 @@ def there_and_back(rank, world, settings, folder):
         engine = build(settings, coat=coat(normalize))
         run(engine, rank, 20, 21)  # state that loading has to replace
         before = snapshot(engine)
-        try:
-            engine.load_checkpoint(folder, tag=f"{not normalize}")
-            wrong.append("loaded as it is")
-        except ValueError as error:
-            messages[normalize] = str(error)
+        messages[normalize] = told(engine.load_checkpoint, folder, tag=f"{not normalize}")
         wrong += changes(before, snapshot(engine))
         engine._config.load_universal_checkpoint = True
         engine.load_checkpoint(folder, tag=f"universal-{not normalize}")
-        wrong += differences(contents(engine), saved[not normalize][0]) + wrong_codes(engine, saved[not normalize][0])
-        wrong += [] if all(0 < x < 10 for x in run(engine, rank, 3, 4)) else ["loss"]
-        engine._config.load_universal_checkpoint = False
-        engine.load_checkpoint(folder, tag=f"{normalize}")
-        wrong += changes(saved[normalize][1], snapshot(engine))
+        wrong += differences(contents(engine), saved[not normalize]) + wrong_codes(engine, saved[not normalize])
         engine.destroy()
     return wrong, messages
 
@@ -56,9 +49,8 @@ def test_refused_as_it_is_and_converted_by_the_universal_format(case, tmp_path):
     for wrong, messages in run_ranks(2, there_and_back, CASES[case], str(tmp_path)):
         assert wrong == []
         for here, message in messages.items():
-            told = f"normalize of parameter group 0: checkpoint has {not here}, this run has {here}"
-            assert told in message and "convert_to_universal" in message
-        assert set(messages) == {False, True}
+            assert f"normalize of parameter group 0: checkpoint has {not here}, this run has {here}" in message
+            assert "convert_to_universal" in message
 
 
 @pytest.mark.parametrize("normalize", [False, True])

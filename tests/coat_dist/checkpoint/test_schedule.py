@@ -1,12 +1,10 @@
 """A run that goes on from a universal checkpoint has the learning rate that it had, whatever its groups are."""
 
-import json
-
 import pytest
 import torch
 
 from coat_dist import convert_to_universal
-from coat_dist.checkpoint.manifest import CheckpointError
+from tests.coat_dist.checkpoint.test_whole import told
 from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
 from tests.support import run_ranks
 
@@ -52,7 +50,7 @@ def schedules_go_on(rank, world, folder):
         first = engine.get_lr()
         train(engine, rank, 1)
         seen[name] = first, engine.get_lr(), wanted
-    told = []
+    said = []
     for case in ("no schedule then", "another kind"):
         here = engine_of("CoatAdamW", falling, True)
         engine = engine_of("AdamW", None if case == "no schedule then" else "WarmupLR", False)
@@ -60,22 +58,19 @@ def schedules_go_on(rank, world, folder):
         engine.save_checkpoint(f"{folder}/{case}", tag="plain")
         convert_to_universal(f"{folder}/{case}/plain", f"{folder}/{case}/universal")
         before = here.module.state_dict()["0.weight"].clone()
-        try:
-            here.load_checkpoint(f"{folder}/{case}", tag="universal")
-        except ValueError as problem:
-            told.append(str(problem))
+        said.append(told(here.load_checkpoint, f"{folder}/{case}", tag="universal"))
         assert torch.equal(before, here.module.state_dict()["0.weight"]), "nothing was changed"
         here.load_checkpoint(f"{folder}/{case}", tag="universal", load_lr_scheduler_states=False)
-    return seen, told
+    return seen, said
 
 
 def test_the_rate_is_the_schedules(tmp_path):
-    ((seen, told),) = run_ranks(1, schedules_go_on, str(tmp_path))
+    ((seen, said),) = run_ranks(1, schedules_go_on, str(tmp_path))
     for name, (_, later, wanted) in seen.items():
         assert len(set(later)) == 1 and later[0] == pytest.approx(wanted[0]), name
         assert len(later) == 2 and len(wanted) == 1
     assert seen["falling"][0] == [3e-3 / 8] * 2 and seen["by step"][0] == [3e-3 / 4] * 2
-    assert len(told) == 2 and all(line.startswith("scheduler: got ExponentialLR, accepted: the sch") for line in told)
+    assert all("scheduler: got ExponentialLR, accepted: the schedule that" in line for line in said)
 
 
 def left_in(rank, world, folder):
@@ -83,7 +78,6 @@ def left_in(rank, world, folder):
     from pathlib import Path
 
     from launch.to_universal import convert
-    from tests.coat_dist.checkpoint.test_whole import told
 
     engine = engine_of("AdamW", None, False)
     train(engine, rank, 1)
@@ -106,5 +100,3 @@ def test_load_universal_that_was_left_in_loses_no_steps(tmp_path):
     assert "new/global_step1 of step 1, but global_step2 of step 2 is there too; accepted: false" in beside
     for line in (elsewhere, nothing):
         assert "checkpoint.load_universal: got true, accepted: false, or a folder with latest_universal" in line
-    assert json.loads((tmp_path / "new" / "global_step2" / "manifest.json").read_text())["tag"] == "global_step2"
-    assert issubclass(CheckpointError, ValueError)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.coat_dist.checkpoint.test_loading import build
+from tests.coat_dist.checkpoint.test_loading import build, on_rank_0
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.support import run_ranks
@@ -19,13 +19,6 @@ def told(function, *args, **kwargs):
         return function(*args, **kwargs)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def on_rank_0(rank, do):
-    torch.distributed.barrier()
-    if rank == 0:
-        do()
-    torch.distributed.barrier()
 
 
 def flip(path):

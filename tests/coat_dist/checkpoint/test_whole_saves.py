@@ -13,7 +13,7 @@ import torch
 
 from tests.coat_dist.checkpoint.small_saves import ONE, Killed, fail, listed, small, step, weights
 from tests.coat_dist.checkpoint.test_loading import build
-from tests.coat_dist.checkpoint.test_whole import told
+from tests.coat_dist.checkpoint.test_whole import flip, told
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.support import run_ranks
@@ -32,11 +32,15 @@ def arguments(rank, world, folder):
         data = Path(folder, "global_step1", name).read_bytes()
         assert (len(data), zlib.crc32(data)) == (size, checksum), name
     assert set(files) == set(listed(f"{folder}/global_step1")) - {"manifest.json"}
-    engine.save_checkpoint(folder, 7, {"x": 1}, False)
-    assert engine.load_checkpoint(folder, 7)[1]["x"] == 1
+    state = {"universal_checkpoint_info": {"a": 1}, "x": 2}  # as Megatron-DeepSpeed passes it
+    engine.save_checkpoint(folder, 7, state, False)
+    assert state.items() <= engine.load_checkpoint(folder, 7)[1].items()
     for tag in ("", ".", "..", "/tmp/x", "a/b", "latest", ".lock", ".unfinished-a", " a", "a\n"):
         said[tag] = told(engine.save_checkpoint, folder, tag=tag)
     said["ranks"] = told(engine.save_checkpoint, folder, tag=f"rank{rank}")
+    said["flags"] = told(engine.save_checkpoint, folder, save_latest=rank == 0)
+    said["keys"] = told(engine.save_checkpoint, folder, client_state={"x": 1, "lr_scheduler": None} if rank else {})
+    said["list"] = told(engine.save_checkpoint, folder, client_state=[1])
     said["pickle"] = told(engine.save_checkpoint, folder, client_state={"f": (lambda: 0) if rank == 0 else 1})
     said["file"] = told(engine.save_checkpoint, __file__)
     with contextlib.ExitStack() as hooked:
@@ -53,7 +57,7 @@ def test_arguments_are_deepspeeds(tmp_path):
     assert first == second
     same, said, left = first
     assert same and left == ["7", "global_step1", "latest"]
-    special = {"ranks", "pickle", "file", "hook", "load"}
+    special = {"ranks", "flags", "keys", "list", "pickle", "file", "hook", "load"}
     start = "CheckpointError: tag: got {!r}, accepted: "
     assert all(
         text.startswith(start.format(tag)) and text.count("tag: got") == 1
@@ -61,6 +65,11 @@ def test_arguments_are_deepspeeds(tmp_path):
         if tag not in special
     )
     assert "tag: got 'rank0' on rank 0; 'rank1' on rank 1, accepted: the same on all ranks" in said["ranks"]
+    assert "save_latest: got True on rank 0; False on rank 1, accepted: the same on all ranks" in said["flags"]
+    assert said["keys"].startswith(
+        "CheckpointError: client_state: got keys lr_scheduler, which DeepSpeed writes itself"
+    )
+    assert said["list"].startswith("CheckpointError: AttributeError")
     assert "rank 0: " in said["pickle"] and "mp_rank_00_model_states.pt" in said["pickle"]
     assert f"cannot write {__file__}" in said["file"]
     assert "rank 1: " in said["hook"] and "KeyError: 'of one rank'" in said["hook"]
@@ -168,10 +177,7 @@ def kinds(rank, world, folder):
         step(engine)
         engine.load_checkpoint(where)
         wrong.extend([name] * (not all(map(torch.equal, before, weights(engine)))))
-        flipped = next(p for p in Path(where).glob("*/*_states.pt"))
-        data = bytearray(flipped.read_bytes())
-        data[-9] ^= 1
-        flipped.write_bytes(data)
+        flip(flipped := next(Path(where).glob("*/*_states.pt")))
         wrong.extend([f"{name}: damaged"] * (str(flipped) not in str(told(engine.load_checkpoint, where))))
         engine.destroy()
 
