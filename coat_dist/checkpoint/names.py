@@ -25,7 +25,6 @@ __all__ = [
     "divided_experts",
     "in_whole",
     "info_of",
-    "joined_experts",
     "larger",
     "names_in_whole",
     "names_of_others",
@@ -75,25 +74,20 @@ def names_of_others(engine: Any) -> set[str]:
     return names
 
 
-def divided_experts(info: Info) -> tuple[int, Mapping[str, list[str]]]:
-    """How many ranks divide the experts, and their names; 1 and none of any other model."""
+def divided_experts(info: Info) -> tuple[int, Mapping[str, list[str]], Mapping[str, int]]:
+    """How many ranks divide the experts, their names, and joined tensors with the dimension along which they grow."""
     told = (info or {}).get("expert_parallel") or {}
-    return int(told.get("size", 1)), told.get("names") or {}
-
-
-def joined_experts(info: Info) -> Mapping[str, int]:
-    """Tensors that hold the experts of a rank together, with the dimension along which experts count."""
-    return ((info or {}).get("expert_parallel") or {}).get("joined") or {}
+    return int(told.get("size", 1)), told.get("names") or {}, told.get("joined") or {}
 
 
 def part_of_joined(engine: Any, name: str, shape: torch.Size) -> tuple[torch.Size, slice]:
-    """A tensor's shape in the whole model, and this rank's part of its memory, where ranks' experts are joined in it;
-    any other one's own shape, and all."""
+    """A tensor's shape in the whole model, and this rank's part of its memory where ranks' experts are joined in it."""
     info = info_of(engine)
-    if (dim := joined_experts(info).get(name)) is None:
+    size, _, joined = divided_experts(info)
+    if name not in joined:
         return shape, slice(None)
-    size, place = info["expert_parallel"]["size"], info["expert_parallel"]["rank"]
-    return larger(shape, dim, size), slice(place * shape.numel(), (place + 1) * shape.numel())
+    place = info["expert_parallel"]["rank"]
+    return larger(shape, joined[name], size), slice(place * shape.numel(), (place + 1) * shape.numel())
 
 
 def larger(shape: torch.Size, dim: int, times: int) -> torch.Size:
@@ -104,9 +98,6 @@ def larger(shape: torch.Size, dim: int, times: int) -> torch.Size:
 def names_in_whole(engine: Any) -> dict[Any, str]:
     """``engine.param_names`` with the names that parameters have in the whole model."""
     info = info_of(engine)
-    size, names = divided_experts(info)
-    if size == 1:
-        rename = in_whole(info)
-        return {p: rename(name) for p, name in engine.param_names.items()}
-    place = info["expert_parallel"]["rank"]
-    return {p: names[name][place] if name in names else name for p, name in engine.param_names.items()}
+    rename, (size, names, _) = in_whole(info), divided_experts(info)
+    place = info["expert_parallel"]["rank"] if size > 1 else 0
+    return {p: names[name][place] if name in names else rename(name) for p, name in engine.param_names.items()}

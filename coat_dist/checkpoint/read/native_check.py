@@ -31,7 +31,6 @@ _ACCEPTED = (
     "accepted: what wrote it, or the checkpoint converted by coat_dist.convert_to_universal (launch/to_universal.py) "
     'and "checkpoint": {"load_universal": true}'
 )
-_ACCEPTED_MODEL = "accepted: a checkpoint of this model, or the model that wrote it"
 _COMPARED = {
     "optimizer": "optimizer.type",
     "zero_stage": "zero_optimization.stage",
@@ -49,9 +48,12 @@ def check_native_loads(engine: Any) -> None:
     What the error names: ZeRO stage, data- and tensor-parallel size, other parameters, where parameters lie in the flat
     shards, how moments are stored. ``coat_dist.initialize`` calls it for CoatAdamW.
     """
-    check_before_load(engine, "settings", functools.partial(_settings, engine), _ACCEPTED)
-    check_before_load(engine, "model", functools.partial(_model, engine), _ACCEPTED_MODEL)
-    check_before_load(engine, "layout", functools.partial(_shards, engine), _ACCEPTED)
+    for name, check, accepted in (
+        ("settings", _settings, _ACCEPTED),
+        ("model", _model, "accepted: a checkpoint of this model, or the model that wrote it"),
+        ("layout", _shards, _ACCEPTED),
+    ):
+        check_before_load(engine, name, functools.partial(_unless_universal, engine, check), accepted)
 
 
 def refuse_compressed_moments(engine: Any) -> None:
@@ -61,7 +63,9 @@ def refuse_compressed_moments(engine: Any) -> None:
     anything is loaded. DeepSpeed would begin to load one, and end with an error about the number of groups.
     """
     if hasattr(engine.load_checkpoint, "coat_checks"):  # finds and verifies the checkpoint first
-        check_before_load(engine, "other optimizer", functools.partial(_optimizer, engine), _ACCEPTED)
+        check_before_load(
+            engine, "other optimizer", functools.partial(_unless_universal, engine, _optimizer), _ACCEPTED
+        )
         return
     original: Callable = engine.load_checkpoint
     signature = inspect.signature(original)
@@ -70,7 +74,7 @@ def refuse_compressed_moments(engine: Any) -> None:
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        raise_everywhere(lambda: _optimizer(engine, _unverified(call.arguments)), _ACCEPTED)
+        raise_everywhere(lambda: _unless_universal(engine, _optimizer, _unverified(call.arguments)), _ACCEPTED)
         return original(*args, **kwargs)
 
     engine.load_checkpoint = load_checkpoint
@@ -84,20 +88,24 @@ def _unverified(given: Mapping[str, Any]) -> Request:
     return request_of(given, str(tag), readable(folder / str(tag)))
 
 
+def _unless_universal(engine: Any, check: Callable[[Any, Request], list[str]], request: Request) -> list[str]:
+    return [] if engine.load_universal_checkpoint() else check(engine, request)
+
+
 def _optimizer(engine: Any, request: Request) -> list[str]:
     saved = (request.manifest.get("engine") or {}).get("optimizer")
-    if not request.states or engine.load_universal_checkpoint() or saved != CoatAdamW.__name__:
+    if not request.states or saved != CoatAdamW.__name__:
         return []
     return _differing(request.folder, {"optimizer.type": saved}, {"optimizer.type": describe(engine)["optimizer"]})
 
 
 def _settings(engine: Any, request: Request) -> list[str]:
     """Whether optimizer, stage and numbers of ranks are those of the checkpoint, by its manifest."""
-    if engine.load_universal_checkpoint():
-        return []
     if (request.folder / "zero").is_dir():
         return _differing(request.folder, {"checkpoint.load_universal": True}, {"checkpoint.load_universal": False})
-    saved, ours = (_by_files(facts) for facts in (request.manifest.get("engine") or {}, describe(engine)))
+    saved, ours = request.manifest.get("engine") or {}, describe(engine)
+    if {saved.get("zero_stage"), ours["zero_stage"]} == {1, 2}:
+        saved = {**saved, "zero_stage": ours["zero_stage"]}  # they write the same files
     keys = [key for key in _COMPARED if key in saved]
     if not request.states:
         keys = ["pipeline_stages"] if saved else []  # DeepSpeed would take them for tensor-parallel ranks
@@ -107,18 +115,13 @@ def _settings(engine: Any, request: Request) -> list[str]:
     return _differing(request.folder, *({_COMPARED[key]: facts[key] for key in keys} for facts in (saved, ours)))
 
 
-def _by_files(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with one name for stages 1 and 2, which write the same files."""
-    return {key: "1 or 2" if key == "zero_stage" and value in (1, 2) else value for key, value in facts.items()}
-
-
 def _model(engine: Any, request: Request) -> list[str]:
     """Whether the parameters are those of the checkpoint: where they are not, no conversion helps.
 
     One that is trained here and frozen there, or the other way round, is not meant: it belongs to the layout.
     """
     path = Path(engine._get_ckpt_name(str(request.load_dir), request.tag))
-    if engine.load_universal_checkpoint() or not request.states or not path.is_file():
+    if not request.states or not path.is_file():
         return []
     saved = read(path)
     theirs, ours = (_shapes(groups) for groups in (saved.get("param_shapes"), engine._get_zero_param_shapes()))
@@ -140,7 +143,7 @@ def _shapes(groups: Iterable[Mapping[str, Any]] | None) -> dict[str, list[int]]:
 
 def _shards(engine: Any, request: Request) -> list[str]:
     """Whether what the optimizer's file of this rank holds lies where it does in this run, and is stored so."""
-    if engine.load_universal_checkpoint() or not request.states:
+    if not request.states:
         return []
     path = Path(engine._get_zero_ckpt_name(str(request.load_dir), request.tag))
     if not path.is_file():
@@ -152,12 +155,10 @@ def _shards(engine: Any, request: Request) -> list[str]:
         return _differing(path, *stages)
     states, optimizer = saved["optimizer_state_dict" if stage3 else "base_optimizer_state"], base_optimizer(zero)
     if optimizer is not None and isinstance(states, Mapping):
-        there = states["param_groups"]
-        if states["state"] and not any(key in group for group in there for key in LAYOUT_KEYS):
+        theirs, ours = states["param_groups"], optimizer.param_groups
+        if states["state"] and not any(key in group for group in theirs for key in LAYOUT_KEYS):
             return _differing(path, {"optimizer.type": "another one"}, {"optimizer.type": CoatAdamW.__name__})
-        if wrong := _differing(
-            path, *map(_storage, zip(*zip(there, optimizer.param_groups, strict=False), strict=True))
-        ):
+        if wrong := _differing(path, _storage(theirs[: len(ours)]), _storage(ours[: len(theirs)])):
             return wrong
     others = "or other groups or frozen parameters"
     if stage3:

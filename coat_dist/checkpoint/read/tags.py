@@ -19,12 +19,8 @@ _LATEST_UNIVERSAL = "latest_universal"
 def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> str | None:
     """The name of the folder in ``load_dir`` that is meant, None where there is no checkpoint; collective.
 
-    Args:
-        load_dir: holds checkpoints.
-        tag: None = the one that ``latest`` names (``latest_universal`` of universal ones), or, where a kill in the
-            first save left no ``latest``, the one that was saved last.
-        universal: ``checkpoint.load_universal`` is set.
-        team: the ranks that have this folder before them.
+    Without ``tag`` it is the one that ``latest`` names (with ``checkpoint.load_universal``: ``latest_universal``), or,
+    where a kill in the first save left no ``latest``, the one that was saved last.
 
     Raises:
         CheckpointError: on every rank; ``latest`` or ``tag`` names what is no finished checkpoint.

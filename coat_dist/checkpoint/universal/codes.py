@@ -53,7 +53,7 @@ def write_codes(path: Path, layout: Mapping[str, Any], ranks: list[list[tuple[to
     for pieces in ranks:
         starts = torch.cat([starts for starts, _ in pieces])
         joined.append({"starts": starts} | {key: torch.cat([codes[key] for _, codes in pieces]) for key in CODE_KEYS})
-    torch.save({"layout": _storage(layout), "ranks": joined}, path)
+    torch.save({"layout": {key: layout[key] for key in LAYOUT_KEYS}, "ranks": joined}, path)
 
 
 def read_codes(
@@ -70,7 +70,7 @@ def read_codes(
         tp: tensor-parallel rank and size.
     """
     saved = load_codes(path)
-    if saved is None or len(saved["ranks"]) != tp[1] or _storage(saved["layout"]) != _storage(group):
+    if saved is None or len(saved["ranks"]) != tp[1] or any(saved["layout"][key] != group[key] for key in LAYOUT_KEYS):
         return 0
     codes = saved["ranks"][tp[0]]
     groups, starts = groups_within(*place, group["group_size"])
@@ -82,11 +82,6 @@ def read_codes(
     for key in CODE_KEYS:
         state[key][rows.to(state[key].device)] = codes[key][at[found]].to(state[key].device)
     return len(rows)
-
-
-def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say what codes mean."""
-    return {key: group[key] for key in LAYOUT_KEYS}
 
 
 def load_codes(path: Path) -> dict[str, Any] | None:

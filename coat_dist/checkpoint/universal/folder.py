@@ -48,17 +48,13 @@ class UniversalFolder:
     def weights(self, name: str, shape: torch.Size) -> torch.Tensor:
         """This rank's part of a parameter, fp32 where it was trained and in its own dtype otherwise, or of a buffer."""
         if name in self.rest:
-            return divide(self.rest[name], shape, self.tp, f"{self.folder / 'rest.pt'}: {name}")
+            return self._divide(self.rest[name], shape, f"{self.folder / 'rest.pt'}: {name}")
         return self.local(name, "fp32", shape)
 
     def local(self, name: str, key: str, shape: torch.Size) -> torch.Tensor:
-        """This rank's part of one tensor of a trained parameter.
-
-        Raises:
-            ValueError: the file cannot be read, or gives another shape; names it.
-        """
+        """This rank's part of one tensor of a trained parameter; ``ValueError`` where it has another shape."""
         path = self.folder / name / f"{key}.pt"
-        return divide(read(path), shape, self.tp, str(path))
+        return self._divide(read(path), shape, str(path))
 
     def step(self, name: str) -> int:
         """Steps taken of a trained parameter."""
@@ -80,34 +76,21 @@ class UniversalFolder:
             )
         return values[0]
 
-
-def divide(saved: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], where: str) -> torch.Tensor:
-    """The part of one tensor-parallel rank; a view where it is contiguous in the whole.
-
-    Args:
-        saved: ``param``, the whole tensor, and how to divide it, in DeepSpeed's keys; what a file holds.
-        shape: of the part.
-        tp: rank and size.
-        where: the tensor's place, for errors.
-
-    Raises:
-        ValueError: the part has another shape.
-    """
-    rank, size = tp
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("param"), torch.Tensor):
-        raise ValueError(f"{where}: got {type(saved).__name__}, accepted: a dict with a tensor `param`")
-    whole = local = saved["param"]
-    if "cat_dim" in saved and size > 1:
-        dim = saved["cat_dim"]
-        divided = [piece.chunk(size, dim) for piece in whole.chunk(saved.get("param_n_sub_params", 1), dim)]
-        if all(len(pieces) == size for pieces in divided):
-            local = torch.cat([pieces[rank] for pieces in divided], dim) if len(divided) > 1 else divided[0][rank]
-    if local.shape != shape:
-        raise ValueError(
-            f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel rank "
-            f"{rank} of {size}"
-        )
-    return local
+    def _divide(self, saved: Mapping[str, Any], shape: torch.Size, where: str) -> torch.Tensor:
+        """This rank's part of a whole tensor, which is saved with how to divide it, in DeepSpeed's keys."""
+        rank, size = self.tp
+        whole = local = saved["param"]
+        if "cat_dim" in saved and size > 1:
+            dim = saved["cat_dim"]
+            divided = [piece.chunk(size, dim) for piece in whole.chunk(saved.get("param_n_sub_params", 1), dim)]
+            if all(len(pieces) == size for pieces in divided):
+                local = torch.cat([pieces[rank] for pieces in divided], dim) if len(divided) > 1 else divided[0][rank]
+        if local.shape != shape:
+            raise ValueError(
+                f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel "
+                f"rank {rank} of {size}"
+            )
+        return local
 
 
 def _same(one: Any, other: Any) -> bool:

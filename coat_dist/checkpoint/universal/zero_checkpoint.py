@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..names import divided_experts, in_whole, joined_experts, larger, place_in_pipeline
+from ..names import divided_experts, in_whole, larger, place_in_pipeline
 from .zero_files import MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
 __all__ = ["ZeroCheckpoint", "is_extra_state"]
@@ -82,8 +82,8 @@ class ZeroCheckpoint:
 
     def _name_experts(self) -> None:
         """Call experts that ranks divide by their names in the whole model; a shard holds those of its rank."""
-        size, names = divided_experts(self.rules)
-        self.joined, self.expert_parallel = joined_experts(self.rules), size
+        size, names, self.joined = divided_experts(self.rules)
+        self.expert_parallel = size
         if size == 1:
             return
         for row in self.shards:

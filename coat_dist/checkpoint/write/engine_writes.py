@@ -123,9 +123,12 @@ class SummedFile:
             OSError: of any write or sync; names the file.
         """
         self._threads.shutdown()
-        if self._problem is None:
-            self._try(lambda: os.fsync(self._file.fileno()))
-        self._try(self._file.close)
+        try:
+            with self._file:
+                if self._problem is None:
+                    os.fsync(self._file.fileno())
+        except OSError as problem:
+            self._problem = self._problem or problem
         if self._problem is not None:
             raise named(self._problem, self.path) from self._problem
 
@@ -137,9 +140,3 @@ class SummedFile:
                 view = view[self._file.write(view) :]  # the system may take less than it is given
         except OSError as problem:
             self._problem = problem
-
-    def _try(self, do: Callable[[], object]) -> None:
-        try:
-            do()
-        except OSError as problem:
-            self._problem = self._problem or problem

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..manifest import MANIFEST, UNFINISHED, CheckpointError, read_manifest, readable
+from ..manifest import MANIFEST, UNFINISHED, CheckpointError, readable
 from .durable import named, sync_folder, sync_tree, write_text
 
 __all__ = [
@@ -209,7 +209,7 @@ def _settle(replaced: Path, own: Path) -> None:
     else:
         try:
             _rescue(replaced, own)
-        except (CheckpointError, FileExistsError, NotADirectoryError):  # a damaged manifest, or a file is in the way
+        except (ValueError, LookupError, FileExistsError, NotADirectoryError):  # damaged manifest; a file is in the way
             os.rename(replaced, _kept(own))
         else:
             _remove(replaced)
@@ -217,7 +217,7 @@ def _settle(replaced: Path, own: Path) -> None:
 
 def _rescue(replaced: Path, own: Path) -> None:
     """Move files that somebody put beside a checkpoint's own into the one that took its place."""
-    listed = {*read_manifest(replaced, of_run=False)["files"], MANIFEST}
+    listed = {*json.loads((replaced / MANIFEST).read_text(encoding="utf-8"))["files"], MANIFEST}
     for path in sorted(replaced.rglob("*")):
         name = path.relative_to(replaced)
         target = own / name

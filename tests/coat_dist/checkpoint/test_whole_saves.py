@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.coat_dist.checkpoint.small_saves import ONE, Killed, fail, listed, small, step, weights
+from tests.coat_dist.checkpoint.small_saves import Killed, fail, listed, small, step, weights
 from tests.coat_dist.checkpoint.test_loading import build
 from tests.coat_dist.checkpoint.test_whole import flip, told
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
@@ -230,23 +230,17 @@ def test_every_kind_of_engine(tmp_path):
 
 
 def without_frozen(rank, world, folder):
-    """Names in the model's file, with and without frozen parameters; and what is loaded of it."""
-    import coat_dist
-
+    """Names in the model's file, with and without frozen parameters."""
     net = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128))
     net[0].requires_grad_(False)
-    config = {**ONE, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    engine = coat_dist.initialize(model=net, config=config)[0]
-    step(engine)
-    before, names = weights(engine), []
+    engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, net)
+    names = []
     for exclude in (False, True):
         engine.save_checkpoint(folder, tag="x", exclude_frozen_parameters=exclude)
         names.append(sorted(torch.load(f"{folder}/x/mp_rank_00_model_states.pt", weights_only=False)["module"]))
-    step(engine)
-    engine.load_checkpoint(folder, load_module_strict=False)
-    return *names, all(map(torch.equal, before, weights(engine)))
+    return names
 
 
 def test_frozen_parameters_are_left_out(tmp_path):
     trained = ["1.bias", "1.weight"]
-    assert run_ranks(1, without_frozen, str(tmp_path)) == [(["0.bias", "0.weight", *trained], trained, True)]
+    assert run_ranks(1, without_frozen, str(tmp_path)) == [[["0.bias", "0.weight", *trained], trained]]
