@@ -12,7 +12,6 @@ from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.save import Extras
 from coat_dist.checkpoint.write.publish import find
 from tests.coat_dist.checkpoint.small_saves import Killed, listed, small, step
-from tests.coat_dist.checkpoint.test_whole import told
 from tests.support import run_ranks
 
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
@@ -58,19 +57,11 @@ def beside_at_odds(rank, world, folder):
             Path(folder, tag, "manifest.json").write_text("{")
         for _ in range(2):
             engine.save_checkpoint(folder, tag, extras=more)
-    said = []
-    for name in ("gone", "../damaged"):
-        Path(folder, "latest").write_text(name)
-        said.append(told(engine.load_checkpoint, folder))
-    return sorted(p.relative_to(folder).as_posix() for p in Path(folder).rglob("mine")), said
+    return sorted(p.relative_to(folder).as_posix() for p in Path(folder).rglob("mine"))
 
 
 def test_what_somebody_put_beside_stays_also_where_it_is_in_the_way(tmp_path):
-    found, (gone, elsewhere) = run_ranks(1, beside_at_odds, str(tmp_path))[0]
-    assert found == ["damaged.kept/notes/mine", "odd.kept/notes/mine"]
-    there = "accepted: damaged, damaged.kept, odd, odd.kept"
-    assert gone == f"CheckpointError: {tmp_path}/latest: got 'gone', which is no checkpoint in {tmp_path}, {there}"
-    assert elsewhere.startswith(f"CheckpointError: {tmp_path}/latest: got '../damaged', which is not the name of")
+    assert run_ranks(1, beside_at_odds, str(tmp_path)) == [["damaged.kept/notes/mine", "odd.kept/notes/mine"]]
 
 
 def test_the_program_and_the_engine_mean_the_same_checkpoint(tmp_path):

@@ -1,5 +1,7 @@
 """Universal checkpoints: BF16_Optimizer and sub-groups (``test_matrix.py`` has the rest), and what is not converted."""
 
+import os
+
 import pytest
 import torch
 
@@ -44,19 +46,12 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
     before = {p: p.read_bytes() for p in (tmp_path / "plain").iterdir()}
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    for target in ("plain", "plain/universal", "used", "used/../plain"):
+    for target in ("plain/universal", "used"):
         with pytest.raises(ValueError, match=f"target: got .*{target}, accepted: an empty or a new folder outside of"):
             convert_to_universal(tmp_path / "plain", tmp_path / target)
     assert {p: p.read_bytes() for p in (tmp_path / "plain").iterdir()} == before
-    for kind in ("mp_rank_00_model", "bf16_zero_pp_rank_0_mp_rank_00_optim"):
-        file = tmp_path / "plain" / f"{kind}_states.pt"
-        (tmp_path / "plain" / file.name.replace("mp_rank_00", "mp_rank_01")).write_bytes(file.read_bytes())
-    model = torch.load(tmp_path / "plain" / "mp_rank_00_model_states.pt", weights_only=False)
-    torch.save({**model, "mp_world_size": 2}, tmp_path / "plain" / "mp_rank_00_model_states.pt")
-    with pytest.raises(ValueError, match="2 tensor-parallel ranks and without universal_checkpoint_info, accepted"):
-        convert_to_universal(tmp_path / "plain", tmp_path / "out")
-    whole = (tmp_path / "plain" / "mp_rank_00_model_states.pt").read_bytes()
-    (tmp_path / "plain" / "mp_rank_00_model_states.pt").write_bytes(whole[: len(whole) // 2])
+    model = tmp_path / "plain" / "mp_rank_00_model_states.pt"
+    os.truncate(model, model.stat().st_size // 2)
     with pytest.raises(ValueError, match="mp_rank_00_model_states.pt: cannot be read"):
         convert_to_universal(tmp_path / "plain", tmp_path / "out")
 
