@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optim import CoatAdamW
-from ..ranks import of_another_rank, rank_and_world
+from ..ranks import gather, of_another_rank, rank_and_world
 from .manifest import FORMAT, sync_files
 from .names import divided_experts, info_of, place_in_pipeline
 from .team import CheckpointError, Team, check_shared, nodes_of_ranks, part_of, team_of
@@ -159,8 +159,8 @@ class _Save:
         files = sync_files(temporary, {os.path.relpath(path, root): sum_ for path, sum_ in writes.sums.items()}, team)
         manifest = {
             **extras.content,
-            **{"format": FORMAT, "tag": self.tag, "saved": time.time(), LATEST: self.save_latest},
-            **{"engine": describe(self.engine), **part_of(team), "files": files},
+            **{"format": FORMAT, "tag": self.tag, "saved": gather(time.time())[0], LATEST: self.save_latest},
+            **{"engine": describe(self.engine), "part": None if team.whole else part_of(team), "files": files},
         }
         team.ask_leader(lambda: finish(temporary, final, manifest), f"cannot finish {final}")
         if self.save_latest:  # when every node has the checkpoint

@@ -204,11 +204,8 @@ def check_there(folder: Path, option: str, error: type[Exception]) -> None:
 
 
 def part_of(team: Team) -> dict[str, Any]:
-    """Manifest entry of a node's part of a checkpoint: whose, and of which save; collective. Empty for a whole one."""
-    if team.whole:
-        return {}
-    save = gather(secrets.token_hex(8))[0]
-    return {"part": {"ranks": list(team.ranks), "world_size": rank_and_world()[1], "save": save}}
+    """Whose files a node's part of a checkpoint has, for its manifest."""
+    return {"ranks": list(team.ranks), "world_size": rank_and_world()[1]}
 
 
 def check_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> None:
@@ -219,16 +216,14 @@ def check_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> None:
     Raises:
         CheckpointError: on every rank; names the hosts.
     """
-    part = manifest.get("part") or {}
-    wrong: list[str] = []
-    own = {"ranks": list(team.ranks), "world_size": rank_and_world()[1]}
-    if part and part["ranks"] != own["ranks"]:
+    part, own, wrong = manifest.get("part"), part_of(team), []
+    if part and part != own:
         wrong = [f"{folder}: holds the files of {say_part(part)}, accepted here: those of {say_part(own)}"]
     team.refuse(wrong, f"{KEY}: got parts of other nodes:")
-    saves = gather(part.get("save"))
-    others = [rank for rank, save in enumerate(saves) if save != saves[0]]
+    saved = gather(manifest.get("saved"))
+    others = [rank for rank, at in enumerate(saved) if at != saved[0]]
     if others and not team.whole:
-        first = [rank for rank in range(len(saves)) if rank not in others]
+        first = [rank for rank in range(len(saved)) if rank not in others]
         raise CheckpointError(
             f"{folder}: got parts of different saves on {say_ranks(first)} and {say_ranks(others)}, accepted: another "
             "tag, saved by all nodes together"

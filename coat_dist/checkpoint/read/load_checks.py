@@ -19,7 +19,7 @@ from ..manifest import MANIFEST, read_manifest, verify
 from ..names import divided_experts, info_of
 from ..team import CheckpointError, Team, check_part, check_there, team_of
 from ..universal.zero_files import read as read_file
-from ..write.publish import LATEST
+from ..write.publish import latest_of
 from ..zero_partitions import forget_second_shard
 from .tags import find_tag
 
@@ -127,7 +127,6 @@ def _check_files(folder: Path, team: Team, checksums: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on every rank; names the files.
     """
-
     manifest = team.ask_leader(lambda: read_manifest(folder, of_run=False) if (folder / MANIFEST).exists() else {})
     check_part(folder, manifest, team)
     if manifest:
@@ -144,11 +143,9 @@ def _weights_of_latest(engine: Any, request: Request) -> list[str]:
     """At stage 3, weights alone come from DeepSpeed's fp32 reader, which looks at ``latest`` and not at the tag."""
     if not engine.zero_optimization_partition_weights() or engine.has_moe_layers:
         return []
-    latest = request.load_dir / LATEST
-    found = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-    if found == request.tag:
+    if (found := latest_of(request.load_dir)) == request.tag:
         return []
     return [
         f"load_optimizer_states: got False with tag {request.tag!r} and zero_optimization.stage 3, where DeepSpeed "
-        f"reads what {latest} names, {found!r}; accepted: that one, or load_module_only=True alone"
+        f"reads what {request.load_dir}/latest names, {found!r}; accepted: that one, or load_module_only=True alone"
     ]

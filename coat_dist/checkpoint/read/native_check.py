@@ -21,7 +21,7 @@ from ...ranks import raise_everywhere
 from ..manifest import differences, readable
 from ..save import describe
 from ..universal.zero_files import read
-from ..write.publish import LATEST
+from ..write.publish import latest_of
 from ..zero_partitions import base_optimizer
 from .load_checks import Request, check_before_load, request_of
 
@@ -82,10 +82,9 @@ def refuse_compressed_moments(engine: Any) -> None:
 
 def _unverified(given: Mapping[str, Any]) -> Request:
     """What DeepSpeed's own ``load_checkpoint`` will load; it reports a missing ``latest`` itself."""
-    folder, tag = Path(given["load_dir"]), given["tag"]
-    if tag is None:
-        tag = (folder / LATEST).read_text(encoding="utf-8").strip() if (folder / LATEST).is_file() else ""
-    return request_of(given, str(tag), readable(folder / str(tag)))
+    folder = Path(given["load_dir"])
+    tag = latest_of(folder) or "" if given["tag"] is None else str(given["tag"])
+    return request_of(given, tag, readable(folder / tag))
 
 
 def _unless_universal(engine: Any, check: Callable[[Any, Request], list[str]], request: Request) -> list[str]:

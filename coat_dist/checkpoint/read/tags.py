@@ -9,7 +9,7 @@ from pathlib import Path
 from ...ranks import rank_and_world
 from ..manifest import MANIFEST, readable
 from ..team import CheckpointError, Team
-from ..write.publish import HIDDEN, LATEST, checkpoints, last_saved, own_name, replaced_or
+from ..write.publish import HIDDEN, LATEST, checkpoints, last_saved, latest_of, own_name, replaced_or
 
 __all__ = ["find_tag", "is_checkpoint"]
 
@@ -31,15 +31,16 @@ def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> st
 
 
 def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
-    latest = load_dir / (_LATEST_UNIVERSAL if universal else LATEST)
-    named_by: object = latest if tag is None else "tag"
+    named_by = "tag"
     if tag is None:
-        if not os.path.lexists(latest):
-            return _without_latest(load_dir, universal)
+        name = _LATEST_UNIVERSAL if universal else LATEST
+        named_by = str(load_dir / name)
         try:
-            tag = latest.read_text(encoding="utf-8").strip()
+            tag = latest_of(load_dir, name)
         except (OSError, ValueError) as problem:
-            raise CheckpointError(f"{latest}: got {problem}, accepted: a tag: {_there(load_dir)}") from None
+            raise CheckpointError(f"{named_by}: got {problem}, accepted: a tag: {_there(load_dir)}") from None
+        if tag is None:
+            return _without_latest(load_dir, universal)
     found = replaced_or(load_dir / tag) if Path(tag).name == tag else load_dir
     if found == load_dir or not tag.isprintable() or tag.startswith((HIDDEN, "..")):
         why = "which is not the name of a finished checkpoint"
@@ -86,7 +87,7 @@ def is_checkpoint(folder: Path) -> bool:
 def _check_not_overtaken(load_dir: Path, universal: str) -> None:
     """A run that saves where its universal checkpoint is would begin from that again at each start."""
     try:
-        latest = (load_dir / LATEST).read_text(encoding="utf-8").strip()
+        latest = latest_of(load_dir) or ""
         saved, start = (readable(replaced_or(load_dir / tag)) for tag in (latest, universal))
         steps, begun_at = saved["engine"]["global_steps"], start["progress"]["step"]
     except (OSError, ValueError, KeyError):  # not written by this project

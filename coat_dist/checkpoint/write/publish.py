@@ -27,6 +27,7 @@ __all__ = [
     "finish",
     "finished",
     "last_saved",
+    "latest_of",
     "name_of",
     "own_name",
     "publish",
@@ -106,6 +107,12 @@ def own_name(checkpoint: Path) -> str:
     return checkpoint.name.removeprefix(_REPLACED)
 
 
+def latest_of(folder: Path, name: str = LATEST) -> str | None:
+    """What ``latest`` names; None where there is none."""
+    path = folder / name
+    return path.read_text(encoding="utf-8").strip() if os.path.lexists(path) else None
+
+
 def find(folder: str | Path) -> Path | None:
     """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it holds none.
 
@@ -120,9 +127,8 @@ def find(folder: str | Path) -> Path | None:
         folder = replaced_or(folder.resolve())
         if (folder / MANIFEST).is_file():
             return folder
-        if not folder.is_dir() or not os.path.lexists(folder / LATEST):
+        if (name := latest_of(folder)) is None:
             return last_saved(published(folder))
-        name = (folder / LATEST).read_text(encoding="utf-8").strip()
         found = replaced_or(folder / name)
         if (found / MANIFEST).is_file():
             return found
@@ -175,9 +181,8 @@ def retire(folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path]
         problems = _clean(folder)
         order = sorted(finished(folder), key=lambda p: (_step(p) <= _step(newest), _step(p)))
         gone = [p for p in superseded if p.name != newest.name and p.exists()]
-        latest = folder / LATEST  # a save with save_latest=False does not change it
-        stays = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
-    except OSError as problem:
+        stays = latest_of(folder)  # a save with save_latest=False does not change it
+    except (OSError, ValueError) as problem:
         return [str(problem)]
     for old in dict.fromkeys([*gone, *(order[:-keep] if keep else [])]):
         if old.name != stays:

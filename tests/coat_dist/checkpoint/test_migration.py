@@ -42,15 +42,25 @@ def adamw(rank, world, settings, folder, load):
     else:
         run(engine, rank, 0, 5)
         engine.save_checkpoint(folder, tag="plain")
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from coat_dist.checkpoint.zero_partitions import partitions
 
     trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
     everything = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(everything, enabled=hasattr(everything[0], "ds_id")):
         weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    moments = {w: {n: torch.zeros(getattr(p, "ds_shape", p.shape)) for n, p in trained.items()} for w in MOMENTS}
+    for part in partitions(engine.optimizer):
+        for f in part.fragments:
+            for which, key in MOMENTS.items():
+                mine = engine.optimizer.optimizer.state[part.flat][key][f.start : f.start + f.numel]
+                moments[which][engine.param_names[f.param]].view(-1)[f.first : f.first + f.numel] = mine
+    for value in (v for one in moments.values() for v in one.values()):
+        torch.distributed.all_reduce(value)
     return {
         "fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()},
-        **{w: {n: safe_get_full_optimizer_state(p, k) for n, p in trained.items()} for w, k in MOMENTS.items()},
+        **moments,
         "weights": weights,
         "steps": sorted({int(s["step"]) for s in engine.optimizer.optimizer.state.values()}),
     }
