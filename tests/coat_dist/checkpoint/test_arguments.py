@@ -1,6 +1,5 @@
 """Arguments that DeepSpeed would misread: one error on all ranks, before anything is written or loaded."""
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -58,8 +57,6 @@ def loading(rank, world, folder):
         "different": {"load_dir": folder, "load_optimizer_states": rank == 0},
     }.items():
         said[name] = told(engine.load_checkpoint, **more)
-    with contextlib.chdir(f"{folder}/a"):
-        said["here"] = told(engine.load_checkpoint, ".")
     on_rank_0(rank, lambda: (os.remove(f"{folder}/a/manifest.json"), os.mkdir(f"{folder}/empty")))
     said["plain"] = told(engine.load_checkpoint, f"{folder}/a")  # plain DeepSpeed's
     nothing = [engine.load_checkpoint(f"{folder}/{name}") for name in ("empty", "missing")]
@@ -71,16 +68,13 @@ def test_what_holds_no_checkpoints_is_not_taken_for_a_new_run(tmp_path):
     assert first == second
     said, nothing, of_a_folder_in_it = first
     assert nothing == [(None, None)] * 2 and of_a_folder_in_it
-    itself = (
-        "CheckpointError: load_dir: got {}, which is a checkpoint itself; accepted: load_checkpoint({!r}, tag={!r})"
-    )
     for name, given, where, tag in [
         ("itself", f"{tmp_path}/a", str(tmp_path), "a"),
         ("inner", f"{tmp_path}/b/c", f"{tmp_path}/b", "c"),
-        ("here", ".", str(tmp_path), "a"),
         ("plain", f"{tmp_path}/a", str(tmp_path), "a"),
     ]:
-        assert said[name] == itself.format(given, where, tag)
+        call = f"load_checkpoint({where!r}, tag={tag!r})"
+        assert said[name] == f"CheckpointError: load_dir: got {given}, which is a checkpoint itself; accepted: {call}"
     for name, text in {
         "a file": f"load_dir: got {tmp_path}/latest, which is a file; accepted: a folder that holds checkpoints",
         "outer": f"tag: got 'b', which is no checkpoint in {tmp_path}, accepted: a",
@@ -98,19 +92,10 @@ class Sized(torch.nn.Sequential):
 
 def other_models(rank, world, folder, stage):
     """A checkpoint of two layers before models of other sizes, and before one in which a layer is frozen."""
-    import coat_dist
-    from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
-
-    quiet_deepspeed()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage},
-    }
 
     def engine(width=64, layers=2, frozen=False):
-        return coat_dist.initialize(model=Sized(width, layers, frozen), config=config)[0]
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+        return small(config, Sized(width, layers, frozen))
 
     engine().save_checkpoint(folder, tag="a")
     others = {"wide": {"width": 128}, "more": {"layers": 3}, "fewer": {"layers": 1}, "frozen": {"frozen": True}}
