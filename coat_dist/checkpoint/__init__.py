@@ -4,9 +4,9 @@ Saving, which is ``engine.save_checkpoint`` of a coat engine (``save``), is one 
 share the folder: they agree on the arguments, and an error on one rank is raised on all.
 
 1. Prepare: ``write.publish`` makes a folder with a temporary name.
-2. Write: DeepSpeed and the caller write into it; ``write.engine_writes`` takes checksums meanwhile.
-3. Publish: ``manifest`` flushes every file to disk and lists size and checksum of each; ``write.publish`` gives the
-   folder its final name, lets ``latest`` name it and removes older checkpoints, by the writes of ``write.durable``.
+2. Write: DeepSpeed and the caller write into it; ``write.engine_writes`` keeps errors meanwhile.
+3. Publish: ``manifest`` flushes and sums every file, and lists them; ``write.publish`` gives the folder its final name,
+   lets ``latest`` name it and removes older checkpoints, by the writes of ``write.durable``.
 
 Loading a checkpoint that DeepSpeed wrote is ``engine.load_checkpoint`` (``read.load_checks``). ``read.tags`` finds the
 checkpoint, ``manifest`` verifies its files, and ``read.native_check`` compares it with the engine, before DeepSpeed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
     """
     team = team or everyone()
     by_size = sorted(files, key=lambda name: (-files[name][0], name))  # dealt out in turns, every rank gets as much
-    found = _look_at(team, by_size, lambda name: _read(checkpoint / name, checksums))
+    found = _gather(team, {name: _read(checkpoint / name, checksums) for name in team.share(by_size)})
     wrong = []
     for name, (size, checksum) in files.items():
         now = found[name]
@@ -92,47 +92,40 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
         elif now != [size, checksum][: len(now)]:
             why = f"is {now[0]} bytes, was {size}" if now[0] != size else "its checksum is not that of the manifest"
             wrong.append(f"{checkpoint / name}: damaged ({why})")
-    foreign = {p.name for p in checkpoint.glob("*_states.pt")} - files.keys()  # DeepSpeed would take them for its own
-    wrong += [f"{checkpoint / name}: is of another checkpoint" for name in sorted(foreign)]
+    there = team.ask_leader(lambda: [p.name for p in checkpoint.glob("*_states.pt")])  # DeepSpeed would take them all
+    wrong += [f"{checkpoint / name}: is of another checkpoint" for name in sorted(set(there) - files.keys())]
     team.refuse(wrong, f"{checkpoint} is damaged, load another one:")
 
 
-def sync_files(
-    folder: Path, known: Mapping[str, list[int]] | None = None, team: Team | None = None
-) -> dict[str, list[int]]:
+def sync_files(folder: Path, own: Iterable[Path] = (), team: Team | None = None) -> dict[str, list[int]]:
     """Wait until every file in ``folder`` and the folders in it is on disk; [bytes, CRC-32] by path in ``folder``.
 
     Args:
         folder: a manifest in it is left out.
-        known: the result for files that this rank has summed and synced already: they are not read again, unless two
-            ranks wrote one file.
-        team: the ranks that have this folder before them, which share the work; None = all.
+        own: files that this rank wrote and therefore reads, from its host's memory; the team shares the others.
+        team: the ranks that have this folder before them; None = all.
 
     Raises:
         CheckpointError: on every rank; lists the files that a rank could not read or bring to disk, and empty ones.
     """
     team = team or everyone()
 
-    def listed() -> dict[str, int]:
+    def listed() -> list[str]:
         paths = sorted(inner / name for inner, files in walk(folder) for name in files)
-        return {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths if p != folder / MANIFEST}
+        return [p.relative_to(folder).as_posix() for p in paths if p != folder / MANIFEST]
 
-    sizes = team.ask_leader(listed)
-    parts = team.members(gather(dict(known or {})))
-    writers = Counter(name for part in parts for name in part)
-    done = {name: numbers for part in parts for name, numbers in part.items() if writers[name] == 1}
-    found = _look_at(team, [n for n in sizes if n not in done], lambda name: _read(folder / name, sync=True))
-    for name, numbers in done.items():
-        found[name] = numbers if sizes.get(name) == numbers[0] else "is missing or has changed since it was written"
+    names, mine = team.ask_leader(listed), {os.path.relpath(path, folder) for path in own}
+    written = {name for part in team.members(gather(mine)) for name in part}
+    mine |= set(team.share([name for name in names if name not in written]))
+    found = _gather(team, {name: _read(folder / name, sync=True) for name in sorted(mine)})
+    found |= {name: "is missing" for name in written - set(names)}
     wrong = [f"{folder / name}: {problem}" for name, problem in sorted(found.items()) if isinstance(problem, str)]
     wrong += [f"{folder / name}: is empty" for name, numbers in sorted(found.items()) if numbers[0] == 0]
     team.refuse(wrong if found else [f"{folder}: holds no files"], "cannot finish a checkpoint:")
     return dict(sorted(found.items()))  # type: ignore[arg-type]  # no text is left in it
 
 
-def _look_at(team: Team, names: list[str], look: Callable[[str], list[int] | str]) -> dict[str, list[int] | str]:
-    """What ``look`` gives for each file; files are dealt out to the team's ranks."""
-    mine = {name: look(name) for name in team.share(names)}
+def _gather(team: Team, mine: dict[str, list[int] | str]) -> dict[str, list[int] | str]:
     return {name: result for part in team.members(gather(mine)) for name, result in part.items()}
 
 
@@ -140,13 +133,14 @@ def _read(path: Path, checksums: bool = True, sync: bool = False) -> list[int] |
     """[bytes, CRC-32] of a file, without ``checksums`` [bytes]; or what is wrong with it."""
     size = checksum = 0
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, ThreadPoolExecutor(1) as beside:
             if not checksums:
                 return [os.fstat(file.fileno()).st_size]
-            if sync:
-                os.fsync(file.fileno())
+            synced = beside.submit(os.fsync, file.fileno()) if sync else None
             while block := file.read(1 << 24):
                 size, checksum = size + len(block), zlib.crc32(block, checksum)
+            if synced is not None:
+                synced.result()
     except FileNotFoundError:
         return "missing"
     except OSError as problem:

@@ -1,7 +1,7 @@
 """``engine.save_checkpoint`` of a coat engine: a kill or an error on any rank leaves the previous checkpoint.
 
 A save is one transaction (:class:`_Save`): prepare, write, publish. DeepSpeed writes its files into a folder with a
-temporary name (``write/engine_writes.py`` takes checksums), and a program may add its own. Every file is brought to
+temporary name (``write/engine_writes.py`` keeps errors), and a program may add its own. Every file is brought to
 disk, and ``manifest.json`` lists size and checksum of each (``manifest.py``). Then the folder is renamed, ``latest``
 replaced, and old checkpoints are removed (``write/publish.py``).
 """
@@ -155,8 +155,7 @@ class _Save:
                 extras.add_files(temporary)
 
         team.each(own_files, f"cannot write {temporary}")
-        root = os.path.abspath(temporary)
-        files = sync_files(temporary, {os.path.relpath(path, root): sum_ for path, sum_ in writes.sums.items()}, team)
+        files = sync_files(temporary, writes.files, team)
         manifest = {
             **extras.content,
             **{"format": FORMAT, "tag": self.tag, "saved": gather(time.time())[0], LATEST: self.save_latest},

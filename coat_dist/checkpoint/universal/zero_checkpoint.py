@@ -38,9 +38,11 @@ class ZeroCheckpoint:
 
     def __init__(self, source: Path) -> None:
         self.source = source
-        for pattern in ("layer_*-model_states.pt", "*expert*_states.pt"):  # DeepSpeed's own pipelines and experts
+        for kind, pattern in (("pipeline", "layer_*-model_states.pt"), ("expert", "*expert*_states.pt")):
             if found := sorted(source.glob(pattern)):
-                raise ValueError(f"{source}: got {found[0].name}, accepted: files of ZeRO without such")
+                raise ValueError(
+                    f"{source}: got {found[0].name}, accepted: files without DeepSpeed's {kind}-parallel ones"
+                )
         optimizer_files = files_by_rank(source, OPTIMIZER)
         model_files = files_by_rank(source, MODEL3, required=False)
         if not model_files:  # ZeRO-1 and 2: one file a tensor-parallel rank
