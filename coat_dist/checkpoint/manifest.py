@@ -78,8 +78,7 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
         checksums: false compares sizes only and reads no file.
 
     Raises:
-        CheckpointError: on every rank; lists the files that are missing, damaged, cannot be read or belong to another
-            checkpoint.
+        CheckpointError: on every rank; lists files that are missing, damaged or of another checkpoint.
     """
     team = team or everyone()
     by_size = sorted(files, key=lambda name: (-files[name][0], name))  # dealt out in turns, every rank gets as much

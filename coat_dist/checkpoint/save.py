@@ -1,8 +1,8 @@
 """``engine.save_checkpoint`` of a coat engine: a kill or an error on any rank leaves the previous checkpoint.
 
 A save is one transaction (:class:`_Save`): prepare, write, publish. DeepSpeed writes its files into a folder with a
-temporary name (``write/engine_writes.py`` keeps errors), and a program may add its own. Every file is brought to
-disk, and ``manifest.json`` lists size and checksum of each (``manifest.py``). Then the folder is renamed, ``latest``
+temporary name (``write/engine_writes.py`` keeps errors), and a program may add its own. Every file is flushed to disk
+and listed with size and checksum in ``manifest.json`` (``manifest.py``). Then the folder is renamed, ``latest``
 replaced, and old checkpoints are removed (``write/publish.py``).
 """
 

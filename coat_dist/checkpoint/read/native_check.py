@@ -2,9 +2,7 @@
 
 Such a checkpoint fits one layout only. DeepSpeed finds another stage, data-parallel size or optimizer only after it has
 replaced the model's weights, and flat shards in another order not at all. Here each mismatch is one line of one error,
-before anything is read into the model.
-
-A rank looks at no other files than those it is going to load: with ``use_node_local_storage`` it has no others.
+before anything is read into the model. A rank looks only at the files that it will load: a node may have no others.
 """
 
 from __future__ import annotations

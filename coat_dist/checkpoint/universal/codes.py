@@ -7,8 +7,7 @@ take a file that ends in ``.pt`` for a tensor). Where a loading run has a group 
 the same way, it takes these bytes; all other groups are encoded from fp32.
 
 Where all parameters of a group and all shards start on 128-element borders (hidden sizes that are multiples of 128,
-mostly), every group is found again at any data-parallel size and ZeRO stage; a tensor-parallel rank's groups are found
-again at the same tensor-parallel size.
+mostly), every group is found again at any data-parallel size and ZeRO stage, but only at the same tensor-parallel size.
 """
 
 from __future__ import annotations

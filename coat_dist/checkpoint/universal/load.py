@@ -40,7 +40,6 @@ def enable_universal_load(engine: Any) -> None:
 
     Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left alone. A checkpoint
     that does not fit is refused with a ``ValueError``, on every rank, before anything has been changed.
-    ``coat_dist.initialize`` calls it.
     """
     zero = engine.optimizer
     if not isinstance(getattr(zero, "optimizer", None), CoatAdamW | torch.optim.Adam):  # AdamW is an Adam
